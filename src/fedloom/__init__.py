@@ -1,0 +1,37 @@
+"""Federated learning on heterogeneous data: many models on the server, exact runs, one command."""
+
+from fedloom._version import __version__
+from fedloom.api import Run, resume, run, verify
+from fedloom.bench import Batch, Bench, Pass
+from fedloom.data import Federation, Samples
+from fedloom.errors import FedloomError, InputError
+from fedloom.exchange import Job, Update
+from fedloom.methods import Companion, Context, Local, Method, Options, Refiner, Server, register
+from fedloom.rows import Layout, Mean
+
+__all__ = [
+    "Batch",
+    "Bench",
+    "Companion",
+    "Context",
+    "Federation",
+    "FedloomError",
+    "InputError",
+    "Job",
+    "Layout",
+    "Local",
+    "Mean",
+    "Method",
+    "Options",
+    "Pass",
+    "Refiner",
+    "Run",
+    "Samples",
+    "Server",
+    "Update",
+    "__version__",
+    "register",
+    "resume",
+    "run",
+    "verify",
+]

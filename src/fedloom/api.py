@@ -1,0 +1,312 @@
+"""fedloom from Python: run, resume and verify runs.
+
+    import fedloom
+    run = fedloom.run(method="fedprox", data="digits", rounds=50)
+    run.history            # a list of records, one a round: pandas.DataFrame(run.history)
+    run.model()            # an ordinary nn.Module with the deployed weights
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from fedloom.bench import Criterion
+from fedloom.config import RESULT_FREE, Config, make_config
+from fedloom.data import Federation
+from fedloom.errors import FedloomError, InputError
+from fedloom.experiment import Experiment, Own, build, check, replace_config
+from fedloom.folder import RunFolder, free_name
+from fedloom.metrics import summarise
+from fedloom.report import read_run, write_report
+from fedloom.rows import digest
+from fedloom.storage import read_tensors
+
+
+class Watcher(Protocol):
+    """Someone who watches a run: a progress display, a test."""
+
+    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+        """The run starts, or goes on after the rounds in `history`."""
+
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A round has been played."""
+
+    def download(self, name: str, done: int, total: int) -> None:
+        """A data set is on its way: bytes so far, bytes in all."""
+
+    def wants_stop(self) -> bool:
+        """Whether to stop after this round."""
+        ...
+
+    def end(self) -> None:
+        """The run is over, one way or the other."""
+
+
+class Silent:
+    """Nobody watches."""
+
+    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        return
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        return
+
+    def download(self, name: str, done: int, total: int) -> None:
+        return
+
+    def wants_stop(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        return
+
+
+class Stopped(FedloomError):
+    """The run was stopped on request and can be resumed."""
+
+    exit_code = 130
+
+
+class Run:
+    """A finished run."""
+
+    def __init__(self, folder: RunFolder, own: Own) -> None:
+        self._folder = folder
+        self._own = own
+        self.path = folder.path
+        self.config = folder.config
+        summary = folder.summary()
+        if summary is None:
+            raise InputError(f"{folder.path} has not finished; go on with: fedloom resume {folder.path}")
+        self.summary = summary
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record a round, from round 0, the initial model, on."""
+        return self._folder.history()
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy of the deployed model."""
+        value = self.summary["accuracy"]
+        return None if value is None else float(value)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the deployed model's row."""
+        return str(self.summary["digest"])
+
+    def model(self) -> nn.Module:
+        """The deployed model as an ordinary module, in evaluation mode."""
+        tensors = read_tensors(self.path / "model.safetensors")
+        if isinstance(self._own.model, nn.Module):
+            module = self._own.model
+        else:
+            experiment = build(replace_config(self.config, engine="plain", device="cpu"), self._own)
+            experiment.engine.close()
+            module = experiment.module
+        # The tensors of a module that has trained are views into some row: give the result memory of its own.
+        module = deepcopy(module).cpu()
+        module.load_state_dict(tensors)
+        return module.eval()
+
+    def report(self, path: Path | str | None = None) -> Path:
+        """Write the HTML report; by default into the run's folder."""
+        target = Path(path) if path is not None else self.path / "report.html"
+        write_report([read_run(self.path)], target)
+        return target
+
+
+def run(
+    method: str = "fedavg",
+    data: str | Federation = "digits",
+    model: str | nn.Module | Callable[[], nn.Module] = "mlp",
+    *,
+    loss: Criterion | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    out: Path | str | None = None,
+    runs: Path | str = "runs",
+    watcher: Watcher | None = None,
+    report: bool = True,
+    **settings: Any,
+) -> Run:
+    """Run a method and return the finished run.
+
+    `data` and `model` are names or your own objects: a `Federation`, and a module (whose weights are the start) or
+    something that makes one. `loss(output, targets)` is cross-entropy unless you give one. `options` are those of
+    the methods, such as {"fedprox": {"mu": 0.1}}; `settings` are the fields of `Config`. The run's folder is `out`,
+    or a new one in `runs`.
+    """
+    own = Own(
+        data if isinstance(data, Federation) else None,
+        None if isinstance(model, str) else model,
+        loss,
+    )
+    values: dict[str, Any] = {"method": method, "options": {k: dict(v) for k, v in (options or {}).items()}, **settings}
+    if isinstance(data, Federation):
+        values |= {"data": data.name, "partition": "own", "clients": len(data)}
+    else:
+        values["data"] = data
+    values["model"] = model if isinstance(model, str) else _name_of(model)
+    return execute(make_config(values), own, out=out, runs=runs, watcher=watcher, report=report)
+
+
+def _name_of(model: nn.Module | Callable[[], nn.Module]) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def execute(
+    config: Config,
+    own: Own | None = None,
+    *,
+    out: Path | str | None = None,
+    runs: Path | str = "runs",
+    watcher: Watcher | None = None,
+    report: bool = True,
+) -> Run:
+    """Run what a config says. Nothing is written before everything in it has been found to make sense."""
+    own, watcher = own or Own(), watcher or Silent()
+    composition = check(config)
+    config = replace_config(config, options=composition.stated())
+    path = Path(out) if out is not None else free_name(Path(runs), config)
+    with build(config, own, watcher.download).engine_closed() as experiment:
+        folder = RunFolder.create(path, config, own.names)
+        folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
+        _play(folder, experiment, watcher, start=None)
+    return _finish(folder, own, report)
+
+
+def resume(
+    path: Path | str,
+    *,
+    data: Federation | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    loss: Criterion | None = None,
+    watcher: Watcher | None = None,
+    report: bool = True,
+    **changes: Any,
+) -> Run:
+    """Go on with a run that was stopped or killed; the result has the same bits as if it had not been.
+
+    What the run was given as Python objects must be given again. `changes` may be settings that leave the result
+    alone: engine, workers, checkpoint_seconds, keep_checkpoints. A finished run is returned as it is.
+    """
+    watcher, own = watcher or Silent(), Own(data, model, loss)
+    folder = RunFolder.open(Path(path))
+    _same_objects(folder, own)
+    for name in changes:
+        if name not in RESULT_FREE:
+            raise InputError(f"{name} would change the result; a resumed run may change {', '.join(sorted(RESULT_FREE))}.")
+    if changes:
+        folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
+    if folder.summary() is not None:
+        return Run(folder, own)
+    with build(folder.config, own, watcher.download).engine_closed() as experiment:
+        latest = folder.checkpoints.load_latest(experiment.engine.homes)
+        for text in folder.checkpoints.damaged:
+            watcher.note(f"{text} Going on from the checkpoint before it.")
+        if latest is None:
+            folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
+            folder.rewind(-1)
+            _play(folder, experiment, watcher, start=None)
+        else:
+            start, state = latest
+            experiment.load(state)
+            folder.rewind(start)
+            _play(folder, experiment, watcher, start=start)
+    return _finish(folder, own, report)
+
+
+def verify(
+    path: Path | str,
+    *,
+    data: Federation | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    loss: Criterion | None = None,
+    watcher: Watcher | None = None,
+    **changes: Any,
+) -> tuple[str, str]:
+    """Run a finished run again from its config, elsewhere; returns (digest then, digest now)."""
+    folder, own = RunFolder.open(Path(path)), Own(data, model, loss)
+    _same_objects(folder, own)
+    before = Run(folder, own).digest
+    config = make_config({**folder.config.model_dump(), **changes})
+    with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
+        again = execute(config, own, out=Path(place) / "run", watcher=watcher, report=False)
+        return before, again.digest
+
+
+def _same_objects(folder: RunFolder, own: Own) -> None:
+    missing = sorted(set(folder.own) - set(own.names))
+    if missing:
+        raise InputError(
+            f"{folder.path} was run from Python with {' and '.join(missing)} of its own; go on from Python too, with "
+            f"fedloom.resume or fedloom.verify({str(folder.path)!r}, {', '.join(f'{name}=...' for name in missing)})."
+        )
+    surplus = sorted(set(own.names) - set(folder.own))
+    if surplus:
+        raise InputError(f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now.")
+
+
+def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int | None) -> None:
+    """Play the rounds that are left, from `start` (None: from the very beginning), saving as they go."""
+    config, rounds = experiment.config, experiment.rounds
+    watcher.begin(folder.path, config, folder.history())
+    try:
+        if start is None:
+            _record(folder, watcher, rounds.initial_record())
+        saved_at = time.monotonic()
+        for round in range(start or 0, config.rounds):
+            record = rounds.play(round)
+            began = time.perf_counter()
+            last = round + 1 == config.rounds
+            stop = watcher.wants_stop()
+            if last or stop or time.monotonic() - saved_at >= config.checkpoint_seconds:
+                folder.checkpoints.save(round + 1, experiment.state(), experiment.engine.homes)
+                saved_at = time.monotonic()
+                _spent(record, time.perf_counter() - began)
+            _record(folder, watcher, record)
+            if stop and not last:
+                raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")
+        deployed = rounds.parts.server.deploy()
+        folder.write_model(experiment.deployed())
+        summary = {
+            "method": config.method,
+            "data": config.data,
+            "seed": config.seed,
+            **summarise(folder.history()),
+            "run": str(folder.path),
+            "digest": digest(deployed),
+        }
+        folder.write_summary(summary)
+    finally:
+        watcher.end()
+
+
+def _record(folder: RunFolder, watcher: Watcher, record: dict[str, Any]) -> None:
+    folder.append(record)
+    watcher.record(record)
+
+
+def _spent(record: dict[str, Any], seconds: float) -> None:
+    record["seconds"]["checkpoint"] = round(seconds, 6)
+    record["seconds"]["total"] = round(record["seconds"]["total"] + seconds, 6)
+
+
+def _finish(folder: RunFolder, own: Own, report: bool) -> Run:
+    finished = Run(folder, own)
+    if report:
+        finished.report()
+    return finished
+

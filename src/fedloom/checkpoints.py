@@ -1,0 +1,120 @@
+"""Checkpoints of a run: the state of every part after a round, and what the clients keep.
+
+A checkpoint is `round-000012.json`, written last and so the moment it exists, which names the files its tensors lie in:
+`round-000012.safetensors` for the server's parts, and `clients-*.safetensors` for what clients keep. A client's state
+is written only when it has changed, so a checkpoint refers to client files of earlier ones; when more of those files
+is out of date than in use, everything is written once more.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.engines.base import Homes
+from fedloom.errors import InputError
+from fedloom.storage import join, read_json, read_tensors, split, write_json, write_tensors
+
+FORMAT = 1
+
+
+class Checkpoints:
+    """The checkpoints in one folder; the last `keep` are kept."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.damaged: list[str] = []
+        """What was found damaged and passed over when loading, in words."""
+        self._where: dict[int, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._digests: dict[str, str] = {}
+
+    def rounds(self) -> list[int]:
+        """The rounds after which there is a checkpoint, newest first."""
+        found = [re.fullmatch(r"round-(\d+)\.json", path.name) for path in self.folder.glob("round-*.json")]
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def save(self, round: int, state: Mapping[str, Any], homes: Homes) -> None:
+        """Write the state after `round` rounds."""
+        tree, tensors = split(state)
+        digest = write_tensors(self.folder / f"round-{round:06d}.safetensors", tensors)
+        self._save_clients(round, homes)
+        files = sorted(set(self._where.values()))
+        write_json(
+            self.folder / f"round-{round:06d}.json",
+            {
+                "format": FORMAT,
+                "round": round,
+                "state": tree,
+                "digest": digest,
+                "clients": {str(client): name for client, name in sorted(self._where.items())},
+                "client_files": {name: [self._digests[name], self._sizes[name]] for name in files},
+            },
+        )
+        homes.changed.clear()
+        self._sweep()
+
+    def _save_clients(self, round: int, homes: Homes) -> None:
+        fresh = homes.changed
+        stored = sum(self._sizes[name] for name in set(self._where.values()))
+        if stored + len(fresh) > 2 * len(homes):
+            fresh = set(homes.clients())
+        if not fresh:
+            return
+        name = f"clients-{round:06d}.safetensors"
+        tensors = {f"{c}/{key}": tensor for c in sorted(fresh) for key, tensor in homes.get(c).items()}
+        self._digests[name] = write_tensors(self.folder / name, tensors)
+        self._sizes[name] = len(fresh)
+        self._where.update(dict.fromkeys(fresh, name))
+
+    def _sweep(self) -> None:
+        """Delete what no kept checkpoint needs, in an order that leaves every one that remains whole."""
+        rounds = self.rounds()
+        for old in rounds[self.keep :]:
+            (self.folder / f"round-{old:06d}.json").unlink(missing_ok=True)
+        needed = {path.name for path in self.folder.glob("round-*.json")}
+        for kept in rounds[: self.keep]:
+            needed.add(f"round-{kept:06d}.safetensors")
+            try:
+                needed.update(read_json(self.folder / f"round-{kept:06d}.json")["client_files"])
+            except InputError:  # a damaged older one: it needs nothing any more
+                continue
+        for path in self.folder.iterdir():
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+    def load_latest(self, homes: Homes) -> tuple[int, dict[str, Any]] | None:
+        """The newest whole checkpoint, (round, state), with `homes` filled from it; None when there is none at all.
+
+        A damaged one is passed over for the one before: going on from there gives the same bits, only later.
+        """
+        for round in self.rounds():
+            try:
+                return round, self._load(round, homes)
+            except InputError as error:
+                self.damaged.append(str(error))
+        if self.damaged:
+            raise InputError(self.damaged[0])
+        return None
+
+    def _load(self, round: int, homes: Homes) -> dict[str, Any]:
+        path = self.folder / f"round-{round:06d}.json"
+        record = read_json(path)
+        if record.get("format") != FORMAT:
+            raise InputError(f"{path} has format {record.get('format')!r}; this version of fedloom reads {FORMAT}.")
+        tensors = read_tensors(self.folder / f"round-{round:06d}.safetensors", record["digest"])
+        where = {int(client): name for client, name in record["clients"].items()}
+        files: dict[str, dict[str, Tensor]] = {
+            name: read_tensors(self.folder / name, digest) for name, (digest, _) in record["client_files"].items()
+        }
+        for client, name in where.items():
+            homes.keep(client, {key: files[name][f"{client}/{key}"] for key in homes.shapes})
+        homes.changed.clear()
+        self._where = where
+        self._digests = {name: digest for name, (digest, _) in record["client_files"].items()}
+        self._sizes = {name: size for name, (_, size) in record["client_files"].items()}
+        state: dict[str, Any] = join(record["state"], tensors)
+        return state

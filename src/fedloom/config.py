@@ -1,0 +1,129 @@
+"""What a run is: every setting that a person may give, with its default and its help text, in one place."""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import Field, ValidationError, model_validator
+
+from fedloom.errors import InputError, unknown
+from fedloom.methods.catalogue import explain
+from fedloom.training import Training
+
+
+class Config(Training):
+    """A run. Its fields are the command's options and the entries of `config.toml`."""
+
+    method: str = "fedavg"
+    """the method, or several joined by +"""
+    data: str = "digits"
+    """the data set (`fedloom list datasets`)"""
+    partition: str = "dirichlet:0.3"
+    """how samples are spread over clients (`fedloom list partitions`)"""
+    clients: int = Field(20, ge=1)
+    """number of clients"""
+    per_round: int | None = Field(None, ge=1)
+    """clients asked in each round; by default 10, or all if there are fewer"""
+    model: str = "mlp"
+    """the network (`fedloom list models`)"""
+    rounds: int = Field(30, ge=1)
+    """rounds of training"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """seed of every random draw"""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """options of the methods, by method and name"""
+
+    eval_every: int = Field(1, ge=1)
+    """rounds between two evaluations; the last round is always evaluated"""
+    min_clients: int = Field(0, ge=0)
+    """end with an error when fewer clients than this answer in a round"""
+    lost: float = Field(0.0, ge=0, lt=1)
+    """simulated probability that a client does not answer"""
+
+    engine: Literal["auto", "plain", "host"] = "auto"
+    """plain: one client after the other; host: worker processes; auto: host on a CPU, plain on a GPU"""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, ...; a GPU needs the plain engine"""
+    workers: int = Field(0, ge=0)
+    """worker processes of the host engine; 0: one for each core"""
+    channels_last: bool = True
+    """keep images and convolution weights in channels-last order, which is faster on CPUs"""
+    checkpoint_seconds: float = Field(30.0, ge=0)
+    """seconds between two checkpoints; 0 writes one after every round"""
+    keep_checkpoints: int = Field(2, ge=1)
+    """how many checkpoints are kept"""
+    imports: list[str] = Field(default_factory=list)
+    """Python files to run first, which register methods of one's own"""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        if self.per_round is not None and self.per_round > self.clients:
+            raise ValueError(f"per_round is {self.per_round}, but there are only {self.clients} clients.")
+        if self.min_clients > self.cohort:
+            raise ValueError(f"min_clients is {self.min_clients}, but only {self.cohort} clients are asked in a round.")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0, not 0.0.")
+        if self.engine == "host" and self.device != "cpu":
+            raise ValueError(f"the host engine computes on the CPU, not on {self.device!r}; use --engine plain.")
+        return self
+
+    @property
+    def cohort(self) -> int:
+        """Clients asked in a round."""
+        return self.per_round if self.per_round is not None else min(10, self.clients)
+
+
+RESULT_FREE = {"engine", "workers", "checkpoint_seconds", "keep_checkpoints"}
+"""Settings that change how a run is carried out but not one bit of its result."""
+
+
+def make_config(values: Mapping[str, Any]) -> Config:
+    """A validated config; what is wrong with the values is said in one sentence."""
+    for key in values:
+        if key not in Config.model_fields:
+            raise unknown("setting", key, Config.model_fields)
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        raise InputError(explain(error)) from error
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """`fedprox.mu=0.1` and the like, as options by method. Values are TOML; what is not TOML is a string."""
+    options: dict[str, dict[str, Any]] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        method, dot, option = key.strip().partition(".")
+        if not (equals and dot and method and option):
+            raise InputError(f"--set takes METHOD.OPTION=VALUE, such as fedprox.mu=0.1, not {pair!r}.")
+        try:
+            value: Any = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()
+        options.setdefault(method, {})[option] = value
+    return options
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Plain values as TOML, without those that are None (TOML has no such value)."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): clean(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list | tuple):
+            return [clean(item) for item in value]
+        return value
+
+    return tomli_w.dumps(clean(values))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file's values."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}.") from error

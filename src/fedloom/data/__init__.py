@@ -1,0 +1,21 @@
+"""Data sets, partitions, and what a client's data look like."""
+
+from fedloom.data.augment import Augment, make_augment
+from fedloom.data.datasets import Dataset, DatasetInfo, load
+from fedloom.data.federation import Federation, PooledFederation
+from fedloom.data.partition import PartitionInfo, build
+from fedloom.data.samples import Prepare, Samples
+
+__all__ = [
+    "Augment",
+    "Dataset",
+    "DatasetInfo",
+    "Federation",
+    "PartitionInfo",
+    "PooledFederation",
+    "Prepare",
+    "Samples",
+    "build",
+    "load",
+    "make_augment",
+]

@@ -1,0 +1,192 @@
+"""The published data sets: what they are, which files hold them, and where those come from."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedloom.data import cifar
+from fedloom.data.download import Progress, fetch, unpack
+from fedloom.data.idx import find_idx, read_pair
+from fedloom.data.samples import Prepare, Samples
+
+TEN_DIGITS = tuple("0123456789")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
+    """A data set that lives in files of one folder."""
+
+    name: str
+    summary: str
+    shape: tuple[int, ...]
+    train: int
+    """How many training samples were published."""
+    test: int
+    prepare: Prepare
+    class_names: tuple[str, ...]
+    folders: tuple[str, ...]
+    """What the folder may be called; a download makes the first."""
+    system: tuple[Path, ...] = ()
+    """Where packages of the operating system put it."""
+    home: str
+    """The address that its files are under."""
+
+    @property
+    @abstractmethod
+    def files(self) -> tuple[str, ...]:
+        """The names of the files a person would put in place by hand."""
+
+    @abstractmethod
+    def complete(self, folder: Path) -> bool:
+        """Whether `folder` holds all files."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> tuple[Samples, Samples]:
+        """The training and the test samples, everything checked."""
+
+    @abstractmethod
+    def download(self, folder: Path, progress: Progress | None) -> None:
+        """Makes `folder` complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdxSource(Source):
+    """Four files in MNIST's format."""
+
+    checksums: dict[str, tuple[int, str, str]] = field(repr=False)
+    """For each file its count, the SHA-256 of it uncompressed, and the MD5 of the published .gz."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(self.checksums)
+
+    def complete(self, folder: Path) -> bool:
+        return all(find_idx(folder, name) for name in self.files)
+
+    def read(self, folder: Path) -> tuple[Samples, Samples]:
+        official = {name: (count, digest) for name, (count, digest, _) in self.checksums.items()}
+        images, labels, test_images, test_labels = (
+            find_idx(folder, name) or folder / name for name in self.files
+        )
+        classes = len(self.class_names)
+        return read_pair(images, labels, classes, official), read_pair(
+            test_images, test_labels, classes, official
+        )
+
+    def download(self, folder: Path, progress: Progress | None) -> None:
+        for name, (_, _, md5) in self.checksums.items():
+            fetch(f"{self.home}/{name}.gz", folder / f"{name}.gz", md5, progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarSource(Source):
+    """CIFAR-10's binary version."""
+
+    archive: str = "cifar-10-binary.tar.gz"
+    md5: str = "c32a1d4ab5d03f1284b67883e8d87530"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*cifar.TRAIN, *cifar.TEST)
+
+    def complete(self, folder: Path) -> bool:
+        return all((folder / name).is_file() for name in self.files)
+
+    def read(self, folder: Path) -> tuple[Samples, Samples]:
+        return cifar.read_cifar10(folder, cifar.TRAIN), cifar.read_cifar10(folder, cifar.TEST)
+
+    def download(self, folder: Path, progress: Progress | None) -> None:
+        archive = folder / self.archive
+        fetch(f"{self.home}/{self.archive}", archive, self.md5, progress)
+        unpack(archive, folder, self.files, cifar.RECORD * cifar.RECORDS)
+        archive.unlink()
+
+
+MNIST = IdxSource(
+    name="mnist",
+    summary="handwritten digits, grey, 28 x 28",
+    shape=(1, 28, 28),
+    train=60_000,
+    test=10_000,
+    prepare=Prepare((0.1307,), (0.3081,)),
+    class_names=TEN_DIGITS,
+    folders=("mnist",),
+    home="https://ossci-datasets.s3.amazonaws.com/mnist",
+    checksums={
+        "train-images-idx3-ubyte": (
+            60_000,
+            "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        ),
+        "train-labels-idx1-ubyte": (
+            60_000,
+            "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+        ),
+        "t10k-images-idx3-ubyte": (
+            10_000,
+            "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            "9fb629c4189551a2d022fa330f9573f3",
+        ),
+        "t10k-labels-idx1-ubyte": (
+            10_000,
+            "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+    },
+)
+
+FASHION_MNIST = IdxSource(
+    name="fashion-mnist",
+    summary="pieces of clothing, grey, 28 x 28",
+    shape=(1, 28, 28),
+    train=60_000,
+    test=10_000,
+    prepare=Prepare((0.2860,), (0.3530,)),
+    class_names=(
+        *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
+        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+    ),
+    folders=("fashion-mnist",),
+    system=(Path("/usr/share/datasets/fashion-mnist"),),  # Debian's package dataset-fashion-mnist
+    home="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    checksums={
+        "train-images-idx3-ubyte": (
+            60_000,
+            "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        ),
+        "train-labels-idx1-ubyte": (
+            60_000,
+            "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+            "25c81989df183df01b3e8a0aad5dffbe",
+        ),
+        "t10k-images-idx3-ubyte": (
+            10_000,
+            "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+            "bef4ecab320f06d8554ea6380940ec79",
+        ),
+        "t10k-labels-idx1-ubyte": (
+            10_000,
+            "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+    },
+)
+
+CIFAR10 = CifarSource(
+    name="cifar10",
+    summary="photographs of ten kinds of things, colour, 32 x 32",
+    shape=(3, 32, 32),
+    train=50_000,
+    test=10_000,
+    prepare=Prepare((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    class_names=(
+        *("airplane", "automobile", "bird", "cat", "deer"),
+        *("dog", "frog", "horse", "ship", "truck"),
+    ),
+    folders=("cifar-10-batches-bin", "cifar10"),
+    home="https://www.cs.toronto.edu/~kriz",
+)
+
+SOURCES: dict[str, Source] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10)}

@@ -1,0 +1,7 @@
+"""Engines run clients; they do not know methods."""
+
+from fedloom.engines.base import Engine, Homes, Shop
+from fedloom.engines.host import HostEngine
+from fedloom.engines.plain import PlainEngine
+
+__all__ = ["Engine", "Homes", "HostEngine", "PlainEngine", "Shop"]

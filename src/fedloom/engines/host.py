@@ -1,0 +1,272 @@
+"""The host engine: this machine's cores as worker processes over rows in shared memory.
+
+One thread a worker: two single-thread processes beat every plan with several threads on small networks. A worker
+that dies is replaced and its order carried out again; nothing a client did is visible before its update is
+accepted, so the result does not change. Answers are handed on in the order of the jobs whatever the order in which
+clients finish, so that sums round alike.
+"""
+
+import heapq
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+
+import torch
+from torch import Tensor
+
+from fedloom.banks import Bank
+from fedloom.bench import Score, score_chunks
+from fedloom.data import Federation
+from fedloom.engines.base import Engine, Shop
+from fedloom.engines.worker import Failed, Order, Place, Reply, Scored, ScoreOrder, Slots, Trained, TrainOrder, work
+from fedloom.errors import FedloomError
+from fedloom.exchange import Job, Lost, Update
+
+SLOT_MEMORY = 1 << 30
+"""Bytes for models that are being trained or wait for their turn to be taken in."""
+
+LIVES = 3
+"""How often an order may cost its worker's life before its client is given up."""
+
+
+def available() -> bool:
+    """Whether this system can fork, which is how workers get a user's own module and loss as they are."""
+    return "fork" in multiprocessing.get_all_start_methods()
+
+
+def core_count() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Worker:
+    """A worker process as the coordinator sees it."""
+
+    def __init__(self, shop: Shop, slots: Slots, others: Sequence["_Worker"]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        inherited = [self.pipe, *(other.pipe for other in others)]
+        self.process: ForkProcess = context.Process(target=work, args=(theirs, inherited, shop, slots), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.order: Order | None = None
+
+    def give(self, order: Order) -> None:
+        self.order = order
+        try:
+            self.pipe.send(order)
+        except OSError:  # it has died; waiting for its reply will show that
+            return
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+class HostEngine(Engine):
+    """Worker processes, one thread each."""
+
+    name = "host"
+
+    def __init__(self, shop: Shop, workers: int = 0) -> None:
+        super().__init__(shop)
+        self.count = workers or core_count()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        one = Slots(1, shop.workshop)
+        affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * shop.workshop.layout.dtype.itemsize)
+        self._slots = Slots(max(2 * self.count, min(affordable, 4096)), shop.workshop)
+        self._workers: list[_Worker] = []
+        self._known = 0
+        self._lent: list[Bank] = []
+        self.deaths = 0
+        """How many workers have died and been replaced."""
+
+    @staticmethod
+    def make_bank(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Bank:
+        return Bank.shared(count, width, dtype)
+
+    def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+        places = self._publish([tensor for job in jobs for tensor in (job.row, *job.extras.values())])
+        free = list(range(len(self._slots)))
+        slot_of: dict[int, int] = {}
+        waiting = _LargestFirst([self._size(job) for job in jobs], window=len(self._slots))
+        replies: dict[int, Reply] = {}
+
+        def make(index: int) -> Order:
+            job = jobs[index]
+            slot = slot_of.get(index)
+            if slot is None:
+                slot = slot_of[index] = free.pop()
+            kept = self.homes.get(job.client)
+            for name, tensor in self._slots.group(slot, "home").items():
+                tensor.copy_(kept[name]) if name in kept else tensor.zero_()
+            extras = tuple((name, places[_key(tensor)]) for name, tensor in job.extras.items())
+            return TrainOrder(
+                index, round, job.client, slot, places[_key(job.row)], extras, job.client not in self.homes
+            )
+
+        try:
+            for turn, job in enumerate(jobs):
+                while turn not in replies:
+                    self._advance(waiting, make, replies)
+                reply = replies.pop(turn)
+                slot = slot_of.pop(turn)
+                if isinstance(reply, Trained):
+                    uploads, home = self._slots.group(slot, "uploads"), self._slots.group(slot, "home")
+                    row = self._slots.row(slot)
+                    yield Update(job, row, reply.samples, reply.loss, reply.steps, uploads, home)
+                elif isinstance(reply, Failed):
+                    yield Lost(job, reply.reason)
+                free.append(slot)
+                waiting.delivered += 1
+        finally:
+            self._abandon()
+
+    def score(self, row: Tensor) -> Score | None:
+        test = self.shop.federation.test
+        if test is None or not len(test):
+            return None
+        place = self._publish([row])[_key(row)]
+        pieces = len(score_chunks(test))
+        waiting = _LargestFirst([1] * pieces, window=pieces)
+        replies: dict[int, Reply] = {}
+        try:
+            while len(replies) < pieces:
+                self._advance(waiting, lambda index: ScoreOrder(index, place), replies)
+        finally:
+            self._abandon()
+        scores = []
+        for index in range(pieces):
+            reply = replies[index]
+            if not isinstance(reply, Scored):
+                reason = reply.reason if isinstance(reply, Failed) else "no score came"
+                raise FedloomError(f"the model cannot be scored: {reason}.")
+            scores.append(reply.score)
+        return sum(scores[1:], start=scores[0])
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        torch.set_num_threads(self._threads)
+
+    def worker_pids(self) -> list[int]:
+        """The processes that are at work."""
+        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+
+    def _advance(self, waiting: "_LargestFirst", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
+        """Give orders to idle workers, then wait until something happens and take note of it."""
+        for worker in self._workers:
+            if worker.order is None and (index := waiting.next()) is not None:
+                worker.give(make(index))
+        pipes: dict[Connection, _Worker] = {w.pipe: w for w in self._workers if w.order is not None}
+        for pipe in wait(list(pipes)):
+            assert isinstance(pipe, Connection)
+            worker = pipes[pipe]
+            order = worker.order
+            assert order is not None
+            try:
+                replies[order.index] = pipe.recv()
+                worker.order = None
+            except (EOFError, OSError):
+                self._bury(worker)
+                how = worker.process.exitcode
+                if waiting.again(order.index) < LIVES:
+                    continue
+                waiting.drop(order.index)
+                cause = f"signal {-how}" if how is not None and how < 0 else f"exit code {how}"
+                replies[order.index] = Failed(order.index, f"its worker died {LIVES} times ({cause})")
+
+    def _bury(self, worker: _Worker) -> None:
+        """Replace a worker that has died."""
+        self.deaths += 1
+        worker.process.join()
+        worker.pipe.close()
+        rest = [other for other in self._workers if other is not worker]
+        self._workers[self._workers.index(worker)] = _Worker(self.shop, self._slots, rest)
+
+    def _abandon(self) -> None:
+        """End the workers that are still busy with orders nobody waits for any more."""
+        for worker in [w for w in self._workers if w.order is not None]:
+            worker.end()
+            self._workers.remove(worker)
+
+    def _publish(self, tensors: Sequence[Tensor]) -> dict[object, Place]:
+        """Where workers find these tensors (look up by `_key`); those outside shared memory are copied there first.
+
+        Workers see the banks that were there when they were forked, so a new bank means new workers; that happens
+        in the first round and then no more.
+        """
+        shared: dict[object, Tensor] = {}
+        lent = 0
+        for tensor in tensors:
+            if _key(tensor) in shared:
+                continue
+            if Bank.locate(tensor, Bank.made()) is None:
+                shared[_key(tensor)] = self._lend(lent, tensor)
+                lent += 1
+            else:
+                shared[_key(tensor)] = tensor
+        if any(Bank.locate(tensor, self._known) is None for tensor in shared.values()):
+            for worker in self._workers:
+                worker.end()
+            self._workers.clear()
+        if not self._workers:
+            self._known = Bank.made()
+        while len(self._workers) < self.count:
+            self._workers.append(_Worker(self.shop, self._slots, self._workers))
+        return {key: Place(tensor.data_ptr(), tuple(tensor.shape)) for key, tensor in shared.items()}
+
+    def _lend(self, index: int, tensor: Tensor) -> Tensor:
+        """Copy a tensor into shared memory that is used again every round."""
+        size = tensor.numel()
+        if index == len(self._lent):
+            self._lent.append(Bank.shared(1, size, self.shop.workshop.layout.dtype))
+        elif self._lent[index].rows.shape[1] < size:
+            self._lent[index] = Bank.shared(1, size, self.shop.workshop.layout.dtype)
+        return self._lent[index].rows[0, :size].view(tensor.shape).copy_(tensor)
+
+    def _size(self, job: Job) -> int:
+        """How long a client will take, where that is known without making its samples."""
+        federation = self.shop.federation
+        known = type(federation).samples is not Federation.samples
+        return federation.samples(job.client) if known else 1
+
+
+def _key(tensor: Tensor) -> object:
+    """What tells tensors apart: two views of the same row are one tensor."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+class _LargestFirst:
+    """Which order to give next: the largest first, so that no long one starts last, within a window of the turns
+    to come, so that finished answers never need more than `window` slots."""
+
+    def __init__(self, sizes: Sequence[int], window: int) -> None:
+        self._sizes = sizes
+        self._window = window
+        self._heap: list[tuple[int, int]] = []
+        self._entered = 0
+        self._deaths: dict[int, int] = {}
+        self.delivered = 0
+
+    def next(self) -> int | None:
+        while self._entered < min(len(self._sizes), self.delivered + self._window):
+            heapq.heappush(self._heap, (-self._sizes[self._entered], self._entered))
+            self._entered += 1
+        return heapq.heappop(self._heap)[1] if self._heap else None
+
+    def again(self, index: int) -> int:
+        """Its worker died: put it back, and say how often that has happened."""
+        self._deaths[index] = self._deaths.get(index, 0) + 1
+        heapq.heappush(self._heap, (-self._sizes[index], index))
+        return self._deaths[index]
+
+    def drop(self, index: int) -> None:
+        """Give it up."""
+        self._heap = [entry for entry in self._heap if entry[1] != index]
+        heapq.heapify(self._heap)

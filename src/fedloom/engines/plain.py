@@ -1,0 +1,69 @@
+"""The plain engine: one client after the other, in this process, on the CPU or a GPU.
+
+Slow and obviously right: every other engine is tested against it. On the CPU it computes with one thread, like the
+workers of the host engine, so that the two agree bit for bit.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.bench import Bench, Score, score_chunks
+from fedloom.engines.base import Engine, Shop, reason_of, train_client
+from fedloom.exchange import Job, Lost, Update
+
+
+class PlainEngine(Engine):
+    """One bench, one client at a time."""
+
+    name = "plain"
+
+    def __init__(self, shop: Shop, device: torch.device | str = "cpu") -> None:
+        super().__init__(shop)
+        self.device = torch.device(device)
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.benchmark = False
+        self._bench = Bench(shop.workshop, self.device)
+        self._row = shop.workshop.layout.empty(self.device)
+
+    def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+        shop = self.shop.workshop
+        for job in jobs:
+            kept = self.homes.get(job.client)
+            home = {name: torch.zeros(shape, dtype=shop.layout.dtype) for name, shape in (shop.home or {}).items()}
+            home = {name: kept.get(name, zero).to(self.device, copy=True) for name, zero in home.items()}
+            uploads = {
+                name: torch.zeros(shape, dtype=shop.layout.dtype, device=self.device)
+                for name, shape in (shop.uploads or {}).items()
+            }
+            try:
+                samples, loss, steps = train_client(
+                    self._bench,
+                    self.shop,
+                    round,
+                    job.client,
+                    self._row,
+                    job.row.to(self.device),
+                    {name: tensor.to(self.device) for name, tensor in job.extras.items()},
+                    home,
+                    uploads,
+                    job.client not in self.homes,
+                )
+            except Exception as error:  # whatever a client's code does, the round goes on without it
+                yield Lost(job, reason_of(error))
+                continue
+            yield Update(job, self._row, samples, loss, steps, uploads, home)
+
+    def score(self, row: Tensor) -> Score | None:
+        test = self.shop.federation.test
+        if test is None or not len(test):
+            return None
+        pieces = [self._bench.score(row, test[chunk]) for chunk in score_chunks(test)]
+        return sum(pieces[1:], start=pieces[0])
+
+    def close(self) -> None:
+        torch.set_num_threads(self._threads)

@@ -1,0 +1,24 @@
+"""Errors that reach a person, as one sentence that names the value and what was expected."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedloomError(Exception):
+    """Something a person can act on; the command prints its text alone, without a traceback."""
+
+    exit_code = 1
+
+
+class InputError(FedloomError):
+    """What was asked for cannot be done: a wrong option, a broken file, an impossible partition."""
+
+    exit_code = 2
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """The error for a `name` that no `kind` has, with the nearest known name suggested."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}."
+    return InputError(f"unknown {kind} {name!r}; {hint}")

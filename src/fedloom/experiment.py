@@ -1,0 +1,209 @@
+"""From a config to something that runs: data, network, method and engine put together."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom import data as datasets
+from fedloom import models
+from fedloom.bench import Criterion, Workshop
+from fedloom.config import Config
+from fedloom.data import Federation, Samples
+from fedloom.engines import Engine, Homes, HostEngine, PlainEngine, Shop
+from fedloom.engines.host import available as can_fork
+from fedloom.errors import FedloomError, InputError
+from fedloom.methods import Context, compose, import_file
+from fedloom.methods.catalogue import Composition
+from fedloom.rounds import Rounds
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+
+Progress = Callable[[str, int, int], None]
+"""Called with (name, bytes so far, bytes in all) while a data set is downloaded."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a user brings as Python objects instead of names."""
+
+    data: Federation | None = None
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    loss: Criterion | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in ("data", "model", "loss") if getattr(self, name) is not None)
+
+
+@dataclass
+class Experiment:
+    """Everything a run needs. The engine must be closed."""
+
+    config: Config
+    composition: Composition
+    federation: Federation
+    class_names: tuple[str, ...]
+    module: nn.Module
+    layout: Layout
+    engine: Engine
+    rounds: Rounds
+
+    @contextmanager
+    def engine_closed(self) -> Iterator["Experiment"]:
+        """This experiment, with its engine closed at the end."""
+        with self.engine:
+            yield self
+
+    def state(self) -> dict[str, Any]:
+        """The state of all parts."""
+        return {name: part.state() for name, part in self.rounds.parts.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state."""
+        for name, part in self.rounds.parts.items():
+            part.load(state[name])
+
+    def deployed(self) -> dict[str, Tensor]:
+        """The model that would be deployed now, as a state dict with frozen weights and all."""
+        frozen = {k: v.detach().cpu() for k, v in self.module.state_dict().items() if k in self.layout.frozen}
+        return self.layout.state_dict(self.rounds.parts.server.deploy().cpu()) | frozen
+
+
+def check(config: Config) -> Composition:
+    """Find out whether a config names things that exist, before anything is written."""
+    for path in config.imports:
+        import_file(path)
+    return compose(config.method, config.options)
+
+
+def build(config: Config, own: Own | None = None, progress: Progress | None = None) -> Experiment:
+    """Put a run together."""
+    own = own or Own()
+    composition = check(config)
+    streams = Streams(config.seed)
+    device = _device(config)
+    federation, class_names = _federation(config, own, streams, progress)
+    if len(federation) != config.clients:
+        raise InputError(f"clients is {config.clients}, but the data has {len(federation)} of them.")
+    module = _module(config, own, federation, streams)
+    channels_last = config.channels_last and len(federation.shape) == 3
+    layout = Layout.of(module, channels_last=channels_last)
+    criterion = own.loss or (F.cross_entropy if federation.classes else F.mse_loss)
+
+    engine_class = _engine_class(config, device)
+    make_bank = partial(engine_class.make_bank, dtype=layout.dtype, device=device)
+    context = Context(
+        layout=layout,
+        initial=layout.read(module, device),
+        clients=config.clients,
+        per_round=config.cohort,
+        rounds=config.rounds,
+        streams=streams,
+        training=config,
+        samples=federation.samples,
+        device=device,
+        make_bank=make_bank,
+    )
+    parts = composition.build(context)
+    homes = parts.local.home(layout)
+    workshop = Workshop(
+        module=module,
+        layout=layout,
+        criterion=criterion,
+        prepare=federation.prepare,
+        training=config,
+        streams=streams,
+        classes=federation.classes,
+        channels_last=channels_last,
+        uploads=parts.local.uploads(layout),
+        home=homes,
+    )
+    _try_out(workshop, federation)
+    shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype))
+    engine: Engine = HostEngine(shop, config.workers) if engine_class is HostEngine else PlainEngine(shop, device)
+    rounds = Rounds(config, context, parts, engine, federation.label_counts())
+    return Experiment(config, composition, federation, class_names, module, layout, engine, rounds)
+
+
+def _device(config: Config) -> torch.device:
+    try:
+        device = torch.device(config.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise InputError(f"device {config.device!r} cannot be used here: {first}") from error
+    return device
+
+
+def _engine_class(config: Config, device: torch.device) -> type[Engine]:
+    if config.engine == "plain" or device.type != "cpu":
+        return PlainEngine
+    if not can_fork():
+        if config.engine == "host":
+            raise InputError("the host engine needs a system that can fork processes; use --engine plain.")
+        return PlainEngine
+    return HostEngine
+
+
+def _federation(
+    config: Config, own: Own, streams: Streams, progress: Progress | None
+) -> tuple[Federation, tuple[str, ...]]:
+    if own.data is not None:
+        return own.data, ()
+    dataset = datasets.load(config.data, progress=progress)
+    return datasets.build(dataset, config.partition, config.clients, streams.numpy("partition")), dataset.class_names
+
+
+def _module(config: Config, own: Own, federation: Federation, streams: Streams) -> nn.Module:
+    if isinstance(own.model, nn.Module):
+        return own.model
+    with streams.globally("init"):
+        if own.model is not None:
+            return own.model()
+        return models.build(config.model, federation.shape, federation.classes)
+
+
+def _try_out(workshop: Workshop, federation: Federation) -> None:
+    """Pass two samples through the network now, so that a misfit is said before anything is written."""
+    samples = _some_samples(federation)
+    if samples is None:
+        raise InputError(f"the data {federation.name!r} holds no samples at all.")
+    module = workshop.module
+    module.eval()
+    try:
+        with torch.no_grad():
+            x = workshop.prepare(samples.x, channels_last=workshop.channels_last)
+            output = module(x)
+            loss = workshop.criterion(output, samples.y)
+    except FedloomError:
+        raise
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"the model cannot be trained on {federation.name!r}: {first}.") from error
+    if loss.dim() != 0:
+        raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
+    if federation.classes and output.shape[-1] < federation.classes:
+        raise InputError(
+            f"the model has {output.shape[-1]} outputs, but {federation.name!r} has {federation.classes} classes."
+        )
+
+
+def _some_samples(federation: Federation) -> Samples | None:
+    if federation.test is not None and len(federation.test):
+        return federation.test[:2]
+    for client in range(min(len(federation), 1000)):
+        samples = federation.client(client)
+        if len(samples):
+            return samples[:2]
+    return None
+
+
+def replace_config(config: Config, **values: Any) -> Config:
+    """A config with some values changed, validated again."""
+    return Config(**{**config.model_dump(), **values})

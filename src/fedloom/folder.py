@@ -1,0 +1,159 @@
+"""A run is a folder: config, metrics as they happen, checkpoints, the deployed model, a report.
+
+    config.toml       what the run is, complete, and what it was made with
+    metrics.jsonl     one record a round, appended as it happens
+    checkpoints/      the last ones (see checkpoints.py)
+    partition.json    who holds how many samples of which class
+    model.safetensors the deployed model, as named tensors
+    summary.json      the totals, when the run has finished
+    report.html       pictures of all that
+"""
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom._version import __version__
+from fedloom.checkpoints import Checkpoints
+from fedloom.config import Config, make_config, read_toml, to_toml
+from fedloom.errors import FedloomError, InputError
+from fedloom.storage import write_atomically, write_tensors
+
+FORMAT = 1
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path, config: Config, own: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.config = config
+        self.own = own
+        """What was given as a Python object and so must be given again: some of data, model, loss."""
+        self.checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
+
+    @classmethod
+    def create(cls, path: Path, config: Config, own: tuple[str, ...] = ()) -> "RunFolder":
+        """Make the folder; one that already holds something is left alone and refused."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise InputError(f"{path} is not empty; choose another --out, or go on with: fedloom resume {path}")
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(13, "it is not writable")
+        except (NotADirectoryError, FileExistsError) as error:
+            raise InputError(f"cannot make the run folder {path}: it, or a part of its path, is a file.") from error
+        except OSError as error:
+            raise InputError(f"cannot make the run folder {path}: {error.strerror}.") from error
+        folder = cls(path, config, own)
+        text = to_toml(
+            {
+                "format": FORMAT,
+                "own": list(own),
+                **config.model_dump(mode="json", exclude={"options"}),
+                "options": config.options,
+                "made_with": {
+                    "fedloom": __version__,
+                    "torch": torch.__version__,
+                    "numpy": np.__version__,
+                    "python": platform.python_version(),
+                    "platform": f"{platform.system()} {platform.machine()}",
+                },
+            }
+        )
+        write_atomically(path / "config.toml", text.encode())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run."""
+        if not (path / "config.toml").is_file():
+            raise InputError(f"{path} is not a run: there is no config.toml in it.")
+        values = read_toml(path / "config.toml")
+        found = values.pop("format", None)
+        if found != FORMAT:
+            made = values.get("made_with", {}).get("fedloom", "unknown")
+            raise InputError(
+                f"{path} is a run of format {found!r} (made by fedloom {made}); this is fedloom {__version__}, which "
+                f"reads format {FORMAT}."
+            )
+        values.pop("made_with", None)
+        own = tuple(values.pop("own", ()))
+        try:
+            return cls(path, make_config(values), own)
+        except InputError as error:
+            raise InputError(f"{path / 'config.toml'}: {error}") from error
+
+    # metrics
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one round's record to metrics.jsonl."""
+        try:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise FedloomError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
+
+    def history(self) -> list[dict[str, Any]]:
+        """The records so far; a last line that was cut off in writing does not count."""
+        try:
+            lines = (self.path / "metrics.jsonl").read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        records = []
+        for number, line in enumerate(lines[:-1], start=1):  # a whole line ends with a newline
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise InputError(f"line {number} of {self.path / 'metrics.jsonl'} is not JSON.") from error
+        return records
+
+    def rewind(self, round: int) -> None:
+        """Forget the records after `round`: those rounds will be played again."""
+        kept = [record for record in self.history() if record["round"] <= round]
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        write_atomically(self.path / "metrics.jsonl", text.encode())
+
+    # what is written beside them
+
+    def write_partition(self, counts: np.ndarray | None, class_names: tuple[str, ...]) -> None:
+        """Who holds how many samples of which class."""
+        if counts is None:
+            return
+        value = {"classes": counts.shape[1], "class_names": list(class_names), "counts": counts.tolist()}
+        write_atomically(self.path / "partition.json", json.dumps(value).encode())
+
+    def write_model(self, tensors: dict[str, Tensor]) -> None:
+        """The deployed model under the names of its state dict."""
+        write_tensors(self.path / "model.safetensors", tensors)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """The totals of a finished run."""
+        write_atomically(self.path / "summary.json", (json.dumps(summary) + "\n").encode())
+
+    def summary(self) -> dict[str, Any] | None:
+        """The totals, if the run has finished."""
+        path = self.path / "summary.json"
+        if not path.is_file():
+            return None
+        try:
+            return dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
+
+
+def free_name(root: Path, config: Config) -> Path:
+    """A folder in `root` that is not there yet, named after the run."""
+    stem = re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data}-seed{config.seed}")
+    for number in range(1, 1_000_000):
+        path = root / f"{stem}-{number:03d}"
+        if not path.exists():
+            return path
+    raise InputError(f"{root} holds too many runs called {stem}; name one with --out.")

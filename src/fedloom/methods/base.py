@@ -1,0 +1,173 @@
+"""The parts a method is made of.
+
+- `Server`: what the server keeps, whom it asks, what it sends to each client, how it takes the answers in, which
+  model it would deploy.
+- `Local`: how one client turns the model it received into the one it returns.
+- `Companion`: what travels beside the models (control variates, a generator), and what the server does with it.
+- `Refiner`: what the server does to fresh models before they are used.
+
+A method is a paper, and brings the parts that are new in it (see catalogue.py); parts that nobody brings are
+FedAvg's. What a part must remember between rounds it names in `kept`: that is saved and restored without knowing
+the method.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedloom.banks import Bank
+from fedloom.bench import Batch, Bench, Pass
+from fedloom.exchange import Job, Shapes, Update
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+from fedloom.training import Settings, Training
+
+
+class Options(Settings):
+    """The options of a method, each with a docstring below it and the paper's value as default."""
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741 - the usual name for it
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the parts of a method may know about the run."""
+
+    layout: Layout
+    initial: Tensor
+    """The model all start from. Copy it."""
+    clients: int
+    per_round: int
+    rounds: int
+    streams: Streams
+    training: Training
+    samples: Callable[[int], int]
+    """How many samples a client has."""
+    device: torch.device
+    make_bank: Callable[[int, int], Bank]
+    """(count, width) -> rows where the engine can read them without copying."""
+
+    def bank(self, count: int) -> Bank:
+        """A bank of `count` models."""
+        return self.make_bank(count, self.layout.size)
+
+
+class Part(Generic[O]):
+    """A part of a method: made from the run's context and the method's options."""
+
+    kept: ClassVar[tuple[str, ...]] = ()
+    """The attributes that make up its state: tensors, banks, numbers, strings, and lists and dicts of them."""
+
+    def __init__(self, context: Context, options: O) -> None:
+        self.context = context
+        self.options = options
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved to go on later as if nothing had happened."""
+        return {name: _stored(getattr(self, name)) for name in self.kept}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state. Tensors are filled in place: others may hold them."""
+        for name in self.kept:
+            now, saved = getattr(self, name), state[name]
+            if isinstance(now, Bank):
+                now = now.rows
+            if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.shape == saved.shape:
+                now.copy_(saved)
+            else:
+                setattr(self, name, saved)
+
+    def diagnostics(self) -> dict[str, float]:
+        """Numbers of the last round worth recording, by name."""
+        return {}
+
+
+def _stored(value: Any) -> Any:
+    return value.rows if isinstance(value, Bank) else value
+
+
+class Server(Part[O], ABC):
+    """The server's side of the rounds. Rounds count from 0."""
+
+    def select(self, round: int) -> list[int]:
+        """Whom to ask: `per_round` different clients, uniformly, in random order."""
+        context = self.context
+        draw = context.streams.numpy("select", round)
+        return [int(c) for c in draw.choice(context.clients, context.per_round, replace=False)]
+
+    @abstractmethod
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+        """A model for each of these clients. Rows of the server's own bank are not copied on the way."""
+
+    @abstractmethod
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        """Take in the answers, which come in the order of the jobs, fewer than were asked for or none at all.
+
+        With no answer the models stay as they are. A server that keeps several models keeps that of a lost client.
+        """
+
+    @abstractmethod
+    def deploy(self) -> Tensor:
+        """The model the server would hand out now, as a row. It never feeds back into training."""
+
+    @abstractmethod
+    def models(self) -> Tensor:
+        """The models the next round starts from, as a matrix of rows; a refiner changes them in place."""
+
+
+class Local(Part[O]):
+    """A client's side of the rounds: here ordinary training; methods replace what is new in them.
+
+    One object serves all clients, so it keeps nothing itself: what belongs to a client lies on the bench.
+    """
+
+    def home(self, layout: Layout) -> Shapes:
+        """Tensors that each client keeps between rounds, zeros at first."""
+        return {}
+
+    def uploads(self, layout: Layout) -> Shapes:
+        """Tensors that a client sends back beside its model."""
+        return {}
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        """Train the model on the bench: yield passes, and do what is to be done before, between and after them."""
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        """One step on one batch; returns the loss."""
+        loss = bench.loss(batch)
+        bench.backward(loss)
+        self.correct(bench)
+        bench.descend()
+        return loss
+
+    def correct(self, bench: Bench) -> None:
+        """Change `bench.gradient` before it is used: where many methods differ from FedAvg by one line."""
+
+
+class Companion(Part[O], ABC):
+    """What travels beside the models, on the server's side."""
+
+    @abstractmethod
+    def send(self, round: int, client: int) -> Mapping[str, Tensor]:
+        """What this client receives beside its model."""
+
+    @abstractmethod
+    def take(self, round: int, update: Update) -> None:
+        """Take in what came with one accepted update, in the order of the jobs."""
+
+    def finish(self, round: int) -> None:
+        """The round is over: change what will be sent next."""
+
+
+class Refiner(Part[O], ABC):
+    """What the server does to fresh models before they are used."""
+
+    @abstractmethod
+    def refine(self, round: int, models: Tensor) -> None:
+        """Improve each row of `models` in place."""

@@ -1,0 +1,212 @@
+"""The methods by name, and how names compose: `fedcross+fedprox` is FedCross's server with FedProx's clients."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedloom.errors import FedloomError, InputError, unknown
+from fedloom.methods.base import Companion, Context, Local, Options, Part, Refiner, Server
+
+BUILT_IN = ("fedavg", "fedprox", "scaffold")
+PARTS = ("server", "local", "companion", "refiner")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: what it is called, what it may be told, and the parts it brings. The rest is FedAvg's."""
+
+    name: str
+    title: str
+    summary: str
+    reference: str
+    options: type[Options] = Options
+    server: type[Server[Any]] | None = None
+    local: type[Local[Any]] | None = None
+    companion: type[Companion[Any]] | None = None
+    refiner: type[Refiner[Any]] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options of other methods that this one sets unless the user does, such as `fedavg.weighting`."""
+    neutral: Mapping[str, Any] | None = None
+    """Options with which the method must equal FedAvg bit for bit, where there are such."""
+    models_sent: str = ""
+    """Models sent in a round with K clients, down and up together, as papers count it."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts it brings."""
+        return tuple(part for part in PARTS if getattr(self, part) is not None)
+
+
+_methods: dict[str, Method] = {}
+
+
+def register(method: Method) -> Method:
+    """Make a method known by its name. One's own may be registered again (a notebook's cell), ours not replaced."""
+    home = f"fedloom.methods.{method.name}"
+    if method.name in BUILT_IN and all(getattr(method, part).__module__ != home for part in method.parts):
+        raise InputError(f"there is already a method {method.name!r}; give yours another name.")
+    if not method.name.replace("-", "").replace("_", "").isalnum():
+        raise InputError(f"a method's name is letters, digits, '-' and '_', not {method.name!r}.")
+    _methods[method.name] = method
+    return method
+
+
+def methods() -> dict[str, Method]:
+    """All known methods: ours, those of installed packages (entry points `fedloom.methods`), and imported ones."""
+    _load_installed()
+    return dict(sorted(_methods.items()))
+
+
+_installed = False
+
+
+def _load_installed() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name in BUILT_IN:
+        importlib.import_module(f"fedloom.methods.{name}")
+    for point in entry_points(group="fedloom.methods"):
+        try:
+            point.load()
+        except FedloomError:
+            raise
+        except Exception as error:
+            raise InputError(f"the installed method {point.value!r} cannot be loaded: {error}.") from error
+
+
+def import_file(path: str) -> None:
+    """Run a user's Python file, which registers its methods; the same file again is not run twice."""
+    file = Path(path)
+    name = f"fedloom_imported_{file.stem}"
+    if not file.is_file():
+        raise InputError(f"there is no file {path!r} to import.")
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file.resolve()):
+        return
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path!r} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except FedloomError:
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Several methods as one: which method brings each part, and the options of all of them."""
+
+    name: str
+    methods: tuple[Method, ...]
+    options: Mapping[str, Options]
+
+    def owner(self, part: str) -> Method | None:
+        """The method that brings `part`; FedAvg for the parts every run has."""
+        for method in self.methods:
+            if part in method.parts:
+                return method
+        return methods()["fedavg"] if part in ("server", "local") else None
+
+    def build(self, context: Context) -> "Parts":
+        """The parts, ready to run."""
+        made: dict[str, Part[Any] | None] = {}
+        for part in PARTS:
+            owner = self.owner(part)
+            made[part] = getattr(owner, part)(context, self.options[owner.name]) if owner else None
+        return Parts(**made)  # type: ignore[arg-type]  # each part was made by the class of that part
+
+    def stated(self) -> dict[str, dict[str, Any]]:
+        """Every option in force, by method."""
+        return {name: options.model_dump(mode="json") for name, options in sorted(self.options.items())}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a composed method."""
+
+    server: Server[Any]
+    local: Local[Any]
+    companion: Companion[Any] | None = None
+    refiner: Refiner[Any] | None = None
+
+    def items(self) -> list[tuple[str, Part[Any]]]:
+        """Name and part, of those there are."""
+        pairs = [(name, getattr(self, name)) for name in PARTS]
+        return [(name, part) for name, part in pairs if part is not None]
+
+
+def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:
+    """The method `name`, such as `fedcross+fedprox`, with the options `given` by method and key."""
+    known = methods()
+    chosen: list[Method] = []
+    for part in name.split("+"):
+        if part not in known:
+            raise unknown("method", part, known)
+        if known[part] in chosen:
+            raise InputError(f"{name!r} names {part!r} twice; once is enough.")
+        chosen.append(known[part])
+    if len(chosen) > 1:
+        chosen = [method for method in chosen if method.name != "fedavg"]  # its parts are what is left anyway
+    _refuse_clashes(name, chosen)
+
+    used = {method.name: method for method in (*chosen, known["fedavg"])}
+    values: dict[str, dict[str, Any]] = {method: {} for method in used}
+    for method in chosen:
+        for key, value in method.defaults.items():
+            target, _, option = key.partition(".")
+            values.setdefault(target, {})[option] = value
+    for target, pairs in (given or {}).items():
+        if target not in used:
+            if target not in known:
+                raise unknown("method", target, used)
+            raise InputError(f"options of {target!r} were given, but the method is {name!r}.")
+        values[target].update(pairs)
+    return Composition(name, tuple(chosen), {key: _options(used[key], values[key]) for key in used})
+
+
+def _refuse_clashes(name: str, chosen: list[Method]) -> None:
+    for part in PARTS:
+        bringing = [method.name for method in chosen if part in method.parts]
+        if len(bringing) > 1:
+            first, second = bringing[:2]
+            raise InputError(
+                f"{name!r} cannot be run: {first} and {second} both bring a {part}, and a run has one {part}."
+            )
+
+
+def _options(method: Method, values: Mapping[str, Any]) -> Options:
+    fields = method.options.model_fields
+    for key in values:
+        if key not in fields:
+            raise unknown(f"option of {method.name}", key, fields) if fields else InputError(
+                f"{method.name} has no options, so {method.name}.{key} cannot be set."
+            )
+    try:
+        return method.options(**values)
+    except ValidationError as error:
+        raise InputError(f"{method.name}.{explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """The first of pydantic's complaints as one sentence: what, what was expected, what was given."""
+    first = error.errors()[0]
+    key = ".".join(str(place) for place in first["loc"] if not str(place).startswith(("function", "int", "float")))
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and key == "":
+        return message
+    message = message.replace("Input should be", "must be").replace("unable to parse string as an", "not an")
+    return f"{key} {message}, not {first['input']!r}."

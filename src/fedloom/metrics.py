@@ -1,0 +1,89 @@
+"""What is measured in a round, and what the numbers mean."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from fedloom.bench import Score
+
+
+def client_accuracy(score: Score, counts: np.ndarray | None) -> tuple[float, float] | None:
+    """How clients fare with the deployed model: (mean over clients, mean over the worst 10 % of them).
+
+    A client's accuracy is that of each class on the test set, weighted by how often the client has the class: what
+    the client may expect on new samples of its own mixture of classes. None when the mixtures are not known.
+    """
+    if counts is None or not score.seen.sum():
+        return None
+    tested = score.seen > 0
+    by_class = score.hits[tested] / score.seen[tested]
+    held = counts[:, tested].astype(np.float64)
+    totals = held.sum(axis=1)
+    accuracies = np.sort((held @ by_class)[totals > 0] / totals[totals > 0])
+    if not len(accuracies):
+        return None
+    return float(accuracies.mean()), float(accuracies[: ceil(len(accuracies) / 10)].mean())
+
+
+class Clock:
+    """Seconds spent in each part of a round."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what is done inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Time that was taken elsewhere."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def waiting(self, source: Iterator[Any], name: str) -> Iterator[Any]:
+        """The items of `source`; the time it takes to make them counts as `name`."""
+        while True:
+            with self.part(name):
+                try:
+                    item = next(source)
+                except StopIteration:
+                    return
+            yield item
+
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+    def report(self) -> dict[str, float]:
+        """All parts and the total, rounded to microseconds."""
+        return {name: round(value, 6) for name, value in {**self.seconds, "total": self.total()}.items()}
+
+
+def summarise(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """The totals of a run from its rounds: accuracy and loss of the last evaluation, bytes, seconds."""
+    trained = [record for record in history if record["round"] > 0]
+    scored = [record for record in history if record.get("loss") is not None]
+    accuracies = [record["accuracy"] for record in scored if record.get("accuracy") is not None]
+    last = scored[-1] if scored else {}
+    return {
+        "rounds": trained[-1]["round"] if trained else 0,
+        "accuracy": last.get("accuracy"),
+        "loss": last.get("loss"),
+        "best_accuracy": max(accuracies, default=None),
+        "client_accuracy_mean": last.get("client_accuracy_mean"),
+        "client_accuracy_worst10": last.get("client_accuracy_worst10"),
+        "bytes_up": sum(record["bytes_up"] for record in trained),
+        "bytes_down": sum(record["bytes_down"] for record in trained),
+        "models_up": sum(record["models_up"] for record in trained),
+        "models_down": sum(record["models_down"] for record in trained),
+        "lost": sum(record["lost"] for record in trained),
+        "seconds": round(sum(record["seconds"]["total"] for record in history), 3),
+    }

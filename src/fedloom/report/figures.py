@@ -1,0 +1,112 @@
+"""The numbers behind the figures, as plain data; `report.js` draws them with the reader's colours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedloom.report.measure import Group
+from fedloom.report.records import Record
+
+METRICS = {
+    "accuracy": "accuracy",
+    "client_accuracy_worst10": "worst 10 % of clients",
+    "loss": "loss",
+    "train_loss": "training loss",
+}
+MOST_CLIENTS = 200
+MOST_PARTITIONS = 12
+MOST_DIAGNOSTICS = 24
+
+Data = dict[str, Any]
+
+
+def figures(groups: Sequence[Group]) -> Data:
+    """All that the page draws. A line names its group by the group's place."""
+    return {
+        "groups": [{"label": group.short, "task": group.task, "kind": group.name.kind} for group in groups],
+        "tasks": list(dict.fromkeys(group.task for group in groups)),
+        "curves": [
+            {"key": key, "title": title, "lines": lines}
+            for key, title in METRICS.items()
+            if (lines := _lines(groups, key))
+        ],
+        "partitions": partitions(groups),
+        "diagnostics": [
+            {"title": name, "lines": _lines(groups, f"diagnostics.{name}")} for name in diagnostics(groups)
+        ],
+    }
+
+
+def _lines(groups: Sequence[Group], key: str) -> list[Data]:
+    lines = [line(group.runs, key) | {"group": at} for at, group in enumerate(groups)]
+    return [one for one in lines if one["mean"]]
+
+
+def line(runs: Sequence[Record], key: str) -> Data:
+    """`key` by round: mean, lowest and highest over the seeds that measured it, and what it had cost."""
+    values: dict[int, list[float]] = {}
+    spent: dict[int, list[float]] = {}
+    took: dict[int, list[float]] = {}
+    for run in runs:
+        sent, seconds = run.running("bytes_down", "bytes_up"), run.running("seconds.total")
+        for at, value in zip(*(one.tolist() for one in run.series(key)), strict=True):
+            values.setdefault(at, []).append(value)
+            spent.setdefault(at, []).append(sent[at])
+            took.setdefault(at, []).append(seconds[at])
+    rounds = sorted(values)
+    return {
+        "round": rounds,
+        "bytes": [_short(np.mean(spent[at])) for at in rounds],
+        "seconds": [_short(np.mean(took[at])) for at in rounds],
+        "mean": [_short(np.mean(values[at])) for at in rounds],
+        "low": [_short(min(values[at])) for at in rounds],
+        "high": [_short(max(values[at])) for at in rounds],
+        "seeds": [len(values[at]) for at in rounds],
+    }
+
+
+def _short(value: float | np.floating[Any]) -> float:
+    """Six digits: more than a screen shows, and half the size of the file."""
+    return float(f"{value:.6g}")
+
+
+def diagnostics(groups: Sequence[Group]) -> list[str]:
+    """The names of everything that methods told about themselves."""
+    names: dict[str, None] = {}
+    for group in groups:
+        for run in group.runs:
+            for row in run.history:
+                told = row.get("diagnostics")
+                names |= dict.fromkeys(told) if isinstance(told, dict) else {}
+    drawn = [
+        name for name in names if any(line(group.runs, f"diagnostics.{name}")["mean"] for group in groups)
+    ]
+    return drawn[:MOST_DIAGNOSTICS]
+
+
+def partitions(groups: Sequence[Group]) -> list[Data]:
+    """Who holds which classes, once for every partition that differs: methods share it, seeds need not."""
+    several = len({group.task for group in groups}) > 1
+    found: dict[tuple[str, bytes], Data] = {}
+    for group in groups:
+        for run in group.runs:
+            if run.counts is None or run.counts.size == 0:
+                continue
+            key = (group.task, run.counts.tobytes())
+            shown = run.counts[:MOST_CLIENTS]
+            client, label = np.nonzero(shown)
+            found.setdefault(
+                key,
+                {
+                    "title": (f"{group.task}, " if several else "") + f"seed {run.seed}",
+                    "clients": len(shown),
+                    "of": len(run.counts),
+                    "classes": list(run.class_names),
+                    "client": client.tolist(),
+                    "label": label.tolist(),
+                    "count": shown[client, label].tolist(),
+                    "totals": shown.sum(axis=1).tolist(),
+                },
+            )
+    return list(found.values())[:MOST_PARTITIONS]

@@ -1,0 +1,139 @@
+"""One self-contained page about one run or many: no network, no server, light and dark, wide and narrow."""
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from fedloom.errors import InputError
+from fedloom.report.figures import MOST_DIAGNOSTICS, Data, figures
+from fedloom.report.markup import Safe, join, tag
+from fedloom.report.records import Record
+from fedloom.report.sections import costs, durations, losses, results, runs, section, setup
+from fedloom.report.table import Comparison, compare
+from fedloom.report.words import listed, plural
+
+
+def write_report(
+    records: Sequence[Record], path: Path, *, title: str | None = None, target: float | None = None
+) -> None:
+    """Write the report of `records` to `path`: whole or, if anything goes wrong, not at all."""
+    path = Path(path)
+    page = render(compare(records, target), title)
+    handle, name = -1, ""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(page)
+        Path(name).chmod(0o644)  # mkstemp lets nobody else read; a report is there to be shown
+        Path(name).replace(path)
+    except OSError as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        raise InputError(f"the report cannot be written to {str(path)!r}: {error.strerror}.") from None
+
+
+def render(comparison: Comparison, title: str | None = None) -> str:
+    """The page as text."""
+    from plotly.offline import get_plotlyjs
+
+    groups = comparison.groups
+    data = figures(groups)
+    scripts = [get_plotlyjs(), _asset("report.js")]
+    title = title or _title(comparison)
+    count = sum(len(group.members) for group in groups)
+    tasks = data["tasks"][0] if len(data["tasks"]) == 1 else plural(len(data["tasks"]), "task")
+    notes = [tag("li", note) for note in comparison.notes]
+    header = tag(
+        "header",
+        tag("p", f"fedloom · {plural(count, 'run')} · {tasks}", class_="eyebrow"),
+        tag("h1", title),
+        *(tag("p", said, class_="lead") for said in comparison.headlines),
+        tag("ul", *notes, class_="notes") if notes else "",
+    )
+    body = [
+        header,
+        results(comparison),
+        _curves(data),
+        costs(comparison),
+        durations(groups),
+        _partition(data),
+        _diagnostics(data),
+        losses(groups),
+        setup(groups),
+        runs(groups),
+        tag("script", Safe(_inert(data)), type="application/json", id="data"),
+        *(tag("script", Safe(script)) for script in scripts),
+    ]
+    head = [
+        Safe('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Safe(f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">'),
+        tag("title", title),
+        tag("style", Safe(_asset("style.css"))),
+    ]
+    return join(Safe("<!doctype html>\n"), tag("html", tag("head", *head), tag("body", *body), lang="en"))
+
+
+def _title(comparison: Comparison) -> str:
+    methods = list(dict.fromkeys(group.runs[0].method for group in comparison.groups))
+    data = {str(group.runs[0].config.get("data", "")) for group in comparison.groups} - {""}
+    return listed(methods) + (f" on {listed(sorted(data))}" if data else "")
+
+
+def _curves(data: Data) -> Safe:
+    if not data["curves"]:
+        return Safe("")
+    several = any(seeds > 1 for curve in data["curves"] for line in curve["lines"] for seeds in line["seeds"])
+    hint = "Line: mean over seeds. Band: lowest to highest seed." if several else "A single seed, so no band."
+    return section(
+        "Learning curves",
+        hint,
+        tag("div", *(_choice(f"choose-{what}") for what in ("y", "x", "task")), class_="choices"),
+        tag("div", id="legend", class_="legend"),
+        tag("div", id="curves", role="img", aria_label="Learning curves; the table above has the numbers."),
+    )
+
+
+def _partition(data: Data) -> Safe:
+    if not data["partitions"]:
+        return Safe("")
+    return section(
+        "Who holds what",
+        "The area of a circle is the number of examples of a class that a client holds.",
+        tag("div", _choice("choose-partition"), class_="choices"),
+        tag("div", tag("div", id="partition"), class_="scroll", tabindex="0"),
+        tag("p", id="partition-note", class_="hint"),
+    )
+
+
+def _diagnostics(data: Data) -> Safe:
+    if not data["diagnostics"]:
+        return Safe("")
+    cut = len(data["diagnostics"]) == MOST_DIAGNOSTICS
+    hint = "By round, mean over seeds." + (f" The first {MOST_DIAGNOSTICS}." if cut else "")
+    return section("Diagnostics", hint, tag("div", id="diagnostics", class_="smalls"))
+
+
+def _choice(name: str) -> Safe:
+    return tag("div", id=name, class_="choice", role="group")
+
+
+def _asset(name: str) -> str:
+    return resources.files("fedloom.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _inert(data: Data) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """The browser may run these scripts and no other, and may fetch nothing, whatever a run's files hold."""
+    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

@@ -1,0 +1,202 @@
+"""The numbers of one group of runs, over its seeds, and the difference between two groups.
+
+The result of a run is what it measured at its last evaluation, never the best it ever measured: to choose
+the round on the test data is to train on them. The best is kept too, as a curiosity, and named so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedloom.report.groups import Named, once
+from fedloom.report.records import Floats, Record, look
+
+LATE = 10
+"""How many of the last evaluations the steadier accuracy is a mean of."""
+
+REACH = 0.9
+"""The target nobody named is this share of the best final accuracy, in whole percent."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One number a seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    @property
+    def std(self) -> float | None:
+        """The sample standard deviation; one seed has none."""
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else None
+
+    def show(self, scale: float = 1.0, digits: int = 2) -> str:
+        mean = f"{scale * self.mean:.{digits}f}"
+        return mean if self.std is None else f"{mean} ± {scale * self.std:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a group's result is from that of the group `to`, paired over the seeds both have."""
+
+    to: str
+    mean: float
+    half: float | None
+    """Half the width of the 95 % t-interval; one seed has none."""
+    seeds: int
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half is None else self.mean - self.half
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half is None else self.mean + self.half
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.half is not None and abs(self.mean) > self.half
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    name: Named
+    runs: tuple[Record, ...]
+    """Those that are counted: one a seed, and only finished ones where there are any."""
+    accuracy: Spread | None
+    late_accuracy: Spread | None
+    best_accuracy: Spread | None
+    worst_clients: Spread | None
+    loss: Spread | None
+    bytes_down: Spread | None
+    bytes_up: Spread | None
+    seconds: Spread | None
+    lost: int
+    """Client answers that did not come, over all counted runs."""
+    asked: int
+    target: float | None = None
+    rounds_to_target: float | None = None
+    """The median over seeds, where a seed that never got there counts as never (None)."""
+    reached: int = 0
+    difference: Difference | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name.label
+
+    @property
+    def short(self) -> str:
+        """The label without the task."""
+        return self.name.short
+
+    @property
+    def task(self) -> str:
+        return self.name.task
+
+    @property
+    def members(self) -> tuple[Record, ...]:
+        """Every run that was given, counted or not."""
+        return self.name.records
+
+    @property
+    def metric(self) -> str:
+        return "loss" if self.accuracy is None and self.loss is not None else "accuracy"
+
+    @property
+    def result(self) -> Spread | None:
+        """What the group is judged by: the final accuracy or, where there is none, the final loss."""
+        return self.accuracy or self.loss
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for run in self.runs)
+
+
+def measure(name: Named) -> Group:
+    """Take the numbers of one group."""
+    unique = once(name.records)
+    runs = tuple([run for run in unique if run.finished] or unique)
+
+    def over(value: Callable[[Record], float | None]) -> Spread | None:
+        values = [found for run in runs if (found := value(run)) is not None]
+        return Spread(tuple(values)) if values else None
+
+    def every(key: str, reduce: Callable[[Floats], Any], least: int = 1) -> Spread | None:
+        return over(lambda run: float(reduce(values)) if len(values := run.series(key)[1]) >= least else None)
+
+    return Group(
+        name=name,
+        runs=runs,
+        accuracy=over(lambda run: final(run, "accuracy")),
+        late_accuracy=every("accuracy", lambda values: np.mean(values[-LATE:]), LATE + 1),
+        best_accuracy=every("accuracy", np.max),
+        worst_clients=over(lambda run: final(run, "client_accuracy_worst10")),
+        loss=over(lambda run: final(run, "loss")),
+        bytes_down=over(lambda run: run.total("bytes_down")),
+        bytes_up=over(lambda run: run.total("bytes_up")),
+        seconds=over(lambda run: run.total("seconds.total")),
+        lost=round(sum(run.total("lost") or 0 for run in runs)),
+        asked=round(sum(_asked(row) for run in runs for row in run.history)),
+    )
+
+
+def _asked(row: dict[str, Any]) -> float:
+    """How many clients a round asked; the record may hold their number or their names."""
+    clients = row.get("clients")
+    return float(len(clients)) if isinstance(clients, list) else look(row, "clients") or 0.0
+
+
+def last_evaluation(run: Record) -> int:
+    """The last round at which the model was tested, whatever came out."""
+    tested = ("accuracy", "loss")
+    rounds = [
+        row["round"] for row in run.history if any(isinstance(row.get(key), int | float) for key in tested)
+    ]
+    return max(rounds, default=-1)
+
+
+def final(run: Record, key: str) -> float | None:
+    """`key` at the last evaluation. If the run diverged there, it has no result: an earlier one would lie."""
+    last = last_evaluation(run)
+    return next((look(row, key) for row in run.history if row["round"] == last), None)
+
+
+def aim(group: Group, target: float) -> Group:
+    """`group` with the rounds it took to reach `target` accuracy."""
+    firsts = []
+    for run in group.runs:
+        rounds, values = run.series("accuracy")
+        there = rounds[values >= target]
+        firsts.append(float(there[0]) if len(there) else np.inf)
+    # The two middle values of an even number are averaged only if both are finite: inf - inf is no number.
+    middle = np.sort(firsts)[[(len(firsts) - 1) // 2, len(firsts) // 2]]
+    median = float(middle.mean()) if np.isfinite(middle).all() else None
+    return replace(group, target=target, rounds_to_target=median, reached=int(np.isfinite(firsts).sum()))
+
+
+def paired(group: Group, to: Group) -> Difference | None:
+    """The difference in result, seed by seed, so that what a seed does to both cancels."""
+    if group.metric != to.metric:
+        return None
+    mine, theirs = ({run.seed: final(run, group.metric) for run in one.runs} for one in (group, to))
+    gaps = [
+        value - other
+        for seed, value in mine.items()
+        if value is not None and (other := theirs.get(seed)) is not None
+    ]
+    if not gaps:
+        return None
+    half = None
+    if len(gaps) > 1:
+        from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
+
+        half = float(stdtrit(len(gaps) - 1, 0.975) * np.std(gaps, ddof=1) / np.sqrt(len(gaps)))
+    return Difference(to.short, float(np.mean(gaps)), half, len(gaps))

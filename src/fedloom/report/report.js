@@ -1,0 +1,200 @@
+"use strict";
+// Draws the figures from the numbers in the page, in the colours of the style sheet, and draws them again
+// when those colours or the width change. The page is complete without it, but for the figures.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const state = { y: 0, x: "round", task: 0, partition: 0, hidden: new Set() };
+  const axes = { round: "rounds", bytes: "data sent", seconds: "time" };
+  const config = {
+    displaylogo: false,
+    displayModeBar: "hover",
+    modeBarButtons: [["toImage"]],
+    toImageButtonOptions: { format: "svg", filename: "fedloom" },
+  };
+  const dashes = ["solid", "dash", "dot", "dashdot"];
+  const hues = 8;
+
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const kind = (line) => data.groups[line.group].kind;
+  const paint = (line) => colour(`--c${kind(line) % hues}`);
+  const dash = (line) => dashes[Math.floor(kind(line) / hues) % dashes.length];
+  const faint = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
+  // Plotly reads a little HTML in its texts; a name must stay a name.
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const find = (id) => document.getElementById(id);
+  const make = (name, parent, text = "", kind = "") => {
+    const node = parent.appendChild(document.createElement(name));
+    node.textContent = text;
+    node.className = kind;
+    return node;
+  };
+
+  function layout(width, height, more) {
+    const ink = colour("--soft");
+    const axis = ({ title, ...own } = {}) => ({
+      title: { text: title, font: { size: 13 } },
+      gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, ticks: "",
+      automargin: true, fixedrange: true, ...own,
+    });
+    return {
+      width, height, autosize: false, showlegend: false,
+      margin: { l: 8, r: 12, t: 10, b: 8 },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
+      hoverlabel: { bgcolor: colour("--paper"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--line"), activecolor: ink },
+      ...more, xaxis: axis(more.xaxis), yaxis: axis(more.yaxis),
+    };
+  }
+
+  const shows = (line) =>
+    data.groups[line.group].task === data.tasks[state.task] && !state.hidden.has(line.group);
+
+  function time(lines) {
+    const most = Math.max(...lines.map((line) => line.seconds.at(-1)), 0);
+    return most > 7200 ? [3600, " h"] : most > 180 ? [60, " min"] : [1, " s"];
+  }
+
+  function curves() {
+    const box = find("curves"), chosen = data.curves[state.y], lines = chosen.lines.filter(shows);
+    const [unit, suffix] = state.x === "seconds" ? time(lines) : [1, state.x === "bytes" ? "B" : ""];
+    const share = !chosen.key.includes("loss");
+    const show = (value) => (share ? `${(100 * value).toFixed(2)} %` : value.toPrecision(4));
+    const traces = lines.flatMap((line) => {
+      const x = line[state.x].map((value) => value / unit), trace = [];
+      if (Math.max(...line.seeds) > 1) {
+        trace.push({
+          x: [...x, ...[...x].reverse()], y: [...line.high, ...[...line.low].reverse()],
+          fill: "toself", fillcolor: faint(paint(line), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip",
+        });
+      }
+      trace.push({
+        x, y: line.mean, mode: x.length > 1 ? "lines" : "markers",
+        line: { color: paint(line), width: 2, dash: dash(line) },
+        marker: { color: paint(line), size: 8 },
+        text: line.mean.map((mean, at) => show(mean) + (line.seeds[at] > 1
+          ? `  (${show(line.low[at])} to ${show(line.high[at])}, ${line.seeds[at]} seeds)` : "")),
+        hovertemplate: `<b>${plain(data.groups[line.group].label)}</b>  %{text}<extra></extra>`,
+      });
+      return trace;
+    });
+    Plotly.react(box, traces, layout(box.clientWidth, box.clientWidth < 600 ? 300 : 420, {
+      hovermode: state.x === "round" && box.clientWidth > 600 ? "x unified" : "closest",
+      xaxis: {
+        title: axes[state.x], ticksuffix: suffix, rangemode: "tozero", showgrid: false,
+        tickformat: state.x === "bytes" ? "~s" : "",
+      },
+      yaxis: { tickformat: share ? ".0%" : "" },
+    }), config);
+  }
+
+  function partition() {
+    const box = find("partition"), one = data.partitions[state.partition];
+    const rows = one.classes.length, most = Math.max(...one.count);
+    const height = Math.max(rows * (rows > 30 ? 12 : 26), 80) + 70;
+    const room = box.parentElement.clientWidth;
+    const width = Math.max(Math.min(room, one.clients * 64 + 140), one.clients * 11 + 90);
+    const cell = Math.min((width - 80) / one.clients, (height - 70) / rows);
+    const names = one.classes.map(plain);
+    Plotly.react(box, [{
+      x: one.client, y: one.label, mode: "markers", cliponaxis: false,
+      marker: {
+        size: one.count, sizemode: "area", sizeref: 2 * most / cell ** 2, sizemin: 0,
+        color: faint(colour("--accent"), 0.8), line: { width: 0 },
+      },
+      text: one.count.map((count, at) => `<b>client ${one.client[at]}</b>, class ${names[one.label[at]]}<br>`
+        + `${count} of its ${one.totals[one.client[at]]} examples`),
+      hovertemplate: "%{text}<extra></extra>",
+    }], layout(width, height, {
+      hovermode: "closest",
+      xaxis: { title: "client", range: [-0.7, one.clients - 0.3], showgrid: false,
+        ...(one.clients > 30 ? {} : { tickmode: "linear", dtick: width / one.clients > 22 ? 1 : 5 }) },
+      yaxis: { title: "class", range: [rows - 0.3, -0.7], ticksuffix: " ",
+        ...(rows > 30 ? {} : { tickvals: names.map((_, at) => at), ticktext: names }) },
+    }), config);
+    const cut = one.of > one.clients ? ` The first ${one.clients} of ${one.of} clients are shown.` : "";
+    find("partition-note").textContent = `The largest circle is ${most} examples.${cut}`;
+  }
+
+  function diagnostics() {
+    const grid = find("diagnostics");
+    data.diagnostics.forEach((one, at) => {
+      const box = grid.children[at].lastElementChild;
+      const traces = one.lines.filter(shows).map((line) => ({
+        x: line.round, y: line.mean, mode: line.round.length > 1 ? "lines" : "markers",
+        line: { color: paint(line), width: 1.8, dash: dash(line) },
+        hovertemplate: `<b>${plain(data.groups[line.group].label)}</b>  %{y:.4~g}<extra></extra>`,
+      }));
+      Plotly.react(box, traces, layout(box.clientWidth, 170, {
+        hovermode: "closest", xaxis: { showgrid: false, nticks: 5 }, yaxis: { nticks: 5, tickformat: "~g" },
+      }), { displayModeBar: false });
+    });
+  }
+
+  function choice(id, names, key, values, draw) {
+    const box = find(id);
+    if (names.length < 2) return;
+    const buttons = names.map((name, at) => {
+      const button = make("button", box, name);
+      button.onclick = () => {
+        state[key] = values[at];
+        mark();
+        draw();
+      };
+      return button;
+    });
+    const mark = () => buttons.forEach((one, at) => one.setAttribute("aria-pressed", state[key] === values[at]));
+    mark();
+  }
+
+  function legend() {
+    const box = find("legend");
+    box.replaceChildren();
+    data.groups.forEach((group, at) => {
+      if (group.task !== data.tasks[state.task]) return;
+      const button = make("button", box, group.label);
+      button.style.setProperty("--hue", `var(--c${group.kind % hues})`);
+      button.setAttribute("aria-pressed", !state.hidden.has(at));
+      button.onclick = () => {
+        if (!state.hidden.delete(at)) state.hidden.add(at);
+        legend();
+        lines();
+      };
+    });
+  }
+
+  function lines() {
+    if (data.curves.length) curves();
+    if (data.diagnostics.length) diagnostics();
+  }
+
+  function draw() {
+    lines();
+    if (data.partitions.length) partition();
+  }
+
+  if (data.curves.length) {
+    const order = data.curves.map((_, at) => at);
+    choice("choose-y", data.curves.map((one) => one.title), "y", order, curves);
+    choice("choose-x", Object.values(axes), "x", Object.keys(axes), curves);
+    choice("choose-task", data.tasks, "task", data.tasks.map((_, at) => at), () => { legend(); lines(); });
+    legend();
+  }
+  if (data.partitions.length) {
+    choice("choose-partition", data.partitions.map((one) => one.title), "partition",
+      data.partitions.map((_, at) => at), partition);
+  }
+  data.diagnostics.forEach((one) => {
+    const box = make("div", find("diagnostics"));
+    make("h3", box, one.title);
+    make("div", box, "", "plot");
+  });
+  draw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  let width = document.body.clientWidth;
+  new ResizeObserver(() => {
+    if (width === document.body.clientWidth) return;
+    width = document.body.clientWidth;
+    draw();
+  }).observe(document.body);
+})();

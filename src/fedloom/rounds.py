@@ -1,0 +1,171 @@
+"""The rounds: the heart of the program.
+
+    clients = server.select(round)                 # whom to ask
+    jobs    = server.dispatch(round, clients)      # a model (and extras) for each of them
+    updates = engine.train(jobs)                   # answers come as clients finish
+    server.collect(round, updates)                 # new state of the server
+    refine(server)                                 # optional
+    record(score(server.deploy()))                 # metrics
+
+Rounds count from 0 inside, and a record says after how many rounds it was taken.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedloom.config import Config
+from fedloom.engines.base import Engine
+from fedloom.errors import FedloomError
+from fedloom.exchange import Job, Lost, Shapes, Update
+from fedloom.methods.base import Context
+from fedloom.methods.catalogue import Parts
+from fedloom.metrics import Clock, client_accuracy
+from fedloom.rows import Layout
+
+
+@dataclass
+class Tally:
+    """What happened to the jobs of one round."""
+
+    accepted: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    bytes_up: int = 0
+    idle: int = 0
+    """Clients that have no samples: they are asked, and have nothing to say."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Clients that did not answer or whose answer was refused, and why."""
+
+
+@dataclass
+class Rounds:
+    """One run's rounds, one after the other."""
+
+    config: Config
+    context: Context
+    parts: Parts
+    engine: Engine
+    label_counts: np.ndarray | None
+
+    def initial_record(self) -> dict[str, Any]:
+        """The record of the model before any training, round 0."""
+        clock = Clock()
+        return self._score({"round": 0}, clock) | {"seconds": clock.report()}
+
+    def play(self, round: int) -> dict[str, Any]:
+        """Play one round; returns its record."""
+        server, companion, refiner = self.parts.server, self.parts.companion, self.parts.refiner
+        clock, tally = Clock(), Tally()
+        with clock.part("select"):
+            clients = server.select(round)
+        with clock.part("dispatch"):
+            jobs = list(server.dispatch(round, clients))
+            if companion is not None:
+                jobs = [replace(j, extras={**j.extras, **companion.send(round, j.client)}) for j in jobs]
+        with clock.part("collect"):
+            server.collect(round, self._answers(round, jobs, clock, tally))
+            if companion is not None:
+                companion.finish(round)
+        clock.add("collect", -clock.seconds.get("train", 0.0))  # collecting waits for training inside
+        if refiner is not None:
+            with clock.part("refine"):
+                refiner.refine(round, server.models())
+
+        size = self.context.layout.nbytes
+        bytes_down = sum(job.nbytes for job in jobs)
+        record: dict[str, Any] = {
+            "round": round + 1,
+            "train_loss": tally.loss_sum / tally.samples if tally.samples else None,
+            "bytes_down": bytes_down,
+            "bytes_up": tally.bytes_up,
+            "models_down": bytes_down / size,
+            "models_up": tally.bytes_up / size,
+            "clients": len(jobs),
+            "idle": tally.idle,
+            "lost": len(tally.lost),
+            "lost_clients": {str(client): reason for client, reason in tally.lost.items()},
+        }
+        if not tally.accepted:
+            record["note"] = "no client answered, so the model was kept as it was"
+        numbers = {f"{name}.{key}": value for name, part in self.parts.items() for key, value in part.diagnostics().items()}
+        if numbers:
+            record["diagnostics"] = numbers
+        if (round + 1) % self.config.eval_every == 0 or round + 1 == self.config.rounds:
+            record = self._score(record, clock)
+        return record | {"seconds": clock.report()}
+
+    def _answers(self, round: int, jobs: list[Job], clock: Clock, tally: Tally) -> Iterator[Update]:
+        """The answers that are fit to be used. Everything else is counted and named."""
+        asked = []
+        for job in jobs:
+            if self._goes_missing(round, job):
+                tally.lost[job.client] = "did not answer (simulated)"
+            else:
+                asked.append(job)
+        for answer in clock.waiting(self.engine.train(round, asked), "train"):
+            if isinstance(answer, Lost):
+                tally.lost[answer.job.client] = answer.reason
+                continue
+            tally.bytes_up += answer.nbytes
+            if fault := fault_of(answer, self.context.layout, self.parts.local.uploads(self.context.layout)):
+                tally.lost[answer.client] = f"refused: {fault}"
+            elif answer.samples == 0:
+                tally.idle += 1
+            else:
+                tally.accepted += 1
+                if np.isfinite(answer.loss):
+                    tally.samples += answer.samples
+                    tally.loss_sum += answer.samples * answer.loss
+                self.engine.accept(answer)
+                if self.parts.companion is not None:
+                    self.parts.companion.take(round, answer)
+                yield answer
+        if tally.accepted < self.config.min_clients:
+            reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
+            raise FedloomError(
+                f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is "
+                f"{self.config.min_clients} ({reasons or 'the others have no samples'})."
+            )
+
+    def _goes_missing(self, round: int, job: Job) -> bool:
+        chance = self.config.lost
+        return bool(chance and self.context.streams.numpy("lost", round, job.client).random() < chance)
+
+    def _score(self, record: dict[str, Any], clock: Clock) -> dict[str, Any]:
+        with clock.part("evaluate"):
+            score = self.engine.score(self.parts.server.deploy())
+        if score is None:
+            return record
+        record = {**record, "accuracy": score.accuracy, "loss": score.loss}
+        if among_clients := client_accuracy(score, self.label_counts):
+            record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
+        return record
+
+
+def fault_of(update: Update, layout: Layout, uploads: Shapes) -> str | None:
+    """Why an update must not reach a model, or None. What comes from outside is checked before it is used."""
+    if update.row.shape != (layout.size,) or update.row.dtype is not layout.dtype:
+        return f"its model has {tuple(update.row.shape)} numbers, not {layout.size}"
+    if not layout.is_finite(update.row):
+        return "its model is not finite"
+    if update.extras.keys() != uploads.keys():
+        return f"it sent {sorted(update.extras)} beside its model, not {sorted(uploads)}"
+    for name, tensor in update.extras.items():
+        if tuple(tensor.shape) != tuple(uploads[name]):
+            return f"its {name} has shape {tuple(tensor.shape)}, not {tuple(uploads[name])}"
+        if not _all_finite(tensor):
+            return f"its {name} is not finite"
+    if update.samples < 0:
+        return f"it claims {update.samples} samples"
+    return None
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() & high.isfinite())

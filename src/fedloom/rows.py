@@ -1,0 +1,268 @@
+"""A model is a row.
+
+All models of one run share a `Layout`: which tensor lies where in one contiguous row of floats. A population of
+models is then a matrix, and every server method is linear algebra on rows. The modules that train are ordinary
+`nn.Module`s whose tensors are views into a row, so nothing is flattened or copied per step.
+
+A row has three blocks, one for each kind of tensor:
+
+    [ trainable parameters | float buffers | integer buffers, as raw bytes ]
+     0                     trainable       floats                          size
+
+Only the first block is optimised; the first two are averaged; the bytes of the third are copied, never added.
+Frozen parameters (`requires_grad=False`) are the same in every model and so are not part of a row.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.errors import InputError
+
+
+class Kind(StrEnum):
+    """What a tensor of a model is, and so how it may be treated."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INTEGER = "integer"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a model and its place in the row."""
+
+    names: tuple[str, ...]
+    """Its names in the state dict; more than one when weights are tied."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind
+    unit: str
+    """The module that owns it: what FedMR calls a layer."""
+    offset: int
+    size: int
+    """Row elements it takes; for integers enough of them to hold its bytes."""
+    channels_last: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.offset, self.offset + self.size)
+
+    def view(self, row: Tensor) -> Tensor:
+        """This tensor as a view into `row`."""
+        flat = row[self.columns]
+        if self.kind is Kind.INTEGER:
+            raw = flat.view(torch.uint8)[: prod(self.shape) * self.dtype.itemsize]
+            return raw.view(self.dtype).view(self.shape)
+        if self.channels_last:
+            out, channels, height, width = self.shape
+            return flat.view(out, height, width, channels).permute(0, 3, 1, 2)
+        return flat.view(self.shape)
+
+
+class Layout:
+    """Where each tensor of a model lies in its row."""
+
+    def __init__(self, entries: tuple[Entry, ...], dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> None:
+        self.entries = entries
+        self.dtype = dtype
+        self.frozen = frozen
+        ends = {kind: max((e.columns.stop for e in entries if e.kind is kind), default=0) for kind in Kind}
+        self.trainable = ends[Kind.PARAMETER]
+        self.floats = max(self.trainable, ends[Kind.BUFFER])
+        self.size = max(self.floats, ends[Kind.INTEGER])
+
+    @classmethod
+    def of(cls, module: nn.Module, *, channels_last: bool = False) -> "Layout":
+        """The layout of `module`'s models; `channels_last` stores convolution weights in that order."""
+        parameters, buffers = _distinct(module)
+        trainable = {names: tensor for names, tensor in parameters.items() if tensor.requires_grad}
+        frozen = tuple(name for names in parameters if names not in trainable for name in names)
+        floats = {names: tensor for names, tensor in buffers.items() if tensor.is_floating_point()}
+        integers = {names: tensor for names, tensor in buffers.items() if names not in floats}
+        dtype = _common_dtype({**trainable, **floats})
+
+        entries: list[Entry] = []
+        end = 0
+
+        def place(kind: Kind, tensors: dict[tuple[str, ...], Tensor]) -> None:
+            nonlocal end
+            for names, tensor in tensors.items():
+                size = tensor.numel()
+                if kind is Kind.INTEGER:
+                    end += -end % (8 // dtype.itemsize)  # 64-bit integers must lie on 8-byte boundaries
+                    size = -(-size * tensor.dtype.itemsize // 8) * (8 // dtype.itemsize)
+                unit = names[0].rpartition(".")[0]
+                strided = channels_last and tensor.dim() == 4 and kind is Kind.PARAMETER
+                shape = tuple(tensor.shape)
+                entries.append(Entry(names, shape, tensor.dtype, kind, unit, end, size, strided))
+                end += size
+
+        place(Kind.PARAMETER, trainable)
+        place(Kind.BUFFER, floats)
+        place(Kind.INTEGER, integers)
+        if not trainable:
+            raise InputError(f"the model {type(module).__name__} has no trainable parameter, so nothing can learn.")
+        return cls(tuple(entries), dtype, frozen)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one model on the wire."""
+        return self.size * self.dtype.itemsize
+
+    def units(self) -> dict[str, list[slice]]:
+        """The columns of each unit (leaf module), in the order of the model."""
+        columns: dict[str, list[slice]] = {}
+        for entry in self.entries:
+            columns.setdefault(entry.unit, []).append(entry.columns)
+        return columns
+
+    def empty(self, device: torch.device | str = "cpu") -> Tensor:
+        """A new row of zeros."""
+        return torch.zeros(self.size, dtype=self.dtype, device=device)
+
+    def read(self, module: nn.Module, device: torch.device | str = "cpu") -> Tensor:
+        """A new row that holds the model as it now stands in `module`."""
+        row = self.empty(device)
+        tensors = _named_tensors(module)
+        for entry in self.entries:
+            entry.view(row).copy_(tensors[entry.name].detach())
+        return row
+
+    def bind(self, module: nn.Module, row: Tensor) -> None:
+        """Make the tensors of `module` views into `row`: what trains there is the row itself."""
+        if row.shape != (self.size,) or row.dtype is not self.dtype:
+            raise ValueError(f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}")
+        for entry in self.entries:
+            view = entry.view(row)
+            for name in entry.names:
+                path, _, leaf = name.rpartition(".")
+                owner = module.get_submodule(path)
+                if entry.kind is Kind.PARAMETER:
+                    owner.get_parameter(leaf).data = view
+                else:
+                    owner._buffers[leaf] = view
+
+    def state_dict(self, row: Tensor) -> dict[str, Tensor]:
+        """The named tensors of `row`, copied, without the frozen ones."""
+        return {name: e.view(row).detach().clone().contiguous() for e in self.entries for name in e.names}
+
+    def views(self, row: Tensor, kind: Kind = Kind.PARAMETER) -> list[Tensor]:
+        """The tensors of one kind as views into `row` (or into its trainable block alone)."""
+        return [entry.view(row) for entry in self.entries if entry.kind is kind]
+
+    def is_finite(self, row: Tensor) -> bool:
+        """Whether every float of `row` is finite; minimum and maximum both carry a NaN on."""
+        low, high = torch.aminmax(row[: self.floats])
+        return bool(torch.isfinite(low) & torch.isfinite(high))
+
+    def describe(self) -> list[dict[str, object]]:
+        """The layout as plain data, to be stored beside rows and compared."""
+        return [
+            {"name": e.name, "shape": list(e.shape), "kind": e.kind.value, "dtype": str(e.dtype), "offset": e.offset}
+            for e in self.entries
+        ]
+
+
+class Mean:
+    """The weighted mean of rows that come one at a time.
+
+    Sums are kept in float64: then equal rows have exactly themselves as their mean, whatever the weights, and the
+    order of the clients changes nothing that float32 can show. Integers take the largest value seen: a sum of
+    counters means nothing, and the first would depend on the order.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.weight = 0.0
+        self._sum = torch.zeros(layout.floats, dtype=torch.float64, device=device)
+        self._tail: Tensor | None = None
+
+    def add(self, row: Tensor, weight: float = 1.0) -> None:
+        """Take one more row in; a row of weight 0 changes nothing."""
+        if weight < 0:
+            raise ValueError(f"a weight of a mean is 0 or more, not {weight}")
+        if weight == 0:
+            return
+        self.weight += weight
+        self._sum.add_(row[: self.layout.floats], alpha=weight)
+        if self._tail is None:
+            self._tail = row.clone()
+        else:
+            for mine, theirs in zip(self._integers(self._tail), self._integers(row), strict=True):
+                torch.maximum(mine, theirs, out=mine)
+
+    def _integers(self, row: Tensor) -> list[Tensor]:
+        return self.layout.views(row, Kind.INTEGER)
+
+    def into(self, row: Tensor) -> bool:
+        """Write the mean into `row`; False, and `row` untouched, when no weight came in."""
+        if self._tail is None:
+            return False
+        floats = self.layout.floats
+        row[:floats] = self._sum.div_(self.weight)
+        row[floats:] = self._tail[floats:]
+        return True
+
+
+def digest(row: Tensor) -> str:
+    """SHA-256 of a row's bytes: two models with one digest are equal bit for bit."""
+    return hashlib.sha256(row.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
+                tensors[f"{prefix}.{leaf}" if prefix else leaf] = buffer
+    return tensors
+
+
+def _distinct(module: nn.Module) -> tuple[dict[tuple[str, ...], Tensor], dict[tuple[str, ...], Tensor]]:
+    """Parameters and buffers, each tensor once with all of its names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in _named_tensors(module).items():
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise InputError(f"{name} of the model has no shape yet; pass one batch through lazy modules first.")
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    _refuse_hidden_ties([(names[key][0], tensor) for key, tensor in tensors.items()])
+    groups: tuple[dict[tuple[str, ...], Tensor], dict[tuple[str, ...], Tensor]] = ({}, {})
+    for key, tensor in tensors.items():
+        groups[0 if isinstance(tensor, nn.Parameter) else 1][tuple(names[key])] = tensor
+    return groups
+
+
+def _refuse_hidden_ties(tensors: list[tuple[str, Tensor]]) -> None:
+    """Two tensor objects over one memory would come apart when bound to a row, silently: say so instead."""
+    owner: dict[int, str] = {}
+    for name, tensor in tensors:
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            continue
+        other = owner.setdefault(tensor.data_ptr(), name)
+        if other != name:
+            raise InputError(
+                f"{name} and {other} of the model share memory but are two tensors; tie them by using one "
+                "Parameter object under both names."
+            )
+
+
+def _common_dtype(tensors: dict[tuple[str, ...], Tensor]) -> torch.dtype:
+    dtypes = {tensor.dtype: names[0] for names, tensor in tensors.items()}
+    if not dtypes:
+        return torch.float32
+    if len(dtypes) > 1 or next(iter(dtypes)) not in (torch.float32, torch.float64):
+        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        raise InputError(f"the floats of a model must all be float32 (or all float64), but {found}.")
+    return next(iter(dtypes))
+

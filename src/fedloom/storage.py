@@ -1,0 +1,129 @@
+"""Saving state so that a crash at any instant loses nothing, and so that what is read back is what was written.
+
+A state is a tree of dicts, lists, tensors and plain values. Its tensors go into one safetensors file, the rest into
+JSON. Files appear under their names only when whole and on the disk; nothing read here can execute code.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor
+
+from fedloom.errors import FedloomError, InputError
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` at `path`: all of it or nothing, even if the machine dies in between."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        part.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise FedloomError(f"cannot write {path}: {error.strerror or error}.") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors as safetensors; returns the SHA-256 of the file."""
+    content = dump_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    write_atomically(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
+    """Read tensors back; a file that is not what was written is refused."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
+    try:
+        return parse_tensors(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InputError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
+def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state as JSON values that refer to tensors by name, and these tensors."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+            tensors[path] = value
+            return {"@array": path}
+        if isinstance(value, Tensor):
+            tensors[path] = value
+            return {"@tensor": path}
+        if isinstance(value, Mapping):
+            return {"@pairs": [[key, plain(item, f"{path}/{key}")] for key, item in value.items()]}
+        if isinstance(value, list | tuple):
+            return [plain(item, f"{path}/{index}") for index, item in enumerate(value)]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(f"{path} of a state is a {type(value).__name__}, which cannot be saved")
+
+    return plain(state, ""), tensors
+
+
+def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `split` took apart."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "@tensor" in value:
+                return tensors[value["@tensor"]]
+            if "@array" in value:
+                return tensors[value["@array"]].numpy()
+            return {key: whole(item) for key, item in value["@pairs"]}
+        if isinstance(value, list):
+            return [whole(item) for item in value]
+        return value
+
+    return whole(tree)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON that carries its own checksum (key `sha256`)."""
+    text = json.dumps(value, sort_keys=True)
+    sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), **value}
+    write_atomically(path, (json.dumps(sealed, sort_keys=True) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read JSON written by `write_json`; refused when it was changed or cut."""
+    try:
+        value = json.loads(path.read_text())
+        seal = value.pop("sha256")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    except (ValueError, AttributeError, KeyError) as error:
+        raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
+    if hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() != seal:
+        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
+    return dict(value)
+
+

@@ -1,0 +1,59 @@
+"""Keyed randomness: (seed, purpose, round, client) names a stream, and a stream gives the same draws everywhere.
+
+Nothing in fedloom draws from a global generator. So a run does not depend on the number of workers or on the order
+in which clients finish, a resumed run draws what the uninterrupted one would have drawn, and two methods with one
+seed see the same clients and the same batches.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The streams of one run."""
+
+    seed: int
+
+    def key(self, purpose: str, round: int = 0, client: int = 0) -> int:
+        """128 bits that belong to this stream alone."""
+        name = f"{self.seed}|{purpose}|{round}|{client}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little")
+
+    def numpy(self, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
+        """The stream as a numpy generator (Philox, counter based)."""
+        return np.random.Generator(np.random.Philox(key=self.key(purpose, round, client)))
+
+    def pytorch(
+        self, purpose: str, round: int = 0, client: int = 0, device: torch.device | str = "cpu"
+    ) -> torch.Generator:
+        """The stream as a torch generator on `device`."""
+        generator = torch.Generator(device=device)
+        return generator.manual_seed(self.key(purpose, round, client) >> 65)
+
+    @contextmanager
+    def globally(
+        self, purpose: str, round: int = 0, client: int = 0, device: torch.device | str = "cpu"
+    ) -> Iterator[None]:
+        """Let code that only knows torch's global generator (dropout, initialisation) draw from this stream.
+
+        The global generators are afterwards as they were before.
+        """
+        device = torch.device(device)
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(self.key(purpose, round, client) >> 65)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)

@@ -1,0 +1,52 @@
+"""How a client trains: the options of ordinary local training."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedloom.optim import SGD, Adam, Optimizer
+
+
+class Settings(BaseModel):
+    """Base of everything a person may set: frozen, no unknown names, documented where it is defined."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class Training(Settings):
+    """Ordinary local training."""
+
+    epochs: int = Field(2, ge=0)
+    """passes of a client over its own samples in one round"""
+    steps: int | None = Field(None, ge=0)
+    """steps of a client in one round, instead of epochs"""
+    batch_size: int = Field(20, ge=0)
+    """samples in a batch; 0 takes all of a client's samples at once"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """sgd or adam, made anew for each client and round"""
+    lr: float = Field(0.05, ge=0)
+    """learning rate of the clients"""
+    lr_decay: float = Field(1.0, gt=0)
+    """factor on the learning rate after every round"""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """momentum of sgd"""
+    nesterov: bool = False
+    """Nesterov's form of momentum"""
+    weight_decay: float = Field(0.0, ge=0)
+    """weight decay, added to the gradient"""
+    clip: float | None = Field(None, gt=0)
+    """largest norm of a gradient; longer ones are scaled down"""
+    augment: str = "none"
+    """random changes of training images: none, flip, crop, crop+flip"""
+
+    def make_optimizer(self) -> Optimizer:
+        """A new optimiser as these options ask for."""
+        if self.optimizer == "adam":
+            return Adam(weight_decay=self.weight_decay)
+        return SGD(self.momentum, self.nesterov, self.weight_decay)
+
+    def lr_at(self, round: int) -> float:
+        """The learning rate in round `round` (from 0)."""
+        return float(self.lr * self.lr_decay**round)

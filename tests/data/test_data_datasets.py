@@ -1,0 +1,140 @@
+"""The data sets known by name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.data import Dataset, datasets, load
+from fedloom.data.digits import read_digits
+from fedloom.data.sources import CIFAR10, FASHION_MNIST, MNIST, Source
+from fedloom.errors import InputError
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    theirs = load_digits()
+    expected = {
+        (np.rint(image * 255 / 16).astype(np.uint8).tobytes(), int(label))
+        for image, label in zip(theirs.images, theirs.target, strict=True)
+    }
+    digits = load("digits")
+    ours = [
+        (x.numpy().tobytes(), int(y))
+        for part in (digits.train, digits.test)
+        for x, y in zip(part.x, part.y, strict=True)
+    ]
+    assert len(ours) == 1797
+    assert set(ours) == expected
+
+
+def test_the_split_of_digits_is_stratified_and_fixed() -> None:
+    digits = load("digits")
+    assert (len(digits.train), len(digits.test)) == (datasets.DIGITS.samples, datasets.DIGITS.test_samples)
+    counts = torch.bincount(digits.train.y), torch.bincount(digits.test.y)
+    share = counts[1] / (counts[0] + counts[1])
+    assert ((share - 0.2).abs() < 0.005).all()
+    # The first test sample of every class, as a fingerprint of the split.
+    sums = [int(digits.test.x[digits.test.y == label][0].sum()) for label in range(10)]
+    assert sums == [5370, 5388, 4240, 4559, 4129, 4098, 6026, 5180, 4971, 5131]
+
+
+def test_prepared_digits_are_standardised() -> None:
+    digits = load("digits")
+    x = digits.prepare(digits.train.x)
+    assert x.shape == (1438, *digits.shape)
+    assert float(x.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(x.std()) == pytest.approx(1, abs=1e-3)
+
+
+def test_digits_do_not_import_scikit_learn() -> None:
+    code = "import sys; from fedloom.data import load; load('digits'); assert 'sklearn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_digits_come_from_scikit_learn_where_its_file_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = read_digits()
+    monkeypatch.setattr("fedloom.data.digits.find_spec", lambda _name: None)
+    for ours, theirs in zip(direct, read_digits(), strict=True):
+        assert torch.equal(ours.x, theirs.x)
+        assert torch.equal(ours.y, theirs.y)
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(InputError, match="unknown data set 'cifar'; did you mean 'cifar10'"):
+        load("cifar")
+
+
+def touch(folder: Path, names: tuple[str, ...]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST, CIFAR10], ids=lambda source: source.name)
+def test_where_data_sets_are_found(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> Path | None:
+        info = next(info for info in datasets.catalogue() if info.name == source.name)
+        assert info.state == ("at hand" if info.found else "can be downloaded")
+        return info.found
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    if any(source.complete(folder) for folder in source.system):
+        pytest.skip(f"{source.name} is installed on this machine")
+    assert found() is None
+    cached = touch(tmp_path / "cache" / "fedloom" / source.folders[0], source.files)
+    assert found() == cached
+    own = tmp_path / "own" / source.folders[-1]
+    for root in (tmp_path / "own", own):
+        monkeypatch.setenv("FEDLOOM_DATA", str(root))
+        touch(own, source.files)
+        assert found() == own
+        (own / source.files[-1]).unlink()
+        assert found() == cached
+
+
+def test_a_folder_of_mnist_is_not_taken_for_fashion_mnist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDLOOM_DATA", str(touch(tmp_path / "mnist", MNIST.files)))
+    found = {info.name: info.found for info in datasets.catalogue()}
+    assert found["mnist"] == tmp_path / "mnist"
+    assert found["fashion-mnist"] in (None, *FASHION_MNIST.system)
+
+
+def check_published(dataset: Dataset, train: int, test_counts: list[int]) -> None:
+    assert (len(dataset.train), len(dataset.test)) == (train, sum(test_counts))
+    assert torch.bincount(dataset.test.y).tolist() == test_counts
+    assert len(dataset.class_names) == dataset.classes == 10
+    x = dataset.prepare(dataset.train.x[::10])
+    assert x.shape[1:] == dataset.shape
+    assert x.mean(dim=(0, 2, 3)).abs().max() < 0.02
+    assert (x.std(dim=(0, 2, 3)) - 1).abs().max() < 0.02
+
+
+@pytest.mark.data("mnist")
+def test_mnist() -> None:
+    mnist = load("mnist", download=False)
+    check_published(mnist, 60_000, [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009])
+    assert mnist.train.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+
+
+@pytest.mark.data("fashion-mnist")
+def test_fashion_mnist() -> None:
+    check_published(load("fashion-mnist", download=False), 60_000, [1000] * 10)
+
+
+@pytest.mark.data("cifar10")
+def test_cifar10() -> None:
+    cifar10 = load("cifar10", download=False)
+    check_published(cifar10, 50_000, [1000] * 10)
+    assert cifar10.train.y[:5].tolist() == [6, 9, 9, 4, 1]
+    # The first pixel of the first training image, a frog, as anyone can look it up.
+    assert cifar10.train.x[0, 0, 0].tolist() == [59, 62, 63]

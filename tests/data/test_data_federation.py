@@ -1,0 +1,226 @@
+"""Federations: from a pool, from arrays, from data sets, and a caller's own."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
+from fedloom.data import Federation, PooledFederation, Prepare, Samples
+from fedloom.errors import InputError
+
+
+class Million(Federation):
+    """Clients that make their samples when asked."""
+
+    classes = 3
+    shape = (4,)
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def client(self, k: int) -> Samples:
+        generator = torch.Generator().manual_seed(k)
+        return Samples(torch.randn(5, 4, generator=generator), torch.arange(5) % 3)
+
+
+def test_a_subclass_needs_no_more_than_four_things() -> None:
+    federation = Million()
+    assert (len(federation), federation.name, federation.test) == (1_000_000, "Million", None)
+    assert federation.samples(999_999) == 5
+    assert federation.label_counts() is None
+    x = federation.client(7).x
+    assert torch.equal(federation.prepare(x), x)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-1, 4), min_size=1, max_size=40))
+def test_a_pool_gives_each_client_its_own(owners: list[int]) -> None:
+    owner = np.array(owners)
+    pool = Samples(torch.arange(len(owner)).float().unsqueeze(1), torch.arange(len(owner)) % 3)
+    federation = PooledFederation(pool, [np.flatnonzero(owner == k) for k in range(5)], classes=3)
+    counts = federation.label_counts()
+    assert counts is not None
+    assert counts.shape == (5, 3)
+    for k in range(5):
+        held = federation.client(k)
+        assert held.x.flatten().tolist() == np.flatnonzero(owner == k).tolist()
+        assert federation.samples(k) == len(held) == counts[k].sum()
+        assert counts[k].tolist() == [int((held.y == c).sum()) for c in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[0, 1], [4]], "client 1 holds positions from 4 to 4; the pool has 4"),
+        ([[-1, 0]], "client 0 holds positions from -1 to 0"),
+        ([[0, 1], [1, 2]], "client 1 holds a sample that is already held"),
+        ([[2, 2]], "client 0 holds a sample that is already held"),
+    ],
+)
+def test_a_pool_refuses_wrong_parts(parts: list[list[int]], message: str) -> None:
+    pool = Samples(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(InputError, match=message):
+        PooledFederation(pool, [np.array(part) for part in parts], classes=2)
+
+
+def test_a_pool_refuses_labels_beyond_its_classes() -> None:
+    pool = Samples(torch.zeros(4, 2), torch.arange(4))
+    with pytest.raises(InputError, match="labels from 0 to 3; expected labels from 0 to 2"):
+        PooledFederation(pool, [np.arange(4)], classes=3)
+
+
+def test_label_counts_stop_at_two_thousand_clients() -> None:
+    pool = Samples(torch.zeros(2001, 1), torch.zeros(2001, dtype=torch.int64))
+    parts = [np.array([k]) for k in range(2001)]
+    assert PooledFederation(pool, parts, classes=1).label_counts() is None
+    assert PooledFederation(pool, parts[:2000], classes=1).label_counts() is not None
+
+
+def test_arrays_of_numpy_and_torch_together() -> None:
+    frozen = np.arange(6, dtype=np.float64).reshape(3, 2)[::-1]
+    frozen.setflags(write=False)
+    clients = [
+        (np.array([]), np.array([])),
+        (frozen, np.array([0, 2, 1], np.uint8)),
+        (torch.ones(1, 2), torch.tensor([4])),
+    ]
+    federation = Federation.from_arrays(clients, test=(np.zeros((2, 2)), [1, 3]))
+    assert [federation.samples(k) for k in range(3)] == [0, 3, 1]
+    assert (federation.classes, federation.shape, federation.name) == (5, (2,), "own")
+    assert federation.client(0).x.shape == (0, 2)
+    assert federation.client(1).x.tolist() == [[4, 5], [2, 3], [0, 1]]
+    assert federation.client(1).x.dtype == torch.float32
+    assert federation.client(1).y.dtype == federation.client(0).y.dtype == torch.int64
+    counts = federation.label_counts()
+    assert counts is not None
+    assert counts.tolist() == [[0] * 5, [1, 1, 1, 0, 0], [0, 0, 0, 0, 1]]
+    assert federation.test is not None
+    assert federation.test.y.tolist() == [1, 3]
+
+
+def test_arrays_of_images_are_scaled() -> None:
+    x = np.full((2, 5, 4, 3), 255, np.uint8)
+    federation = Federation.from_arrays([(x, np.array([0, 1]))])
+    assert federation.shape == (3, 5, 4)
+    assert torch.equal(federation.prepare(federation.client(0).x), torch.ones(2, 3, 5, 4))
+    own = Prepare((0.5,) * 3, (0.5,) * 3)
+    assert Federation.from_arrays([(x, np.array([0, 1]))], prepare=own).prepare is own
+
+
+def test_float_labels_make_a_regression() -> None:
+    federation = Federation.from_arrays([(np.zeros((2, 3)), np.array([0.5, 1.5]))])
+    assert federation.classes == 0
+    assert federation.client(0).y.dtype == torch.float32
+    assert federation.label_counts() is None
+
+
+GOOD = (np.zeros((2, 3)), np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ((np.array([[0, np.nan, 1]]), np.array([0])), "client 1 has inputs that are NaN"),
+        ((np.array([[0, np.inf, 1]]), np.array([0])), "client 1 has inputs that are NaN or infinite"),
+        ((np.zeros((2, 3)), np.array([0])), r"client 1: .*\(2, 3\)"),
+        ((np.zeros((2, 4)), np.array([0, 1])), r"client 1 has inputs .*\(4,\); expected .*\(3,\)"),
+        ((np.zeros((2, 3)), np.array([0.0, 1.0])), "client 1 has labels of type torch.float32"),
+        ((np.zeros((2, 3)), np.array([0, -2])), "client 1 has the label -2"),
+        (
+            (np.array([["a", "b", "c"]]), np.array([0])),
+            "client 1 has values that are not an array of numbers",
+        ),
+        ((np.zeros((1, 3), complex), np.array([0])), "client 1 has complex values"),
+    ],
+)
+def test_arrays_that_cannot_be_used(bad: tuple[np.ndarray, np.ndarray], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Federation.from_arrays([GOOD, bad])
+    with pytest.raises(InputError, match=message.replace("client 1", "the test set")):
+        Federation.from_arrays([GOOD], test=bad)
+
+
+def test_labels_must_fit_the_classes_given() -> None:
+    with pytest.raises(InputError, match="client 1 has the label 5; expected labels from 0 to 3"):
+        Federation.from_arrays([GOOD, (np.zeros((1, 3)), np.array([5]))], classes=4)
+    with pytest.raises(InputError, match="expected integers from 0 to 3"):
+        Federation.from_arrays([(np.zeros((1, 3)), np.array([0.5]))], classes=4)
+
+
+@pytest.mark.parametrize("clients", [[], [(np.zeros((0, 3)), np.array([]))]])
+def test_somebody_must_hold_something(clients: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    with pytest.raises(InputError, match="no samples; expected at least one"):
+        Federation.from_arrays(clients)
+
+
+class Counting(Dataset):
+    """Items that count how often they are read."""
+
+    def __init__(self, n: int, label: int) -> None:
+        self.n, self.label, self.reads = n, label, 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        self.reads += 1
+        return np.full((2, 2), i, np.float32), self.label
+
+
+def test_datasets_are_read_when_wanted() -> None:
+    sets = [Counting(0, 0), Counting(3, 1), Counting(4, 2)]
+    federation = Federation.from_datasets(sets, classes=3)
+    assert [federation.samples(k) for k in range(3)] == [0, 3, 4]
+    assert (federation.shape, sets[2].reads) == ((2, 2), 0)
+    assert federation.label_counts() is None
+    assert federation.client(2).x[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert federation.client(2).y.tolist() == [2] * 4
+    assert sets[2].reads == 4
+    assert len(federation.client(0)) == 0
+
+
+def test_datasets_can_be_read_anew() -> None:
+    sets = [Counting(3, 1)]
+    federation = Federation.from_datasets(sets, classes=3, keep=False)
+    before = sets[0].reads
+    federation.client(0), federation.client(0)
+    assert sets[0].reads == before + 6
+
+
+def test_datasets_tell_their_classes() -> None:
+    sets = [TensorDataset(torch.zeros(2, 3), torch.tensor([0, k])) for k in (1, 4)]
+    federation = Federation.from_datasets(sets, test=sets[0])
+    assert federation.classes == 5
+    counts = federation.label_counts()
+    assert counts is not None
+    assert counts.tolist() == [[1, 1, 0, 0, 0], [1, 0, 0, 0, 1]]
+    assert federation.test is not None
+    assert federation.test.y.tolist() == [0, 1]
+
+
+class Stream(Dataset):
+    """Has no length."""
+
+
+class Ragged(Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(1 + i), 0
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Stream(), "client 0 is a Stream without a length"),
+        (TensorDataset(torch.zeros(2, 3)), r"client 0 has items that are not pairs; expected \(x, y\)"),
+        (Ragged(), "client 0 has items of different shapes"),
+        (Counting(2, 7), "client 0 has the label 7; expected labels from 0 to 2"),
+    ],
+)
+def test_datasets_that_cannot_be_used(data: Dataset, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Federation.from_datasets([data], classes=3).client(0)

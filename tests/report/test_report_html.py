@@ -1,0 +1,238 @@
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_runs import write_run, write_runs
+
+from fedloom.errors import InputError
+from fedloom.report import Record, compare, read_run, write_report
+from fedloom.report.figures import MOST_CLIENTS, figures, line
+from fedloom.report.markup import Safe, tag
+
+EVIL = '"><script>window.evil = 1</script><img src=x onerror="window.evil = 2">\u2028</script>'
+
+
+class Page(HTMLParser):
+    """What is in a page: its elements, the text of each script, all other text; and whether every tag closes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name, given):
+        self.elements.append((name, dict(given)))
+        if name not in {"meta", "circle", "line"}:
+            self.open.append(name)
+        if name == "script":
+            self.scripts.append("")
+
+    def handle_startendtag(self, name, given):
+        self.elements.append((name, dict(given)))
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif self.open and self.open[-1] != "style":
+            self.text += data + "\n"
+
+
+def report(records, path: Path, **options) -> Page:
+    write_report(records, path, **options)
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return [read_run(folder) for folder in write_runs(tmp_path_factory.mktemp("runs"))]
+
+
+@pytest.fixture
+def evil(tmp_path):
+    folder = write_run(
+        tmp_path / "evil<b>", EVIL, data=EVIL, command=EVIL, options={EVIL: {EVIL: 1}}, rounds=3
+    )
+    names = [EVIL] * 10
+    counts = json.loads((folder / "partition.json").read_text())["counts"]
+    (folder / "partition.json").write_text(json.dumps({"class_names": names, "counts": counts}))
+    row = {
+        "round": 4,
+        "lost": 1,
+        "lost_clients": {EVIL: EVIL},
+        "diagnostics": {EVIL: 1.0},
+        "seconds": {EVIL: 2},
+    }
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"digest": EVIL}))
+    return read_run(folder)
+
+
+def test_the_page_shows_every_number_of_the_table(records, tmp_path):
+    page = report(records, tmp_path / "report.html", title="Three methods")
+    comparison = compare(records)
+    lines = set(page.text.split("\n"))
+    titles, rows = comparison.table()
+    assert lines.issuperset(titles)
+    assert lines.issuperset(cell for row in rows for cell in row)
+    assert lines.issuperset([*comparison.headlines, "Three methods", "dirichlet:0.3", "lowest_similarity"])
+    assert "fedloom run fedmr --clients 20 --seed 2" in lines
+    assert "no answer within 30 s" in page.text
+    assert "torch 2.13.0" in page.text
+
+
+def test_the_page_fetches_nothing(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    for _, given in page.elements:
+        assert not {"src", "href", "srcset", "data", "action"} & given.keys()
+    text = (tmp_path / "report.html").read_text(encoding="utf-8").replace(page.scripts[1], "")
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "plotly.js" in page.scripts[1][:200]
+
+
+def test_the_policy_names_exactly_the_scripts_of_the_page(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    policy = next(given["content"] for _, given in page.elements if given.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    digests = [hashlib.sha256(script.encode()).digest() for script in page.scripts[1:]]
+    assert re.findall(r"'sha256-(.*?)'", policy) == [base64.b64encode(one).decode() for one in digests]
+
+
+def test_the_data_of_the_figures_survive_the_page(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    assert json.loads(page.scripts[0]) == figures(compare(records).groups)
+
+
+def test_nothing_from_a_file_becomes_markup(evil, tmp_path):
+    page = report([evil], tmp_path / "report.html", title=EVIL)
+    names = [name for name, _ in page.elements]
+    assert names.count("script") == 3
+    assert "img" not in names
+    assert "b" not in [name for name, given in page.elements if "onerror" in given]
+    assert page.text.count("window.evil = 1") >= 5
+    assert json.loads(page.scripts[0])["groups"][0]["label"].startswith(EVIL)
+
+
+def test_markup_escapes_text_and_attributes():
+    made = tag("p", "<&", tag("b", ">"), Safe("<hr>"), title='"<', hidden=True, lang=None)
+    assert made == '<p title="&quot;&lt;" hidden>&lt;&amp;<b>&gt;</b><hr></p>'
+
+
+@pytest.mark.parametrize("history", [
+    [],
+    [{"round": 0}],
+    [{"round": 0, "loss": 3.0}, {"round": 1, "loss": float("nan"), "seconds": None, "lost_clients": [1]}],
+    [{"round": 0, "accuracy": None}, {"round": 1, "accuracy": 0.5, "diagnostics": {"a": None}, "clients": [1, 2]}],
+    [{"round": 1, "accuracy": 0.0, "loss": float("inf"), "seconds": {"total": 0.0}, "lost": 3}],
+])  # fmt: skip
+def test_holes_are_tolerated(history, tmp_path):
+    page = report([Record(tmp_path, {}, history)], tmp_path / "report.html")
+    assert "unfinished" in page.text
+    assert "nan" not in page.text.lower().replace("unnamed", "")
+
+
+def test_a_regression_has_no_accuracy_anywhere(tmp_path):
+    history = [{"round": at, "loss": 1 / (at + 1)} for at in range(5)]
+    page = report([Record(tmp_path, {"method": "fedavg"}, history, {})], tmp_path / "report.html")
+    assert [curve["key"] for curve in json.loads(page.scripts[0])["curves"]] == ["loss"]
+    assert "accuracy" not in page.text
+
+
+def test_a_line_is_the_mean_over_seeds_and_what_it_cost(records):
+    runs = [record for record in records if record.method == "fedavg"]
+    drawn = line(runs, "accuracy")
+    values = np.array([run.series("accuracy")[1] for run in runs])
+    np.testing.assert_allclose(drawn["mean"], values.mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(drawn["low"], values.min(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(drawn["high"], values.max(axis=0), rtol=1e-5)
+    total = np.mean([run.total("bytes_up") + run.total("bytes_down") for run in runs])
+    assert drawn["bytes"][-1] == pytest.approx(total, rel=1e-5)
+    assert (drawn["round"][0], drawn["bytes"][0], drawn["seeds"][0]) == (0, 0.0, 3)
+
+
+def test_one_partition_for_each_seed_and_not_for_each_method(records):
+    drawn = figures(compare(records).groups)["partitions"]
+    assert [one["title"] for one in drawn] == ["seed 0", "seed 1", "seed 2"]
+    for one, run in zip(drawn, records, strict=False):
+        assert sum(one["count"]) == run.counts.sum()
+        assert run.counts[one["client"], one["label"]].tolist() == one["count"]
+
+
+def test_of_very_many_clients_the_first_are_drawn(tmp_path):
+    record = read_run(write_run(tmp_path / "run", clients=MOST_CLIENTS + 50))
+    (one,) = figures(compare([record]).groups)["partitions"]
+    assert (one["clients"], one["of"], max(one["client"]) < MOST_CLIENTS) == (200, 250, True)
+
+
+def test_the_file_is_written_whole_or_not_at_all(records, tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(InputError, match="No space left"):
+            write_report(records, path)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InputError, match="cannot be written"):
+        write_report(records, tmp_path / "nowhere" / "report.html")
+
+
+@pytest.fixture
+def browse(tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser here")
+
+    def open_page(path: Path) -> str:
+        """The page as the browser has it once its scripts have run."""
+        quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet]
+        command += [
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            str(path),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+
+    return open_page
+
+
+def test_a_browser_draws_the_figures(records, tmp_path, browse):
+    write_report(records, tmp_path / "report.html")
+    page = browse(tmp_path / "report.html")
+    curves, _, rest = page.partition('id="partition"')
+    assert curves.count('class="trace scatter') == 2 * 3  # a line and a band for each method
+    assert page.count('aria-pressed="true"') == 6  # y, x, three methods, one partition
+    radii = [float(r) for r in re.findall(r'class="point"[^>]*? d="M([\d.]+),0A', rest)]
+    counts = figures(compare(records).groups)["partitions"][0]["count"]
+    assert len(radii) == len(counts)
+    scale = max(radii) ** 2 / max(counts)
+    np.testing.assert_allclose(radii, np.sqrt(scale * np.array(counts)), atol=0.02)  # area, not width
+
+
+def test_a_browser_runs_nothing_that_came_from_a_file(evil, tmp_path, browse):
+    write_report([evil], tmp_path / "report.html")
+    page = browse(tmp_path / "report.html")
+    assert 'class="trace scatter' in page
+    assert "<img src=" not in page
