@@ -1,9 +1,9 @@
 """fedloom from Python: run, resume and verify runs.
 
-    import fedloom
-    run = fedloom.run(method="fedprox", data="digits", rounds=50)
-    run.history            # a list of records, one a round: pandas.DataFrame(run.history)
-    run.model()            # an ordinary nn.Module with the deployed weights
+import fedloom
+run = fedloom.run(method="fedprox", data="digits", rounds=50)
+run.history            # a list of records, one a round: pandas.DataFrame(run.history)
+run.model()            # an ordinary nn.Module with the deployed weights
 """
 
 import tempfile
@@ -153,7 +153,11 @@ def run(
         None if isinstance(model, str) else model,
         loss,
     )
-    values: dict[str, Any] = {"method": method, "options": {k: dict(v) for k, v in (options or {}).items()}, **settings}
+    values: dict[str, Any] = {
+        "method": method,
+        "options": {k: dict(v) for k, v in (options or {}).items()},
+        **settings,
+    }
     if isinstance(data, Federation):
         values |= {"data": data.name, "partition": "own", "clients": len(data)}
     else:
@@ -207,7 +211,9 @@ def resume(
     _same_objects(folder, own)
     for name in changes:
         if name not in RESULT_FREE:
-            raise InputError(f"{name} would change the result; a resumed run may change {', '.join(sorted(RESULT_FREE))}.")
+            raise InputError(
+                f"{name} would change the result; a resumed run may change {', '.join(sorted(RESULT_FREE))}."
+            )
     if changes:
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
     if folder.summary() is not None:
@@ -256,7 +262,9 @@ def _same_objects(folder: RunFolder, own: Own) -> None:
         )
     surplus = sorted(set(own.names) - set(folder.own))
     if surplus:
-        raise InputError(f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now.")
+        raise InputError(
+            f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now."
+        )
 
 
 def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int | None) -> None:
@@ -309,4 +317,3 @@ def _finish(folder: RunFolder, own: Own, report: bool) -> Run:
     if report:
         finished.report()
     return finished
-

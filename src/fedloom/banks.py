@@ -64,14 +64,18 @@ class Bank:
         try:
             found = os.fstat(handle).st_size
             if found not in (0, nbytes):
-                raise InputError(f"the file {path} holds {found} bytes, but {count} rows of {width} need {nbytes}.")
+                raise InputError(
+                    f"the file {path} holds {found} bytes, but {count} rows of {width} need {nbytes}."
+                )
             # Reserve the disk now: writing to a mapped hole on a full disk would kill the process.
             os.posix_fallocate(handle, 0, max(nbytes, 1))
             mapping = mmap.mmap(handle, max(nbytes, 1), flags=mmap.MAP_SHARED)
         except OSError as error:
             if found == 0:
                 path.unlink(missing_ok=True)
-            raise InputError(f"cannot reserve {nbytes} bytes for rows at {path}: {error.strerror}.") from error
+            raise InputError(
+                f"cannot reserve {nbytes} bytes for rows at {path}: {error.strerror}."
+            ) from error
         finally:
             os.close(handle)
         bank = cls(_over(mapping, dtype), count, width, mapped=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.data import Prepare, Samples, make_augment
+from fedloom.data import Augment, Prepare, Samples
 from fedloom.exchange import Shapes
 from fedloom.optim import clip_
 from fedloom.rows import Kind, Layout
@@ -67,6 +67,7 @@ class Workshop:
     streams: Streams
     classes: int = 0
     channels_last: bool = False
+    augment: Augment | None = None
     uploads: Shapes | None = None
     """Tensors that clients send up beside their model."""
     home: Shapes | None = None
@@ -99,7 +100,7 @@ class Bench:
         self.device = torch.device(device)
         self._shop = shop
         self.module = shop.module.to(self.device)
-        self._augment = make_augment(shop.training.augment)
+        self._augment = shop.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
@@ -168,7 +169,9 @@ class Bench:
         if all(part is not None for part in parts):
             torch._foreach_copy_(self._slices, parts)
             return
-        for target, part in zip(self._slices, parts, strict=True):  # a layer that took no part has no gradient
+        for target, part in zip(
+            self._slices, parts, strict=True
+        ):  # a layer that took no part has no gradient
             target.zero_() if part is None else target.copy_(part)
 
     def descend(self) -> None:

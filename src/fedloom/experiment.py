@@ -121,12 +121,15 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
         streams=streams,
         classes=federation.classes,
         channels_last=channels_last,
+        augment=datasets.make_augment(config.augment),
         uploads=parts.local.uploads(layout),
         home=homes,
     )
     _try_out(workshop, federation)
     shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype))
-    engine: Engine = HostEngine(shop, config.workers) if engine_class is HostEngine else PlainEngine(shop, device)
+    engine: Engine = (
+        HostEngine(shop, config.workers) if engine_class is HostEngine else PlainEngine(shop, device)
+    )
     rounds = Rounds(config, context, parts, engine, federation.label_counts())
     return Experiment(config, composition, federation, class_names, module, layout, engine, rounds)
 
@@ -134,10 +137,14 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
 def _device(config: Config) -> torch.device:
     try:
         device = torch.device(config.device)
+    except RuntimeError as error:
+        raise InputError(f"device is cpu, cuda or cuda:N, not {config.device!r}.") from error
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise InputError(f"device {config.device!r} cannot be used here: {first}") from error
+        raise InputError(
+            f"device {config.device!r} cannot be used here: {str(error).splitlines()[0]}."
+        ) from error
     return device
 
 
@@ -157,7 +164,9 @@ def _federation(
     if own.data is not None:
         return own.data, ()
     dataset = datasets.load(config.data, progress=progress)
-    return datasets.build(dataset, config.partition, config.clients, streams.numpy("partition")), dataset.class_names
+    return datasets.build(
+        dataset, config.partition, config.clients, streams.numpy("partition")
+    ), dataset.class_names
 
 
 def _module(config: Config, own: Own, federation: Federation, streams: Streams) -> nn.Module:
@@ -176,6 +185,8 @@ def _try_out(workshop: Workshop, federation: Federation) -> None:
         raise InputError(f"the data {federation.name!r} holds no samples at all.")
     module = workshop.module
     module.eval()
+    if workshop.augment is not None:
+        workshop.augment(samples.x, torch.Generator())  # says itself what it cannot work on
     try:
         with torch.no_grad():
             x = workshop.prepare(samples.x, channels_last=workshop.channels_last)
@@ -187,7 +198,9 @@ def _try_out(workshop: Workshop, federation: Federation) -> None:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the model cannot be trained on {federation.name!r}: {first}.") from error
     if loss.dim() != 0:
-        raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
+        raise InputError(
+            f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}."
+        )
     if federation.classes and output.shape[-1] < federation.classes:
         raise InputError(
             f"the model has {output.shape[-1]} outputs, but {federation.name!r} has {federation.classes} classes."

@@ -110,7 +110,9 @@ class Layout:
         place(Kind.BUFFER, floats)
         place(Kind.INTEGER, integers)
         if not trainable:
-            raise InputError(f"the model {type(module).__name__} has no trainable parameter, so nothing can learn.")
+            raise InputError(
+                f"the model {type(module).__name__} has no trainable parameter, so nothing can learn."
+            )
         return cls(tuple(entries), dtype, frozen)
 
     @property
@@ -140,7 +142,9 @@ class Layout:
     def bind(self, module: nn.Module, row: Tensor) -> None:
         """Make the tensors of `module` views into `row`: what trains there is the row itself."""
         if row.shape != (self.size,) or row.dtype is not self.dtype:
-            raise ValueError(f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}")
+            raise ValueError(
+                f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}"
+            )
         for entry in self.entries:
             view = entry.view(row)
             for name in entry.names:
@@ -167,7 +171,13 @@ class Layout:
     def describe(self) -> list[dict[str, object]]:
         """The layout as plain data, to be stored beside rows and compared."""
         return [
-            {"name": e.name, "shape": list(e.shape), "kind": e.kind.value, "dtype": str(e.dtype), "offset": e.offset}
+            {
+                "name": e.name,
+                "shape": list(e.shape),
+                "kind": e.kind.value,
+                "dtype": str(e.dtype),
+                "offset": e.offset,
+            }
             for e in self.entries
         ]
 
@@ -233,7 +243,9 @@ def _distinct(module: nn.Module) -> tuple[dict[tuple[str, ...], Tensor], dict[tu
     tensors: dict[int, Tensor] = {}
     for name, tensor in _named_tensors(module).items():
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            raise InputError(f"{name} of the model has no shape yet; pass one batch through lazy modules first.")
+            raise InputError(
+                f"{name} of the model has no shape yet; pass one batch through lazy modules first."
+            )
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     _refuse_hidden_ties([(names[key][0], tensor) for key, tensor in tensors.items()])
@@ -265,4 +277,3 @@ def _common_dtype(tensors: dict[tuple[str, ...], Tensor]) -> torch.dtype:
         found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise InputError(f"the floats of a model must all be float32 (or all float64), but {found}.")
     return next(iter(dtypes))
-

@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import io
-import os
 import socket
 import tarfile
 import threading
@@ -66,6 +65,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -83,7 +86,7 @@ def test_a_file_comes_whole_and_is_not_fetched_twice(server: Server, tmp_path: P
     for _ in range(2):
         fetch(f"{server.home}/file", target, MD5, lambda *step: steps.append(step))
     assert target.read_bytes() == CONTENT
-    assert os.listdir(target.parent) == ["file"]
+    assert names(target.parent) == ["file"]
     assert server.ranges == [None]
     assert steps[-1] == ("file", 300_000, 300_000)
     assert [done for _, done, _ in steps] == sorted({done for _, done, _ in steps})
@@ -100,7 +103,7 @@ def test_a_later_call_goes_on(server: Server, tmp_path: Path) -> None:
     server.break_after = [1000] * download.ATTEMPTS
     with pytest.raises(InputError, match="the connection broke"):
         fetch(f"{server.home}/file", tmp_path / "file", MD5)
-    assert os.listdir(tmp_path) == ["file.part"]
+    assert names(tmp_path) == ["file.part"]
     fetch(f"{server.home}/file", tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.ranges[-1] == f"bytes={1000 * download.ATTEMPTS}-"
@@ -125,7 +128,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(server: Server, tmp_path: Path, 
     (tmp_path / "file.part").write_bytes(start)
     with pytest.raises(InputError, match=f"expected {MD5}; it was discarded"):
         fetch(f"{server.home}/file", tmp_path / "file", MD5)
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_an_absent_file_is_said_to_be_absent(server: Server, tmp_path: Path) -> None:
@@ -247,6 +250,6 @@ def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Pat
     assert not local.complete(tmp_path)
     local.download(tmp_path, None)
     assert local.complete(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted(source.files)
+    assert names(tmp_path) == sorted(source.files)
     with pytest.raises(InputError, match="not the published file"):
         local.read(tmp_path)

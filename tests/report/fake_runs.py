@@ -5,21 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 PACE = {"fedavg": (0.86, 9.0), "fedcross": (0.925, 14.0), "fedmr": (0.92, 12.0), "fedcross+lss": (0.93, 5.0)}
 """Where a method's accuracy ends, and how many rounds it takes to get most of the way."""
-
-
-def toml(config: dict[str, Any]) -> str:
-    """Enough TOML for a config: values, then tables, one level of them inside each other."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in config.items() if not isinstance(value, dict)]
-    for name, table in config.items():
-        if isinstance(table, dict):
-            inner = {key: value for key, value in table.items() if isinstance(value, dict)}
-            lines += [f"[{name}]"] + [f"{k} = {json.dumps(v)}" for k, v in table.items() if k not in inner]
-            for key, value in inner.items():
-                lines += [f"[{name}.{key}]"] + [f"{k} = {json.dumps(v)}" for k, v in value.items()]
-    return "\n".join(lines) + "\n"
 
 
 def write_run(
@@ -61,7 +50,7 @@ def write_run(
         "python": "3.11.9",
         "platform": "Linux x86_64",
     }
-    (folder / "config.toml").write_text(toml(config), encoding="utf-8")
+    (folder / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
 
     lines = []
     for this in range((rounds if upto is None else upto) + 1):

@@ -16,11 +16,11 @@ from fedloom.report import Record, compare, read_run, write_report
 from fedloom.report.figures import MOST_CLIENTS, figures, line
 from fedloom.report.markup import Safe, tag
 
-EVIL = '"><script>window.evil = 1</script><img src=x onerror="window.evil = 2">\u2028</script>'
+EVIL = '"><script>window.evil = 1</script><img src=x onerror="window.evil = 2">\u2028</script x'
 
 
 class Page(HTMLParser):
-    """What is in a page: its elements, the text of each script, all other text; and whether every tag closes."""
+    """What is in a page: its elements, the text of each script, all other text. Every tag must close."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_nothing_from_a_file_becomes_markup(evil, tmp_path):
     names = [name for name, _ in page.elements]
     assert names.count("script") == 3
     assert "img" not in names
-    assert "b" not in [name for name, given in page.elements if "onerror" in given]
+    assert not any("onerror" in given for _, given in page.elements)
     assert page.text.count("window.evil = 1") >= 5
     assert json.loads(page.scripts[0])["groups"][0]["label"].startswith(EVIL)
 
@@ -137,7 +137,7 @@ def test_markup_escapes_text_and_attributes():
     [],
     [{"round": 0}],
     [{"round": 0, "loss": 3.0}, {"round": 1, "loss": float("nan"), "seconds": None, "lost_clients": [1]}],
-    [{"round": 0, "accuracy": None}, {"round": 1, "accuracy": 0.5, "diagnostics": {"a": None}, "clients": [1, 2]}],
+    [{"round": 0, "accuracy": None}, {"round": 1, "accuracy": 0.5, "diagnostics": {"": None}, "clients": []}],
     [{"round": 1, "accuracy": 0.0, "loss": float("inf"), "seconds": {"total": 0.0}, "lost": 3}],
 ])  # fmt: skip
 def test_holes_are_tolerated(history, tmp_path):
@@ -213,7 +213,7 @@ def browse(tmp_path):
             str(path),
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+        return re.sub(r"<(script|style).*?</\1>", "", done.stdout, flags=re.DOTALL)
 
     return open_page
 

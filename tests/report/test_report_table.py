@@ -68,9 +68,17 @@ def test_a_clear_winner_is_called_so_and_noise_is_called_noise():
     avg = [run("fedavg", seed, [0.80 + 0.001 * seed]) for seed in range(3)]
     far = [run("fedmr", seed, [0.90 + 0.002 * seed]) for seed in range(3)]
     near = [run("fedmr", seed, [0.80 + 0.01 * (seed - 0.5)]) for seed in range(3)]
-    assert "clearly higher than the next, fedavg: +10.1 points" in compare([*avg, *far]).headline
+    assert "clearly higher than fedavg: +10.1 points (95 %" in compare([*avg, *far]).headline
     assert "within noise" in compare([*avg, *near]).headline
     assert "clearly" not in compare([*avg, *near]).headline
+
+
+def test_a_method_with_too_few_seeds_does_not_spoil_the_verdict_on_others():
+    avg = [run("fedavg", seed, [0.80 + 0.001 * seed]) for seed in range(3)]
+    far = [run("fedmr", seed, [0.90 + 0.002 * seed]) for seed in range(3)]
+    said = compare([*avg, *far, run("fedprox", curve=[0.7])]).headline
+    assert "clearly higher than fedavg" in said
+    assert "fedprox (70.0\N{NO-BREAK SPACE}%) cannot be judged" in said
 
 
 def test_a_scattering_winner_does_not_hide_what_is_certain():
@@ -208,8 +216,8 @@ def test_whatever_the_runs_every_one_is_in_a_group_with_its_own_label(records):
 
 
 @pytest.mark.parametrize(("count", "text"), [
-    (None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (203_560, "204 kB"), (999_999, "1 MB"),
-    (40_712_000, "40.7 MB"), (1.5e12, "1.5 TB"), (2e18, "2000 PB"), (99_960, "100 kB"),
+    (None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (203_560, "204 kB"), (999_999, "1.00 MB"),
+    (40_712_000, "40.7 MB"), (1.5e12, "1.50 TB"), (9_996, "10.0 kB"), (2e18, "2000 PB"), (99_960, "100 kB"),
 ])  # fmt: skip
 def test_human_bytes(count, text):
     assert human_bytes(count) == text

@@ -86,7 +86,10 @@ class Prepare:
         return Prepare((0.0,) * channels, (1.0,) * channels)
 
     def __call__(self, x: Tensor, channels_last: bool = False) -> Tensor:
-        """The batch as float32, images as N x C x H x W in the memory format asked for."""
+        """The batch as float32, images as N x C x H x W in the memory format asked for.
+
+        The identity gives the batch itself where nothing has to change; do not write to it.
+        """
         layout = torch.channels_last if channels_last and x.ndim == 4 else torch.contiguous_format
         if not self.mean:
             return x.to(torch.float32).contiguous(memory_format=layout)
@@ -114,5 +117,7 @@ class Prepare:
 @lru_cache(maxsize=64)
 def _constants(prepare: Prepare, device: torch.device, repeat: int) -> tuple[Tensor, Tensor]:
     """Scale and shift of every channel, on that device, repeated for `repeat` pixels."""
-    mean, std = (torch.tensor(v, dtype=torch.float64).repeat(repeat) for v in (prepare.mean, prepare.std))
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64, device="cpu").repeat(repeat) for v in (prepare.mean, prepare.std)
+    )
     return (1 / (255 * std)).to(device, torch.float32), (-mean / std).to(device, torch.float32)

@@ -116,38 +116,43 @@ def work(pipe: Connection, others: Sequence[Connection], shop: Shop, slots: Slot
     _keep_freed_memory()
     gc.freeze()  # what was inherited is never garbage; leaving it alone keeps its pages shared
     torch.set_num_threads(1)
-    bench = Bench(shop.workshop)
+    bench: Bench | None = None
     try:
         while True:
-            pipe.send(_carry_out(pipe.recv(), bench, shop, slots))
+            order = pipe.recv()
+            try:
+                bench = bench or Bench(shop.workshop)
+                reply = _carry_out(order, bench, shop, slots)
+            except Exception as error:  # whatever a client's code does, the round goes on without it
+                reply = Failed(order.index, reason_of(error))
+            pipe.send(reply)
     except (EOFError, OSError):
         os._exit(0)
 
 
 def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
     dtype = shop.workshop.layout.dtype
-    try:
-        if isinstance(order, ScoreOrder):
-            test = shop.federation.test
-            assert test is not None, "the coordinator asks for scores only where there is a test set"
-            return Scored(order.index, bench.score(order.row.tensor(dtype), test[score_chunks(test)[order.index]]))
-        uploads = slots.group(order.slot, "uploads")
-        for tensor in uploads.values():
-            tensor.zero_()
-        samples, loss, steps = train_client(
-            bench,
-            shop,
-            order.round,
-            order.client,
-            slots.row(order.slot),
-            order.row.tensor(dtype),
-            {name: place.tensor(dtype) for name, place in order.extras},
-            slots.group(order.slot, "home"),
-            uploads,
-            order.first_visit,
+    if isinstance(order, ScoreOrder):
+        test = shop.federation.test
+        assert test is not None, "the coordinator asks for scores only where there is a test set"
+        return Scored(
+            order.index, bench.score(order.row.tensor(dtype), test[score_chunks(test)[order.index]])
         )
-    except Exception as error:  # whatever a client's code does, the round goes on without it
-        return Failed(order.index, reason_of(error))
+    uploads = slots.group(order.slot, "uploads")
+    for tensor in uploads.values():
+        tensor.zero_()
+    samples, loss, steps = train_client(
+        bench,
+        shop,
+        order.round,
+        order.client,
+        slots.row(order.slot),
+        order.row.tensor(dtype),
+        {name: place.tensor(dtype) for name, place in order.extras},
+        slots.group(order.slot, "home"),
+        uploads,
+        order.first_visit,
+    )
     return Trained(order.index, samples, loss, steps)
 
 

@@ -192,8 +192,10 @@ def _options(method: Method, values: Mapping[str, Any]) -> Options:
     fields = method.options.model_fields
     for key in values:
         if key not in fields:
-            raise unknown(f"option of {method.name}", key, fields) if fields else InputError(
-                f"{method.name} has no options, so {method.name}.{key} cannot be set."
+            raise (
+                unknown(f"option of {method.name}", key, fields)
+                if fields
+                else InputError(f"{method.name} has no options, so {method.name}.{key} cannot be set.")
             )
     try:
         return method.options(**values)
@@ -204,9 +206,12 @@ def _options(method: Method, values: Mapping[str, Any]) -> Options:
 def explain(error: ValidationError) -> str:
     """The first of pydantic's complaints as one sentence: what, what was expected, what was given."""
     first = error.errors()[0]
-    key = ".".join(str(place) for place in first["loc"] if not str(place).startswith(("function", "int", "float")))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error" and key == "":
-        return message
-    message = message.replace("Input should be", "must be").replace("unable to parse string as an", "not an")
-    return f"{key} {message}, not {first['input']!r}."
+    key = ".".join(str(place) for place in first["loc"])
+    if first["type"] == "value_error" and not key:
+        return first["msg"].removeprefix("Value error, ")
+    expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(
+        first["type"].split("_")[0]
+    )
+    if expected is None or "_" not in first["type"]:
+        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{key} must be {expected}, not {first['input']!r}."

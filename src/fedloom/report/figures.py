@@ -1,6 +1,7 @@
 """The numbers behind the figures, as plain data; `report.js` draws them with the reader's colours."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,7 @@ def figures(groups: Sequence[Group]) -> Data:
             if (lines := _lines(groups, key))
         ],
         "partitions": partitions(groups),
-        "diagnostics": [
-            {"title": name, "lines": _lines(groups, f"diagnostics.{name}")} for name in diagnostics(groups)
-        ],
+        "diagnostics": diagnostics(groups),
     }
 
 
@@ -71,18 +70,12 @@ def _short(value: float | np.floating[Any]) -> float:
     return float(f"{value:.6g}")
 
 
-def diagnostics(groups: Sequence[Group]) -> list[str]:
-    """The names of everything that methods told about themselves."""
-    names: dict[str, None] = {}
-    for group in groups:
-        for run in group.runs:
-            for row in run.history:
-                told = row.get("diagnostics")
-                names |= dict.fromkeys(told) if isinstance(told, dict) else {}
-    drawn = [
-        name for name in names if any(line(group.runs, f"diagnostics.{name}")["mean"] for group in groups)
-    ]
-    return drawn[:MOST_DIAGNOSTICS]
+def diagnostics(groups: Sequence[Group]) -> list[Data]:
+    """Everything that methods told about themselves, as small figures."""
+    told = [row.get("diagnostics") for group in groups for run in group.runs for row in run.history]
+    names = dict.fromkeys(name for one in told if isinstance(one, dict) for name in one)
+    drawn = ({"title": name, "lines": _lines(groups, f"diagnostics.{name}")} for name in names)
+    return list(islice((one for one in drawn if one["lines"]), MOST_DIAGNOSTICS))
 
 
 def partitions(groups: Sequence[Group]) -> list[Data]:

@@ -33,20 +33,25 @@ def _outcome(groups: Sequence[Group]) -> str:
     finished = all(group.finished for group in judged)
     lead = f"{best.short} ended" if finished else f"So far, {best.short} stands"
     lead += f" {'highest' if sign > 0 else 'lowest'}, at {value(best)}" if rest else f" at {value(best)}"
-    lead += f" over {len(best.runs)} seeds" if len(best.runs) > 1 else ""
+    seeds = len(best.result.values) if best.result else 0
+    lead += f" over {seeds} seeds" if seeds > 1 else ""
     if not rest:
         return f"{lead} after {plural(last_evaluation(best.runs[0]), 'round')}."
-    gaps = {group.label: paired(best, group) for group in rest}
-    if any(gap is None or gap.half is None for gap in gaps.values()):
+    gaps = {group.label: gap for group in rest if (gap := paired(best, group)) and gap.half is not None}
+    if not gaps:
         return f"{lead}. That is too few common seeds to tell a difference between methods from noise."
-    apart = [group for group in rest if (gap := gaps[group.label]) and gap.clear]
-    level = [group for group in rest if group not in apart]
-    if not level:
-        return (
-            f"{lead}, clearly {higher} than the next, {rest[0].short}: {span(gaps[rest[0].label], metric)}."
-        )
-    said = f"{lead}, but {_named(level)} {_is(level)} within noise of it"
-    said += f"; {_named(apart)} {_is(apart)} clearly {lower}." if apart else "."
+    apart = [group for group in rest if group.label in gaps and gaps[group.label].clear]
+    level = [group for group in rest if group.label in gaps and group not in apart]
+    unsure = [group for group in rest if group.label not in gaps]
+    if level:
+        said = f"{lead}, but {_named(level)} {_is(level)} within noise of it"
+        said += f"; {_named(apart)} {_is(apart)} clearly {lower}." if apart else "."
+    else:
+        nearest = " from the nearest" if len(apart) > 1 else ""
+        names = listed([group.short for group in apart])
+        said = f"{lead}, clearly {higher} than {names}: {span(gaps[apart[0].label], metric)}{nearest}."
+    if unsure:
+        said += f" {_named(unsure)} cannot be judged: too few seeds in common."
     # A winner that scatters much hides what is certain: others may be clearly ahead of the reference.
     first = groups[0]
     ahead = [group for group in rest if (gap := paired(group, first)) and gap.clear and sign * gap.mean > 0]
@@ -73,10 +78,8 @@ def value(group: Group, unit: bool = True) -> str:
     return ("test loss " if unit else "") + group.result.show(1, 3).replace(" ", HOLD)
 
 
-def span(gap: Difference | None, metric: str) -> str:
+def span(gap: Difference, metric: str) -> str:
     """A difference with its interval, in percentage points for accuracy."""
-    if gap is None:
-        return "no common seeds"
     scale, digits, unit = (100.0, 1, " points") if metric == "accuracy" else (1.0, 3, "")
     text = f"{signed(scale * gap.mean, digits)}{unit}"
     if gap.low is None or gap.high is None:

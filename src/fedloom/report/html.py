@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedloom.errors import InputError
-from fedloom.report.figures import MOST_DIAGNOSTICS, Data, figures
+from fedloom.report.figures import MOST_DIAGNOSTICS, MOST_PARTITIONS, Data, figures
 from fedloom.report.markup import Safe, join, tag
 from fedloom.report.records import Record
 from fedloom.report.sections import costs, durations, losses, results, runs, section, setup
@@ -24,7 +24,7 @@ def write_report(
     """Write the report of `records` to `path`: whole or, if anything goes wrong, not at all."""
     path = Path(path)
     page = render(compare(records, target), title)
-    handle, name = -1, ""
+    name = ""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
@@ -101,9 +101,11 @@ def _curves(data: Data) -> Safe:
 def _partition(data: Data) -> Safe:
     if not data["partitions"]:
         return Safe("")
+    hint = "The area of a circle is the number of examples of a class that a client holds."
+    cut = len(data["partitions"]) == MOST_PARTITIONS
     return section(
         "Who holds what",
-        "The area of a circle is the number of examples of a class that a client holds.",
+        hint + (f" The first {MOST_PARTITIONS} partitions." if cut else ""),
         tag("div", _choice("choose-partition"), class_="choices"),
         tag("div", tag("div", id="partition"), class_="scroll", tabindex="0"),
         tag("p", id="partition-note", class_="hint"),
@@ -136,4 +138,4 @@ def _policy(scripts: Sequence[str]) -> str:
     """The browser may run these scripts and no other, and may fetch nothing, whatever a run's files hold."""
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+    return f"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -30,7 +30,7 @@
   };
 
   function layout(width, height, more) {
-    const ink = colour("--soft");
+    const ink = colour("--soft"), family = getComputedStyle(document.body).fontFamily;
     const axis = ({ title, ...own } = {}) => ({
       title: { text: title, font: { size: 13 } },
       gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, ticks: "",
@@ -40,8 +40,10 @@
       width, height, autosize: false, showlegend: false,
       margin: { l: 8, r: 12, t: 10, b: 8 },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
-      hoverlabel: { bgcolor: colour("--paper"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+      font: { family, size: 13, color: ink },
+      hoverlabel: {
+        bgcolor: colour("--paper"), bordercolor: colour("--line"), font: { family, color: colour("--ink") },
+      },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--line"), activecolor: ink },
       ...more, xaxis: axis(more.xaxis), yaxis: axis(more.yaxis),
     };

@@ -143,9 +143,7 @@ def losses(groups: Sequence[Group]) -> Safe:
             for row in run.history:
                 told = row.get("lost_clients")
                 reasons.update(str(reason) for reason in (told.values() if isinstance(told, dict) else ()))
-        why = (
-            listed([f"{reason} ({count})" for reason, count in reasons.most_common()]) or "no reason recorded"
-        )
+        why = listed([f"{reason} ({count})" for reason, count in reasons.most_common()]) or "not recorded"
         share = f"{group.lost / group.asked:.1%}" if group.asked else "–"
         rows.append([named(group), str(group.lost), str(group.asked), share, why])
     if not rows:

@@ -54,7 +54,7 @@ class Comparison:
             + ("; mean ± standard deviation over seeds." if several else ".")
         ]
         if any(group.difference and group.difference.half is not None for group in self.groups):
-            said.append("Differences are paired by seed; in brackets the 95 % t-interval of each by itself.")
+            said.append("Differences are paired by seed; in brackets 95 % t-intervals, each uncorrected.")
         if any(group.late_accuracy for group in self.groups):
             said.append(f"“Last {LATE}”: mean of the last {LATE} evaluations.")
         if any(group.worst_clients for group in self.groups):

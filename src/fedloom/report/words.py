@@ -11,7 +11,8 @@ def human_bytes(count: float | None) -> str:
     while abs(count) >= 999.5 and len(units) > 1:
         count /= 1000
         del units[0]
-    return f"{count:.0f} {units[0]}" if units[0] == "B" or count >= 99.5 else f"{count:.3g} {units[0]}"
+    digits = 0 if units[0] == "B" or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {units[0]}"
 
 
 def human_seconds(seconds: float | None) -> str:

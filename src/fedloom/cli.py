@@ -1,0 +1,408 @@
+"""The command `fedloom`."""
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedloom._version import __version__
+from fedloom.config import Config, make_config, parse_settings
+from fedloom.errors import FedloomError, InputError
+
+# typer carries its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors
+ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="fedloom",
+    help="Federated learning on heterogeneous data: run methods, compare them, and get the same bits every time.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+N = TypeVar("N", int, float)
+
+PANELS = {
+    "Federation": ("data", "partition", "clients", "per_round", "model", "rounds", "seed"),
+    "Local training": (
+        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov", "weight_decay", "clip",
+        "augment",
+    ),
+    "Running": (
+        "eval_every", "min_clients", "lost", "engine", "device", "workers", "channels_last", "checkpoint_seconds",
+        "keep_checkpoints",
+    ),
+}  # fmt: skip
+
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="show no progress")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="the folder to write to; by default a new one in runs/")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="an option of a method; may be repeated"),
+]
+Imports = Annotated[
+    list[str] | None, typer.Option("--import", metavar="FILE", help="a Python file with methods of your own")
+]
+
+
+def _settable(names: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of `Config` as options; those that were given arrive as the dict `settings`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
+        panels = {name: panel for panel, fields in PANELS.items() for name in fields}
+        offered = [name for name in panels if names is None or name in names]
+
+        def wrapper(**values: Any) -> None:
+            settings = {name: values.pop(name) for name in offered}
+            command(**values, settings={name: value for name, value in settings.items() if value is not None})
+
+        parameters = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name, panels[name])
+            )
+            for name in offered
+        ]
+        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads its options off it
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + parameters
+        )
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        return wrapper
+
+    return decorate
+
+
+def _option(name: str, panel: str) -> Any:
+    """A field of `Config` as an option. Values arrive as text: `Config` alone says what is right."""
+    field = Config.model_fields[name]
+    kind = field.annotation
+    if isinstance(kind, UnionType):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    flag = f"--{name.replace('_', '-')}"
+    default = "" if field.default is None else f" [dim](default: {_shown(field.default)})[/]"
+    help_text = (field.description or "").replace("[", r"\[") + default
+    if kind is bool:
+        negative = f"--no-{name.replace('_', '-')}"
+        return Annotated[
+            bool | None, typer.Option(f"{flag}/{negative}", help=help_text, metavar="", rich_help_panel=panel)
+        ]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVARS[kind]
+    return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]
+
+
+METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+def _shown(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[str, Any]:
+    return {**settings, **({"imports": [str(Path(path).resolve()) for path in imports]} if imports else {})}
+
+
+@app.command()
+@_settable()
+def run(
+    method: Annotated[str, typer.Argument(help="the method, or several joined by +")],
+    set_: Settings = None,
+    import_: Imports = None,
+    out: Out = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Run one method.
+
+    Writes a folder with the configuration, metrics, checkpoints, the model and a report.
+    """
+    from fedloom.api import execute
+    from fedloom.progress import Display
+
+    config = make_config(
+        {**_with_extras(settings, import_), "method": method, "options": parse_settings(set_ or ())}
+    )
+    display = Display(quiet)
+    finished = _interruptible(lambda: execute(config, out=out, watcher=display), display)
+    _tell(finished, json_)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    engine: Annotated[str | None, typer.Option(help="another engine", metavar="auto|plain|host")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="another number of worker processes", metavar="N")
+    ] = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with a run that was stopped or killed. The result has the same bits as if it had not been."""
+    from fedloom.api import resume
+    from fedloom.progress import Display
+
+    display = Display(quiet)
+    changes = {name: value for name, value in (("engine", engine), ("workers", workers)) if value is not None}
+    _tell(_interruptible(lambda: resume(run, watcher=display, **changes), display), json_)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="the folder of a finished run")],
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a run again from its folder and prove that it gives the same model, bit for bit."""
+    from fedloom.api import verify
+    from fedloom.progress import Display
+
+    display = Display(quiet)
+    before, now = _interruptible(lambda: verify(run, watcher=display), display)
+    same = before == now
+    if json_:
+        print(json.dumps({"run": str(run), "same": same, "digest": before, "digest_now": now}))
+    elif same:
+        print(f"{run} is exact: run again, it gave the same model, {now}.")
+    if not same:
+        raise FedloomError(
+            f"{run} gave {before} then and {now} now; other versions (see config.toml) or another processor round "
+            "differently."
+        )
+
+
+@app.command()
+@_settable()
+def compare(
+    methods: Annotated[list[str], typer.Argument(help="the methods")],
+    seeds: Annotated[str, typer.Option(help="how many seeds, from --seed on", metavar="N")] = "1",
+    target: Annotated[
+        str | None, typer.Option(help="the accuracy whose reaching is timed, such as 0.8", metavar="X")
+    ] = None,
+    set_: Settings = None,
+    import_: Imports = None,
+    out: Out = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Run several methods over seeds, on the same clients and batches; a table, and one report.
+
+    The same command with the same --out goes on with a comparison that was stopped.
+    """
+    from fedloom.comparing import compare_methods
+    from fedloom.progress import Display
+
+    display = Display(quiet)
+    result = _interruptible(
+        lambda: compare_methods(
+            methods,
+            _number("seeds", seeds, int),
+            options=parse_settings(set_ or ()),
+            out=out,
+            target=None if target is None else _number("target", target, float),
+            watcher=display,
+            **_with_extras(settings, import_),
+        ),
+        display,
+    )
+    if json_:
+        runs = [finished.summary for finished in result.runs]
+        print(json.dumps({"path": str(result.path), "headline": result.table.headline, "runs": runs}))
+        return
+    titles, rows = result.table.table("brief")
+    _print_table(titles, rows)
+    print(f"\n{result.table.headline}")
+    for note in result.table.notes:
+        print(note)
+    print(f"report: {result.path / 'report.html'}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs, or of comparisons")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="the file to write")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="a title for the page")] = None,
+) -> None:
+    """Write one report about several runs."""
+    from fedloom.report import read_run, write_report
+
+    folders = [folder for path in runs for folder in _runs_in(path)]
+    write_report([read_run(folder) for folder in folders], out, title=title)
+    print(out)
+
+
+def _number(name: str, text: str, kind: type[N]) -> N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise InputError(f"{name} must be a {'whole ' if kind is int else ''}number, not {text!r}.") from None
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """`path` itself if it is a run, else the runs in it."""
+    if (path / "config.toml").is_file():
+        return [path]
+    inside = sorted(config.parent for config in path.glob("*/config.toml"))
+    if not inside:
+        raise InputError(f"{path} is not a run, and no run lies in it.")
+    return inside
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(metavar="methods|datasets|models|partitions", help="what to list")],
+    json_: Json = False,
+    import_: Imports = None,
+) -> None:
+    """List the methods with their options, the data sets, the networks or the partitions."""
+    from fedloom.listing import LISTINGS
+    from fedloom.methods import import_file
+
+    if what not in LISTINGS:
+        from fedloom.errors import unknown
+
+        raise unknown("list", what, LISTINGS)
+    for path in import_ or ():
+        import_file(path)
+    entries = LISTINGS[what]()
+    if json_:
+        print(json.dumps(entries))
+        return
+    titles = [title for title in entries[0] if title not in ("options", "found")]
+    _print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
+    if what == "methods":
+        print("\nOptions (--set METHOD.OPTION=VALUE):")
+        lines = [
+            [f"{entry['name']}.{option['name']}", _cell(option["default"]), option["help"]]
+            for entry in entries
+            for option in entry["options"]
+        ]
+        _print_table(["option", "default", "meaning"], lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return (
+            " x ".join(map(str, value)) if value and isinstance(value[0], int) else ", ".join(map(str, value))
+        )
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else ""
+        if value is None
+        else str(value)
+    )
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 200
+    Console(highlight=False, width=width, markup=False).print(table)
+
+
+def _tell(finished: Any, as_json: bool) -> None:
+    from fedloom.report import human_bytes, human_seconds
+
+    if as_json:
+        print(json.dumps(finished.summary))
+        return
+    summary = finished.summary
+    percent = lambda value: "–" if value is None else f"{100 * value:.2f} %"  # noqa: E731
+    loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
+    lines = [
+        ("accuracy", f"{percent(summary['accuracy'])} on test data after {summary['rounds']} rounds (loss {loss})"),
+        ("clients", f"{percent(summary['client_accuracy_mean'])} on average, {percent(summary['client_accuracy_worst10'])} "
+                    "for the worst tenth"),
+        ("sent", f"{human_bytes(summary['bytes_down'])} down, {human_bytes(summary['bytes_up'])} up"),
+        ("time", human_seconds(summary["seconds"])),
+        ("run", summary["run"]),
+        ("report", str(finished.path / "report.html")),
+        ("digest", summary["digest"]),
+    ]  # fmt: skip
+    if summary["client_accuracy_mean"] is None:
+        del lines[1]
+    if summary["lost"]:
+        lines.insert(3, ("lost", f"{summary['lost']} answers of clients, see the report"))
+    for name, text in lines:
+        print(f"{name:<10}{text}")
+
+
+def _interruptible(work: Callable[[], Any], display: Any) -> Any:
+    """Do the work; a second Ctrl-C ends it at once, with a word on how to go on."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        display.end()
+        where = f"; go on with: fedloom resume {display.folder}" if display.folder else ""
+        raise _Interrupted(f"interrupted{where}") from None
+
+
+class _Interrupted(FedloomError):
+    exit_code = 130
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"fedloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="print the version"),
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; every error ends in one sentence on stderr and an exit code."""
+    try:
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except ClickException as error:
+        message = error.format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message)
+        else:
+            _complain(message)
+        sys.exit(error.exit_code)
+    except FedloomError as error:
+        _complain(str(error))
+        sys.exit(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        _complain("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _complain(text: str) -> None:
+    print(f"fedloom: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

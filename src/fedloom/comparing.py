@@ -1,0 +1,108 @@
+"""Comparing methods over seeds: the same clients, batches and initial models for all of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.api import Run, Silent, Watcher, execute, resume
+from fedloom.config import RESULT_FREE, Config, make_config
+from fedloom.errors import InputError
+from fedloom.experiment import Own, check, replace_config
+from fedloom.folder import RunFolder
+from fedloom.methods import compose, import_file, methods
+from fedloom.report import Comparison, compare, read_run, write_report
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A finished comparison."""
+
+    path: Path
+    """The folder that holds the runs and `report.html`."""
+    runs: tuple[Run, ...]
+    table: Comparison
+
+
+def compare_methods(
+    names: Sequence[str],
+    seeds: int = 1,
+    *,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    own: Own | None = None,
+    out: Path | str | None = None,
+    runs: Path | str = "runs",
+    target: float | None = None,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> Compared:
+    """Run each method with each of `seeds` seeds, and write one report.
+
+    Everything is checked before the first run starts. With an `out` that holds a comparison already, finished runs are
+    kept and the rest is done: a comparison that was stopped goes on.
+    """
+    own, watcher = own or Own(), watcher or Silent()
+    if seeds < 1:
+        raise InputError(f"seeds must be 1 or more, not {seeds}.")
+    if target is not None and not 0 < target <= 1:
+        raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
+    plans = _plans(names, seeds, options or {}, settings)
+    path = Path(out) if out is not None else _free_folder(Path(runs), plans[0][1])
+    done = []
+    for name, config in plans:
+        place = path / f"{name}-seed{config.seed}"
+        if (place / "config.toml").exists():
+            _same_plan(place, config)
+            done.append(resume(place, data=own.data, model=own.model, loss=own.loss, watcher=watcher))
+        else:
+            done.append(execute(config, own, out=place, watcher=watcher))
+    records = [read_run(run.path) for run in done]
+    write_report(records, path / "report.html")
+    return Compared(path, tuple(done), compare(records, target))
+
+
+def _plans(
+    names: Sequence[str], seeds: int, options: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+) -> list[tuple[str, Config]]:
+    """A config for each method and seed; options of a method go to the runs that it takes part in."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise InputError(f"{twice!r} is named twice; each method is compared once.")
+    for file in settings.get("imports", ()):
+        import_file(file)
+    base = make_config(settings)
+    used: set[str] = set()
+    plans = []
+    for name in names:
+        taking_part = set(compose(name).options)
+        used |= taking_part
+        config = replace_config(
+            base, method=name, options={k: dict(v) for k, v in options.items() if k in taking_part}
+        )
+        config = replace_config(config, options=check(config).stated())
+        plans += [(name, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
+    for method in options:
+        if method not in used:
+            known = "" if method in methods() else " (there is no such method)"
+            raise InputError(
+                f"options of {method!r} were given, but it takes no part in the comparison{known}."
+            )
+    return plans
+
+
+def _same_plan(place: Path, config: Config) -> None:
+    before = RunFolder.open(place).config.model_dump(exclude=RESULT_FREE)
+    now = config.model_dump(exclude=RESULT_FREE)
+    for key, value in now.items():
+        if before[key] != value:
+            raise InputError(
+                f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out to start anew."
+            )
+
+
+def _free_folder(root: Path, config: Config) -> Path:
+    for number in range(1, 1_000_000):
+        path = root / f"compare-{config.data}-{number:03d}"
+        if not path.exists():
+            return path
+    raise InputError(f"{root} holds too many comparisons; name one with --out.")

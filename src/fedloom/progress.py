@@ -1,0 +1,142 @@
+"""What a person sees while a run goes on: on a terminal a live line, elsewhere now and then a line of text.
+
+Everything goes to stderr, so that stdout holds results alone. Ctrl-C (or SIGTERM) once stops the run after the
+round at hand, so that it can be resumed; twice stops it at once.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from fedloom.config import Config
+from fedloom.report import human_bytes, human_seconds
+
+LINES = 10
+"""How many lines a run prints where there is no terminal."""
+
+
+class Display:
+    """Shows runs as they go on."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self.live = self.console.is_terminal and not quiet
+        self.folder: Path | None = None
+        self._bars: Progress | None = None
+        self._task: TaskID | None = None
+        self._stops = 0
+        self._handlers: dict[int, Any] = {}
+
+    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+        self._close_bars()
+        self.folder, self._config = folder, config
+        self._times: list[float] = []
+        self._best_told = 0
+        done = max((record["round"] for record in history), default=0)
+        self._name = f"{config.method} on {config.data}, seed {config.seed}"
+        if self.live:
+            self._bars = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("round {task.completed}/{task.total}"),
+                TextColumn("{task.fields[state]}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=self.console,
+            )
+            self._task = self._bars.add_task(
+                self._name, total=config.rounds, completed=done, state="", left=""
+            )
+            self._bars.start()
+        else:
+            self.console.print(
+                f"{self._name}: {'goes on after' if done else 'starts,'} "
+                + (f"round {done} of {config.rounds}" if done else f"{config.rounds} rounds")
+            )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._handlers[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # not in the main thread: the thread's owner handles signals
+                return
+
+    def note(self, text: str) -> None:
+        self.console.print(f"[yellow]note:[/] {text}")
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if note := record.get("note"):
+            self.note(f"round {record['round']}: {note}")
+        self._times.append(time.monotonic())
+        state = self._state(record)
+        if self._bars is not None and self._task is not None:
+            fields = {"state": state, "left": self._left(record)} if state else {"left": self._left(record)}
+            self._bars.update(self._task, completed=record["round"], **fields)
+        elif self._due(record["round"]):
+            self.console.print(
+                f"{self._name}: round {record['round']}/{self._config.rounds}  {state}  {self._left(record)}"
+            )
+
+    def download(self, name: str, done: int, total: int) -> None:
+        if not self.live:
+            if done == 0:
+                self.console.print(f"downloading {name} ({human_bytes(total)})")
+            return
+        if self._bars is None or self._task is None or self._bars.tasks[self._task].description != name:
+            self._close_bars()
+            columns = (
+                TextColumn("downloading {task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:.0f} %"),
+            )
+            self._bars = Progress(*columns, console=self.console)
+            self._task = self._bars.add_task(name, total=total)
+            self._bars.start()
+        self._bars.update(self._task, completed=done, total=total or None)
+
+    def wants_stop(self) -> bool:
+        return self._stops > 0
+
+    def end(self) -> None:
+        self._close_bars()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def _close_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars, self._task = None, None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stops += 1
+        if self._stops > 1:
+            raise KeyboardInterrupt
+        print("\nstopping after this round; once more stops at once", file=sys.stderr, flush=True)
+
+    def _state(self, record: Mapping[str, Any]) -> str:
+        parts = []
+        if record.get("accuracy") is not None:
+            parts.append(f"accuracy {100 * record['accuracy']:.2f} %")
+        if record.get("loss") is not None:
+            parts.append(f"loss {record['loss']:.3f}")
+        if record.get("lost"):
+            parts.append(f"{record['lost']} of {record['clients']} clients lost")
+        return "  ".join(parts)
+
+    def _left(self, record: Mapping[str, Any]) -> str:
+        """An estimate from the pace of the last rounds."""
+        left = self._config.rounds - record["round"]
+        if left == 0 or len(self._times) < 3:
+            return ""
+        recent = self._times[-20:]
+        return f"{human_seconds(left * (recent[-1] - recent[0]) / (len(recent) - 1))} left"
+
+    def _due(self, round: int) -> bool:
+        rounds = self._config.rounds
+        return round in (0, rounds) or round * LINES // rounds > (round - 1) * LINES // rounds
