@@ -14,6 +14,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("data"):
             name = mark.args[0]
             if root is None or not (Path(root) / FOLDERS.get(name, name)).is_dir():
-                item.add_marker(
-                    pytest.mark.skip(reason=f"the data set {name} is not in the folder FEDLOOM_DATA")
-                )
+                item.add_marker(pytest.mark.skip(reason=f"the data set {name} is not in the folder FEDLOOM_DATA"))

@@ -262,9 +262,7 @@ def _same_objects(folder: RunFolder, own: Own) -> None:
         )
     surplus = sorted(set(own.names) - set(folder.own))
     if surplus:
-        raise InputError(
-            f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now."
-        )
+        raise InputError(f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now.")
 
 
 def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int | None) -> None:

@@ -6,6 +6,7 @@ import os
 import weakref
 from math import prod
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Bank:
     can be handed to a worker by its place (`locate`) instead of by its content.
     """
 
-    _mapped: "weakref.WeakValueDictionary[int, Bank]" = weakref.WeakValueDictionary()
+    _mapped: ClassVar["weakref.WeakValueDictionary[int, Bank]"] = weakref.WeakValueDictionary()
     _made = 0
 
     def __init__(self, flat: Tensor, count: int, width: int, *, mapped: bool) -> None:
@@ -64,18 +65,14 @@ class Bank:
         try:
             found = os.fstat(handle).st_size
             if found not in (0, nbytes):
-                raise InputError(
-                    f"the file {path} holds {found} bytes, but {count} rows of {width} need {nbytes}."
-                )
+                raise InputError(f"the file {path} holds {found} bytes, but {count} rows of {width} need {nbytes}.")
             # Reserve the disk now: writing to a mapped hole on a full disk would kill the process.
             os.posix_fallocate(handle, 0, max(nbytes, 1))
             mapping = mmap.mmap(handle, max(nbytes, 1), flags=mmap.MAP_SHARED)
         except OSError as error:
             if found == 0:
                 path.unlink(missing_ok=True)
-            raise InputError(
-                f"cannot reserve {nbytes} bytes for rows at {path}: {error.strerror}."
-            ) from error
+            raise InputError(f"cannot reserve {nbytes} bytes for rows at {path}: {error.strerror}.") from error
         finally:
             os.close(handle)
         bank = cls(_over(mapping, dtype), count, width, mapped=True)

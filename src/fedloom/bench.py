@@ -169,9 +169,7 @@ class Bench:
         if all(part is not None for part in parts):
             torch._foreach_copy_(self._slices, parts)
             return
-        for target, part in zip(
-            self._slices, parts, strict=True
-        ):  # a layer that took no part has no gradient
+        for target, part in zip(self._slices, parts, strict=True):  # a layer that took no part has no gradient
             target.zero_() if part is None else target.copy_(part)
 
     def descend(self) -> None:

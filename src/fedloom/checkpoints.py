@@ -104,14 +104,11 @@ class Checkpoints:
         path = self.folder / f"round-{round:06d}.json"
         record = read_json(path)
         if record.get("format") != FORMAT:
-            raise InputError(
-                f"{path} has format {record.get('format')!r}; this version of fedloom reads {FORMAT}."
-            )
+            raise InputError(f"{path} has format {record.get('format')!r}; this version of fedloom reads {FORMAT}.")
         tensors = read_tensors(self.folder / f"round-{round:06d}.safetensors", record["digest"])
         where = {int(client): name for client, name in record["clients"].items()}
         files: dict[str, dict[str, Tensor]] = {
-            name: read_tensors(self.folder / name, digest)
-            for name, (digest, _) in record["client_files"].items()
+            name: read_tensors(self.folder / name, digest) for name, (digest, _) in record["client_files"].items()
         }
         for client, name in where.items():
             homes.keep(client, {key: files[name][f"{client}/{key}"] for key in homes.shapes})

@@ -47,9 +47,7 @@ Json = Annotated[
     bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="show no progress")]
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="the folder to write to; by default a new one in runs/")
-]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="the folder to write to; by default a new one in runs/")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="an option of a method; may be repeated"),
@@ -104,7 +102,7 @@ def _option(name: str, panel: str) -> Any:
     return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]
 
 
-METAVARS = {int: "N", float: "X", str: "NAME"}
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 
 
 def _shown(value: object) -> str:
@@ -134,9 +132,7 @@ def run(
     from fedloom.api import execute
     from fedloom.progress import Display
 
-    config = make_config(
-        {**_with_extras(settings, import_), "method": method, "options": parse_settings(set_ or ())}
-    )
+    config = make_config({**_with_extras(settings, import_), "method": method, "options": parse_settings(set_ or ())})
     display = Display(quiet)
     finished = _interruptible(lambda: execute(config, out=out, watcher=display), display)
     _tell(finished, json_)
@@ -146,9 +142,7 @@ def run(
 def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     engine: Annotated[str | None, typer.Option(help="another engine", metavar="auto|plain|host")] = None,
-    workers: Annotated[
-        str | None, typer.Option(help="another number of worker processes", metavar="N")
-    ] = None,
+    workers: Annotated[str | None, typer.Option(help="another number of worker processes", metavar="N")] = None,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -157,7 +151,9 @@ def resume(
     from fedloom.progress import Display
 
     display = Display(quiet)
-    changes = {name: value for name, value in (("engine", engine), ("workers", workers)) if value is not None}
+    changes: dict[str, Any] = {
+        name: value for name, value in (("engine", engine), ("workers", workers)) if value is not None
+    }
     _tell(_interruptible(lambda: resume(run, watcher=display, **changes), display), json_)
 
 
@@ -298,15 +294,9 @@ def list_(
 
 def _cell(value: object) -> str:
     if isinstance(value, list | tuple):
-        return (
-            " x ".join(map(str, value)) if value and isinstance(value[0], int) else ", ".join(map(str, value))
-        )
+        return " x ".join(map(str, value)) if value and isinstance(value[0], int) else ", ".join(map(str, value))
     return (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else ""
-        if value is None
-        else str(value)
+        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
     )
 
 
@@ -320,6 +310,10 @@ def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console(highlight=False, width=width, markup=False).print(table)
 
 
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
 def _tell(finished: Any, as_json: bool) -> None:
     from fedloom.report import human_bytes, human_seconds
 
@@ -327,12 +321,11 @@ def _tell(finished: Any, as_json: bool) -> None:
         print(json.dumps(finished.summary))
         return
     summary = finished.summary
-    percent = lambda value: "–" if value is None else f"{100 * value:.2f} %"  # noqa: E731
     loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
     lines = [
-        ("accuracy", f"{percent(summary['accuracy'])} on test data after {summary['rounds']} rounds (loss {loss})"),
-        ("clients", f"{percent(summary['client_accuracy_mean'])} on average, {percent(summary['client_accuracy_worst10'])} "
-                    "for the worst tenth"),
+        ("accuracy", f"{_percent(summary['accuracy'])} on test data after {summary['rounds']} rounds (loss {loss})"),
+        ("clients", f"{_percent(summary['client_accuracy_mean'])} on average, "
+                    f"{_percent(summary['client_accuracy_worst10'])} for the worst tenth"),
         ("sent", f"{human_bytes(summary['bytes_down'])} down, {human_bytes(summary['bytes_up'])} up"),
         ("time", human_seconds(summary["seconds"])),
         ("run", summary["run"]),

@@ -76,17 +76,13 @@ def _plans(
     for name in names:
         taking_part = set(compose(name).options)
         used |= taking_part
-        config = replace_config(
-            base, method=name, options={k: dict(v) for k, v in options.items() if k in taking_part}
-        )
+        config = replace_config(base, method=name, options={k: dict(v) for k, v in options.items() if k in taking_part})
         config = replace_config(config, options=check(config).stated())
         plans += [(name, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
     for method in options:
         if method not in used:
             known = "" if method in methods() else " (there is no such method)"
-            raise InputError(
-                f"options of {method!r} were given, but it takes no part in the comparison{known}."
-            )
+            raise InputError(f"options of {method!r} were given, but it takes no part in the comparison{known}.")
     return plans
 
 

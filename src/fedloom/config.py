@@ -9,7 +9,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from fedloom.errors import InputError, unknown
-from fedloom.methods.catalogue import explain
+from fedloom.settings import explain
 from fedloom.training import Training
 
 
@@ -62,15 +62,11 @@ class Config(Training):
         if self.per_round is not None and self.per_round > self.clients:
             raise ValueError(f"per_round is {self.per_round}, but there are only {self.clients} clients.")
         if self.min_clients > self.cohort:
-            raise ValueError(
-                f"min_clients is {self.min_clients}, but only {self.cohort} clients are asked in a round."
-            )
+            raise ValueError(f"min_clients is {self.min_clients}, but only {self.cohort} clients are asked in a round.")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0, not 0.0.")
         if self.engine == "host" and self.device != "cpu":
-            raise ValueError(
-                f"the host engine computes on the CPU, not on {self.device!r}; use --engine plain."
-            )
+            raise ValueError(f"the host engine computes on the CPU, not on {self.device!r}; use --engine plain.")
         return self
 
     @property

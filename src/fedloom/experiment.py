@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,9 +128,7 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
     )
     _try_out(workshop, federation)
     shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype))
-    engine: Engine = (
-        HostEngine(shop, config.workers) if engine_class is HostEngine else PlainEngine(shop, device)
-    )
+    engine: Engine = HostEngine(shop, config.workers) if engine_class is HostEngine else PlainEngine(shop, device)
     rounds = Rounds(config, context, parts, engine, federation.label_counts())
     return Experiment(config, composition, federation, class_names, module, layout, engine, rounds)
 
@@ -142,9 +141,7 @@ def _device(config: Config) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"device {config.device!r} cannot be used here: {str(error).splitlines()[0]}."
-        ) from error
+        raise InputError(f"device {config.device!r} cannot be used here: {str(error).splitlines()[0]}.") from error
     return device
 
 
@@ -164,14 +161,13 @@ def _federation(
     if own.data is not None:
         return own.data, ()
     dataset = datasets.load(config.data, progress=progress)
-    return datasets.build(
-        dataset, config.partition, config.clients, streams.numpy("partition")
-    ), dataset.class_names
+    return datasets.build(dataset, config.partition, config.clients, streams.numpy("partition")), dataset.class_names
 
 
 def _module(config: Config, own: Own, federation: Federation, streams: Streams) -> nn.Module:
     if isinstance(own.model, nn.Module):
-        return own.model
+        # A copy, because training binds a module's tensors to rows; frozen weights stay shared, they never change.
+        return deepcopy(own.model, {id(p): p for p in own.model.parameters() if not p.requires_grad})
     with streams.globally("init"):
         if own.model is not None:
             return own.model()
@@ -198,9 +194,7 @@ def _try_out(workshop: Workshop, federation: Federation) -> None:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the model cannot be trained on {federation.name!r}: {first}.") from error
     if loss.dim() != 0:
-        raise InputError(
-            f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}."
-        )
+        raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
     if federation.classes and output.shape[-1] < federation.classes:
         raise InputError(
             f"the model has {output.shape[-1]} outputs, but {federation.name!r} has {federation.classes} classes."

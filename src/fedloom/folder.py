@@ -45,15 +45,11 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
-                raise InputError(
-                    f"{path} is not empty; choose another --out, or go on with: fedloom resume {path}"
-                )
+                raise InputError(f"{path} is not empty; choose another --out, or go on with: fedloom resume {path}")
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "it is not writable")
         except (NotADirectoryError, FileExistsError) as error:
-            raise InputError(
-                f"cannot make the run folder {path}: it, or a part of its path, is a file."
-            ) from error
+            raise InputError(f"cannot make the run folder {path}: it, or a part of its path, is a file.") from error
         except OSError as error:
             raise InputError(f"cannot make the run folder {path}: {error.strerror}.") from error
         folder = cls(path, config, own)
@@ -103,9 +99,7 @@ class RunFolder:
             with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise FedloomError(
-                f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}."
-            ) from error
+            raise FedloomError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
 
     def history(self) -> list[dict[str, Any]]:
         """The records so far; a last line that was cut off in writing does not count."""

@@ -43,9 +43,7 @@ class SGD:
 class Adam:
     """Adam; weight decay is added to the gradient, as in `torch.optim.Adam`."""
 
-    def __init__(
-        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         self.betas = betas
         self.eps = eps
         self.weight_decay = weight_decay

@@ -38,7 +38,6 @@ class Display:
         self._close_bars()
         self.folder, self._config = folder, config
         self._times: list[float] = []
-        self._best_told = 0
         done = max((record["round"] for record in history), default=0)
         self._name = f"{config.method} on {config.data}, seed {config.seed}"
         if self.live:
@@ -51,9 +50,7 @@ class Display:
                 TextColumn("{task.fields[left]}"),
                 console=self.console,
             )
-            self._task = self._bars.add_task(
-                self._name, total=config.rounds, completed=done, state="", left=""
-            )
+            self._task = self._bars.add_task(self._name, total=config.rounds, completed=done, state="", left="")
             self._bars.start()
         else:
             self.console.print(
@@ -75,8 +72,9 @@ class Display:
         self._times.append(time.monotonic())
         state = self._state(record)
         if self._bars is not None and self._task is not None:
-            fields = {"state": state, "left": self._left(record)} if state else {"left": self._left(record)}
-            self._bars.update(self._task, completed=record["round"], **fields)
+            if state:  # rounds that are not evaluated leave the last evaluation on the screen
+                self._bars.update(self._task, state=state)
+            self._bars.update(self._task, completed=record["round"], left=self._left(record))
         elif self._due(record["round"]):
             self.console.print(
                 f"{self._name}: round {record['round']}/{self._config.rounds}  {state}  {self._left(record)}"

@@ -92,9 +92,7 @@ class Rounds:
         if not tally.accepted:
             record["note"] = "no client answered, so the model was kept as it was"
         numbers = {
-            f"{name}.{key}": value
-            for name, part in self.parts.items()
-            for key, value in part.diagnostics().items()
+            f"{name}.{key}": value for name, part in self.parts.items() for key, value in part.diagnostics().items()
         }
         if numbers:
             record["diagnostics"] = numbers
@@ -129,9 +127,7 @@ class Rounds:
                     self.parts.companion.take(round, answer)
                 yield answer
         if tally.accepted < self.config.min_clients:
-            reasons = "; ".join(
-                f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3]
-            )
+            reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
             raise FedloomError(
                 f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is "
                 f"{self.config.min_clients} ({reasons or 'the others have no samples'})."

@@ -110,9 +110,7 @@ class Layout:
         place(Kind.BUFFER, floats)
         place(Kind.INTEGER, integers)
         if not trainable:
-            raise InputError(
-                f"the model {type(module).__name__} has no trainable parameter, so nothing can learn."
-            )
+            raise InputError(f"the model {type(module).__name__} has no trainable parameter, so nothing can learn.")
         return cls(tuple(entries), dtype, frozen)
 
     @property
@@ -142,9 +140,7 @@ class Layout:
     def bind(self, module: nn.Module, row: Tensor) -> None:
         """Make the tensors of `module` views into `row`: what trains there is the row itself."""
         if row.shape != (self.size,) or row.dtype is not self.dtype:
-            raise ValueError(
-                f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}"
-            )
+            raise ValueError(f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}")
         for entry in self.entries:
             view = entry.view(row)
             for name in entry.names:
@@ -242,10 +238,8 @@ def _distinct(module: nn.Module) -> tuple[dict[tuple[str, ...], Tensor], dict[tu
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in _named_tensors(module).items():
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            raise InputError(
-                f"{name} of the model has no shape yet; pass one batch through lazy modules first."
-            )
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(f"{name} of the model has no shape yet; pass one batch through lazy modules first.")
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     _refuse_hidden_ties([(names[key][0], tensor) for key, tensor in tensors.items()])

@@ -59,9 +59,7 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
-        raise InputError(
-            f"{path} is damaged: its checksum is not the one that was stored when it was written."
-        )
+        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
     try:
         return parse_tensors(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -125,7 +123,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError) as error:
         raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
     if hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() != seal:
-        raise InputError(
-            f"{path} is damaged: its checksum is not the one that was stored when it was written."
-        )
+        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
     return dict(value)

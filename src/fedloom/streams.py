@@ -45,15 +45,10 @@ class Streams:
         The global generators are afterwards as they were before.
         """
         device = torch.device(device)
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(self.key(purpose, round, client) >> 65)
+        devices = [device.index or 0] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            seed = self.key(purpose, round, client) >> 65
+            torch.default_generator.manual_seed(seed)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(seed)
             yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)

@@ -2,17 +2,10 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedloom.optim import SGD, Adam, Optimizer
-
-
-class Settings(BaseModel):
-    """Base of everything a person may set: frozen, no unknown names, documented where it is defined."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
-    )
+from fedloom.settings import Settings
 
 
 class Training(Settings):

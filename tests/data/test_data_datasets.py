@@ -102,9 +102,7 @@ def test_where_data_sets_are_found(source: Source, tmp_path: Path, monkeypatch: 
         assert found() == packaged
 
 
-def test_a_folder_of_mnist_is_not_taken_for_fashion_mnist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDLOOM_DATA", str(touch(tmp_path / "mnist", MNIST.files)))
     found = {info.name: info.found for info in datasets.catalogue()}

@@ -144,9 +144,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_many_at_once_fetch_only_once(server: Server, tmp_path: Path) -> None:
-    threads = [
-        threading.Thread(target=fetch, args=(f"{server.home}/file", tmp_path / "file", MD5)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=fetch, args=(f"{server.home}/file", tmp_path / "file", MD5)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -173,9 +171,7 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
         server.files[f"{name}.gz"] = content
         checksums[name] = (count, digest, hashlib.md5(content).hexdigest())
     monkeypatch.setitem(SOURCES, "mnist", replace(MNIST, home=server.home, checksums=checksums))
-    with pytest.raises(
-        InputError, match="'mnist' is not on this machine; allow its download or put train-images"
-    ):
+    with pytest.raises(InputError, match="'mnist' is not on this machine; allow its download or put train-images"):
         datasets.load("mnist", download=False)
     seen = []
     loaded = datasets.load("mnist", progress=lambda name, *_: seen.append(name))
@@ -187,9 +183,7 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
     assert len(server.ranges) == 4
 
 
-def test_without_a_network_the_error_says_what_to_do(
-    empty_machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_the_error_says_what_to_do(empty_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -41,9 +41,7 @@ def test_idx_round_trip(tmp_path: Path, suffix: str) -> None:
 def test_a_truncated_idx_file_is_refused(tmp_path: Path, suffix: str, cut: int) -> None:
     path = put(tmp_path / f"images{suffix}", idx(pixels(2))[:-cut])
     found = 2 * 784 - cut
-    message = (
-        f"{found} bytes found after its header, 1568 expected" if found >= 0 else "16 expected in its header"
-    )
+    message = f"{found} bytes found after its header, 1568 expected" if found >= 0 else "16 expected in its header"
     with pytest.raises(InputError, match=f"{path.name} is truncated.*{message}"):
         read_idx(path, (28, 28))
 
@@ -54,9 +52,7 @@ def test_a_lying_header_costs_no_memory(tmp_path: Path, suffix: str) -> None:
     path = put(tmp_path / f"images{suffix}", head + bytes(10_000))
     tracemalloc.start()
     try:
-        with pytest.raises(
-            InputError, match=f"10000 bytes found after its header, {(2**32 - 1) * 784} expected"
-        ):
+        with pytest.raises(InputError, match=f"10000 bytes found after its header, {(2**32 - 1) * 784} expected"):
             read_idx(path, (28, 28))
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:

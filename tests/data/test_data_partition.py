@@ -23,9 +23,7 @@ def balanced(n: int, classes: int) -> np.ndarray:
 def test_every_sample_has_exactly_one_owner(data: st.DataObject, seed: int, classes: int) -> None:
     labels = np.array(data.draw(st.lists(st.integers(0, classes - 1), min_size=8, max_size=200))) * 3
     clients = data.draw(st.integers(1, len(labels) // 4))
-    spec = data.draw(
-        st.sampled_from(["iid", "shards:1", "shards:4", "dirichlet:0.3,min=0", "dirichlet:5,min=0"])
-    )
+    spec = data.draw(st.sampled_from(["iid", "shards:1", "shards:4", "dirichlet:0.3,min=0", "dirichlet:5,min=0"]))
     parts = partition(spec, labels, clients, rng(seed))
     assert len(parts) == clients
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))

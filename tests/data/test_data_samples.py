@@ -60,9 +60,7 @@ def test_identity_only_changes_the_memory_format() -> None:
     assert torch.equal(prepare(rows, channels_last=True), rows.float())
 
 
-@pytest.mark.parametrize(
-    "x", [torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, dtype=torch.uint8), images(2, 4, 4, 1)]
-)
+@pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, dtype=torch.uint8), images(2, 4, 4, 1)])
 def test_prepare_refuses_what_is_not_its_kind_of_image(x: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"expected uint8 images, n x height x width x 3"):
         Prepare.unit(3)(x)

@@ -104,8 +104,4 @@ def write_run(
 
 def write_runs(root: Path, methods: tuple[str, ...] = ("fedavg", "fedcross", "fedmr")) -> list[Path]:
     """Every method with three seeds, one folder each."""
-    return [
-        write_run(root / f"{method}-{seed}", method=method, seed=seed)
-        for method in methods
-        for seed in range(3)
-    ]
+    return [write_run(root / f"{method}-{seed}", method=method, seed=seed) for method in methods for seed in range(3)]

@@ -16,7 +16,7 @@ from fedloom.report import Record, compare, read_run, write_report
 from fedloom.report.figures import MOST_CLIENTS, figures, line
 from fedloom.report.markup import Safe, tag
 
-EVIL = '"><script>window.evil = 1</script><img src=x onerror="window.evil = 2">\u2028</script x'
+EVIL = '<b>"><script>window.evil = 1</script><img src=x onerror="window.evil = 2">\u2028</script x'
 
 
 class Page(HTMLParser):
@@ -64,9 +64,7 @@ def records(tmp_path_factory):
 
 @pytest.fixture
 def evil(tmp_path):
-    folder = write_run(
-        tmp_path / "evil<b>", EVIL, data=EVIL, command=EVIL, options={EVIL: {EVIL: 1}}, rounds=3
-    )
+    folder = write_run(tmp_path / "evil<b>", EVIL, data=EVIL, command=EVIL, options={EVIL: {EVIL: 1}}, rounds=3)
     names = [EVIL] * 10
     counts = json.loads((folder / "partition.json").read_text())["counts"]
     (folder / "partition.json").write_text(json.dumps({"class_names": names, "counts": counts}))
@@ -236,3 +234,4 @@ def test_a_browser_runs_nothing_that_came_from_a_file(evil, tmp_path, browse):
     page = browse(tmp_path / "report.html")
     assert 'class="trace scatter' in page
     assert "<img src=" not in page
+    assert re.search(r'class="ytick"><text[^>]*>&lt;b&gt;', page)  # a class's name, as it was given

@@ -104,9 +104,7 @@ def test_running_sums_end_at_the_total(costs):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-@given(
-    name=st.sampled_from(["config.toml", "metrics.jsonl", "summary.json", "partition.json"]), junk=st.binary()
-)
+@given(name=st.sampled_from(["config.toml", "metrics.jsonl", "summary.json", "partition.json"]), junk=st.binary())
 def test_junk_is_read_or_refused_but_never_a_traceback(tmp_path, name, junk):
     (tmp_path / "config.toml").write_text("")
     (tmp_path / name).write_bytes(junk)

@@ -24,9 +24,7 @@ class Augment:
         Every draw comes from `generator`, one for each image and choice, whatever device `x` is on.
         """
         if x.ndim != 4 or not (x.dtype == torch.uint8 or x.is_floating_point()):
-            raise InputError(
-                f"cannot augment a batch of shape {tuple(x.shape)}; only images can be augmented."
-            )
+            raise InputError(f"cannot augment a batch of shape {tuple(x.shape)}; only images can be augmented.")
         if x.dtype == torch.uint8:
             return self._change(x, generator)
         changed = self._change(x.permute(0, 2, 3, 1).contiguous(), generator).permute(0, 3, 1, 2)

@@ -84,9 +84,7 @@ def _describe(source: Source) -> DatasetInfo:
     found = _find(source)
     state: State = "can be downloaded" if found is None else "at hand"
     classes = len(source.class_names)
-    return DatasetInfo(
-        source.name, source.summary, classes, source.shape, source.train, source.test, state, found
-    )
+    return DatasetInfo(source.name, source.summary, classes, source.shape, source.train, source.test, state, found)
 
 
 def _find(source: Source) -> Path | None:

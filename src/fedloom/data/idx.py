@@ -30,9 +30,7 @@ def _read(stream: gzip.GzipFile | BufferedReader, path: Path, item: tuple[int, .
     rank = 1 + len(item)
     head = stream.read(4 + 4 * rank)
     if len(head) < 4 + 4 * rank:
-        raise InputError(
-            f"{path} is truncated: {len(head)} bytes found, {4 + 4 * rank} expected in its header."
-        )
+        raise InputError(f"{path} is truncated: {len(head)} bytes found, {4 + 4 * rank} expected in its header.")
     magic, count, *shape = struct.unpack(f">{1 + rank}I", head)
     if magic != 0x0800 + rank:  # 8: unsigned bytes
         raise InputError(f"{path} starts with the magic number {magic:#x}; expected {0x0800 + rank:#x}.")

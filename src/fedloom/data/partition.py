@@ -45,9 +45,7 @@ def partition(spec: str, labels: Labels, clients: int, rng: Rng) -> list[Indices
     if clients < 1:
         raise InputError(f"cannot share samples among {clients} clients; expected at least 1.")
     if clients > len(labels):
-        raise InputError(
-            f"cannot share {len(labels)} samples among {clients} clients; expected fewer clients."
-        )
+        raise InputError(f"cannot share {len(labels)} samples among {clients} clients; expected fewer clients.")
     owner = SCHEMES[name][1](value, options, labels, clients, rng)
     if options:
         raise InputError(f"partition {name!r} has no option {next(iter(options))!r}.")
@@ -79,9 +77,7 @@ def _shards(value: str, _options: dict[str, str], labels: Labels, clients: int, 
     each = _whole(value, "shards", 1)
     shards, n = clients * each, len(labels)
     if shards > n:
-        raise InputError(
-            f"cannot cut {n} samples into {clients} x {each} shards; expected at most {n} shards."
-        )
+        raise InputError(f"cannot cut {n} samples into {clients} x {each} shards; expected at most {n} shards.")
     owner_of_shard = rng.permutation(np.arange(shards) % clients)
     owner = np.empty(n, dtype=np.int64)
     owner[np.argsort(labels, kind="stable")] = owner_of_shard[np.arange(n) * shards // n]
@@ -96,16 +92,13 @@ def _dirichlet(value: str, options: dict[str, str], labels: Labels, clients: int
         raise InputError(f"partition 'dirichlet' wants integer labels; these are {labels.dtype}.")
     if least * clients > n:
         raise InputError(
-            f"cannot give {clients} clients {least} samples each out of {n}; ask for fewer clients "
-            "or a smaller min."
+            f"cannot give {clients} clients {least} samples each out of {n}; ask for fewer clients or a smaller min."
         )
     classes, inverse = np.unique(labels, return_inverse=True)
     shares = _class_shares(alpha, least, np.bincount(inverse), clients, rng)
     owner = np.empty(n, dtype=np.int64)
     for label in range(len(classes)):
-        owner[rng.permutation(np.flatnonzero(inverse == label))] = np.repeat(
-            np.arange(clients), shares[label]
-        )
+        owner[rng.permutation(np.flatnonzero(inverse == label))] = np.repeat(np.arange(clients), shares[label])
     return owner
 
 
@@ -150,9 +143,7 @@ def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
     head, *rest = spec.strip().split(",")
     name, _, value = head.partition(":")
     pairs = [item.partition("=") for item in rest]
-    if bad := next(
-        (item for item, (key, mark, _) in zip(rest, pairs, strict=True) if not (key and mark)), None
-    ):
+    if bad := next((item for item, (key, mark, _) in zip(rest, pairs, strict=True) if not (key and mark)), None):
         raise InputError(f"cannot read {bad!r} in the partition {spec!r}; expected an option such as min=10.")
     return name.strip(), value.strip(), {key.strip(): given.strip() for key, _, given in pairs}
 
@@ -173,9 +164,7 @@ def _positive(text: str) -> float:
     except ValueError:
         alpha = math.nan
     if not 0 < alpha < math.inf:
-        raise InputError(
-            f"the alpha of 'dirichlet' is {text!r}; expected a number above 0, as in dirichlet:0.1."
-        )
+        raise InputError(f"the alpha of 'dirichlet' is {text!r}; expected a number above 0, as in dirichlet:0.1.")
     return alpha
 
 
@@ -184,9 +173,7 @@ Scheme = Callable[[str, dict[str, str], Labels, int, Rng], Indices]
 SCHEMES: dict[str, tuple[PartitionInfo, Scheme]] = {
     "iid": (PartitionInfo("iid", "a random, equally large part for everyone"), _iid),
     "dirichlet": (
-        PartitionInfo(
-            "dirichlet:A[,min=M]", "shares of each class drawn from Dirichlet(A): small A, large skew"
-        ),
+        PartitionInfo("dirichlet:A[,min=M]", "shares of each class drawn from Dirichlet(A): small A, large skew"),
         _dirichlet,
     ),
     "shards": (

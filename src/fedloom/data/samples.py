@@ -117,7 +117,5 @@ class Prepare:
 @lru_cache(maxsize=64)
 def _constants(prepare: Prepare, device: torch.device, repeat: int) -> tuple[Tensor, Tensor]:
     """Scale and shift of every channel, on that device, repeated for `repeat` pixels."""
-    mean, std = (
-        torch.tensor(v, dtype=torch.float64, device="cpu").repeat(repeat) for v in (prepare.mean, prepare.std)
-    )
+    mean, std = (torch.tensor(v, dtype=torch.float64, device="cpu").repeat(repeat) for v in (prepare.mean, prepare.std))
     return (1 / (255 * std)).to(device, torch.float32), (-mean / std).to(device, torch.float32)

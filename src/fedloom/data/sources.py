@@ -65,13 +65,9 @@ class IdxSource(Source):
 
     def read(self, folder: Path) -> tuple[Samples, Samples]:
         official = {name: (count, digest) for name, (count, digest, _) in self.checksums.items()}
-        images, labels, test_images, test_labels = (
-            find_idx(folder, name) or folder / name for name in self.files
-        )
+        images, labels, test_images, test_labels = (find_idx(folder, name) or folder / name for name in self.files)
         classes = len(self.class_names)
-        return read_pair(images, labels, classes, official), read_pair(
-            test_images, test_labels, classes, official
-        )
+        return read_pair(images, labels, classes, official), read_pair(test_images, test_labels, classes, official)
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         for name, (_, _, md5) in self.checksums.items():

@@ -59,9 +59,7 @@ class _Worker:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         inherited = [self.pipe, *(other.pipe for other in others)]
-        self.process: ForkProcess = context.Process(
-            target=work, args=(theirs, inherited, shop, slots), daemon=True
-        )
+        self.process: ForkProcess = context.Process(target=work, args=(theirs, inherited, shop, slots), daemon=True)
         self.process.start()
         theirs.close()
         self.order: Order | None = None
@@ -171,9 +169,7 @@ class HostEngine(Engine):
         """The processes that are at work."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
-    def _advance(
-        self, waiting: "_LargestFirst", make: Callable[[int], Order], replies: dict[int, Reply]
-    ) -> None:
+    def _advance(self, waiting: "_LargestFirst", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
         """Give orders to idle workers, then wait until something happens and take note of it."""
         for worker in self._workers:
             if worker.order is None and (index := waiting.next()) is not None:

@@ -34,9 +34,7 @@ class PlainEngine(Engine):
         shop = self.shop.workshop
         for job in jobs:
             kept = self.homes.get(job.client)
-            home = {
-                name: torch.zeros(shape, dtype=shop.layout.dtype) for name, shape in (shop.home or {}).items()
-            }
+            home = {name: torch.zeros(shape, dtype=shop.layout.dtype) for name, shape in (shop.home or {}).items()}
             home = {name: kept.get(name, zero).to(self.device, copy=True) for name, zero in home.items()}
             uploads = {
                 name: torch.zeros(shape, dtype=shop.layout.dtype, device=self.device)

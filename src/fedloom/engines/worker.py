@@ -135,9 +135,7 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
     if isinstance(order, ScoreOrder):
         test = shop.federation.test
         assert test is not None, "the coordinator asks for scores only where there is a test set"
-        return Scored(
-            order.index, bench.score(order.row.tensor(dtype), test[score_chunks(test)[order.index]])
-        )
+        return Scored(order.index, bench.score(order.row.tensor(dtype), test[score_chunks(test)[order.index]]))
     uploads = slots.group(order.slot, "uploads")
     for tensor in uploads.values():
         tensor.zero_()

@@ -23,8 +23,9 @@ from fedloom.banks import Bank
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.exchange import Job, Shapes, Update
 from fedloom.rows import Layout
+from fedloom.settings import Settings
 from fedloom.streams import Streams
-from fedloom.training import Settings, Training
+from fedloom.training import Training
 
 
 class Options(Settings):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from fedloom.errors import FedloomError, InputError, unknown
 from fedloom.methods.base import Companion, Context, Local, Options, Part, Refiner, Server
+from fedloom.settings import explain
 
 BUILT_IN = ("fedavg", "fedprox", "scaffold")
 PARTS = ("server", "local", "companion", "refiner")
@@ -201,17 +202,3 @@ def _options(method: Method, values: Mapping[str, Any]) -> Options:
         return method.options(**values)
     except ValidationError as error:
         raise InputError(f"{method.name}.{explain(error)}") from error
-
-
-def explain(error: ValidationError) -> str:
-    """The first of pydantic's complaints as one sentence: what, what was expected, what was given."""
-    first = error.errors()[0]
-    key = ".".join(str(place) for place in first["loc"])
-    if first["type"] == "value_error" and not key:
-        return first["msg"].removeprefix("Value error, ")
-    expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(
-        first["type"].split("_")[0]
-    )
-    if expected is None or "_" not in first["type"]:
-        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{key} must be {expected}, not {first['input']!r}."

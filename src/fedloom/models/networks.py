@@ -76,9 +76,7 @@ def _convolutional(channels: tuple[int, int], hidden: tuple[int, ...], padding: 
 
     def make(name: str, shape: Shape, classes: int) -> nn.Module:
         if len(shape) != 3:
-            raise InputError(
-                f"model {name!r} cannot take inputs of shape {shape}; it wants images, (C, H, W)."
-            )
+            raise InputError(f"model {name!r} cannot take inputs of shape {shape}; it wants images, (C, H, W).")
         if min(shape[1:]) < smallest:
             raise InputError(
                 f"model {name!r} cannot take images of {shape[1]} x {shape[2]} pixels; the smallest it takes "

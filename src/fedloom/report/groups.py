@@ -8,7 +8,10 @@ from typing import Any
 
 from fedloom.report.records import Record
 
-NOT_SETTINGS = frozenset({"seed", "command", "name", "out", "folder", "workers", "made_with"})
+NOT_SETTINGS = frozenset(
+    {"seed", "command", "name", "out", "folder", "workers", "made_with", "format"}
+    | {"checkpoint_seconds", "keep_checkpoints"}
+)
 """Keys of a config that cannot change what is learned, but for the seed, which is what we average over."""
 
 TASK = ("data", "partition", "clients")
@@ -23,7 +26,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
         for key, value in table.items():
             if isinstance(value, Mapping):
                 walk("" if prefix == "" and key == "options" else f"{prefix}{key}.", value)
-            else:
+            elif value not in ("", []):
                 flat[f"{prefix}{key}"] = text(value)
 
     walk("", {key: value for key, value in config.items() if key not in NOT_SETTINGS})

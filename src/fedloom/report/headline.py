@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fedloom.report.groups import TASK, differing, once, settings
-from fedloom.report.measure import Difference, Group, final, last_evaluation, paired
+from fedloom.report.measure import ENOUGH, Difference, Group, final, last_evaluation, paired
 from fedloom.report.records import Record
 from fedloom.report.words import listed, plural, signed
 
@@ -37,7 +37,7 @@ def _outcome(groups: Sequence[Group]) -> str:
     lead += f" over {seeds} seeds" if seeds > 1 else ""
     if not rest:
         return f"{lead} after {plural(last_evaluation(best.runs[0]), 'round')}."
-    gaps = {group.label: gap for group in rest if (gap := paired(best, group)) and gap.half is not None}
+    gaps = {group.label: gap for group in rest if (gap := paired(best, group)) and gap.seeds >= ENOUGH}
     if not gaps:
         return f"{lead}. That is too few common seeds to tell a difference between methods from noise."
     apart = [group for group in rest if group.label in gaps and gaps[group.label].clear]
@@ -99,8 +99,6 @@ def notes(groups: Sequence[Group]) -> list[str]:
     several = len({group.runs[0].method for group in groups}) > 1
     if causes and several:
         said.append(f"The runs also differ in {listed(list(causes))}: not every difference is the method's.")
-    if len(groups) > 1 and any(group.difference and group.difference.seeds < 2 for group in groups):
-        said.append("Some differences rest on one seed and have no interval.")
     return said
 
 

@@ -20,6 +20,10 @@ REACH = 0.9
 """The target nobody named is this share of the best final accuracy, in whole percent."""
 
 
+ENOUGH = 3
+"""Common seeds from which a difference may be called clear: two agree by luck too easily."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """One number a seed."""
@@ -47,7 +51,11 @@ class Difference:
     to: str
     mean: float
     half: float | None
-    """Half the width of the 95 % t-interval; one seed has none."""
+    """Half the width of the 95 % t-interval; one seed has none.
+
+    Nor have seeds that agree to the last digit: accuracy moves in steps of one test sample, so that says how
+    coarse the measure is, and not that nothing could differ.
+    """
     seeds: int
 
     @property
@@ -60,8 +68,8 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.half is not None and abs(self.mean) > self.half
+        """Whether enough seeds give an interval that leaves out zero."""
+        return self.seeds >= ENOUGH and self.half is not None and abs(self.mean) > self.half
 
 
 @dataclass(frozen=True)
@@ -157,9 +165,7 @@ def _asked(row: dict[str, Any]) -> float:
 def last_evaluation(run: Record) -> int:
     """The last round at which the model was tested, whatever came out."""
     tested = ("accuracy", "loss")
-    rounds = [
-        row["round"] for row in run.history if any(isinstance(row.get(key), int | float) for key in tested)
-    ]
+    rounds = [row["round"] for row in run.history if any(isinstance(row.get(key), int | float) for key in tested)]
     return max(rounds, default=-1)
 
 
@@ -188,15 +194,13 @@ def paired(group: Group, to: Group) -> Difference | None:
         return None
     mine, theirs = ({run.seed: final(run, group.metric) for run in one.runs} for one in (group, to))
     gaps = [
-        value - other
-        for seed, value in mine.items()
-        if value is not None and (other := theirs.get(seed)) is not None
+        value - other for seed, value in mine.items() if value is not None and (other := theirs.get(seed)) is not None
     ]
     if not gaps:
         return None
     half = None
-    if len(gaps) > 1:
+    if len(gaps) > 1 and (spread := float(np.std(gaps, ddof=1))) > 1e-9:
         from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 
-        half = float(stdtrit(len(gaps) - 1, 0.975) * np.std(gaps, ddof=1) / np.sqrt(len(gaps)))
+        half = float(stdtrit(len(gaps) - 1, 0.975) * spread / np.sqrt(len(gaps)))
     return Difference(to.short, float(np.mean(gaps)), half, len(gaps))

@@ -21,6 +21,7 @@
   const faint = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
   // Plotly reads a little HTML in its texts; a name must stay a name.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const short = (text) => plain(text.length > 18 ? `${text.slice(0, 17)}…` : text);
   const find = (id) => document.getElementById(id);
   const make = (name, parent, text = "", kind = "") => {
     const node = parent.appendChild(document.createElement(name));
@@ -112,7 +113,7 @@
       xaxis: { title: "client", range: [-0.7, one.clients - 0.3], showgrid: false,
         ...(one.clients > 30 ? {} : { tickmode: "linear", dtick: width / one.clients > 22 ? 1 : 5 }) },
       yaxis: { title: "class", range: [rows - 0.3, -0.7], ticksuffix: " ",
-        ...(rows > 30 ? {} : { tickvals: names.map((_, at) => at), ticktext: names }) },
+        ...(rows > 30 ? {} : { tickvals: names.map((_, at) => at), ticktext: one.classes.map(short) }) },
     }), config);
     const cut = one.of > one.clients ? ` The first ${one.clients} of ${one.of} clients are shown.` : "";
     find("partition-note").textContent = `The largest circle is ${most} examples.${cut}`;

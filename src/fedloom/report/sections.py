@@ -127,7 +127,7 @@ def _parts(group: Group) -> dict[str, float]:
     sums = {name: sum(run.total(f"seconds.{name}") or 0.0 for run in group.runs) for name in names}
     total = sums.pop("total", 0.0)
     rest = total - sum(sums.values())
-    if rest > 0.01 * total:
+    if rest > 0:
         sums["other"] = sums.get("other", 0.0) + rest
     return {name: max(value, 0.0) / len(group.runs) for name, value in sums.items()}
 
@@ -164,8 +164,7 @@ def setup(groups: Sequence[Group]) -> Safe:
     table: str = ""
     if odd:
         rows = [
-            [named(group), *(table.get(key, "–") for key in odd)]
-            for group, table in zip(groups, tables, strict=True)
+            [named(group), *(table.get(key, "–") for key in odd)] for group, table in zip(groups, tables, strict=True)
         ]
         table = grid(["method", *odd], rows, "text")
     hint = "Common to all runs" + (", then what differs." if odd else ".") if len(groups) > 1 else ""

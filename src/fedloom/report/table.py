@@ -49,10 +49,7 @@ class Comparison:
     def footnote(self) -> str:
         """How to read the results."""
         several = any(len(group.runs) > 1 for group in self.groups)
-        said = [
-            "On test data, after the last round"
-            + ("; mean ± standard deviation over seeds." if several else ".")
-        ]
+        said = ["On test data, after the last round" + ("; mean ± standard deviation over seeds." if several else ".")]
         if any(group.difference and group.difference.half is not None for group in self.groups):
             said.append("Differences are paired by seed; in brackets 95 % t-intervals, each uncorrected.")
         if any(group.late_accuracy for group in self.groups):

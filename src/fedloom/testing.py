@@ -1,0 +1,336 @@
+"""The contract of a method, as a suite that anyone can run on a method of their own.
+
+    from fedloom.testing import check_method
+    check_method("my_method")
+
+Each check is a function `(method, options) -> None` that raises AssertionError; `CHECKS` lists them by name, so that a
+test runner can show them one by one. They run for seconds, on a part of the embedded digits.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.api import Silent, Stopped, resume, run
+from fedloom.config import make_config
+from fedloom.data import Federation, Prepare, Samples, load
+from fedloom.data.partition import partition
+from fedloom.exchange import Job, Update
+from fedloom.experiment import Experiment, Own, build
+from fedloom.methods import compose, methods
+from fedloom.rows import Kind, digest
+
+Given = Mapping[str, Mapping[str, Any]]
+Check = Callable[[str, Given], None]
+
+
+def check_method(name: str, options: Given | None = None) -> None:
+    """Check that a method, or a composition such as `fedcross+fedprox`, keeps the contract.
+
+    `options` are set for all checks, by method and key. The first broken promise raises AssertionError.
+    """
+    compose(name, options)
+    for title, check in CHECKS.items():
+        try:
+            check(name, options or {})
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {title}: {error}") from error
+
+
+# A small federation and a network with everything that needs care
+
+
+class SmallFederation(Federation):
+    """A part of the digits over eight clients; some are given fewer samples, or samples that are not numbers."""
+
+    classes = 10
+    shape = (64,)
+
+    def __init__(self, sizes: Mapping[int, int] | None = None, poisoned: int | None = None) -> None:
+        x, y, test, parts = _small_digits()
+        self.test = test
+        self.prepare = Prepare.identity()
+        self._clients = [Samples(x[part], y[part]) for part in parts]
+        for client, size in (sizes or {}).items():
+            self._clients[client] = self._clients[client][:size]
+        if poisoned is not None:
+            bad = self._clients[poisoned]
+            self._clients[poisoned] = Samples(torch.full_like(bad.x, torch.nan), bad.y)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def client(self, k: int) -> Samples:
+        return self._clients[k]
+
+    def samples(self, k: int) -> int:
+        return len(self._clients[k])
+
+    def content(self) -> str:
+        """A fingerprint of all samples."""
+        return digest(torch.cat([s.x.flatten() for s in self._clients]))
+
+
+@lru_cache(maxsize=1)
+def _small_digits() -> tuple[Tensor, Tensor, Samples, list[np.ndarray]]:
+    digits = load("digits")
+    x, y = digits.prepare(digits.train.x[:320]).flatten(1), digits.train.y[:320]
+    parts = partition("dirichlet:0.5,min=4", y.numpy(), 8, np.random.default_rng(0))
+    return x, y, Samples(digits.prepare(digits.test.x).flatten(1), digits.test.y), parts
+
+
+def normed_network() -> nn.Module:
+    """A network with batch norm: float and integer buffers."""
+    return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+
+def plain_network() -> nn.Module:
+    """A network of parameters only."""
+    return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+
+
+SETTINGS: dict[str, Any] = {"rounds": 4, "per_round": 4, "epochs": 1, "batch_size": 8, "lr": 0.1, "engine": "plain"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left of a run when its folder has gone."""
+
+    digest: str
+    loss: float
+    records: list[dict[str, Any]]
+    """One a round, without round 0."""
+
+
+def small_run(
+    method: str,
+    options: Given,
+    *,
+    federation: Federation | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> Outcome:
+    """A run of a method on the small federation."""
+    data, network = federation or SmallFederation(), model or normed_network
+    with tempfile.TemporaryDirectory() as place:
+        values: dict[str, Any] = {**SETTINGS, **settings, "out": Path(place) / "run", "report": False}
+        finished = run(method, data, network, options=options, **values)
+        return Outcome(finished.digest, float(finished.summary["loss"]), finished.history[1:])
+
+
+def small_experiment(method: str, options: Given, **settings: Any) -> Experiment:
+    """The parts of a method, put together but not yet run."""
+    federation = SmallFederation()
+    values = {**SETTINGS, **settings, "method": method, "options": options, "clients": len(federation)}
+    return build(make_config({**values, "data": "small", "model": "small"}), Own(federation, normed_network))
+
+
+def one_round(experiment: Experiment, order: Callable[[list[Update]], list[Update]], change: float = 0.01) -> Tensor:
+    """One round with made-up answers, handed to the server in some order; the deployed row."""
+    parts, layout = experiment.rounds.parts, experiment.layout
+    jobs = list(parts.server.dispatch(0, parts.server.select(0)))
+    updates = order([_answer(experiment, job, change) for job in jobs])
+    if parts.companion is not None:
+        for update in updates:
+            parts.companion.take(0, update)
+    parts.server.collect(0, iter(updates))
+    if parts.companion is not None:
+        parts.companion.finish(0)
+    assert layout.is_finite(parts.server.deploy()), "the deployed model is not finite"
+    return parts.server.deploy().clone()
+
+
+def _answer(experiment: Experiment, job: Job, change: float) -> Update:
+    layout, row = experiment.layout, job.row.clone()
+    generator = torch.Generator().manual_seed(job.client)
+    if change:
+        row[: layout.floats] += change * torch.randn(layout.floats, generator=generator).abs()
+    for counter in layout.views(row, Kind.INTEGER):
+        counter += job.client
+    uploads = experiment.rounds.parts.local.uploads(layout)
+    extras = {name: change * torch.randn(shape, generator=generator) for name, shape in uploads.items()}
+    return Update(job, row, samples=3 + job.client, loss=1.0, steps=2, extras=extras)
+
+
+# The checks
+
+
+def equals_fedavg_when_neutral(method: str, options: Given) -> None:
+    """With its neutral options a method is FedAvg, bit for bit."""
+    composition = compose(method, options)
+    if any(part.neutral is None for part in composition.methods):
+        return
+    shared = {"fedavg": composition.options["fedavg"].model_dump()}
+    neutral = {part.name: {**options.get(part.name, {}), **(part.neutral or {})} for part in composition.methods}
+    neutral.update(shared)
+    expected = small_run("fedavg", shared).digest
+    assert small_run(method, neutral).digest == expected, "its neutral options do not give FedAvg's model"
+
+
+def order_of_clients_does_not_matter(method: str, options: Given) -> None:
+    """The server makes the same of the answers in whatever order they come."""
+    rows = []
+    for order in (lambda updates: updates, lambda updates: updates[::-1]):
+        with small_experiment(method, options).engine_closed() as experiment:
+            rows.append(one_round(experiment, order))
+            floats = experiment.layout.floats
+    close = torch.allclose(rows[0][:floats], rows[1][:floats], rtol=1e-5, atol=1e-6)
+    assert close, "answers in another order give another model"
+    assert torch.equal(rows[0][floats:], rows[1][floats:]), "answers in another order give other integer buffers"
+
+
+def weights_sum_to_one(method: str, options: Given) -> None:
+    """Clients that return what they received leave the deployed model as it was."""
+    with small_experiment(method, options).engine_closed() as experiment:
+        floats = experiment.layout.floats
+        before = experiment.rounds.parts.server.deploy().clone()
+        after = one_round(experiment, lambda updates: updates, change=0.0)
+    assert torch.allclose(before[:floats], after[:floats], rtol=1e-5, atol=1e-7), "the weights do not sum to one"
+
+
+def buffers_follow_their_rules(method: str, options: Given) -> None:
+    """Deployed float buffers lie between those of the clients; integers are not averaged and keep their type."""
+    with small_experiment(method, options).engine_closed() as experiment:
+        layout = experiment.layout
+        server = experiment.rounds.parts.server
+        selected = server.select(0)
+        rows = [_answer(experiment, job, 0.01).row for job in server.dispatch(0, selected)]
+        rows += [experiment.rounds.context.initial]
+        deployed = one_round(experiment, lambda updates: updates)
+        for entry in layout.entries:
+            values = torch.stack([entry.view(row) for row in rows])
+            mine = entry.view(deployed)
+            if entry.kind is Kind.BUFFER:
+                low, high = values.min(dim=0).values - 1e-5, values.max(dim=0).values + 1e-5
+                assert bool(((mine >= low) & (mine <= high)).all()), f"{entry.name} lies outside what the clients have"
+            if entry.kind is Kind.INTEGER:
+                assert mine.dtype is entry.dtype, f"{entry.name} changed its type"
+                assert bool((values == mine).any(dim=0).all()), f"{entry.name} is a value that no client has"
+
+
+def copes_with_tiny_clients(method: str, options: Given) -> None:
+    """Clients with no sample or one are no trouble, and an empty client changes nothing."""
+    federation = SmallFederation(sizes={0: 0, 1: 1, 2: 2})
+    finished = small_run(method, options, federation=federation, per_round=8)
+    assert not any(record["lost"] for record in finished.records), "a client with few samples was lost"
+    assert isfinite(finished.loss), "the model is not finite"
+
+
+def copes_with_lost_clients(method: str, options: Given) -> None:
+    """Rounds go on without clients that do not answer, and a round without any answer keeps the model."""
+    finished = small_run(method, options, lost=0.5, rounds=6)
+    assert sum(record["lost"] for record in finished.records) > 0, "no client was lost in this check"
+    assert isfinite(finished.loss), "the model is not finite after clients were lost"
+    with small_experiment(method, options).engine_closed() as experiment:
+        before = experiment.rounds.parts.server.deploy().clone()
+        after = one_round(experiment, lambda updates: [])
+        assert torch.equal(before, after), "a round without an answer changed the model"
+
+
+def refuses_what_is_not_finite(method: str, options: Given) -> None:
+    """An update that is not finite is refused and named, and never reaches the model."""
+    finished = small_run(method, options, federation=SmallFederation(poisoned=3), per_round=8)
+    reasons = [record["lost_clients"].get("3", "") for record in finished.records]
+    assert all("refused" in reason for reason in reasons), "an update that is not finite was not refused"
+    assert isfinite(finished.loss), "an update that is not finite reached the model"
+
+
+def resumes_exactly(method: str, options: Given) -> None:
+    """A run that was stopped after any round and resumed gives the same bits as one that was not."""
+    whole = small_run(method, options, checkpoint_seconds=0).digest
+    for rounds in (1, 3):
+        with tempfile.TemporaryDirectory() as place:
+            out, federation = Path(place) / "run", SmallFederation()
+            values: dict[str, Any] = {"options": options, "out": out, "report": False, **SETTINGS}
+            try:
+                run(method, federation, normed_network, watcher=_StopAfter(rounds), **values)
+                raise AssertionError("the run was not stopped")
+            except Stopped:
+                finished = resume(out, data=federation, model=normed_network, report=False)
+            assert finished.digest == whole, f"stopped after round {rounds} and resumed, it gives another model"
+
+
+def engines_agree(method: str, options: Given) -> None:
+    """One worker, several workers and the plain engine give the same bits."""
+    plain = small_run(method, options).digest
+    for workers in (1, 3):
+        host = small_run(method, options, engine="host", workers=workers).digest
+        assert host == plain, f"{workers} worker(s) of the host engine give another model than the plain engine"
+
+
+def sends_what_it_says(method: str, options: Given) -> None:
+    """The models sent in a round are as many as the method's description says."""
+    stated = [method_.models_sent for method_ in compose(method, options).methods]
+    matches = [re.fullmatch(r"(\d+)K", text) for text in stated]
+    if not all(matches):
+        return
+    expected = 2 + sum(int(match[1]) - 2 for match in matches if match)
+    for record in small_run(method, options, model=plain_network).records:
+        sent = record["models_down"] + record["models_up"]
+        assert sent == expected * record["clients"], f"it says {stated}, but {sent / record['clients']:g}K were sent"
+
+
+def leaves_inputs_alone(method: str, options: Given) -> None:
+    """Neither the samples, nor the user's module, nor the models handed to clients are changed."""
+    federation, module = SmallFederation(), normed_network()
+    before, weights = federation.content(), {k: v.clone() for k, v in module.state_dict().items()}
+    small_run(method, options, federation=federation, model=module)
+    assert federation.content() == before, "it changed the samples"
+    assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items()), "it changed the user's module"
+    with small_experiment(method, options).engine_closed() as experiment:
+        server, companion = experiment.rounds.parts.server, experiment.rounds.parts.companion
+        extras = companion.send(0, 0) if companion is not None else {}
+        jobs = [Job(job.client, job.row, job.slot, extras) for job in server.dispatch(0, server.select(0))]
+        rows = [digest(job.row) for job in jobs] + [digest(tensor) for tensor in extras.values()]
+        assert sum(1 for _ in experiment.engine.train(0, jobs)) == len(jobs)
+        now = [digest(job.row) for job in jobs] + [digest(tensor) for tensor in extras.values()]
+        assert rows == now, "training changed what the server had sent"
+
+
+def documents_its_options(method: str, options: Given) -> None:
+    """Every option has a help text and a default."""
+    for name in method.split("+"):
+        for option, field in methods()[name].options.model_fields.items():
+            assert field.description, f"the option {name}.{option} has no docstring below it"
+            assert not field.is_required(), f"the option {name}.{option} has no default"
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__.replace("_", " "): check
+    for check in (
+        equals_fedavg_when_neutral,
+        order_of_clients_does_not_matter,
+        weights_sum_to_one,
+        buffers_follow_their_rules,
+        copes_with_tiny_clients,
+        copes_with_lost_clients,
+        refuses_what_is_not_finite,
+        resumes_exactly,
+        engines_agree,
+        sends_what_it_says,
+        leaves_inputs_alone,
+        documents_its_options,
+    )
+}
+
+
+class _StopAfter(Silent):
+    """Asks a run to stop after some round."""
+
+    def __init__(self, rounds: int) -> None:
+        self.left = rounds
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        self.left -= record["round"] > 0
+
+    def wants_stop(self) -> bool:
+        return self.left <= 1
