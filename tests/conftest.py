@@ -1,7 +1,11 @@
 """Fixtures of all tests: real data sets are used where they are at hand, and skipped by name where not."""
 
+import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,3 +19,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = mark.args[0]
             if root is None or not (Path(root) / FOLDERS.get(name, name)).is_dir():
                 item.add_marker(pytest.mark.skip(reason=f"the data set {name} is not in the folder FEDLOOM_DATA"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def result(self) -> Any:
+        """What `--json` printed: one line and nothing else."""
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1, self.out
+        assert self.out.endswith("\n")
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """`fedloom ARGUMENTS` in this process, which saves the two seconds of starting one; works in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> Outcome:
+        from fedloom.cli import main
+
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return Outcome(ended.value.code or 0, captured.out, captured.err)
+
+    return call

@@ -53,22 +53,25 @@ class Bank:
         The memory has no name, so nothing is left behind when the processes die, however they die, and the small
         /dev/shm of a container does not limit it. Pages are taken only when first written.
         """
-        nbytes = count * stride_of(width, dtype) * dtype.itemsize
+        nbytes = _room(count, width, dtype)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        return cls(_over(mmap.mmap(-1, max(nbytes, 1), flags=flags), dtype), count, width, mapped=True)
+        return cls(_over(mmap.mmap(-1, nbytes, flags=flags), dtype), count, width, mapped=True)
 
     @classmethod
     def file(cls, path: Path, count: int, width: int, dtype: torch.dtype = torch.float32) -> "Bank":
         """Rows in the file at `path` (made, or opened when it has the right size), larger than memory if need be."""
-        nbytes = count * stride_of(width, dtype) * dtype.itemsize
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        nbytes = _room(count, width, dtype)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(f"cannot open {path} for rows: {error.strerror}.") from error
         try:
             found = os.fstat(handle).st_size
             if found not in (0, nbytes):
                 raise InputError(f"the file {path} holds {found} bytes, but {count} rows of {width} need {nbytes}.")
             # Reserve the disk now: writing to a mapped hole on a full disk would kill the process.
-            os.posix_fallocate(handle, 0, max(nbytes, 1))
-            mapping = mmap.mmap(handle, max(nbytes, 1), flags=mmap.MAP_SHARED)
+            os.posix_fallocate(handle, 0, nbytes)
+            mapping = mmap.mmap(handle, nbytes, flags=mmap.MAP_SHARED)
         except OSError as error:
             if found == 0:
                 path.unlink(missing_ok=True)
@@ -117,6 +120,11 @@ def stride_of(width: int, dtype: torch.dtype) -> int:
     """Elements from one row of a bank to the next."""
     per_line = ALIGN // dtype.itemsize
     return -(-width // per_line) * per_line
+
+
+def _room(count: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes to map; some even for no rows, because nothing cannot be mapped."""
+    return max(count * stride_of(width, dtype) * dtype.itemsize, ALIGN)
 
 
 def _over(mapping: mmap.mmap, dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,7 @@ class Checkpoints:
             },
         )
         homes.changed.clear()
-        self._sweep()
+        self._sweep(round)
 
     def _save_clients(self, round: int, homes: Homes) -> None:
         fresh = homes.changed
@@ -70,10 +70,14 @@ class Checkpoints:
         self._sizes[name] = len(fresh)
         self._where.update(dict.fromkeys(fresh, name))
 
-    def _sweep(self) -> None:
-        """Delete what no kept checkpoint needs, in an order that leaves every one that remains whole."""
-        rounds = self.rounds()
-        for old in rounds[self.keep :]:
+    def _sweep(self, newest: int) -> None:
+        """Delete what no kept checkpoint needs, in an order that leaves every one that remains whole.
+
+        Later rounds than the one just saved are there when they were damaged and the run went back: they must not
+        take the place of whole ones.
+        """
+        rounds = [round for round in self.rounds() if round <= newest]
+        for old in set(self.rounds()) - set(rounds[: self.keep]):
             (self.folder / f"round-{old:06d}.json").unlink(missing_ok=True)
         needed = {path.name for path in self.folder.glob("round-*.json")}
         for kept in rounds[: self.keep]:
@@ -83,7 +87,7 @@ class Checkpoints:
             except InputError:  # a damaged older one: it needs nothing any more
                 continue
         for path in self.folder.iterdir():
-            if path.name not in needed:
+            if path.name not in needed and not path.is_dir():
                 path.unlink(missing_ok=True)
 
     def load_latest(self, homes: Homes) -> tuple[int, dict[str, Any]] | None:

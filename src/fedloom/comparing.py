@@ -57,7 +57,7 @@ def compare_methods(
         else:
             done.append(execute(config, own, out=place, watcher=watcher))
     records = [read_run(run.path) for run in done]
-    write_report(records, path / "report.html")
+    write_report(records, path / "report.html", target=target)
     return Compared(path, tuple(done), compare(records, target))
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from fedloom.errors import FedloomError, InputError
+
+Plain = bool | int | float | str | None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -33,6 +36,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         part.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise FedloomError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
@@ -47,7 +52,14 @@ def _sync_folder(folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors as safetensors; returns the SHA-256 of the file."""
-    content = dump_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in seen else tensor  # safetensors takes none that share memory
+        seen.add(memory)
+    content = dump_tensors(apart)
     write_atomically(path, content)
     return hashlib.sha256(content).hexdigest()
 
@@ -70,19 +82,24 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """A state as JSON values that refer to tensors by name, and these tensors."""
     tensors: dict[str, Tensor] = {}
 
+    def named(tensor: Tensor, path: str) -> str:
+        name = f"{len(tensors)}{path}"  # a path alone may be met twice: {1: ...} and {"1": ...}
+        tensors[name] = tensor
+        return name
+
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-            tensors[path] = value
-            return {"@array": path}
+            return {"@array": named(torch.from_numpy(value.copy()), path)}
         if isinstance(value, Tensor):
-            tensors[path] = value
-            return {"@tensor": path}
+            return {"@tensor": named(value, path)}
         if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, Plain):
+                    raise TypeError(f"{path} of a state has the key {key!r}, which cannot be saved")
             return {"@pairs": [[key, plain(item, f"{path}/{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):
             return [plain(item, f"{path}/{index}") for index, item in enumerate(value)]
-        if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, Plain):
             return value
         raise TypeError(f"{path} of a state is a {type(value).__name__}, which cannot be saved")
 
@@ -120,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
         seal = value.pop("sha256")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
     if hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() != seal:
         raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")

@@ -42,7 +42,7 @@ class FedAvgServer(Server[FedAvgOptions]):
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
         w = self.bank.rows[0]
-        mean = Mean(self.context.layout, self.context.device)
+        mean = Mean(self.context.layout)
         for update in updates:
             mean.add(update.row, update.samples if self.options.weighting == "samples" else 1)
         old = w[: self.context.layout.trainable].clone() if self.options.server_lr != 1 else None

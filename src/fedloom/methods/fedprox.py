@@ -28,7 +28,7 @@ class FedProxLocal(Local[FedProxOptions]):
     def correct(self, bench: Bench) -> None:
         if mu := self.options.mu:
             w = bench.received[: bench.layout.trainable]
-            bench.gradient.add_(bench.weights, alpha=mu).sub_(w, alpha=mu)  # mu (v - w)
+            bench.gradient.add_(bench.weights - w, alpha=mu)
 
 
 register(

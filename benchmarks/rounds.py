@@ -1,0 +1,152 @@
+"""Whole rounds of the host engine against a plain sequential PyTorch loop, in one process, in turn.
+
+    python benchmarks/rounds.py [--models cnn lenet mlp] [--rounds 7] [--out results/rounds.json]
+
+100 clients, 10 a round, one local epoch, batch 50, SGD with momentum 0.5, IID Fashion-MNIST (its folder in FEDLOOM_DATA; without
+it images of the same shape are made up, which takes the same time). The loop does what a careful user would write: one
+module, `load_state_dict` for each client, batches sliced from float tensors in memory, `torch.optim.SGD`, a running
+weighted sum; it may use all cores. Evaluation is left out on both sides. The two take turns, and the ratio of the medians is reported, because machines
+are noisy and ratios in one run are less so.
+
+It also reports the engine's own cost for each client and round: rounds in which clients train for no step at all, with 1.7 million parameters.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from fedloom.config import Config
+from fedloom.data import PooledFederation, Prepare, Samples, load
+from fedloom.data.partition import partition
+from fedloom.errors import InputError
+from fedloom.experiment import Own, build
+from fedloom.models import build as build_model
+from fedloom.streams import Streams
+
+CLIENTS, PER_ROUND, BATCH, LR, MOMENTUM = 100, 10, 50, 0.01, 0.5
+
+
+def federation() -> tuple[PooledFederation, str]:
+    """100 clients with 600 images each."""
+    try:
+        data = load("fashion-mnist", download=False)
+        pool, prepare, name = data.train, data.prepare, "fashion-mnist"
+    except InputError:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 256, (60_000, 28, 28, 1), dtype=torch.uint8, generator=generator)
+        pool = Samples(x, torch.randint(0, 10, (60_000,), generator=generator))
+        prepare, name = Prepare((0.2860,), (0.3530,)), "made up, 28 x 28"
+    parts = partition("iid", pool.y.numpy(), CLIENTS, Streams(0).numpy("partition"))
+    return PooledFederation(pool, parts, classes=10, prepare=prepare, name=name), name
+
+
+class Loop:
+    """The plain loop."""
+
+    def __init__(self, model: str, data: PooledFederation) -> None:
+        torch.manual_seed(0)
+        self.module = build_model(model, (1, 28, 28), 10)
+        self.x, self.y = data.prepare(data.pool.x), data.pool.y
+        self.parts = [torch.from_numpy(part) for part in data.parts]
+        self.model = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+
+    def round(self, clients: list[int]) -> None:
+        total = sum(len(self.parts[client]) for client in clients)
+        mean = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
+        for client in clients:
+            self.module.load_state_dict(self.model)
+            optimizer = torch.optim.SGD(self.module.parameters(), LR, momentum=MOMENTUM)
+            order = self.parts[client][torch.randperm(len(self.parts[client]))]
+            x, y = self.x[order], self.y[order]
+            for low in range(0, len(order), BATCH):
+                optimizer.zero_grad()
+                F.cross_entropy(self.module(x[low : low + BATCH]), y[low : low + BATCH]).backward()
+                optimizer.step()
+            for name, tensor in self.module.state_dict().items():
+                mean[name] += tensor * (len(order) / total)
+        self.model = mean
+
+
+def compare(model: str, rounds: int, workers: int) -> dict[str, float]:
+    """Median seconds of a round of both, and their ratio."""
+    data, _ = federation()
+    loop = Loop(model, data)
+    threads = torch.get_num_threads()
+    config = Config(
+        data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000, model=model,
+        epochs=1, batch_size=BATCH, lr=LR, momentum=MOMENTUM, engine="host", workers=workers,
+    )  # fmt: skip
+    with build(config, Own(data=data)).engine_closed() as experiment:
+        times: dict[str, list[float]] = {"loop": [], "fedloom": []}
+        for number in range(rounds + 1):
+            clients = experiment.rounds.parts.server.select(number)
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            loop.round(clients)
+            middle = time.perf_counter()
+            torch.set_num_threads(1)
+            experiment.rounds.play(number)
+            end = time.perf_counter()
+            if number:  # the first one warms up
+                times["loop"].append(middle - start)
+                times["fedloom"].append(end - middle)
+    torch.set_num_threads(threads)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {**{k: round(v, 4) for k, v in medians.items()}, "ratio": round(medians["fedloom"] / medians["loop"], 3)}
+
+
+def overhead(rounds: int, workers: int) -> float:
+    """Milliseconds for each client of a round in which nobody takes a step, with McMahan's CNN."""
+    data, _ = federation()
+    config = Config(
+        data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000, model="cnn",
+        epochs=0, engine="host", workers=workers,
+    )  # fmt: skip
+    with build(config, Own(data=data)).engine_closed() as experiment:
+        times = []
+        for number in range(rounds + 2):
+            start = time.perf_counter()
+            experiment.rounds.play(number)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]) / PER_ROUND * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whole rounds against a plain PyTorch loop.")
+    parser.add_argument("--models", nargs="+", default=["cnn", "lenet", "mlp"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: one for each core")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result = {
+        "command": "python benchmarks/rounds.py",
+        "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__},
+        "data": federation()[1],
+        "rounds": options.rounds,
+        "seconds a round": {},
+    }
+    for model in options.models:
+        result["seconds a round"][model] = compare(model, options.rounds, options.workers)
+        print(model, result["seconds a round"][model], flush=True)
+    result["milliseconds a client without training, 1.7 M parameters"] = round(overhead(20, options.workers), 3)
+    print("overhead", result["milliseconds a client without training, 1.7 M parameters"], "ms a client")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

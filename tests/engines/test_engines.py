@@ -1,0 +1,156 @@
+"""The host engine against the plain one, and its own promises."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.bench import Bench, Pass
+from fedloom.engines import HostEngine
+from fedloom.engines.host import _LargestFirst
+from fedloom.exchange import Job, Lost, Update
+from fedloom.experiment import Experiment
+from fedloom.methods import Local, Method, Options, register
+from fedloom.testing import small_experiment
+
+
+def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:
+    companion = experiment.rounds.parts.companion
+    jobs = experiment.rounds.parts.server.dispatch(0, clients)
+    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else {}) for j in jobs]
+
+
+def results(experiment: Experiment, clients: list[int]) -> list[tuple[int, Tensor, dict[str, Tensor], int, float]]:
+    return [
+        (u.client, u.row.clone(), {k: v.clone() for k, v in u.extras.items()}, u.steps, u.loss)
+        for u in experiment.engine.train(0, jobs_for(experiment, clients))
+        if isinstance(u, Update)
+    ]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_both_engines_return_the_same_answers_in_the_order_of_the_jobs(method: str) -> None:
+    clients = [5, 0, 7, 2, 1]
+    with small_experiment(method, {}, engine="plain").engine_closed() as plain:
+        expected, score = results(plain, clients), plain.engine.score(plain.rounds.parts.server.deploy())
+    with small_experiment(method, {}, engine="host", workers=3).engine_closed() as host:
+        assert isinstance(host.engine, HostEngine)
+        got, scored = results(host, clients), host.engine.score(host.rounds.parts.server.deploy())
+    assert [r[0] for r in got] == clients
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours[1], theirs[1])
+        assert all(torch.equal(ours[2][name], theirs[2][name]) for name in theirs[2])
+        assert ours[3:] == theirs[3:]
+    assert (scored.loss, scored.hits.tolist()) == (score.loss, score.hits.tolist())
+
+
+def test_few_slots_are_enough_for_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engines.host.SLOT_MEMORY", 1)
+    with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
+        assert len(host.engine._slots) == 4
+        clients = [0, 1, 2, 3, 4, 5, 6, 7] * 3
+        got = results(host, clients)
+    with small_experiment("fedavg", {}).engine_closed() as plain:
+        expected = results(plain, clients)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(got, expected, strict=True))
+
+
+def test_rows_outside_shared_memory_are_lent() -> None:
+    """A server may send a tensor it has just made; workers that were forked before must see it."""
+    with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
+        base = host.rounds.parts.server.deploy()
+        pids = None
+        for scale in (0.5, 2.0, 3.0):
+            rows = [base * scale, base * scale + 1]
+            answers = list(host.engine.train(0, [Job(0, rows[0]), Job(1, rows[1]), Job(2, base)]))
+            assert all(isinstance(answer, Update) for answer in answers)
+            assert host.engine.score(rows[1]).count == len(host.federation.test)
+            if pids is not None:
+                assert host.engine.worker_pids() == pids, "workers are made anew only when new memory is needed"
+            pids = host.engine.worker_pids()
+
+
+def test_an_abandoned_round_does_not_disturb_the_next() -> None:
+    with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
+        expected = results(host, [0, 1, 2, 3])
+        unfinished = host.engine.train(0, jobs_for(host, [4, 5, 6, 7]))
+        next(unfinished)
+        unfinished.close()
+        again = results(host, [0, 1, 2, 3])
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(again, expected, strict=True))
+
+
+def test_a_killed_worker_is_replaced_and_its_work_done_again() -> None:
+    with small_experiment("scaffold", {}, engine="host", workers=2).engine_closed() as host:
+        expected = results(host, list(range(8)))
+        running = host.engine.train(0, jobs_for(host, list(range(8))))
+        got = []
+        for number, update in enumerate(running):
+            got.append(update.row.clone())
+            if number in (0, 3):
+                os.kill(host.engine.worker_pids()[0], signal.SIGKILL)
+        assert host.engine.deaths >= 1
+    assert all(torch.equal(row, theirs[1]) for row, theirs in zip(got, expected, strict=True))
+
+
+class Fatal(Local[Options]):
+    """Client 3 takes its worker with it."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        if bench.client == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield Pass(self.step)
+
+
+def test_a_client_that_kills_its_worker_is_given_up_by_name() -> None:
+    register(Method("fatal", "Fatal", "a test", "nobody", local=Fatal))
+    with small_experiment("fatal", {}, engine="host", workers=2).engine_closed() as host:
+        answers = list(host.engine.train(0, jobs_for(host, [2, 3, 4])))
+        assert host.engine.deaths == 3
+    assert [type(answer) for answer in answers] == [Update, Lost, Update]
+    assert answers[1].reason == "its worker died 3 times (signal 9)"
+
+
+class Careless(Local[Options]):
+    """Puts new tensors on the bench instead of filling those that are there."""
+
+    def uploads(self, layout):
+        return {"seen": (2,)}
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(self.step)
+        bench.uploads["seen"] = torch.ones(2 if bench.client != 1 else 3)
+        bench.row = bench.row * 1.0
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_results_put_elsewhere_are_brought_home_or_refused(engine: str) -> None:
+    register(Method("careless", "Careless", "a test", "nobody", local=Careless))
+    with small_experiment("careless", {}, engine=engine).engine_closed() as experiment:
+        first, second = experiment.engine.train(0, jobs_for(experiment, [0, 1]))
+        assert isinstance(second, Lost)
+        assert "uploads['seen'] has shape (3,)" in second.reason
+        assert isinstance(first, Update)
+    with small_experiment("careless", {}, engine=engine).engine_closed() as experiment:
+        (update,) = experiment.engine.train(0, jobs_for(experiment, [0]))
+        assert torch.equal(update.extras["seen"], torch.ones(2))
+
+
+def test_orders_go_out_largest_first_within_the_window() -> None:
+    waiting = _LargestFirst([1, 5, 3, 9], window=3)
+    assert [waiting.next(), waiting.next(), waiting.next(), waiting.next()] == [1, 2, 0, None]
+    waiting.delivered = 1
+    assert waiting.next() == 3
+    assert waiting.again(1) == 1
+    assert waiting.next() == 1
+
+
+def test_threads_are_as_they_were_when_an_engine_is_closed() -> None:
+    before = torch.get_num_threads()
+    for engine in ("plain", "host"):
+        with small_experiment("fedavg", {}, engine=engine).engine_closed():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == before

@@ -1,0 +1,50 @@
+"""FedProx: its gradient, and where it must equal FedAvg."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.experiment import Experiment
+from fedloom.testing import small_experiment, small_run
+
+
+def test_without_a_pull_it_is_fedavg_bit_for_bit() -> None:
+    assert small_run("fedprox", {"fedprox": {"mu": 0.0}}).digest == small_run("fedavg", {}).digest
+
+
+@given(st.floats(1e-4, 100))
+@settings(max_examples=10, deadline=None)
+def test_one_step_is_fedavg_for_any_pull(mu: float) -> None:
+    """The first step starts at the received model, where the pull is zero."""
+    one = {"steps": 1, "rounds": 2}
+    assert small_run("fedprox", {"fedprox": {"mu": mu}}, **one).digest == small_run("fedavg", {}, **one).digest
+
+
+def drift(experiment: Experiment) -> float:
+    jobs = list(experiment.rounds.parts.server.dispatch(0, [1]))
+    trained = experiment.layout.trainable
+    (update,) = experiment.engine.train(0, jobs)
+    return float((update.row - jobs[0].row)[:trained].norm())
+
+
+def test_a_stronger_pull_keeps_clients_closer() -> None:
+    drifts = []
+    for mu in (0.0, 0.5, 5.0):
+        with small_experiment("fedprox", {"fedprox": {"mu": mu}}, epochs=5).engine_closed() as experiment:
+            drifts.append(drift(experiment))
+    assert drifts[0] > drifts[1] > drifts[2] > 0
+
+
+def test_the_pull_is_mu_times_the_way_gone_on_parameters_alone() -> None:
+    with small_experiment("fedprox", {"fedprox": {"mu": 0.3}}).engine_closed() as experiment:
+        local, bench = experiment.rounds.parts.local, experiment.engine._bench
+        layout = experiment.layout
+        received, row = torch.randn(layout.size), torch.randn(layout.size)
+        client = experiment.federation.client(1)
+        bench.begin(0, 1, client, row.clone(), received, {}, {}, {}, True)
+        bench.row.copy_(row)
+        bench.gradient.fill_(1.0)
+        local.correct(bench)
+        expected = 1 + 0.3 * (row - received)[: layout.trainable]
+        torch.testing.assert_close(bench.gradient, expected, rtol=1e-5, atol=1e-6)
+        assert bench.gradient.numel() == layout.trainable < layout.floats

@@ -1,0 +1,100 @@
+"""Optimisers on a flat row: bit for bit what torch.optim does on the same tensor."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.optim import SGD, Adam, Optimizer, clip_
+from fedloom.training import Training
+
+SIZES = [1, 7, 64, 1003]
+
+
+def follow(mine: Optimizer, theirs: Callable[[Tensor], torch.optim.Optimizer], size: int, lr: float) -> None:
+    """Take 20 steps with both from one start along the same gradients, and compare after each."""
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.randn(size, generator=generator)
+    twin = weights.clone().requires_grad_()
+    optimizer = theirs(twin)
+    for _ in range(20):
+        gradient = torch.randn(size, generator=generator)
+        twin.grad = gradient.clone()
+        optimizer.step()
+        mine.step(weights, gradient.clone(), lr)
+        assert torch.equal(weights, twin.detach())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("weight_decay", [0.0, 5e-4])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.5, True)])
+def test_sgd_equals_torch(size: int, weight_decay: float, momentum: float, nesterov: bool) -> None:
+    follow(
+        SGD(momentum, nesterov, weight_decay),
+        lambda w: torch.optim.SGD([w], lr=0.03, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay),
+        size,
+        0.03,
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("weight_decay", [0.0, 1e-3])
+def test_adam_equals_torch(size: int, weight_decay: float) -> None:
+    follow(
+        Adam(weight_decay=weight_decay), lambda w: torch.optim.Adam([w], lr=0.01, weight_decay=weight_decay), size, 0.01
+    )
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40), st.floats(1e-3, 1e3))
+@settings(deadline=None, max_examples=80)
+def test_clip_equals_torch(values: list[float], largest: float) -> None:
+    gradient = torch.tensor(values)
+    parameter = torch.zeros_like(gradient, requires_grad=True)
+    parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([parameter], largest)
+    clip_(gradient, largest)
+    assert torch.equal(gradient, parameter.grad)
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40), st.floats(0.01, 100))
+@settings(deadline=None, max_examples=50)
+def test_clip_never_lengthens_and_bounds_the_norm(values: list[float], largest: float) -> None:
+    gradient = torch.tensor(values)
+    before = gradient.clone()
+    clip_(gradient, largest)
+    assert float(gradient.norm()) <= largest * (1 + 1e-5)
+    assert bool((gradient.abs() <= before.abs()).all())
+    if float(before.norm()) < largest * 0.99:
+        assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("make", [lambda: SGD(0.9), Adam])
+def test_state_is_the_optimisers_own(make: Callable[[], Optimizer]) -> None:
+    """A gradient that is overwritten after a step, as the bench does, must not reach the state."""
+    gradients = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    one, two = torch.ones(6), torch.ones(6)
+    first, second, reused = make(), make(), torch.empty(6)
+    for gradient in gradients:
+        reused.copy_(gradient)
+        first.step(one, reused, 0.1)
+        reused.fill_(1e9)
+        second.step(two, gradient.clone(), 0.1)
+    assert torch.equal(one, two)
+
+
+def test_training_makes_the_optimizer_it_names() -> None:
+    adam = Training(optimizer="adam", weight_decay=0.2).make_optimizer()
+    assert isinstance(adam, Adam)
+    assert adam.weight_decay == 0.2
+    sgd = Training(momentum=0.9, nesterov=True, weight_decay=0.1).make_optimizer()
+    assert isinstance(sgd, SGD)
+    assert (sgd.momentum, sgd.nesterov, sgd.weight_decay) == (0.9, True, 0.1)
+    assert Training().make_optimizer() is not Training().make_optimizer()
+
+
+def test_learning_rate_decays_by_the_round() -> None:
+    training = Training(lr=0.5, lr_decay=0.5)
+    assert [training.lr_at(round) for round in (0, 1, 3)] == [0.5, 0.25, 0.0625]

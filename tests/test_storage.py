@@ -1,0 +1,253 @@
+"""Storage: what is read back is what was written, what is damaged is refused, and a failed write loses nothing."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.errors import FedloomError, InputError
+from fedloom.storage import join, read_json, read_tensors, split, write_atomically, write_json, write_tensors
+
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16, torch.bfloat16]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    values = torch.randint(0, 2**15, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    return values.to(draw(st.sampled_from(DTYPES)))
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    generator = np.random.default_rng(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from([np.float32, np.float64, np.int64, np.uint8, np.bool_]))
+    return generator.integers(0, 200, shape).astype(dtype) if shape else np.array(draw(st.integers(0, 99)), dtype)
+
+
+KEYS = st.one_of(st.integers(-5, 200), st.text(st.sampled_from("ab/@1#é"), max_size=4))
+LEAVES = st.one_of(
+    tensors(), arrays(), st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)
+)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal in value and in kind, down to the last leaf."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def round_trip(state: Any, folder: Path) -> Any:
+    tree, found = split(state)
+    write_json(folder / "tree.json", {"state": tree})
+    digest = write_tensors(folder / "tensors.safetensors", found)
+    return join(read_json(folder / "tree.json")["state"], read_tensors(folder / "tensors.safetensors", digest))
+
+
+@given(state=STATES)
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_states_come_back_from_the_disk_as_they_were(state: Any, tmp_path: Path) -> None:
+    assert equal(round_trip(state, tmp_path), state)
+
+
+def test_keys_that_look_alike_keep_their_own_tensors(tmp_path: Path) -> None:
+    one, two, three, four = (torch.full((2,), float(i)) for i in range(4))
+    state = {1: one, "1": two, "a": {"b": three}, "a/b": four}
+    assert equal(round_trip(state, tmp_path), state)
+
+
+def test_infinities_tuples_and_nan_are_kept(tmp_path: Path) -> None:
+    back = round_trip({"a": (1, float("inf")), "b": float("-inf"), "c": float("nan"), "d": 0.1 + 0.2}, tmp_path)
+    assert back["a"] == [1, float("inf")], "tuples come back as lists"
+    assert back["b"] == float("-inf")
+    assert back["c"] != back["c"]
+    assert back["d"] == 0.1 + 0.2
+
+
+def test_tensors_that_share_memory_are_each_stored(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    state = {"a": base, "b": base, "row": base[2:4], "t": base.view(2, 3).t(), "w": torch.ones(3, requires_grad=True)}
+    back = round_trip(state, tmp_path)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    back["a"].fill_(9)
+    assert torch.equal(back["b"], torch.arange(6.0))
+
+
+def test_views_and_arrays_of_any_stride_are_stored(tmp_path: Path) -> None:
+    frozen = np.arange(4)
+    frozen.setflags(write=False)
+    state = {"backward": np.arange(5)[::-1], "column": np.arange(6).reshape(2, 3)[:, 1], "frozen": frozen}
+    back = round_trip(state, tmp_path)
+    assert all(np.array_equal(back[name], state[name]) for name in state)
+    back["frozen"][0] = 7
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), b"bytes", 1j, np.float32(1), np.array(["text"]), np.array([None]), {(1, 2): 3}]
+)
+def test_unsupported_values_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError):
+        split({"part": [value]})
+
+
+def test_the_refusal_names_the_place() -> None:
+    with pytest.raises(TypeError, match=r"/server/models/1 of a state is a set, which cannot be saved"):
+        split({"server": {"models": [1, {2}]}})
+
+
+# damage
+
+
+def test_any_damage_of_a_tensor_file_is_refused_by_its_digest(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    digest = write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor(True)})
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(InputError, match=r"t\.safetensors is damaged"):
+            read_tensors(path, digest)
+        path.write_bytes(content[:place])
+        with pytest.raises(InputError, match=r"t\.safetensors is damaged"):
+            read_tensors(path, digest)
+    path.write_bytes(content)
+    assert torch.equal(read_tensors(path, digest)["a"], torch.arange(5.0))
+
+
+@given(place=st.integers(0, 10_000), mask=st.integers(1, 255), cut=st.booleans())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_without_digest_gives_tensors_or_a_sentence(
+    place: int, mask: int, cut: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor([True]), "c": torch.zeros(0, 2)})
+    content = path.read_bytes()
+    place %= len(content)
+    path.write_bytes(content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :]))
+    try:
+        found = read_tensors(path)
+    except InputError as error:
+        assert "t.safetensors is not a whole safetensors file" in str(error)
+    else:
+        assert not cut
+        assert all(isinstance(tensor, Tensor) for tensor in found.values())
+
+
+@given(place=st.integers(0, 10_000), mask=st.integers(1, 255), cut=st.booleans())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_json_never_reads_as_another_value(place: int, mask: int, cut: bool, tmp_path: Path) -> None:
+    path, value = tmp_path / "v.json", {"round": 12, "state": {"x": [1.5, None, "é"]}, "inf": float("inf")}
+    write_json(path, value)
+    content = path.read_bytes()
+    place %= len(content)
+    path.write_bytes(content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :]))
+    try:
+        found = read_json(path)
+    except InputError as error:
+        assert "v.json is damaged" in str(error)
+    else:
+        assert found == value, "only white space may have changed"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "7", "null", '"text"', "{}", '{"sha256": 3}', "{", "[" * 100_000])
+def test_other_json_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "v.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"v\.json is damaged"):
+        read_json(path)
+
+
+def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    for read in (read_json, read_tensors):
+        with pytest.raises(InputError, match=r"cannot read .*missing: No such file or directory\."):
+            read(tmp_path / "missing")
+        with pytest.raises(InputError, match=r"cannot read .*: Is a directory\."):
+            read(tmp_path)
+
+
+# writing
+
+
+def test_a_write_makes_the_folders_it_needs(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a" / "b" / "f", b"new")
+    assert (tmp_path / "a" / "b" / "f").read_bytes() == b"new"
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["f"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "open"])
+def test_a_failed_write_keeps_the_old_content(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "f.json"
+    write_atomically(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os if step == "fsync" else Path, step, fail)
+        with pytest.raises(FedloomError, match=r"^cannot write .*f\.json: No space left on device\.$"):
+            write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["f.json"], "a full disk is not filled further"
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_crash_in_writing_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    path = tmp_path / "f"
+    write_atomically(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        with pytest.raises(Killed):
+            write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_atomically(path, b"newer")
+    assert path.read_bytes() == b"newer"
+
+
+def test_content_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append("sync"), fsync(handle))[1])
+    monkeypatch.setattr(Path, "replace", lambda self, to: (events.append("name"), replace(self, to))[1])
+    write_atomically(tmp_path / "f", b"x")
+    assert events == ["sync", "name", "sync"]
+
+
+def test_unwritable_places_are_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FedloomError, match=r"cannot write .*: (Not a directory|File exists)\."):
+        write_atomically(tmp_path / "file" / "f", b"")
+
+
+def test_json_carries_its_checksum(tmp_path: Path) -> None:
+    write_json(tmp_path / "v.json", {"b": 1, "a": [2]})
+    stored = json.loads((tmp_path / "v.json").read_text())
+    assert set(stored) == {"a", "b", "sha256"}
+    assert read_json(tmp_path / "v.json") == {"b": 1, "a": [2]}

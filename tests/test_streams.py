@@ -1,0 +1,102 @@
+"""Streams: a key names its draws, everywhere and for ever, and no global generator is touched."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedloom.streams import Streams
+
+KEYS = st.tuples(
+    st.integers(0, 2**63 - 1), st.sampled_from(["batches", "noise", "select"]), st.integers(0, 9999), st.integers(0, 10**6)
+)
+Key = tuple[int, str, int, int]
+
+
+def draws(key: Key) -> tuple[int, list[int], list[float]]:
+    seed, *rest = key
+    streams = Streams(seed)
+    numbers = streams.numpy(*rest).integers(0, 2**62, 4).tolist()
+    return streams.key(*rest), numbers, torch.rand(4, generator=streams.pytorch(*rest)).tolist()
+
+
+@given(KEYS, KEYS)
+@settings(deadline=None, max_examples=100)
+def test_draws_are_equal_exactly_when_keys_are(first: Key, second: Key) -> None:
+    assert draws(first) == draws(first)
+    if first != second:
+        assert all(a != b for a, b in zip(draws(first), draws(second), strict=True))
+
+
+@given(KEYS, st.integers(0, 3), st.integers(1, 1000))
+@settings(deadline=None, max_examples=100)
+def test_any_changed_component_changes_every_draw(key: Key, place: int, by: int) -> None:
+    changed = list(key)
+    changed[place] = f"{key[1]}-{by}" if place == 1 else key[place] + by
+    assert all(a != b for a, b in zip(draws(key), draws(tuple(changed)), strict=True))  # type: ignore[arg-type]
+
+
+def test_neighbouring_components_do_not_run_together() -> None:
+    streams = Streams(1)
+    keys = [Streams(11).key("p", 1, 1), streams.key("1p", 1, 1), streams.key("p", 11, 1), streams.key("p", 1, 11)]
+    assert len({*keys, streams.key("p1", 1, 1), streams.key("p", 1, 1)}) == 6
+
+
+def test_streams_do_not_depend_on_the_order_of_calls() -> None:
+    streams = Streams(7)
+    forward = [streams.numpy("x", r, c).random() for r in range(3) for c in range(3)]
+    backward = [streams.numpy("x", r, c).random() for r in (2, 1, 0) for c in (2, 1, 0)]
+    assert forward == backward[::-1]
+    one, two = streams.numpy("x", 0, 0), streams.numpy("x", 0, 1)
+    mixed = [one.random(), two.random(), one.random(), two.random()]
+    assert mixed[::2] == streams.numpy("x", 0, 0).random(2).tolist()
+    assert mixed[1::2] == streams.numpy("x", 0, 1).random(2).tolist()
+
+
+def test_making_and_using_streams_leaves_global_generators_alone() -> None:
+    torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    streams = Streams(3)
+    streams.numpy("a").random(5)
+    torch.rand(5, generator=streams.pytorch("a"))
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)  # noqa: NPY002
+
+
+def test_globally_gives_keyed_draws_to_code_that_knows_no_generator() -> None:
+    dropout, x, streams = nn.Dropout(0.5), torch.ones(64), Streams(5)
+
+    def masked(round: int, client: int) -> torch.Tensor:
+        with streams.globally("noise", round, client):
+            return dropout(x)
+
+    first = masked(1, 2)
+    torch.rand(17)
+    assert torch.equal(masked(1, 2), first)
+    assert not torch.equal(masked(1, 3), first)
+    assert not torch.equal(masked(2, 2), first)
+    with streams.globally("noise", 1, 2):
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=streams.pytorch("noise", 1, 2)))
+
+
+def test_globally_restores_the_global_state_also_after_an_error() -> None:
+    torch.manual_seed(123)
+    torch.rand(5)
+    before = torch.get_rng_state()
+    with Streams(0).globally("noise"), Streams(0).globally("other"):
+        torch.rand(100)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="inside"), Streams(0).globally("noise"):
+        torch.rand(1)
+        raise RuntimeError("inside")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_known_answers_so_that_draws_never_change_silently() -> None:
+    """Were these to change, no stored run could be resumed or verified any more."""
+    streams = Streams(42)
+    assert streams.key("batches", 3, 17) == 0x476642877d8f6356d33cd29b3f6a0331
+    assert streams.numpy("batches", 3, 17).permutation(8).tolist() == [4, 6, 7, 2, 0, 3, 5, 1]
+    assert torch.randint(1000, (4,), generator=streams.pytorch("batches", 3, 17)).tolist() == [249, 112, 74, 645]

@@ -1,0 +1,131 @@
+"""The conformance suite: every method passes it, and broken methods do not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fedloom import Bench, Job, Local, Method, Pass, Update, register
+from fedloom.methods import methods
+from fedloom.methods.base import Options
+from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
+from fedloom.testing import CHECKS, check_method
+
+NAMES = ["fedavg", "fedprox", "scaffold"]
+
+
+def test_all_built_in_methods_are_checked() -> None:
+    from fedloom.methods.catalogue import BUILT_IN
+
+    assert set(NAMES) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("title", CHECKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_conformance(name: str, title: str) -> None:
+    CHECKS[title](name, {})
+
+
+@pytest.mark.parametrize("options", [{"scaffold": {"option": "I"}}, {"fedavg": {"server_lr": 0.7}}])
+def test_conformance_with_other_options(options: dict) -> None:
+    check_method("scaffold", options)
+
+
+class DividesByAll(FedAvgServer):
+    """Divides by all clients instead of by those that answered."""
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        w, total = self.bank.rows[0], torch.zeros_like(self.bank.rows[0])
+        for update in updates:
+            total += update.row / self.context.clients
+        w.copy_(total)
+
+
+class AveragesIntegers(FedAvgServer):
+    """Averages whole rows, counters and all."""
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        rows = [update.row.clone() for update in updates]
+        if rows:
+            layout = self.context.layout
+            self.bank.rows[0, : layout.floats] = torch.stack(rows)[:, : layout.floats].mean(0)
+            for entry in layout.entries:
+                if entry.dtype is torch.int64:
+                    mean = torch.stack([entry.view(row) for row in rows]).double().mean(0) + 0.5
+                    entry.view(self.bank.rows[0]).copy_(mean)
+
+
+class TakesTheLast(FedAvgServer):
+    """Keeps whatever came last."""
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        for update in updates:
+            self.bank.rows[0].copy_(update.row)
+
+
+class Forgetful(FedAvgServer):
+    """Has state that is not in its checkpoint."""
+
+    rounds_seen = 0
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        super().collect(round, updates)
+        self.rounds_seen += 1
+        self.bank.rows[0, 0] += 0.001 * self.rounds_seen
+
+
+class TrainsInPlace(Local[Options]):
+    """Changes the model it received."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(self.step)
+        bench.received.copy_(bench.row)
+
+
+class DrawsGlobally(Local[Options]):
+    """Draws from a generator that is not keyed."""
+
+    generator = torch.Generator().manual_seed(0)
+
+    def correct(self, bench: Bench) -> None:
+        bench.gradient.add_(torch.randn(bench.gradient.numel(), generator=self.generator), alpha=0.01)
+
+
+class SendsMore(FedAvgServer):
+    """Sends twice the model it says it sends."""
+
+    def dispatch(self, round: int, clients: list[int]) -> list[Job]:
+        return [Job(client, self.bank.rows[0], 0, {"again": self.bank.rows[0]}) for client in clients]
+
+
+class Undocumented(FedAvgOptions):
+    secret: int = 0
+
+
+class AlmostFedAvg(Local[Options]):
+    """Is not FedAvg where it claims to be."""
+
+    def correct(self, bench: Bench) -> None:
+        bench.gradient.mul_(1.0001)
+
+
+BROKEN = {
+    "weights sum to one": {"server": DividesByAll},
+    "buffers follow their rules": {"server": AveragesIntegers},
+    "order of clients does not matter": {"server": TakesTheLast},
+    "resumes exactly": {"server": Forgetful},
+    "leaves inputs alone": {"local": TrainsInPlace},
+    "engines agree": {"local": DrawsGlobally},
+    "sends what it says": {"server": SendsMore},
+    "documents its options": {"server": FedAvgServer, "options": Undocumented},
+    "equals fedavg when neutral": {"local": AlmostFedAvg, "neutral": {}},
+}
+
+
+@pytest.mark.parametrize("title", BROKEN)
+def test_a_broken_method_fails_the_check_that_is_for_it(title: str) -> None:
+    parts = {"options": FedAvgOptions, **BROKEN[title]}
+    register(Method("broken", "Broken", "a test", "nobody", models_sent="2K", **parts))
+    assert methods()["broken"].name == "broken"
+    with pytest.raises(AssertionError):
+        CHECKS[title]("broken", {})
