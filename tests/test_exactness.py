@@ -96,7 +96,8 @@ def test_workers_that_are_killed_change_nothing(
             return super().score(row)
 
     def deadly_wait(pipes: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        ready = real_wait(pipes, rng.uniform(0, 0.004))
+        scoring = any(isinstance(worker.order, ScoreOrder) for worker in engines[0]._workers)
+        ready = real_wait(pipes, 0 if scoring else rng.uniform(0, 0.003))
         busy = [w for w in engines[0]._workers if w.order is not None and w.pipe not in ready]
         for worker in busy[:1]:
             order = worker.order
@@ -111,7 +112,8 @@ def test_workers_that_are_killed_change_nothing(
     monkeypatch.setattr(host, "wait", deadly_wait)
     monkeypatch.setattr("fedloom.experiment.HostEngine", Watched)
     run = tiny(tmp_path / "b", method, **settings)
-    assert engines[0].deaths == sum(kills.values()) > 5
+    # One that was killed just after its reply is found dead when it gets its next order, or never.
+    assert 3 < engines[0].deaths <= sum(kills.values())
     assert any(isinstance(key, tuple) and key[0] == "score" for key in kills)
     assert run.digest == undisturbed.digest
     assert measured(run.path) == measured(undisturbed.path)
@@ -261,7 +263,7 @@ def test_dying_again_and_again_while_resuming(operations: FileOperations, tmp_pa
     whole = tiny(tmp_path / "whole", "scaffold", **settings)
     folder, tries = tmp_path / "r", 0
     while not (folder / "summary.json").exists():
-        operations.count, operations.fatal, operations.after = 0, 19 + tries % 3, tries % 2 == 0
+        operations.count, operations.fatal, operations.after = 0, 33 + tries % 3, tries % 2 == 0
         tries += 1
         assert tries < 60, "it gets nowhere"
         try:

@@ -3,6 +3,7 @@
 from fedloom._version import __version__
 from fedloom.api import Run, resume, run, verify
 from fedloom.bench import Batch, Bench, Pass
+from fedloom.comparing import Compared, compare
 from fedloom.data import Federation, Samples
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job, Update
@@ -13,6 +14,7 @@ __all__ = [
     "Batch",
     "Bench",
     "Companion",
+    "Compared",
     "Context",
     "Federation",
     "FedloomError",
@@ -30,6 +32,7 @@ __all__ = [
     "Server",
     "Update",
     "__version__",
+    "compare",
     "register",
     "resume",
     "run",

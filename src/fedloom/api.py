@@ -148,22 +148,24 @@ def run(
     the methods, such as {"fedprox": {"mu": 0.1}}; `settings` are the fields of `Config`. The run's folder is `out`,
     or a new one in `runs`.
     """
+    own, values = describe(data, model, loss)
+    values |= {"method": method, "options": {k: dict(v) for k, v in (options or {}).items()}, **settings}
+    return execute(make_config(values), own, out=out, runs=runs, watcher=watcher, report=report)
+
+
+def describe(
+    data: str | Federation, model: str | nn.Module | Callable[[], nn.Module], loss: Criterion | None
+) -> tuple[Own, dict[str, Any]]:
+    """What a user brings as objects, and the settings that follow from it."""
     own = Own(
         data if isinstance(data, Federation) else None,
         None if isinstance(model, str) else model,
         loss,
     )
-    values: dict[str, Any] = {
-        "method": method,
-        "options": {k: dict(v) for k, v in (options or {}).items()},
-        **settings,
-    }
+    values: dict[str, Any] = {"model": model if isinstance(model, str) else _name_of(model)}
     if isinstance(data, Federation):
-        values |= {"data": data.name, "partition": "own", "clients": len(data)}
-    else:
-        values["data"] = data
-    values["model"] = model if isinstance(model, str) else _name_of(model)
-    return execute(make_config(values), own, out=out, runs=runs, watcher=watcher, report=report)
+        return own, values | {"data": data.name, "partition": "own", "clients": len(data)}
+    return own, values | {"data": data}
 
 
 def _name_of(model: nn.Module | Callable[[], nn.Module]) -> str:
@@ -228,8 +230,8 @@ def resume(
             _play(folder, experiment, watcher, start=None)
         else:
             start, state = latest
-            experiment.load(state)
-            folder.rewind(start)
+            experiment.load(state["parts"])
+            folder.rewind(start, state["record"])
             _play(folder, experiment, watcher, start=start)
     return _finish(folder, own, report)
 
@@ -249,7 +251,10 @@ def verify(
     before = Run(folder, own).digest
     config = make_config({**folder.config.model_dump(), **changes})
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
-        again = execute(config, own, out=Path(place) / "run", watcher=watcher, report=False)
+        try:
+            again = execute(config, own, out=Path(place) / "run", watcher=watcher, report=False)
+        except Stopped:
+            raise Stopped(f"stopped; {path} was not verified.") from None
         return before, again.digest
 
 
@@ -279,7 +284,10 @@ def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: in
             last = round + 1 == config.rounds
             stop = watcher.wants_stop()
             if last or stop or time.monotonic() - saved_at >= config.checkpoint_seconds:
-                folder.checkpoints.save(round + 1, experiment.state(), experiment.engine.homes)
+                # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
+                folder.sync_metrics()
+                state = {"parts": experiment.state(), "record": record}
+                folder.checkpoints.save(round + 1, state, experiment.engine.homes)
                 saved_at = time.monotonic()
                 _spent(record, time.perf_counter() - began)
             _record(folder, watcher, record)

@@ -181,14 +181,13 @@ class Bench:
     def run(self, piece: Pass) -> None:
         """Run one pass. Batches are drawn from the stream of (seed, round, client)."""
         for batch in self._batches(piece):
-            alone = len(batch) == 1
-            if alone:  # batch norm cannot take statistics of one sample: it uses those it has
-                for norm in self._norms:
-                    norm.eval()
+            # Batch norm cannot take statistics of one sample: it uses those it has.
+            resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
+            for norm in resting:
+                norm.eval()
             loss = piece.step(self, batch)
-            if alone:
-                for norm in self._norms:
-                    norm.train()
+            for norm in resting:
+                norm.train()
             self.steps += 1
             self._loss_sum += loss.detach() * len(batch)
             self._loss_count += len(batch)

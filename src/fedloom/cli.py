@@ -201,12 +201,12 @@ def compare(
 
     The same command with the same --out goes on with a comparison that was stopped.
     """
-    from fedloom.comparing import compare_methods
+    from fedloom.comparing import compare
     from fedloom.progress import Display
 
     display = Display(quiet)
     result = _interruptible(
-        lambda: compare_methods(
+        lambda: compare(
             methods,
             _number("seeds", seeds, int),
             options=parse_settings(set_ or ()),

@@ -1,17 +1,23 @@
 """Comparing methods over seeds: the same clients, batches and initial models for all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.api import Run, Silent, Watcher, execute, resume
+from torch import nn
+
+from fedloom.api import Run, Watcher, describe, execute, resume
+from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
+from fedloom.data import Federation
 from fedloom.errors import InputError
-from fedloom.experiment import Own, check, replace_config
+from fedloom.experiment import check, replace_config
 from fedloom.folder import RunFolder
-from fedloom.methods import compose, import_file, methods
-from fedloom.report import Comparison, compare, read_run, write_report
+from fedloom.methods import compose, import_file
+from fedloom.methods import methods as known_methods
+from fedloom.report import Comparison, read_run, write_report
+from fedloom.report import compare as tabulate
 
 
 @dataclass(frozen=True)
@@ -24,29 +30,33 @@ class Compared:
     table: Comparison
 
 
-def compare_methods(
-    names: Sequence[str],
+def compare(
+    methods: Sequence[str],
     seeds: int = 1,
+    data: str | Federation = "digits",
+    model: str | nn.Module | Callable[[], nn.Module] = "mlp",
     *,
+    loss: Criterion | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    own: Own | None = None,
     out: Path | str | None = None,
     runs: Path | str = "runs",
     target: float | None = None,
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> Compared:
-    """Run each method with each of `seeds` seeds, and write one report.
+    """Run each method with each of `seeds` seeds (from the setting `seed` on), and write one report.
 
-    Everything is checked before the first run starts. With an `out` that holds a comparison already, finished runs are
-    kept and the rest is done: a comparison that was stopped goes on.
+    `data`, `model`, `loss`, `options` and `settings` are those of `fedloom.run`; options of a method go to the runs it
+    takes part in. `target` is the accuracy whose reaching is timed. Everything is checked before the first run
+    starts. With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
+    that was stopped goes on.
     """
-    own, watcher = own or Own(), watcher or Silent()
     if seeds < 1:
         raise InputError(f"seeds must be 1 or more, not {seeds}.")
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
-    plans = _plans(names, seeds, options or {}, settings)
+    own, described = describe(data, model, loss)
+    plans = _plans(methods, seeds, options or {}, described | settings)
     path = Path(out) if out is not None else _free_folder(Path(runs), plans[0][1])
     done = []
     for name, config in plans:
@@ -58,7 +68,7 @@ def compare_methods(
             done.append(execute(config, own, out=place, watcher=watcher))
     records = [read_run(run.path) for run in done]
     write_report(records, path / "report.html", target=target)
-    return Compared(path, tuple(done), compare(records, target))
+    return Compared(path, tuple(done), tabulate(records, target))
 
 
 def _plans(
@@ -81,7 +91,7 @@ def _plans(
         plans += [(name, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
     for method in options:
         if method not in used:
-            known = "" if method in methods() else " (there is no such method)"
+            known = "" if method in known_methods() else " (there is no such method)"
             raise InputError(f"options of {method!r} were given, but it takes no part in the comparison{known}.")
     return plans
 

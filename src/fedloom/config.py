@@ -1,5 +1,6 @@
 """What a run is: every setting that a person may give, with its default and its help text, in one place."""
 
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -88,6 +89,25 @@ def make_config(values: Mapping[str, Any]) -> Config:
         return Config(**values)
     except ValidationError as error:
         raise InputError(explain(error)) from error
+
+
+def command_of(config: Config) -> str:
+    """The command that makes the same run again: everything that is not a default."""
+    words = ["fedloom", "run", config.method]
+    for name, field in Config.model_fields.items():
+        value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+        if name in ("method", "options", "imports") or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{name.replace('_', '-')}")
+        else:
+            words += [flag, str(value)]
+    for path in config.imports:
+        words += ["--import", path]
+    for method, options in config.options.items():
+        for option, value in options.items():
+            words += ["--set", f"{method}.{option}={value}"]
+    return shlex.join(words)
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:

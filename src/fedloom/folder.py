@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedloom._version import __version__
 from fedloom.checkpoints import Checkpoints
-from fedloom.config import Config, make_config, read_toml, to_toml
+from fedloom.config import Config, command_of, make_config, read_toml, to_toml
 from fedloom.errors import FedloomError, InputError
 from fedloom.storage import write_atomically, write_tensors
 
@@ -44,7 +44,7 @@ class RunFolder:
         """Make the folder; one that already holds something is left alone and refused."""
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            if any(entry.name != ".config.toml.part" for entry in path.iterdir()):  # left by a run that died at once
                 raise InputError(f"{path} is not empty; choose another --out, or go on with: fedloom resume {path}")
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "it is not writable")
@@ -56,6 +56,7 @@ class RunFolder:
         text = to_toml(
             {
                 "format": FORMAT,
+                "command": None if own else command_of(config),
                 "own": list(own),
                 **config.model_dump(mode="json", exclude={"options"}),
                 "options": config.options,
@@ -74,7 +75,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """An existing run."""
-        if not (path / "config.toml").is_file():
+        if not is_run(path):
             raise InputError(f"{path} is not a run: there is no config.toml in it.")
         values = read_toml(path / "config.toml")
         found = values.pop("format", None)
@@ -85,6 +86,7 @@ class RunFolder:
                 f"reads format {FORMAT}."
             )
         values.pop("made_with", None)
+        values.pop("command", None)
         own = tuple(values.pop("own", ()))
         try:
             return cls(path, make_config(values), own)
@@ -110,14 +112,25 @@ class RunFolder:
         records = []
         for number, line in enumerate(lines[:-1], start=1):  # a whole line ends with a newline
             try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise InputError(f"line {number} of {self.path / 'metrics.jsonl'} is not JSON.") from error
+                record = json.loads(line)
+                record["round"] + 0
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(
+                    f"line {number} of {self.path / 'metrics.jsonl'} is damaged: it is not the record of a round."
+                ) from error
+            records.append(record)
         return records
 
-    def rewind(self, round: int) -> None:
-        """Forget the records after `round`: those rounds will be played again."""
+    def sync_metrics(self) -> None:
+        """Bring the records so far to the disk."""
+        with (self.path / "metrics.jsonl").open("rb") as handle:
+            os.fsync(handle.fileno())
+
+    def rewind(self, round: int, last: dict[str, Any] | None = None) -> None:
+        """Forget the records after `round`: those rounds will be played again. `last` is the record of `round`."""
         kept = [record for record in self.history() if record["round"] <= round]
+        if last is not None and (not kept or kept[-1]["round"] < round):
+            kept.append(last)
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.path / "metrics.jsonl", text.encode())
 
@@ -144,9 +157,19 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            return dict(json.loads(path.read_bytes()))
-        except (OSError, ValueError) as error:
+            summary = dict(json.loads(path.read_bytes()))
+            summary["digest"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
+        return summary
+
+
+def is_run(path: Path) -> bool:
+    """Whether there is a run in `path`."""
+    try:
+        return (path / "config.toml").is_file()
+    except OSError as error:
+        raise InputError(f"cannot look into {path}: {error.strerror}.") from error
 
 
 def free_name(root: Path, config: Config) -> Path:

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from fedloom.config import Config
 from fedloom.report import human_bytes, human_seconds
 
-LINES = 10
-"""How many lines a run prints where there is no terminal."""
+PAUSE = 5.0
+"""Seconds between two lines where there is no terminal."""
 
 
 class Display:
@@ -38,6 +38,7 @@ class Display:
         self._close_bars()
         self.folder, self._config = folder, config
         self._times: list[float] = []
+        self._told = time.monotonic()
         done = max((record["round"] for record in history), default=0)
         self._name = f"{config.method} on {config.data}, seed {config.seed}"
         if self.live:
@@ -53,10 +54,8 @@ class Display:
             self._task = self._bars.add_task(self._name, total=config.rounds, completed=done, state="", left="")
             self._bars.start()
         else:
-            self.console.print(
-                f"{self._name}: {'goes on after' if done else 'starts,'} "
-                + (f"round {done} of {config.rounds}" if done else f"{config.rounds} rounds")
-            )
+            start = f"goes on after round {done} of {config.rounds}" if done else f"{config.rounds} rounds"
+            self.console.print(f"{self._name}: {start}")
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -136,5 +135,9 @@ class Display:
         return f"{human_seconds(left * (recent[-1] - recent[0]) / (len(recent) - 1))} left"
 
     def _due(self, round: int) -> bool:
-        rounds = self._config.rounds
-        return round in (0, rounds) or round * LINES // rounds > (round - 1) * LINES // rounds
+        """Whether it is time for another line of text: at the end, and when some seconds have passed."""
+        now = time.monotonic()
+        if round < self._config.rounds and now - self._told < PAUSE:
+            return False
+        self._told = now
+        return True

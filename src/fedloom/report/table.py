@@ -104,9 +104,15 @@ def _columns(groups: Sequence[Group]) -> list[tuple[str, Callable[[Group], str],
         (to, lambda group: _reached(group, several=to.endswith("target")), "cost", "brief"),
         ("sent down", lambda group: human_bytes(group.bytes_down and group.bytes_down.mean), "cost"),
         ("sent up", lambda group: human_bytes(group.bytes_up and group.bytes_up.mean), "cost"),
+        ("sent", lambda group: human_bytes(_both(group)), "brief"),
         ("time", lambda group: human_seconds(group.seconds and group.seconds.mean), "cost", "brief"),
         ("lost clients", lambda group: f"{group.lost} of {group.asked}" if group.lost else NOTHING, "cost"),
     ]
+
+
+def _both(group: Group) -> float | None:
+    """Bytes down and up together."""
+    return group.bytes_down.mean + group.bytes_up.mean if group.bytes_down and group.bytes_up else None
 
 
 def _spread(spread: Spread | None, scale: float, digits: int = 2) -> str:

@@ -1,0 +1,157 @@
+"""Metrics: how clients fare, against numbers worked out by hand, and the totals of a run."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.bench import Score
+from fedloom.metrics import Clock, client_accuracy, summarise
+
+
+def score(hits: list[int], seen: list[int]) -> Score:
+    return Score(1.0, sum(seen), np.array(hits, dtype=np.int64), np.array(seen, dtype=np.int64))
+
+
+def test_client_accuracy_by_hand() -> None:
+    # By class 1/2, 3/4, 1; the clients have all of class 0, half and half of 1 and 2, and one of each.
+    counts = np.array([[4, 0, 0], [0, 3, 3], [1, 1, 1]])
+    among = client_accuracy(score([1, 3, 5], [2, 4, 5]), counts)
+    assert among is not None
+    mean, worst = among
+    assert mean == pytest.approx((0.5 + 0.875 + 0.75) / 3)
+    assert worst == pytest.approx(0.5)
+
+
+def test_the_worst_tenth_is_rounded_up() -> None:
+    # Eleven clients: the worst two. Client k has k of the class that is always right, of 10.
+    counts = np.array([[10 - k, k] for k in range(11)])
+    among = client_accuracy(score([0, 7], [3, 7]), counts)
+    assert among == (pytest.approx(0.5), pytest.approx((0.0 + 0.1) / 2))
+
+
+def test_classes_that_were_not_tested_do_not_count() -> None:
+    counts = np.array([[5, 5, 90], [0, 0, 8], [10, 0, 0]])
+    among = client_accuracy(score([1, 4, 0], [2, 4, 0]), counts)
+    assert among == (pytest.approx((0.75 + 0.5) / 2), pytest.approx(0.5)), "a client with untested classes only is out"
+
+
+def test_empty_clients_are_left_out() -> None:
+    counts = np.array([[0, 0], [2, 0], [0, 0]])
+    assert client_accuracy(score([1, 1], [2, 1]), counts) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("hits", "seen", "counts"),
+    [
+        ([1, 1], [1, 1], None),
+        ([0, 0], [0, 0], [[1, 1]]),
+        ([1, 0], [1, 0], [[0, 5]]),
+        ([1, 1], [1, 1], [[0, 0]]),
+        ([], [], np.zeros((2, 0))),
+    ],
+)
+def test_nothing_known_is_none(hits: list[int], seen: list[int], counts: Any) -> None:
+    assert client_accuracy(score(hits, seen), None if counts is None else np.array(counts)) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3),
+    st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=1, max_size=25),
+)
+@settings(deadline=None, max_examples=80)
+def test_client_accuracy_matches_the_definition(classes: list[tuple[int, int]], counts: list[list[int]]) -> None:
+    hits, seen = [min(pair) for pair in classes], [max(pair) for pair in classes]
+    each = []
+    for held in counts:
+        tested = [k for k in range(3) if seen[k]]
+        total = sum(held[k] for k in tested)
+        if total:
+            each.append(sum(held[k] * hits[k] / seen[k] for k in tested) / total)
+    among = client_accuracy(score(hits, seen), np.array(counts))
+    if not each:
+        assert among is None
+        return
+    worst = sorted(each)[: -(-len(each) // 10)]
+    assert among == (pytest.approx(sum(each) / len(each)), pytest.approx(sum(worst) / len(worst)))
+    assert among[1] <= among[0] + 1e-12
+
+
+# the clock
+
+
+def test_the_clock_adds_up_parts_and_waiting() -> None:
+    clock = Clock()
+    with clock.part("a"):
+        time.sleep(0.01)
+    with pytest.raises(KeyError), clock.part("a"):
+        raise KeyError("a part that fails is timed too")
+    clock.add("b", 2.0)
+    clock.add("b", -0.5)
+
+    def slow() -> Iterator[int]:
+        for item in range(3):
+            time.sleep(0.005)
+            yield item
+
+    taken = []
+    for item in clock.waiting(slow(), "wait"):
+        taken.append(item)
+        time.sleep(0.02)
+    assert taken == [0, 1, 2]
+    report = clock.report()
+    assert set(report) == {"a", "b", "wait", "total"}
+    assert report["a"] >= 0.01
+    assert report["b"] == 1.5
+    assert report["wait"] >= 0.015
+    assert report["total"] >= report["a"] + report["wait"] + 0.06 - 1e-5, "work between the items is not waiting"
+    assert report["wait"] < report["total"] - 0.06 + 1e-5
+
+
+# totals
+
+
+def record(round: int, **values: Any) -> dict[str, Any]:
+    base = {"bytes_up": 10, "bytes_down": 20, "models_up": 1.5, "models_down": 2.0, "lost": 1}
+    return {"round": round, **(base if round else {}), "seconds": {"total": 0.25}, **values}
+
+
+def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> None:
+    history = [
+        record(0, accuracy=0.1, loss=2.3),
+        record(1),
+        record(2, accuracy=0.8, loss=0.5, client_accuracy_mean=0.7, client_accuracy_worst10=0.2),
+        record(3, accuracy=0.6, loss=0.9, client_accuracy_mean=0.5, client_accuracy_worst10=0.1),
+        record(4),
+    ]
+    assert summarise(history) == {
+        "rounds": 4,
+        "accuracy": 0.6,
+        "loss": 0.9,
+        "best_accuracy": 0.8,
+        "client_accuracy_mean": 0.5,
+        "client_accuracy_worst10": 0.1,
+        "bytes_up": 40,
+        "bytes_down": 80,
+        "models_up": 6.0,
+        "models_down": 8.0,
+        "lost": 4,
+        "seconds": 1.25,
+    }
+
+
+def test_totals_of_nothing_and_of_a_run_without_scores() -> None:
+    nothing = summarise([])
+    assert nothing["rounds"] == 0
+    assert nothing["accuracy"] is nothing["loss"] is nothing["best_accuracy"] is None
+    unscored = summarise([record(0), record(1)])
+    assert (unscored["rounds"], unscored["bytes_up"], unscored["accuracy"]) == (1, 10, None)
+
+
+def test_totals_of_a_regression_have_a_loss_and_no_accuracy() -> None:
+    totals = summarise([record(0, accuracy=None, loss=4.0), record(1, accuracy=None, loss=3.0)])
+    assert (totals["loss"], totals["accuracy"], totals["best_accuracy"]) == (3.0, None, None)
