@@ -1,6 +1,7 @@
 """The bench: which batches a client sees, what a pass does to its row, and how scores add up."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ def numbered(count: int, features: int = 3) -> Samples:
     return Samples(x, torch.arange(count) % 2)
 
 
-def make_bench(module: nn.Module | None = None, *, seed: int = 0, augment: Augment | None = None, **options: Any) -> Bench:
+def make_bench(
+    module: nn.Module | None = None, *, seed: int = 0, augment: Augment | None = None, **options: Any
+) -> Bench:
     torch.manual_seed(0)
     module = module or nn.Linear(3, 2)
     return Bench(
@@ -170,9 +173,7 @@ def test_training_equals_a_plain_torch_loop(options: dict[str, Any]) -> None:
     if training.optimizer == "adam":
         optimizer = torch.optim.Adam(module.parameters(), **made)
     else:
-        optimizer = torch.optim.SGD(
-            module.parameters(), momentum=training.momentum, nesterov=training.nesterov, **made
-        )
+        optimizer = torch.optim.SGD(module.parameters(), momentum=training.momentum, nesterov=training.nesterov, **made)
     order = Streams(0).numpy("batches", 2, 1)
     for _ in range(2):
         for index in torch.from_numpy(order.permutation(10)).split(4):
@@ -439,7 +440,7 @@ def test_scores_add_up_however_the_samples_are_cut(sizes: list[int]) -> None:
     row = torch.randn(bench.layout.size, generator=generator)
     whole = bench.score(row, samples)
     ends = np.cumsum([0, *sizes])
-    pieces = [bench.score(row, samples[a:b]) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+    pieces = [bench.score(row, samples[a:b]) for a, b in pairwise(ends) if b > a]
     forward, backward = sum(pieces[1:], start=pieces[0]), sum(pieces[-2::-1], start=pieces[-1])
     for score in (forward, backward):
         assert score.count == total

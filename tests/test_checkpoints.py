@@ -191,9 +191,7 @@ DAMAGES = [truncate, flip, empty, Path.unlink]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["round-000002.json", "round-000002.safetensors", "clients-000002.safetensors"])
-def test_a_damaged_newest_is_passed_over_and_named(
-    name: str, damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_damaged_newest_is_passed_over_and_named(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
     first, second = two_rounds(tmp_path)
     assert loaded(tmp_path) == (2, second)
     damage(tmp_path / name)

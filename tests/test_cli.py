@@ -46,9 +46,7 @@ def row_digest(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold"])
-def test_json_is_one_line_and_its_digest_that_of_the_model(
-    command: Command, tmp_path: Path, method: str
-) -> None:
+def test_json_is_one_line_and_its_digest_that_of_the_model(command: Command, tmp_path: Path, method: str) -> None:
     summary = command("run", method, *TINY, "--seed", 7, "--json").result
     wanted = "method seed rounds accuracy loss best_accuracy bytes_up bytes_down seconds run digest"
     assert set(wanted.split()) <= summary.keys()
@@ -212,9 +210,7 @@ def test_compare_goes_on_and_does_not_redo_what_is_done(command: Command, tmp_pa
     assert (tmp_path / "c" / "report.html").is_file()
 
 
-def test_compare_with_another_config_is_refused_before_anything_is_run(
-    command: Command, tmp_path: Path
-) -> None:
+def test_compare_with_another_config_is_refused_before_anything_is_run(command: Command, tmp_path: Path) -> None:
     assert command("compare", "scaffold", *TINY, "--out", "c", "--quiet").code == 0
     ended = command("compare", "fedavg", "scaffold", *TINY, "--lr", 0.01, "--out", "c")
     assert ended.code == 2

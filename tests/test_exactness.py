@@ -51,9 +51,7 @@ def test_two_processes_with_one_seed_agree_and_another_seed_differs(tmp_path: Pa
     def start(seed: int, workers: int) -> "subprocess.Popen[str]":
         words = ["run", "scaffold", *TINY_OPTIONS, "--seed", seed, "--workers", workers, "--json", "-q"]
         words += ["--out", tmp_path / f"{seed}-{workers}"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "fedloom", *map(str, words)], stdout=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen([sys.executable, "-m", "fedloom", *map(str, words)], stdout=subprocess.PIPE, text=True)
 
     processes = [start(0, 1), start(0, 3), start(1, 1)]
     first, same, other = (json.loads(process.communicate(timeout=120)[0])["digest"] for process in processes)
@@ -76,9 +74,7 @@ def test_lost_clients_are_lost_alike_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
-def test_workers_that_are_killed_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """At many instants, in training and in scoring, one of the busy workers is killed outright."""
     settings = {"rounds": 4, "workers": 3, "model": "mlp", "engine": "host"}
     undisturbed = tiny(tmp_path / "a", method, **settings)

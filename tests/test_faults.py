@@ -288,9 +288,7 @@ def test_a_stopped_comparison_says_how_the_comparison_goes_on(command: Command) 
 
 
 @pytest.mark.parametrize("times", ["once", "twice"])
-def test_a_stopped_verification_offers_nothing_to_resume(
-    command: Command, tmp_path: Path, times: str
-) -> None:
+def test_a_stopped_verification_offers_nothing_to_resume(command: Command, tmp_path: Path, times: str) -> None:
     """It runs in a folder that is deleted."""
     command("run", "fedavg", *TINY_OPTIONS, "--engine", "plain", "--out", "r", "--json").result  # noqa: B018
     config = tmp_path / "r" / "config.toml"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from fedloom.errors import FedloomError, InputError
 from fedloom.storage import join, read_json, read_tensors, split, write_atomically, write_json, write_tensors
 
-DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 @st.composite
@@ -121,6 +122,14 @@ def test_the_refusal_names_the_place() -> None:
 # damage
 
 
+def attempt(read: Callable[[Path], dict[str, Any]], path: Path) -> tuple[dict[str, Any] | None, str]:
+    """What is read, or the sentence with which it is refused."""
+    try:
+        return read(path), ""
+    except InputError as error:
+        return None, str(error)
+
+
 def test_any_damage_of_a_tensor_file_is_refused_by_its_digest(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     digest = write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor(True)})
@@ -146,10 +155,9 @@ def test_a_damaged_file_without_digest_gives_tensors_or_a_sentence(
     content = path.read_bytes()
     place %= len(content)
     path.write_bytes(content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :]))
-    try:
-        found = read_tensors(path)
-    except InputError as error:
-        assert "t.safetensors is not a whole safetensors file" in str(error)
+    found, sentence = attempt(read_tensors, path)
+    if found is None:
+        assert "t.safetensors is not a whole safetensors file" in sentence
     else:
         assert not cut
         assert all(isinstance(tensor, Tensor) for tensor in found.values())
@@ -163,10 +171,9 @@ def test_damaged_json_never_reads_as_another_value(place: int, mask: int, cut: b
     content = path.read_bytes()
     place %= len(content)
     path.write_bytes(content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :]))
-    try:
-        found = read_json(path)
-    except InputError as error:
-        assert "v.json is damaged" in str(error)
+    found, sentence = attempt(read_json, path)
+    if found is None:
+        assert "v.json is damaged" in sentence
     else:
         assert found == value, "only white space may have changed"
 

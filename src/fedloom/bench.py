@@ -4,9 +4,10 @@ A `Local` (see methods/base.py) works on these and yields `Pass`es, "run these e
 the benches and runs the passes. Nothing here knows methods or processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.data import Augment, Prepare, Samples
 from fedloom.exchange import Shapes
-from fedloom.optim import clip_
+from fedloom.optim import Optimizer, clip_
 from fedloom.rows import Kind, Layout
 from fedloom.streams import Streams
 from fedloom.training import Training
@@ -26,6 +27,9 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 CHUNK_BYTES = 8 << 20
 """How much input is gathered and normalised in one go: whole epochs of small clients, so that the cost of doing so
 is not paid by every batch, and never the whole of a large one."""
+
+STAYS = "@stays"
+"""The name under which a client keeps the columns of the model that stay with it."""
 
 SCORE_BATCH = 500
 """Samples scored at once. Fixed, because the rounding of a sum depends on it."""
@@ -68,10 +72,12 @@ class Workshop:
     classes: int = 0
     channels_last: bool = False
     augment: Augment | None = None
-    uploads: Shapes | None = None
+    uploads: Shapes = field(default_factory=dict)
     """Tensors that clients send up beside their model."""
-    home: Shapes | None = None
+    home: Shapes = field(default_factory=dict)
     """Tensors that each client keeps between rounds."""
+    stays_home: Sequence[slice] = ()
+    """Columns of the model that do not travel; each client keeps its own, as the tensor STAYS of its home."""
 
 
 class Bench:
@@ -91,8 +97,10 @@ class Bench:
     """What this client keeps between rounds, zeros at first; change it in place."""
     uploads: dict[str, Tensor]
     """What goes back beside the model, zeros at first; fill it in place."""
-    scratch: dict[str, Tensor]
-    """Room for tensors that a `Local` needs between its steps; empty for each client."""
+    scratch: dict[str, Any]
+    """Room for what a `Local` needs between its steps; empty for each client."""
+    optimizer: Optimizer
+    """What `descend` steps with; a `Local` may put its own here."""
 
     def __init__(self, shop: Workshop, device: torch.device | str = "cpu") -> None:
         self.layout = shop.layout
@@ -137,9 +145,25 @@ class Bench:
             self._noise = streams.pytorch("augment", self.round, self.client, self.device)
         self._loss_sum, self._loss_count = torch.zeros((), device=self.device), 0
         self.row.copy_(self.received)
+        if self._shop.stays_home and not self.first_visit:
+            self._own_columns(self.row, self.home[STAYS])
         self.bind(self.row)
         self.module.train()
         self.new_optimizer()
+
+    def finish(self) -> None:
+        """Keep at home what stays there, and send back the received values in its place."""
+        if self._shop.stays_home:
+            self.home[STAYS].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
+            for columns in self._shop.stays_home:
+                self.row[columns] = self.received[columns]
+
+    def _own_columns(self, row: Tensor, values: Tensor) -> None:
+        start = 0
+        for columns in self._shop.stays_home:
+            size = columns.stop - columns.start
+            row[columns] = values[start : start + size]
+            start += size
 
     @property
     def samples(self) -> int:
@@ -157,7 +181,7 @@ class Bench:
 
     def new_optimizer(self) -> None:
         """Forget momentum and moments."""
-        self._optimizer = self.training.make_optimizer()
+        self.optimizer = self.training.make_optimizer()
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of the bound model on a batch."""
@@ -176,7 +200,7 @@ class Bench:
         """Clip `gradient` if asked to, and take the optimiser's step with it on `weights`."""
         if self.training.clip is not None:
             clip_(self.gradient, self.training.clip)
-        self._optimizer.step(self.weights, self.gradient, self.lr)
+        self.optimizer.step(self.weights, self.gradient, self.lr)
 
     def run(self, piece: Pass) -> None:
         """Run one pass. Batches are drawn from the stream of (seed, round, client)."""

@@ -168,7 +168,7 @@ def verify(
     from fedloom.progress import Display
 
     display = Display(quiet)
-    before, now = _interruptible(lambda: verify(run, watcher=display), display)
+    before, now = _interruptible(lambda: verify(run, watcher=display), display, f"{run} was not verified.")
     same = before == now
     if json_:
         print(json.dumps({"run": str(run), "same": same, "digest": before, "digest_now": now}))
@@ -252,7 +252,9 @@ def _number(name: str, text: str, kind: type[N]) -> N:
 
 def _runs_in(path: Path) -> list[Path]:
     """`path` itself if it is a run, else the runs in it."""
-    if (path / "config.toml").is_file():
+    from fedloom.folder import is_run
+
+    if is_run(path):
         return [path]
     inside = sorted(config.parent for config in path.glob("*/config.toml"))
     if not inside:
@@ -340,14 +342,15 @@ def _tell(finished: Any, as_json: bool) -> None:
         print(f"{name:<10}{text}")
 
 
-def _interruptible(work: Callable[[], Any], display: Any) -> Any:
+def _interruptible(work: Callable[[], Any], display: Any, advice: str | None = None) -> Any:
     """Do the work; a second Ctrl-C ends it at once, with a word on how to go on."""
     try:
         return work()
     except KeyboardInterrupt:
         display.end()
-        where = f"; go on with: fedloom resume {display.folder}" if display.folder else ""
-        raise _Interrupted(f"interrupted{where}") from None
+        if advice is None and display.folder:
+            advice = f"go on with: fedloom resume {display.folder}"
+        raise _Interrupted(f"interrupted; {advice}" if advice else "interrupted") from None
 
 
 class _Interrupted(FedloomError):
@@ -373,7 +376,8 @@ def _main(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; every error ends in one sentence on stderr and an exit code."""
     try:
-        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        words = None if arguments is None else list(arguments)
+        code = app(args=words, prog_name="fedloom", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except ClickException as error:
         message = error.format_message()
@@ -394,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _complain(text: str) -> None:
-    print(f"fedloom: {text}", file=sys.stderr)
+    print(f"fedloom: {' '.join(text.split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

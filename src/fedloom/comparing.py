@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.api import Run, Watcher, describe, execute, resume
+from fedloom.api import Run, Stopped, Watcher, describe, execute, resume
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
 from fedloom.experiment import check, replace_config
-from fedloom.folder import RunFolder
+from fedloom.folder import RunFolder, is_run
 from fedloom.methods import compose, import_file
 from fedloom.methods import methods as known_methods
 from fedloom.report import Comparison, read_run, write_report
@@ -58,14 +58,21 @@ def compare(
     own, described = describe(data, model, loss)
     plans = _plans(methods, seeds, options or {}, described | settings)
     path = Path(out) if out is not None else _free_folder(Path(runs), plans[0][1])
-    done = []
-    for name, config in plans:
-        place = path / f"{name}-seed{config.seed}"
-        if (place / "config.toml").exists():
+    places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
+    for place, config in places:
+        if is_run(place):
             _same_plan(place, config)
-            done.append(resume(place, data=own.data, model=own.model, loss=own.loss, watcher=watcher))
-        else:
-            done.append(execute(config, own, out=place, watcher=watcher))
+    done = []
+    try:
+        for place, config in places:
+            if watcher is not None and watcher.wants_stop():
+                raise Stopped("stopped between two runs")
+            if is_run(place):
+                done.append(resume(place, data=own.data, model=own.model, loss=own.loss, watcher=watcher))
+            else:
+                done.append(execute(config, own, out=place, watcher=watcher))
+    except Stopped:
+        raise Stopped(f"stopped; go on with the same command and --out {path}") from None
     records = [read_run(run.path) for run in done]
     write_report(records, path / "report.html", target=target)
     return Compared(path, tuple(done), tabulate(records, target))

@@ -106,8 +106,16 @@ def command_of(config: Config) -> str:
         words += ["--import", path]
     for method, options in config.options.items():
         for option, value in options.items():
-            words += ["--set", f"{method}.{option}={value}"]
+            if value is not None:  # which --set cannot say
+                words += ["--set", f"{method}.{option}={_setting(value)}"]
     return shlex.join(words)
+
+
+def _setting(value: Any) -> str:
+    """A value as `parse_settings` reads it: TOML, without the quotes where they are not needed."""
+    if isinstance(value, str) and parse_settings([f"method.option={value}"])["method"]["option"] == value:
+        return value
+    return to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedloom import data as datasets
 from fedloom import models
-from fedloom.bench import Criterion, Workshop
-from fedloom.config import Config
+from fedloom.bench import STAYS, Criterion, Workshop
+from fedloom.config import Config, make_config
 from fedloom.data import Federation, Samples
 from fedloom.engines import Engine, Homes, HostEngine, PlainEngine, Shop
 from fedloom.engines.host import available as can_fork
@@ -72,7 +72,8 @@ class Experiment:
 
     def deployed(self) -> dict[str, Tensor]:
         """The model that would be deployed now, as a state dict with frozen weights and all."""
-        frozen = {k: v.detach().cpu() for k, v in self.module.state_dict().items() if k in self.layout.frozen}
+        names = set(self.layout.frozen)  # copied, for tied ones share memory, which safetensors does not store
+        frozen = {k: v.detach().cpu().clone() for k, v in self.module.state_dict().items() if k in names}
         return self.layout.state_dict(self.rounds.parts.server.deploy().cpu()) | frozen
 
 
@@ -108,11 +109,18 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
         streams=streams,
         training=config,
         samples=federation.samples,
+        criterion=criterion,
+        make_module=lambda: deepcopy(module),
+        classes=federation.classes,
+        shape=federation.shape,
         device=device,
         make_bank=make_bank,
     )
     parts = composition.build(context)
+    stays = parts.local.stays_home(layout)
     homes = parts.local.home(layout)
+    if stays:
+        homes = {**homes, STAYS: (sum(columns.stop - columns.start for columns in stays),)}
     workshop = Workshop(
         module=module,
         layout=layout,
@@ -125,6 +133,7 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
         augment=datasets.make_augment(config.augment),
         uploads=parts.local.uploads(layout),
         home=homes,
+        stays_home=tuple(stays),
     )
     _try_out(workshop, federation)
     shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype))
@@ -138,10 +147,13 @@ def _device(config: Config) -> torch.device:
         device = torch.device(config.device)
     except RuntimeError as error:
         raise InputError(f"device is cpu, cuda or cuda:N, not {config.device!r}.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device is cpu, cuda or cuda:N, not {config.device!r}.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {config.device!r} cannot be used here: {str(error).splitlines()[0]}.") from error
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InputError(f"device {config.device!r} cannot be used here: {reason}.") from error
     return device
 
 
@@ -159,19 +171,25 @@ def _federation(
     config: Config, own: Own, streams: Streams, progress: Progress | None
 ) -> tuple[Federation, tuple[str, ...]]:
     if own.data is not None:
+        if config.partition != "own":
+            raise InputError(f"the data {own.data.name!r} is spread over its clients already; leave partition out.")
         return own.data, ()
     dataset = datasets.load(config.data, progress=progress)
     return datasets.build(dataset, config.partition, config.clients, streams.numpy("partition")), dataset.class_names
 
 
 def _module(config: Config, own: Own, federation: Federation, streams: Streams) -> nn.Module:
-    if isinstance(own.model, nn.Module):
-        # A copy, because training binds a module's tensors to rows; frozen weights stay shared, they never change.
-        return deepcopy(own.model, {id(p): p for p in own.model.parameters() if not p.requires_grad})
-    with streams.globally("init"):
-        if own.model is not None:
-            return own.model()
-        return models.build(config.model, federation.shape, federation.classes)
+    if own.model is None:
+        with streams.globally("init"):
+            return models.build(config.model, federation.shape, federation.classes)
+    module: object = own.model
+    if callable(module) and not isinstance(module, nn.Module):
+        with streams.globally("init"):
+            module = module()
+    if not isinstance(module, nn.Module):
+        raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(module).__name__}.")
+    # A copy, because training binds a module's tensors to rows; frozen weights stay shared, they never change.
+    return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
 def _try_out(workshop: Workshop, federation: Federation) -> None:
@@ -193,6 +211,11 @@ def _try_out(workshop: Workshop, federation: Federation) -> None:
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the model cannot be trained on {federation.name!r}: {first}.") from error
+    if workshop.criterion is F.mse_loss and output.shape != samples.y.shape:
+        raise InputError(
+            f"the model's output has shape {tuple(output.shape)} where the targets have {tuple(samples.y.shape)}; "
+            "for the mean squared error they must be alike."
+        )
     if loss.dim() != 0:
         raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
     if federation.classes and output.shape[-1] < federation.classes:
@@ -213,4 +236,4 @@ def _some_samples(federation: Federation) -> Samples | None:
 
 def replace_config(config: Config, **values: Any) -> Config:
     """A config with some values changed, validated again."""
-    return Config(**{**config.model_dump(), **values})
+    return make_config({**config.model_dump(), **values})

@@ -109,6 +109,8 @@ class RunFolder:
             lines = (self.path / "metrics.jsonl").read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise InputError(f"cannot read {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
         records = []
         for number, line in enumerate(lines[:-1], start=1):  # a whole line ends with a newline
             try:

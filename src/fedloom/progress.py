@@ -36,6 +36,7 @@ class Display:
 
     def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
         self._close_bars()
+        self._take_signals()
         self.folder, self._config = folder, config
         self._times: list[float] = []
         self._told = time.monotonic()
@@ -56,6 +57,8 @@ class Display:
         else:
             start = f"goes on after round {done} of {config.rounds}" if done else f"{config.rounds} rounds"
             self.console.print(f"{self._name}: {start}")
+
+    def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -102,7 +105,8 @@ class Display:
     def end(self) -> None:
         self._close_bars()
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            # Whoever asked to stop is being served: one more Ctrl-C must not disturb the leaving.
+            signal.signal(number, signal.SIG_IGN if self._stops else handler)
         self._handlers.clear()
 
     def _close_bars(self) -> None:
@@ -113,6 +117,8 @@ class Display:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
         if self._stops > 1:
+            for handled in self._handlers:
+                signal.signal(handled, signal.SIG_IGN)
             raise KeyboardInterrupt
         print("\nstopping after this round; once more stops at once", file=sys.stderr, flush=True)
 

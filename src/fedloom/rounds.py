@@ -73,10 +73,10 @@ class Rounds:
         clock.add("collect", -clock.seconds.get("train", 0.0))  # collecting waits for training inside
         if refiner is not None:
             with clock.part("refine"):
-                refiner.refine(round, server.models())
+                refiner.refine(round, server)
 
         size = self.context.layout.nbytes
-        bytes_down = sum(job.nbytes for job in jobs)
+        bytes_down = sum(job.nbytes for job in jobs) - self._bytes_at_home() * len(jobs)
         record: dict[str, Any] = {
             "round": round + 1,
             "train_loss": tally.loss_sum / tally.samples if tally.samples else None,
@@ -112,7 +112,7 @@ class Rounds:
             if isinstance(answer, Lost):
                 tally.lost[answer.job.client] = answer.reason
                 continue
-            tally.bytes_up += answer.nbytes
+            tally.bytes_up += answer.nbytes - self._bytes_at_home()
             if fault := fault_of(answer, self.context.layout, self.parts.local.uploads(self.context.layout)):
                 tally.lost[answer.client] = f"refused: {fault}"
             elif answer.samples == 0:
@@ -123,8 +123,9 @@ class Rounds:
                     tally.samples += answer.samples
                     tally.loss_sum += answer.samples * answer.loss
                 self.engine.accept(answer)
-                if self.parts.companion is not None:
-                    self.parts.companion.take(round, answer)
+                for part in (self.parts.companion, self.parts.refiner):
+                    if part is not None:
+                        part.take(round, answer)
                 yield answer
         if tally.accepted < self.config.min_clients:
             reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
@@ -132,6 +133,12 @@ class Rounds:
                 f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is "
                 f"{self.config.min_clients} ({reasons or 'the others have no samples'})."
             )
+
+    def _bytes_at_home(self) -> int:
+        """The part of every model that does not travel."""
+        layout = self.context.layout
+        columns: int = sum(part.stop - part.start for part in self.parts.local.stays_home(layout))
+        return columns * layout.dtype.itemsize
 
     def _goes_missing(self, round: int, job: Job) -> bool:
         chance = self.config.lost

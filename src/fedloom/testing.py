@@ -131,7 +131,9 @@ def small_experiment(method: str, options: Given, **settings: Any) -> Experiment
     """The parts of a method, put together but not yet run."""
     federation = SmallFederation()
     values = {**SETTINGS, **settings, "method": method, "options": options, "clients": len(federation)}
-    return build(make_config({**values, "data": "small", "model": "small"}), Own(federation, normed_network))
+    return build(
+        make_config({**values, "data": "small", "partition": "own", "model": "small"}), Own(federation, normed_network)
+    )
 
 
 def one_round(experiment: Experiment, order: Callable[[list[Update]], list[Update]], change: float = 0.01) -> Tensor:

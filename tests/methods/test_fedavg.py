@@ -17,7 +17,9 @@ from fedloom.streams import Streams
 from fedloom.testing import SmallFederation, normed_network, plain_network, small_experiment
 
 
-def reference(module: nn.Module, federation: Federation, seed: int, rounds: int, cohort: int, **options: float) -> nn.Module:
+def reference(
+    module: nn.Module, federation: Federation, seed: int, rounds: int, cohort: int, **options: float
+) -> nn.Module:
     """FedAvg as one would write it down: slow, and obviously right."""
     streams, size = Streams(seed), int(options["batch_size"])
     for number in range(rounds):

@@ -121,6 +121,7 @@ def train_client(
         bench.begin(round, client, samples, row, received, extras, home, uploads, first_visit)
         for piece in shop.train(bench):
             bench.run(piece)
+        bench.finish()
     _fill("row", row, bench.row)
     for group, now in (("home", bench.home), ("uploads", bench.uploads)):
         if places[group].keys() != now.keys():

@@ -34,11 +34,11 @@ class PlainEngine(Engine):
         shop = self.shop.workshop
         for job in jobs:
             kept = self.homes.get(job.client)
-            home = {name: torch.zeros(shape, dtype=shop.layout.dtype) for name, shape in (shop.home or {}).items()}
+            home = {name: torch.zeros(shape, dtype=shop.layout.dtype) for name, shape in shop.home.items()}
             home = {name: kept.get(name, zero).to(self.device, copy=True) for name, zero in home.items()}
             uploads = {
                 name: torch.zeros(shape, dtype=shop.layout.dtype, device=self.device)
-                for name, shape in (shop.uploads or {}).items()
+                for name, shape in shop.uploads.items()
             }
             try:
                 samples, loss, steps = train_client(

@@ -86,7 +86,7 @@ class Slots:
         self._fields: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {"home": {}, "uploads": {}}
         self._size = layout.size
         end = stride_of(layout.size, layout.dtype)
-        for group, shapes in (("home", workshop.home or {}), ("uploads", workshop.uploads or {})):
+        for group, shapes in (("home", workshop.home), ("uploads", workshop.uploads)):
             for name, shape in shapes.items():
                 self._fields[group][name] = (end, shape)
                 end += stride_of(torch.Size(shape).numel(), layout.dtype)

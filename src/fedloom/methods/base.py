@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.banks import Bank
-from fedloom.bench import Batch, Bench, Pass
+from fedloom.bench import Batch, Bench, Criterion, Pass
 from fedloom.exchange import Job, Shapes, Update
 from fedloom.rows import Layout
 from fedloom.settings import Settings
@@ -49,6 +49,12 @@ class Context:
     training: Training
     samples: Callable[[int], int]
     """How many samples a client has."""
+    criterion: Criterion
+    make_module: Callable[[], nn.Module]
+    """A new copy of the network, for parts that compute with models on the server."""
+    classes: int
+    shape: tuple[int, ...]
+    """Of one input of the network."""
     device: torch.device
     make_bank: Callable[[int, int], Bank]
     """(count, width) -> rows where the engine can read them without copying."""
@@ -118,7 +124,7 @@ class Server(Part[O], ABC):
 
     @abstractmethod
     def models(self) -> Tensor:
-        """The models the next round starts from, as a matrix of rows; a refiner changes them in place."""
+        """The models the next round starts from, as a matrix of rows; a refiner may change them in place."""
 
 
 class Local(Part[O]):
@@ -134,6 +140,10 @@ class Local(Part[O]):
     def uploads(self, layout: Layout) -> Shapes:
         """Tensors that a client sends back beside its model."""
         return {}
+
+    def stays_home(self, layout: Layout) -> list[slice]:
+        """Columns of the model that never travel: each client trains its own, starting from the initial model's."""
+        return []
 
     def train(self, bench: Bench) -> Iterator[Pass]:
         """Train the model on the bench: yield passes, and do what is to be done before, between and after them."""
@@ -169,6 +179,9 @@ class Companion(Part[O], ABC):
 class Refiner(Part[O], ABC):
     """What the server does to fresh models before they are used."""
 
+    def take(self, round: int, update: Update) -> None:
+        """See one accepted update, in the order of the jobs: the clients' models are gone by the time of `refine`."""
+
     @abstractmethod
-    def refine(self, round: int, models: Tensor) -> None:
-        """Improve each row of `models` in place."""
+    def refine(self, round: int, server: Server[Any]) -> None:
+        """Improve each row of `server.models()` in place."""

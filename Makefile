@@ -1,0 +1,34 @@
+# Everything is done in .venv in this folder; each target makes it first where it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check format bench clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup  ## three methods on the embedded digits: a table and a report
+	$(BIN)/fedloom compare fedavg fedprox scaffold --seeds 3 --partition dirichlet:0.1 --rounds 40 --set fedprox.mu=0.1
+
+test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
+	$(BIN)/python -m pytest -q
+
+check: setup  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## against a plain PyTorch loop, as ratios
+	$(BIN)/python benchmarks/rounds.py --out results/rounds.json
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,180 @@
+"""The contracts of the parts, with small methods that use what FedAvg, FedProx and SCAFFOLD do not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom import Bench, Job, Layout, Method, Pass, Refiner, Server, Update, register
+from fedloom.bench import STAYS
+from fedloom.methods import Context, Local, Options, compose
+from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
+from fedloom.rows import Kind
+from fedloom.testing import check_method, plain_network, small_experiment, small_run
+
+
+class NormsStayHome(Local[Options]):
+    """FedBN: the modules with running statistics are each client's own."""
+
+    def stays_home(self, layout: Layout) -> list[slice]:
+        units = {entry.unit for entry in layout.entries if entry.kind is Kind.BUFFER}
+        return [entry.columns for entry in layout.entries if entry.unit in units]
+
+
+class Swarm(Server[Options]):
+    """As many models as clients in a round; each wanders from client to client and is averaged for deployment only."""
+
+    kept = ("bank",)
+
+    def __init__(self, context: Context, options: Options) -> None:
+        super().__init__(context, options)
+        self.bank = context.bank(context.per_round)
+        self.bank.rows[:] = context.initial
+
+    def dispatch(self, round: int, clients: list[int]) -> list[Job]:
+        return [Job(client, self.bank.rows[slot], slot) for slot, client in enumerate(clients)]
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        for update in updates:
+            self.bank.rows[update.slot] = update.row
+
+    def deploy(self) -> Tensor:
+        row = self.bank.rows[0].clone()
+        floats = self.context.layout.floats
+        row[:floats] = self.bank.rows[:, :floats].mean(0)
+        return row
+
+    def models(self) -> Tensor:
+        return self.bank.rows
+
+
+class Shrinker(Refiner[Options]):
+    """Makes the parameters of every model a little smaller, by what it saw of the clients."""
+
+    kept = ("seen",)
+
+    def __init__(self, context: Context, options: Options) -> None:
+        super().__init__(context, options)
+        self.seen = 0
+        self.module = context.make_module()
+
+    def take(self, round: int, update: Update) -> None:
+        self.seen += 1
+
+    def refine(self, round: int, server: Server[Options]) -> None:
+        server.models()[:, : self.context.layout.trainable] *= 1 - 0.001 * self.seen
+
+    def diagnostics(self) -> dict[str, float]:
+        return {"seen": self.seen}
+
+
+class TwoModels(Local[Options]):
+    """Trains a second model after the first, from the same start, and returns their mean: a small soup."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(self.step)
+        first = bench.weights.clone()
+        bench.weights.copy_(bench.received[: bench.layout.trainable])
+        bench.new_optimizer()
+        yield Pass(self.step)
+        bench.weights.add_(first).div_(2)
+
+
+@pytest.fixture(autouse=True)
+def methods() -> None:
+    register(Method("norms-home", "", "", "", local=NormsStayHome))
+    register(Method("swarm", "", "", "", server=Swarm, models_sent="2K"))
+    register(Method("shrinker", "", "", "", refiner=Shrinker))
+    register(Method("soup", "", "", "", local=TwoModels, models_sent="2K"))
+
+
+@pytest.mark.parametrize("name", ["norms-home", "swarm", "shrinker", "soup", "swarm+soup+shrinker", "swarm+scaffold"])
+def test_they_keep_the_contract(name: str) -> None:
+    check_method(name)
+
+
+def test_a_composition_takes_each_part_from_the_method_that_brings_it() -> None:
+    parts = compose("swarm+scaffold+shrinker")
+    assert [parts.owner(part).name for part in ("server", "local", "companion", "refiner")] == [
+        "swarm",
+        "scaffold",
+        "scaffold",
+        "shrinker",
+    ]
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_what_stays_home_is_the_clients_own_and_never_travels(engine: str) -> None:
+    with small_experiment("norms-home", {}, engine=engine, per_round=8).engine_closed() as experiment:
+        layout, server = experiment.layout, experiment.rounds.parts.server
+        columns = experiment.rounds.parts.local.stays_home(layout)
+        away = [experiment.rounds.context.initial[part].clone() for part in columns]
+        record = experiment.rounds.play(0)
+        assert all(torch.equal(server.deploy()[part], own) for part, own in zip(columns, away, strict=True))
+        kept = [experiment.engine.homes.get(client)[STAYS].clone() for client in range(8)]
+        assert len({tuple(values.tolist()) for values in kept}) == 8, "every client has statistics of its own"
+        at_home = sum(part.stop - part.start for part in columns)
+        assert record["bytes_down"] == record["bytes_up"] == 8 * 4 * (layout.size - at_home)
+        experiment.rounds.play(1)
+        assert not any(torch.equal(experiment.engine.homes.get(c)[STAYS], kept[c]) for c in range(8)), "they train on"
+
+
+def test_what_stays_home_is_what_the_client_trained() -> None:
+    """Client 2 alone, twice: its second visit must start from its own statistics and the server's weights."""
+    with small_experiment("norms-home", {}).engine_closed() as experiment:
+        engine, server = experiment.engine, experiment.rounds.parts.server
+        seen: list[Tensor] = []
+        local = experiment.rounds.parts.local
+        plain = type(local).step
+
+        def step(bench: Bench, batch):
+            seen.append(bench.row.clone())
+            return plain(local, bench, batch)
+
+        local.step = step
+        columns = local.stays_home(experiment.layout)
+        for number in range(2):
+            (update,) = engine.train(number, list(server.dispatch(number, [2])))
+            engine.accept(update)
+            kept = engine.homes.get(2)[STAYS].clone()
+            if number == 0:
+                first, steps = kept, len(seen)
+        start = torch.cat([seen[steps][part] for part in columns])
+        assert torch.equal(start, first)
+        assert not torch.equal(first, kept)
+
+
+def test_without_such_modules_nothing_stays() -> None:
+    assert (
+        small_run("norms-home", {}, model=plain_network).digest == small_run("fedavg", {}, model=plain_network).digest
+    )
+
+
+def test_a_refiner_sees_the_updates_and_changes_what_is_sent_next() -> None:
+    refined = small_run("shrinker", {})
+    assert refined.digest != small_run("fedavg", {}).digest
+    assert [record["diagnostics"] for record in refined.records] == [{"refiner.seen": 4 * n} for n in (1, 2, 3, 4)]
+
+
+def test_several_models_on_a_server_keep_those_of_lost_clients() -> None:
+    with small_experiment("swarm", {}).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        experiment.rounds.play(0)
+        before = server.bank.rows.clone()
+        jobs = server.dispatch(1, server.select(1))
+        answered = [update for update in experiment.engine.train(1, jobs[:1])]
+        server.collect(1, iter(answered))
+        assert not torch.equal(server.bank.rows[0], before[0])
+        assert torch.equal(server.bank.rows[1:], before[1:])
+
+
+def test_the_public_suite_names_the_promise_that_was_broken() -> None:
+    class Nothing(FedAvgServer):
+        def collect(self, round: int, updates: Iterator[Update]) -> None:
+            for update in updates:
+                self.bank.rows[0].copy_(update.row)
+
+    register(Method("last-one", "", "", "", server=Nothing, options=FedAvgOptions))
+    with pytest.raises(AssertionError, match="last-one: order of clients does not matter"):
+        check_method("last-one")

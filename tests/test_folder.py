@@ -1,0 +1,246 @@
+"""The run folder: what is written is read back, what is torn or foreign is said, nothing is overwritten."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedloom.config import Config
+from fedloom.errors import FedloomError, InputError
+from fedloom.folder import RunFolder, free_name
+from fedloom.storage import read_tensors
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+OPTION = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False), TEXT)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "run", Config())
+
+
+@given(
+    values=st.fixed_dictionaries(
+        {},
+        optional={
+            "method": TEXT,
+            "data": TEXT,
+            "model": TEXT,
+            "clients": st.integers(10, 1000),
+            "per_round": st.one_of(st.none(), st.integers(1, 10)),
+            "steps": st.one_of(st.none(), st.integers(0, 9)),
+            "clip": st.one_of(st.none(), st.floats(1e-300, 1e300)),
+            "lr": st.floats(0, 1e300),
+            "momentum": st.floats(0, 1, exclude_max=True),
+            "seed": st.integers(0, 2**63 - 1),
+            "optimizer": st.sampled_from(["sgd", "adam"]),
+            "channels_last": st.booleans(),
+            "imports": st.lists(TEXT, max_size=2),
+            "options": st.dictionaries(TEXT, st.dictionaries(TEXT, OPTION, max_size=2), max_size=2),
+        },
+    ),
+    own=st.sampled_from([(), ("data",), ("data", "model", "loss")]),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_config_is_read_back_as_it_was(
+    values: dict[str, Any], own: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run")
+    config = Config(**values)
+    RunFolder.create(path, config, own)
+    opened = RunFolder.open(path)
+    assert opened.config == config
+    assert opened.own == own
+    assert opened.path == path
+
+
+def test_a_new_folder_holds_its_config_alone(tmp_path: Path) -> None:
+    made = RunFolder.create(tmp_path / "a" / "b", Config(keep_checkpoints=5))
+    assert [p.name for p in made.path.iterdir()] == ["config.toml"]
+    assert made.checkpoints.keep == 5
+    assert made.history() == []
+    assert made.summary() is None
+
+
+# refusals
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with: fedloom resume"):
+        RunFolder.create(tmp_path, Config())
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InputError, match="it, or a part of its path, is a file"):
+            RunFolder.create(path, Config())
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(InputError, match=r"cannot make the run folder .*: it is not writable\."):
+            RunFolder.create(tmp_path / "closed", Config())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        with pytest.raises(InputError, match=r"cannot make the run folder .*: No space left on device\."):
+            RunFolder.create(tmp_path / "full", Config())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(FedloomError, match=r"cannot write .*config\.toml: No space left on device\."):
+            RunFolder.create(tmp_path / "full", Config())
+    RunFolder.create(tmp_path / "full", Config())  # once there is room again, nothing is in the way
+
+
+def test_a_name_that_is_too_long_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="File name too long"):
+        RunFolder.create(tmp_path / ("x" * 300), Config())
+
+
+def test_what_is_not_a_run_is_said(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(InputError, match=r"is not a run: there is no config\.toml in it\."):
+            RunFolder.open(path)
+
+
+@pytest.mark.parametrize("found", ["2", '"one"'])
+def test_a_run_of_another_format_is_said(found: str, folder: RunFolder) -> None:
+    config = folder.path / "config.toml"
+    config.write_text(config.read_text().replace("format = 1", f"format = {found}"))
+    with pytest.raises(InputError, match=r"is a run of format .* \(made by fedloom .*\); .* reads format 1\."):
+        RunFolder.open(folder.path)
+    config.write_text("")
+    with pytest.raises(InputError, match=r"format None \(made by fedloom unknown\)"):
+        RunFolder.open(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("rounds = 0", r"config\.toml: rounds must be greater than or equal to 1, not 0\."),
+        ("rouns = 3", r"config\.toml: unknown setting 'rouns'; did you mean 'rounds'\?"),
+        ("rounds = ", r"config\.toml is not TOML"),
+    ],
+)
+def test_a_spoilt_config_is_said(change: str, complaint: str, folder: RunFolder) -> None:
+    config = folder.path / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 30", change))
+    with pytest.raises(InputError, match=complaint):
+        RunFolder.open(folder.path)
+
+
+# metrics
+
+
+RECORDS = [{"round": n, "loss": 0.1 * n, "é": None} for n in range(4)]
+
+
+def test_records_are_read_back_in_order(folder: RunFolder) -> None:
+    for record in RECORDS:
+        folder.append(record)
+    assert folder.history() == RECORDS
+    assert RunFolder.open(folder.path).history() == RECORDS
+
+
+def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunFolder) -> None:
+    for record in RECORDS:
+        folder.append(record)
+    path = folder.path / "metrics.jsonl"
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    for cut in range(1, last):
+        path.write_bytes(whole[:-cut])
+        assert folder.history() == RECORDS[:-1]
+    folder.rewind(3)
+    assert path.read_bytes() == whole[:-last]
+    folder.append(RECORDS[3])
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("line", [b"{", b"", b"3", b"[]", b"{}", b'{"round": "x"}', b"\xff"])
+def test_a_spoilt_line_in_the_middle_is_said(line: bytes, folder: RunFolder) -> None:
+    (folder.path / "metrics.jsonl").write_bytes(b'{"round": 0}\n' + line + b'\n{"round": 2}\n')
+    with pytest.raises(InputError, match=r"line 2 of .*metrics\.jsonl is"):
+        folder.history()
+
+
+@given(count=st.integers(0, 5), round=st.integers(-1, 6))
+@settings(deadline=None, max_examples=25)
+def test_rewind_forgets_later_rounds_alone(count: int, round: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = RunFolder.create(tmp_path_factory.mktemp("run"), Config())
+    records = [{"round": number, "x": number / 3} for number in range(count)]
+    for record in records:
+        folder.append(record)
+    folder.rewind(round)
+    assert folder.history() == [record for record in records if record["round"] <= round]
+
+
+def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunFolder) -> None:
+    for record in RECORDS[:2]:
+        folder.append(record)
+    folder.rewind(2, RECORDS[2])
+    assert folder.history() == RECORDS[:3]
+    folder.rewind(2, {"round": 2, "loss": 99.0})
+    assert folder.history() == RECORDS[:3], "a record that is there already stays"
+
+
+def test_metrics_that_cannot_be_written_or_read_are_said(folder: RunFolder) -> None:
+    (folder.path / "metrics.jsonl").mkdir()
+    with pytest.raises(FedloomError, match=r"cannot write .*metrics\.jsonl: Is a directory\."):
+        folder.append({"round": 0})
+    with pytest.raises(FedloomError, match=r"cannot read .*metrics\.jsonl: Is a directory\."):
+        folder.history()
+
+
+# beside them
+
+
+def test_the_model_is_stored_under_its_names(folder: RunFolder) -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    folder.write_model({"a.weight": weight, "tied.weight": weight, "steps": torch.tensor(3)})
+    back = read_tensors(folder.path / "model.safetensors")
+    assert torch.equal(back["tied.weight"], weight)
+    assert back["steps"].item() == 3
+
+
+def test_the_partition_is_stored_where_it_is_known(folder: RunFolder) -> None:
+    folder.write_partition(None, ())
+    assert not (folder.path / "partition.json").exists()
+    folder.write_partition(np.array([[1, 2, 3], [0, 0, 9]]), ("a", "b", "c"))
+    stored = json.loads((folder.path / "partition.json").read_text())
+    assert stored == {"classes": 3, "class_names": ["a", "b", "c"], "counts": [[1, 2, 3], [0, 0, 9]]}
+
+
+def test_the_summary_is_read_back_or_refused(folder: RunFolder) -> None:
+    summary = {"accuracy": 0.5, "digest": "abc", "loss": None}
+    folder.write_summary(summary)
+    assert folder.summary() == summary
+    for content in (b"{", b"3", b"[1]", b"{}", b"\xff"):
+        (folder.path / "summary.json").write_bytes(content)
+        with pytest.raises(InputError, match=r"summary\.json is damaged"):
+            folder.summary()
+
+
+def test_free_names_are_new_and_safe(tmp_path: Path) -> None:
+    config = Config(method="fedavg+fedprox", data="my data/../x", seed=3)
+    first = free_name(tmp_path, config)
+    assert first.parent == tmp_path
+    assert first.name == "fedavg+fedprox-my_data_.._x-seed3-001"
+    first.mkdir()
+    assert free_name(tmp_path, config).name.endswith("-002")
+    (tmp_path / "fedavg+fedprox-my_data_.._x-seed3-002").write_text("")
+    assert free_name(tmp_path, config).name.endswith("-003")
