@@ -90,7 +90,7 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     restart=st.integers(0, 7),
     kept=st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_kept_checkpoint_is_whole_and_nothing_else_is_there(
     visits: list[list[int]], restart: int, kept: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -120,7 +120,7 @@ def test_other_settings_are_refused(pair: str) -> None:
 
 
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, OPTION, max_size=3), max_size=3))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_options_survive_toml(tmp_path_factory: pytest.TempPathFactory, options: dict[str, dict[str, Any]]) -> None:
     path = tmp_path_factory.mktemp("toml") / "c.toml"
     path.write_text(to_toml({"options": options}), encoding="utf-8")

@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> RunFolder:
     ),
     own=st.sampled_from([(), ("data",), ("data", "model", "loss")]),
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_config_is_read_back_as_it_was(
     values: dict[str, Any], own: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_spoilt_line_in_the_middle_is_said(line: bytes, folder: RunFolder) -> 
 
 
 @given(count=st.integers(0, 5), round=st.integers(-1, 6))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_rewind_forgets_later_rounds_alone(count: int, round: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = RunFolder.create(tmp_path_factory.mktemp("run"), Config())
     records = [{"round": number, "x": number / 3} for number in range(count)]

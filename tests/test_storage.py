@@ -69,7 +69,7 @@ def round_trip(state: Any, folder: Path) -> Any:
 
 
 @given(state=STATES)
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_states_come_back_from_the_disk_as_they_were(state: Any, tmp_path: Path) -> None:
     assert equal(round_trip(state, tmp_path), state)
 
@@ -121,6 +121,27 @@ def test_the_refusal_names_the_place() -> None:
 
 # damage
 
+VALUE = {"round": 12, "state": {"x": [1.5, None, "é"]}, "inf": float("inf")}
+
+
+@pytest.fixture
+def json_file(tmp_path: Path) -> Path:
+    write_json(tmp_path / "whole.json", VALUE)
+    return tmp_path / "whole.json"
+
+
+@pytest.fixture
+def tensor_file(tmp_path: Path) -> Path:
+    path = tmp_path / "whole.safetensors"
+    write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor([True]), "c": torch.zeros(0, 2)})
+    return path
+
+
+def damaged(content: bytes, place: int, mask: int, cut: bool) -> bytes:
+    """The content cut at a place, or with some bits flipped there."""
+    place %= len(content)
+    return content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :])
+
 
 def attempt(read: Callable[[Path], dict[str, Any]], path: Path) -> tuple[dict[str, Any] | None, str]:
     """What is read, or the sentence with which it is refused."""
@@ -148,13 +169,10 @@ def test_any_damage_of_a_tensor_file_is_refused_by_its_digest(tmp_path: Path) ->
 @given(place=st.integers(0, 10_000), mask=st.integers(1, 255), cut=st.booleans())
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_file_without_digest_gives_tensors_or_a_sentence(
-    place: int, mask: int, cut: bool, tmp_path: Path
+    place: int, mask: int, cut: bool, tensor_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.safetensors"
-    write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor([True]), "c": torch.zeros(0, 2)})
-    content = path.read_bytes()
-    place %= len(content)
-    path.write_bytes(content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :]))
+    path.write_bytes(damaged(tensor_file.read_bytes(), place, mask, cut))
     found, sentence = attempt(read_tensors, path)
     if found is None:
         assert "t.safetensors is not a whole safetensors file" in sentence
@@ -165,17 +183,16 @@ def test_a_damaged_file_without_digest_gives_tensors_or_a_sentence(
 
 @given(place=st.integers(0, 10_000), mask=st.integers(1, 255), cut=st.booleans())
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_json_never_reads_as_another_value(place: int, mask: int, cut: bool, tmp_path: Path) -> None:
-    path, value = tmp_path / "v.json", {"round": 12, "state": {"x": [1.5, None, "é"]}, "inf": float("inf")}
-    write_json(path, value)
-    content = path.read_bytes()
-    place %= len(content)
-    path.write_bytes(content[:place] + (b"" if cut else bytes([content[place] ^ mask]) + content[place + 1 :]))
+def test_damaged_json_never_reads_as_another_value(
+    place: int, mask: int, cut: bool, json_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "v.json"
+    path.write_bytes(damaged(json_file.read_bytes(), place, mask, cut))
     found, sentence = attempt(read_json, path)
     if found is None:
         assert "v.json is damaged" in sentence
     else:
-        assert found == value, "only white space may have changed"
+        assert found == VALUE, "only white space may have changed"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "7", "null", '"text"', "{}", '{"sha256": 3}', "{", "[" * 100_000])
