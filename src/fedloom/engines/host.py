@@ -21,6 +21,7 @@ from fedloom.bench import Score, score_chunks
 from fedloom.data import Federation
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.worker import (
+    CANNOT_TRAIN,
     Failed,
     Order,
     Place,
@@ -186,6 +187,11 @@ class HostEngine(Engine):
             except (EOFError, OSError):
                 self._bury(worker)
                 how = worker.process.exitcode
+                if how == CANNOT_TRAIN:
+                    raise FedloomError(
+                        "worker processes cannot be forked from a process that has trained on a machine with a GPU; "
+                        "use the plain engine, or start from a fresh process."
+                    ) from None
                 if waiting.again(order.index) < LIVES:
                     continue
                 waiting.drop(order.index)

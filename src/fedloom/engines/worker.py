@@ -74,6 +74,9 @@ class Scored:
     score: Score
 
 
+CANNOT_TRAIN = 77
+"""Exit code of a worker in which autograd does not work: torch's threads for GPUs do not survive a fork."""
+
 Order = TrainOrder | ScoreOrder
 Reply = Trained | Failed | Scored
 
@@ -116,6 +119,11 @@ def work(pipe: Connection, others: Sequence[Connection], shop: Shop, slots: Slot
     _keep_freed_memory()
     gc.freeze()  # what was inherited is never garbage; leaving it alone keeps its pages shared
     torch.set_num_threads(1)
+    try:
+        one = torch.ones((), requires_grad=True)
+        torch.autograd.grad(one * one, [one])
+    except RuntimeError:
+        os._exit(CANNOT_TRAIN)
     bench: Bench | None = None
     try:
         while True:
