@@ -13,7 +13,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup  ## three methods on the embedded digits: a table and a report
-	$(BIN)/fedloom compare fedavg fedprox scaffold --seeds 3 --partition dirichlet:0.1 --rounds 40 --set fedprox.mu=0.1
+	$(BIN)/fedloom compare fedavg fedprox scaffold --seeds 5 --partition dirichlet:0.1 --rounds 40 --set fedprox.mu=0.1
 
 test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
 	$(BIN)/python -m pytest -q

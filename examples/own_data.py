@@ -1,6 +1,6 @@
 """One's own arrays, network and loss, from Python: a regression over sites that each see another range of x.
 
-    python examples/own_data.py
+Run it with `python examples/own_data.py`; it takes some seconds.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ def robust(output: Tensor, target: Tensor) -> Tensor:
     return F.huber_loss(output, target, delta=0.3)
 
 
-def main(rounds: int = 60) -> fedloom.Compared:
+def main(rounds: int = 100) -> fedloom.Compared:
     compared = fedloom.compare(
         ["fedavg", "scaffold"],
         data=make_federation(),
@@ -46,7 +46,7 @@ def main(rounds: int = 60) -> fedloom.Compared:
         loss=robust,
         rounds=rounds,
         per_round=6,
-        lr=0.1,
+        lr=0.3,
         epochs=5,
     )
     for run in compared.runs:

@@ -153,6 +153,10 @@ def test_located_rows_are_the_same_memory(make: Maker) -> None:
     assert Bank.locate(row[2:5], Bank.made()) == row[2:5].data_ptr()
     assert Bank.locate(bank.rows, Bank.made()) is None, "rows with gaps between them are not one tensor"
     assert Bank.locate(row.clone(), Bank.made()) is None
+    last = bank.rows[3].data_ptr()
+    beyond = at_address(last, (ALIGN // 4 + 1,), torch.float32)
+    assert Bank.locate(beyond[:-1], Bank.made()) == last
+    assert Bank.locate(beyond, Bank.made()) is None, "it ends outside of the bank"
     square = at_address(address, (2, 5), torch.float32)
     assert square.shape == (2, 5)
     assert square[1, 0] == 5

@@ -81,7 +81,7 @@ def test_what_a_person_reads_after_a_run(command: Command, tmp_path: Path) -> No
     assert ended.code == 0
     words = [line.split()[0] for line in ended.out.splitlines()]
     assert words == ["accuracy", "clients", "sent", "time", "run", "report", "digest"]
-    assert "fedavg on digits, seed 0: starts, 2 rounds" in ended.err
+    assert "fedavg on digits, seed 0: 2 rounds" in ended.err
     assert "round 2/2" in ended.err
     report = next(line.split()[1] for line in ended.out.splitlines() if line.startswith("report"))
     assert (tmp_path / report).is_file()

@@ -162,6 +162,17 @@ def test_tied_weights_are_in_the_row_once_and_stay_tied() -> None:
     assert layout.state_dict(row)["second.num_batches_tracked"] == 2
 
 
+def test_one_buffer_under_two_names_stays_one() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    module[1].running_mean = module[0].running_mean
+    layout = Layout.of(module)
+    row = layout.read(module)
+    layout.bind(module, row)
+    row[layout.trainable : layout.floats] = 4.0
+    assert module[0].running_mean.data_ptr() == module[1].running_mean.data_ptr()
+    assert bool((module[1].running_mean == 4).all())
+
+
 def test_binding_leaves_frozen_and_non_persistent_tensors_alone() -> None:
     module = Odd()
     frozen, cache = module.frozen, module.cache

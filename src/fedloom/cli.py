@@ -204,18 +204,15 @@ def compare(
     from fedloom.comparing import compare
     from fedloom.progress import Display
 
-    display = Display(quiet)
+    count, options = _number("seeds", seeds, int), parse_settings(set_ or ())
+    goal = None if target is None else _number("target", target, float)
+    display = Display(quiet, runs=count * len(methods))
+    values = _with_extras(settings, import_)
+    advice = f"go on with the same command and --out {out}" if out else None
     result = _interruptible(
-        lambda: compare(
-            methods,
-            _number("seeds", seeds, int),
-            options=parse_settings(set_ or ()),
-            out=out,
-            target=None if target is None else _number("target", target, float),
-            watcher=display,
-            **_with_extras(settings, import_),
-        ),
+        lambda: compare(methods, count, options=options, out=out, target=goal, watcher=display, **values),
         display,
+        advice,
     )
     if json_:
         runs = [finished.summary for finished in result.runs]

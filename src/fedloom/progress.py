@@ -25,7 +25,8 @@ PAUSE = 5.0
 class Display:
     """Shows runs as they go on."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, runs: int = 1) -> None:
+        self._runs, self._run = runs, 0
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and not quiet
         self.folder: Path | None = None
@@ -41,7 +42,9 @@ class Display:
         self._times: list[float] = []
         self._told = time.monotonic()
         done = max((record["round"] for record in history), default=0)
-        self._name = f"{config.method} on {config.data}, seed {config.seed}"
+        self._run += 1
+        number = f"{self._run}/{self._runs}  " if self._runs > 1 else ""
+        self._name = f"{number}{config.method} on {config.data}, seed {config.seed}"
         if self.live:
             self._bars = Progress(
                 TextColumn("[bold]{task.description}"),

@@ -9,6 +9,7 @@ clients finish, so that sums round alike.
 import heapq
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -61,7 +62,10 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         inherited = [self.pipe, *(other.pipe for other in others)]
         self.process: ForkProcess = context.Process(target=work, args=(theirs, inherited, shop, slots), daemon=True)
-        self.process.start()
+        with warnings.catch_warnings():
+            # A child of a process with threads must not take locks they may hold; ours computes with torch and no more.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            self.process.start()
         theirs.close()
         self.order: Order | None = None
 

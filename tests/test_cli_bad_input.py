@@ -1,0 +1,390 @@
+"""Bad input: one sentence on stderr that names what is wrong, an exit code, no traceback, and nothing written."""
+
+import gzip
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedloom.data import cifar
+
+Command = Callable[..., Any]
+TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
+
+
+def refused(ended: Any, *words: str, code: int = 2) -> None:
+    """One sentence with these words, and nothing else."""
+    assert ended.out == ""
+    assert ended.err.startswith("fedloom: "), ended.err
+    assert ended.err.count("\n") == 1, ended.err
+    assert ended.err.endswith("\n")
+    assert "Traceback" not in ended.err
+    for word in words:
+        assert word in ended.err, ended.err
+    assert ended.code == code
+
+
+WRONG: list[tuple[str, tuple[str, ...]]] = [
+    ("run fedavgg", ("'fedavgg'", "'fedavg'")),
+    ("run FedProx2", ("'fedprox'",)),
+    ("run fedprox+scaffold", ("fedprox", "scaffold", "local")),
+    ("run fedprox+fedprox", ("twice",)),
+    ("run +", ("fedavg, fedprox",)),
+    ("run", ("method",)),
+    ("rnu fedavg", ("rnu",)),
+    ("run fedavg --data digitz", ("'digitz'", "'digits'")),
+    ("run fedavg --model mpl", ("'mpl'", "'mlp'")),
+    ("run fedavg --partition dirichlett:0.3", ("'dirichlett'", "'dirichlet'")),
+    ("run fedavg --partition dirichlet", ("alpha", "above 0")),
+    ("run fedavg --partition dirichlet:0", ("alpha", "'0'")),
+    ("run fedavg --partition dirichlet:-1", ("alpha", "'-1'")),
+    ("run fedavg --partition dirichlet:nan", ("alpha",)),
+    ("run fedavg --partition shards:0", ("shards", "'0'")),
+    ("run fedavg --partition shards:9999", ("1438",)),
+    ("run fedavg --partition iid:3", ("'3'",)),
+    ("run fedavg --partition dirichlet:1,mni=3", ("'mni'",)),
+    ("run fedavg --partition own", ("unknown partition",)),
+    ("run fedavg --clients 5000 --partition iid", ("1438", "5000")),
+    ("run fedavg --clients 200", ("200", "1438")),
+    ("run fedavg --clients 0", ("clients", "1")),
+    ("run fedavg --clients many", ("clients", "'many'")),
+    ("run fedavg --per-round 21", ("21", "20")),
+    ("run fedavg --rounds 0", ("rounds",)),
+    ("run fedavg --rounds 1.5", ("rounds", "'1.5'")),
+    ("run fedavg --rouds 3", ("--rouds", "--rounds")),
+    ("run fedavg --seed -1", ("seed",)),
+    ("run fedavg --lr nan", ("lr",)),
+    ("run fedavg --lr inf", ("lr",)),
+    ("run fedavg --lr -0.1", ("lr", "-0.1")),
+    ("run fedavg --momentum 1", ("momentum",)),
+    ("run fedavg --nesterov", ("momentum",)),
+    ("run fedavg --optimizer sdg", ("'sgd'", "'sdg'")),
+    ("run fedavg --augment flap", ("'flap'", "'flip'")),
+    ("run fedavg --lost 1", ("lost",)),
+    ("run fedavg --min-clients 11", ("11", "10")),
+    ("run fedavg --engine gpu", ("'host'", "'gpu'")),
+    ("run fedavg --engine host --device cuda", ("host", "plain")),
+    ("run fedavg --device toaster", ("'toaster'",)),
+    ("run fedavg --device meta", ("'meta'",)),
+    ("run fedavg --workers -1", ("workers",)),
+    ("run fedavg --checkpoint-seconds -1", ("checkpoint_seconds",)),
+    ("run fedprox --set fedprox.nu=1", ("'nu'", "'mu'")),
+    ("run fedprox --set fedpro.mu=1", ("'fedpro'", "'fedprox'")),
+    ("run fedprox --set fedprox.mu=-1", ("fedprox.mu", "-1")),
+    ("run fedprox --set fedprox.mu=much", ("fedprox.mu", "'much'")),
+    ("run fedprox --set fedprox.mu=nan", ("fedprox.mu", "nan")),
+    ("run fedprox --set fedprox.mu", ("METHOD.OPTION=VALUE",)),
+    ("run fedprox --set mu=1", ("METHOD.OPTION=VALUE",)),
+    ("run fedavg --set fedprox.mu=1", ("'fedprox'", "'fedavg'")),
+    ("run scaffold --optimizer adam", ("sgd", "scaffold.option=I")),
+    ("run fedavg --import nowhere.py", ("nowhere.py",)),
+    ("compare fedavg fedavg", ("twice",)),
+    ("compare fedavg fedprx", ("'fedprox'",)),
+    ("compare fedavg --set fedprox.mu=1", ("fedprox", "no part")),
+    ("compare fedavg --set fedprx.mu=1", ("fedprx", "no such method")),
+    ("compare fedavg fedprox --set fedprox.nu=1", ("'nu'", "'mu'")),
+    ("compare fedavg --seeds 0", ("seeds",)),
+    ("compare fedavg --seeds two", ("seeds", "'two'")),
+    ("compare fedavg --seeds 2 --seed 9223372036854775807", ("seed",)),
+    ("compare fedavg --target 80", ("target", "80")),
+    ("compare fedavg --target nan", ("target",)),
+    ("compare", ("methods",)),
+    ("list metods", ("'metods'", "'methods'")),
+    ("list methods --import nowhere.py", ("nowhere.py",)),
+    ("resume nowhere", ("nowhere", "not a run")),
+    ("verify nowhere", ("nowhere", "not a run")),
+    ("report nowhere", ("nowhere",)),
+    (f"resume {'x' * 300}", ("File name too long",)),
+    (f"report {'x' * 300}", ("File name too long",)),
+    (f"run fedavg --out {'x' * 300}", ("File name too long",)),
+    (f"compare fedavg --out {'x' * 300}", ("File name too long",)),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line[:60] for line, _ in WRONG])
+def test_what_is_wrong_is_said_and_nothing_is_written(
+    command: Command, tmp_path: Path, line: str, words: tuple[str, ...]
+) -> None:
+    refused(command(*line.split()), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_is_written(
+    command: Command, tmp_path: Path
+) -> None:
+    refused(command("run", "fedavg", "--model", "lenet"), "'lenet'", "8 x 8")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("this is not python", ("SyntaxError",)),
+        ("raise ValueError('two\\nlines')", ("ValueError: two lines",)),
+        ("1 / 0", ("ZeroDivisionError",)),
+        ("import a_module_that_nobody_has", ("a_module_that_nobody_has",)),
+        ("from fedloom import *\nregister(Method('fedavg', '', '', '', local=Local))", ("'fedavg'",)),
+        ("from fedloom import *\nregister(Method('a b', '', '', '', local=Local))", ("'a b'",)),
+    ],
+)
+def test_a_broken_file_to_import(command: Command, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    refused(command("run", "fedavg", *TINY, "--import", "mine.py"), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+# data sets
+
+
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape) + values.tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small, whole MNIST."""
+    folder = tmp_path / "data" / "mnist"
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for at, name in enumerate(NAMES):
+        count = 120 if at < 2 else 30
+        shape = (count, 28, 28) if at % 2 == 0 else (count,)
+        (folder / name).write_bytes(idx(draw.integers(0, 256 if at % 2 == 0 else 10, shape, dtype=np.uint8)))
+    monkeypatch.setenv("FEDLOOM_DATA", str(folder.parent))
+    return folder
+
+
+def spoil(mnist: Path, how: str) -> None:
+    images, labels = mnist / NAMES[0], mnist / NAMES[1]
+    content = images.read_bytes()
+    if how == "cut":
+        images.write_bytes(content[:-1])
+    elif how == "header":
+        images.write_bytes(content[:7])
+    elif how == "empty":
+        images.write_bytes(b"")
+    elif how == "long":
+        images.write_bytes(content + b"x")
+    elif how == "magic":
+        images.write_bytes(b"\x00\x00\x09\x03" + content[4:])
+    elif how == "claims":
+        images.write_bytes(struct.pack(">4I", 0x803, 2**32 - 1, 28, 28) + content[16:])
+    elif how == "label":
+        labels.write_bytes(labels.read_bytes()[:-1] + b"\x0b")
+    elif how == "fewer":
+        labels.write_bytes(idx(np.zeros(119, dtype=np.uint8)))
+    elif how == "gzip":
+        images.unlink()
+        images.with_suffix(".gz").write_bytes(gzip.compress(content)[:-100])
+    elif how == "not gzip":
+        images.unlink()
+        images.with_suffix(".gz").write_bytes(content)
+    elif how == "folder":
+        images.unlink()
+        images.with_suffix(".gz").mkdir()
+
+
+def test_a_whole_small_mnist_runs(command: Command, mnist: Path) -> None:
+    assert mnist.is_dir()
+    assert command("run", "fedavg", "--data", "mnist", *TINY, "--partition", "iid", "--json").result["rounds"] == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ("cut", "truncated"),
+        ("header", "truncated"),
+        ("empty", "truncated"),
+        ("long", "too long"),
+        ("magic", "magic number"),
+        ("claims", "truncated"),
+        ("label", "label 11"),
+        ("fewer", "119 labels"),
+        ("gzip", "cannot read"),
+        ("not gzip", "cannot read"),
+    ],
+)
+def test_a_broken_mnist(command: Command, tmp_path: Path, mnist: Path, how: str, word: str) -> None:
+    spoil(mnist, how)
+    refused(command("run", "fedavg", "--data", "mnist", *TINY), word, str(mnist))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("how", "word"), [("cut", "truncated"), ("long", "too long"), ("bits", "SHA-256 differs")])
+def test_a_broken_cifar10(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
+) -> None:
+    folder = tmp_path / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    size = cifar.RECORD * cifar.RECORDS + {"cut": -1, "long": 1, "bits": 0}[how]
+    for name in (*cifar.TRAIN, *cifar.TEST):
+        with (folder / name).open("wb") as handle:
+            handle.truncate(size)  # a hole: no bytes are written
+    monkeypatch.setenv("FEDLOOM_DATA", str(folder.parent))
+    refused(command("run", "fedavg", "--data", "cifar10", *TINY), word, str(folder))
+    assert not (tmp_path / "runs").exists()
+
+
+# folders
+
+
+def test_a_run_folder_below_a_file(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused(command("run", "fedavg", *TINY, "--out", "file/run"), "file/run")
+    refused(command("run", "fedavg", *TINY, "--out", "file"), "file")
+    refused(command("compare", "fedavg", *TINY, "--out", "file"), "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_may_not_be_made(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", denied)
+        refused(command("run", "fedavg", *TINY, "--out", "r"), "cannot make the run folder r", "Permission denied")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_may_not_be_written(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        refused(command("run", "fedavg", *TINY, "--out", "r"), "r", "not writable")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_report_that_cannot_be_written(command: Command, tmp_path: Path) -> None:
+    assert command("run", "fedavg", *TINY, "--out", "r", "--quiet").code == 0
+    refused(command("report", "r", "-o", "nowhere/report.html"), "nowhere/report.html")
+    refused(command("report", "r", "-o", "r"), "'r'")
+    (tmp_path / "empty").mkdir()
+    refused(command("report", "empty"), "empty", "no run")
+    assert not (tmp_path / "report.html").exists()
+
+
+# runs that were changed
+
+
+@pytest.fixture
+def unfinished(command: Command, tmp_path: Path) -> Path:
+    """A run with two checkpoints that has not finished."""
+    words = ("--rounds", 3, "--checkpoint-seconds", 0, "--out", "r", "--quiet")
+    assert command("run", "scaffold", *TINY, *words).code == 0
+    (tmp_path / "r" / "summary.json").unlink()
+    return tmp_path / "r"
+
+
+def checkpoints(folder: Path, pattern: str) -> list[Path]:
+    return sorted((folder / "checkpoints").glob(pattern))
+
+
+@pytest.mark.parametrize("pattern", ["round-*.json", "round-*.safetensors"])
+@pytest.mark.parametrize("how", ["cut", "bit", "empty", "gone", "noise", "list"])
+def test_damaged_checkpoints(command: Command, unfinished: Path, pattern: str, how: str) -> None:
+    """One is passed over, with a word; when all are, that is said, and the run is left as it is."""
+    whole = command("run", "scaffold", *TINY, "--rounds", 3, "--json").result
+    content = {path: path.read_bytes() for path in checkpoints(unfinished, "*")}
+
+    def damage(path: Path) -> None:
+        old = path.read_bytes()
+        if how == "gone":
+            path.unlink()
+            return
+        flipped = old[:-20] + bytes([old[-20] ^ 1]) + old[-19:]
+        broken = {"cut": old[:-7], "bit": flipped, "empty": b"", "noise": os.urandom(99), "list": b"[1, 2]\n"}
+        path.write_bytes(broken[how])
+
+    damage(checkpoints(unfinished, pattern)[-1])
+    ended = command("resume", "r", "--json")
+    assert ended.result["digest"] == whole["digest"]
+    if not (how == "gone" and pattern.endswith("json")):
+        assert "Going on from the checkpoint before it" in ended.err
+
+    (unfinished / "summary.json").unlink()
+    for path in checkpoints(unfinished, "*"):
+        path.unlink()
+    for path, old in content.items():
+        path.write_bytes(old)
+    for path in checkpoints(unfinished, pattern):
+        damage(path)
+    if how == "gone" and pattern.endswith("json"):
+        return  # then there is no checkpoint at all, and the run starts from the beginning
+    metrics = (unfinished / "metrics.jsonl").read_bytes()
+    refused(command("resume", "r"), "r/checkpoints/round-000003")
+    assert (unfinished / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_without_checkpoints_a_run_starts_from_the_beginning(command: Command, unfinished: Path) -> None:
+    for path in checkpoints(unfinished, "*"):
+        path.unlink()
+    whole = command("run", "scaffold", *TINY, "--rounds", 3, "--json").result
+    assert command("resume", "r", "--json").result["digest"] == whole["digest"]
+    lines = (unfinished / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_damaged_client_files(command: Command, unfinished: Path) -> None:
+    for path in checkpoints(unfinished, "clients-*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    refused(command("resume", "r"), "checkpoints/clients-")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("format = 1", "format = 99", ("format 99", "fedloom")),
+        ("format = 1\n", "", ("format None",)),
+        ("rounds = 3", "rounds = -3", ("config.toml", "rounds")),
+        ("rounds = 3", "rouns = 3", ("config.toml", "'rouns'", "'rounds'")),
+        ("rounds = 3", "rounds = 3 3", ("config.toml", "TOML")),
+        ('method = "scaffold"', 'method = "scafold"', ("'scafold'", "'scaffold'")),
+        ("imports = []", 'imports = ["/nowhere/mine.py"]', ("/nowhere/mine.py",)),
+    ],
+)
+def test_a_config_that_was_changed(
+    command: Command, unfinished: Path, old: str, new: str, words: tuple[str, ...]
+) -> None:
+    path = unfinished / "config.toml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    refused(command("resume", "r"), *words)
+
+
+@pytest.mark.parametrize("line", ["not json\n", "17\n", "{}\n", '["round"]\n', '{"round": null}\n'])
+def test_metrics_that_were_changed(command: Command, unfinished: Path, line: str) -> None:
+    path = unfinished / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], line, *lines[2:]]))
+    refused(command("resume", "r"), "line 2", "metrics.jsonl")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[1]", "7", '"text"', "{}", "null"])
+def test_a_summary_that_was_changed(command: Command, unfinished: Path, text: str) -> None:
+    (unfinished / "summary.json").write_text(text)
+    refused(command("resume", "r"), "summary.json")
+    refused(command("verify", "r"), "summary.json")
+
+
+def test_settings_that_would_change_the_result_cannot_be_changed(command: Command, unfinished: Path) -> None:
+    assert unfinished.is_dir()
+    refused(command("resume", "r", "--lr", 1), "--lr")
+    refused(command("resume", "r", "--engine", "gpu"), "'gpu'")
+    refused(command("resume", "r", "--workers", "many"), "'many'")
+
+
+def test_compare_into_a_folder_with_another_config(command: Command, tmp_path: Path) -> None:
+    assert command("compare", "fedavg", *TINY, "--out", "c", "--quiet").code == 0
+    refused(command("compare", "fedavg", *TINY, "--out", "c", "--rounds", 9), "rounds 2, not 9", "--out")
+    (tmp_path / "c" / "fedprox-seed0").mkdir()
+    (tmp_path / "c" / "fedprox-seed0" / "thesis.tex").write_text("precious")
+    refused(command("compare", "fedprox", *TINY, "--out", "c", "-q"), "not empty")
+    assert [path.name for path in (tmp_path / "c" / "fedprox-seed0").iterdir()] == ["thesis.tex"]

@@ -1,0 +1,216 @@
+"""The documentation is true: its Python runs, its commands parse, its links lead somewhere, its tables are complete."""
+
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import pytest
+
+import fedloom
+from fedloom.cli import main
+from fedloom.config import RESULT_FREE, Config
+from fedloom.data import datasets as named_data
+from fedloom.data.partition import partition
+from fedloom.experiment import check
+from fedloom.listing import list_datasets, list_methods, list_models, list_partitions
+from fedloom.methods import catalogue
+from fedloom.models import networks
+from fedloom.testing import check_method
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FRONT = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.exists()]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    kind: str
+    """What stands behind the fence: `python`, `console`, `python no-run: a reason`."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```([^\n]+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        yield Block(page, text.count("\n", 0, found.start()) + 1, found[1].strip(), found[2])
+
+
+def commands(block: Block) -> list[str]:
+    """The lines of a block that are typed: all of ```sh, those after `$ ` of ```console."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.kind == "sh":
+        return [line for line in lines if line.strip()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+BLOCKS = [block for page in [*PAGES, *FRONT] for block in blocks(page)]
+TYPED = [(block, line) for block in BLOCKS if block.kind in ("sh", "console") for line in commands(block)]
+SNIPPETS = [block for block in BLOCKS if block.kind == "python" and block.page in PAGES]
+FRAGMENTS = [block for block in BLOCKS if block.kind.startswith("python no-run")]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the examples in it, and a catalogue that forgets what was registered there."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    catalogue.methods()
+    monkeypatch.setattr(catalogue, "_methods", dict(catalogue._methods))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("fedloom_imported_"):
+            del sys.modules[name]
+
+
+def test_there_is_something_to_test() -> None:
+    assert {page.stem for page in PAGES} >= {"start", "runs", "data", "methods", "engines", "write-a-method"}
+    assert len(SNIPPETS) > 5
+    assert len(TYPED) > 20
+
+
+@pytest.mark.parametrize("block", SNIPPETS, ids=str)
+def test_python_runs(block: Block, place: Path) -> None:
+    """From a file, because docstrings of options are read from source; functions called test_* are called."""
+    file = place / "snippet.py"
+    file.write_text(block.text, encoding="utf-8")
+    for name, value in runpy.run_path(str(file), run_name="__main__").items():
+        if name.startswith("test_"):
+            value()
+
+
+@pytest.mark.parametrize("block", FRAGMENTS, ids=str)
+def test_fragments_parse_and_are_what_they_say(block: Block) -> None:
+    reason = block.kind.removeprefix("python no-run").lstrip(":").strip()
+    assert reason, "a fragment says why it is not run"
+    compile(block.text, str(block), "exec")
+    if source := re.search(r"part of (\S+)", reason):
+        assert block.text in (ROOT / source[1]).read_text(encoding="utf-8"), f"{source[1]} reads differently"
+
+
+class Understood(Exception):
+    """The command line made sense up to where the work would begin."""
+
+
+def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
+    """In place of a run: everything in its config names something that there is."""
+    check(config)
+    assert config.data in {entry["name"] for entry in list_datasets()}
+    assert config.model in networks.NETWORKS
+    partition(config.partition, np.arange(60_000) % 10, config.clients, np.random.default_rng(0))
+    raise Understood
+
+
+def understand_folder(*_: Any, watcher: Any = None, **changes: Any) -> NoReturn:
+    assert set(changes) <= RESULT_FREE
+    raise Understood
+
+
+@pytest.mark.parametrize(("block", "line"), TYPED, ids=lambda value: str(value))
+def test_commands_are_understood(block: Block, line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"\w+=", words[0]):
+        del words[0]
+    if words[:1] == ["make"] and (ROOT / "Makefile").exists():
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+    if words[:1] == ["python"]:
+        assert (ROOT / words[1]).exists()
+    if not words or words[0].rpartition("/")[2] != "fedloom":
+        return
+    monkeypatch.setattr("fedloom.api.execute", understand)
+    monkeypatch.setattr("fedloom.comparing.execute", understand)
+    monkeypatch.setattr("fedloom.api.resume", understand_folder)
+    monkeypatch.setattr("fedloom.api.verify", understand_folder)
+    monkeypatch.setattr("fedloom.cli._runs_in", understand_folder)
+    with pytest.raises((Understood, SystemExit)) as ended:
+        main(words[1:])
+    assert isinstance(ended.value, Understood) or not ended.value.code, line
+
+
+def test_the_example_of_a_method_keeps_the_contract(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny = ("--rounds", "2", "--clients", "4", "--model", "logreg", "--epochs", "1", "--workers", "1", "--json", "-q")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "my-momentum+my-noise", "--import", "examples/own_method.py", *tiny])
+    assert not ended.value.code
+    assert json.loads(capfd.readouterr().out)["rounds"] == 2
+    for name in ("my-noise", "my-momentum", "my-momentum+scaffold"):
+        check_method(name)
+
+
+def test_the_example_of_data_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    compared = importlib.import_module("own_data").main(rounds=2)
+    assert [run.summary["rounds"] for run in compared.runs] == [2, 2]
+    assert (compared.path / "report.html").is_file()
+    del sys.modules["own_data"]
+
+
+def _slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+LINKS = [
+    (page, target)
+    for page in [*PAGES, *FRONT]
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    if not re.match(r"[a-z]+:", target)
+]
+
+
+@pytest.mark.parametrize(("page", "target"), LINKS, ids=lambda value: value if isinstance(value, str) else value.name)
+def test_links_lead_somewhere(page: Path, target: str) -> None:
+    name, _, anchor = target.partition("#")
+    file = page if not name else page.parent / name
+    assert file.exists(), target
+    if anchor:
+        headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert anchor in {_slug(heading) for heading in headings}
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_every_key_of_a_record_and_a_summary_is_explained(tmp_path: Path) -> None:
+    run = fedloom.run(rounds=1, clients=4, epochs=1, model="logreg", engine="plain", out=tmp_path / "run", lost=0.5)
+    keys = {key for record in run.history for key in (*record, *record["seconds"])} | run.summary.keys()
+    said = set(re.findall(r"`(\w+)`", _page("runs.md")))
+    assert keys <= said, keys - said
+    files = {os.fspath(path.relative_to(run.path)) for path in run.path.iterdir()}
+    assert all(f"`{name}" in _page("runs.md") for name in files)
+
+
+def test_everything_that_can_be_chosen_is_listed() -> None:
+    methods, data = _page("methods.md"), _page("data.md")
+    for method in list_methods():
+        if method["name"] in catalogue.BUILT_IN:
+            assert f"## {method['name']}\n" in methods
+            row = f"| `{method['name']}` | {', '.join(method['brings'])} | {method['models a round']} |"
+            assert row in methods
+            for option in method["options"]:
+                assert f"| `{method['name']}.{option['name']}` | `{option['default']}` |" in methods
+    for entry in list_datasets():
+        shape = " x ".join(map(str, entry["shape"]))
+        assert re.search(rf"\| `{entry['name']}` .*\| {shape} \| {entry['training']:,} \| {entry['test']:,} \|", data)
+    for entry in list_models():
+        counts = [f"{entry[key]:,}" for key in ("parameters, 1 x 28 x 28", "parameters, 3 x 32 x 32")]
+        assert re.search(rf"\| `{entry['name']}` .*\| {counts[0]} \| {counts[1]} \|", data)
+    for entry in list_partitions():
+        assert f"`{entry['name'].partition(':')[0].partition('[')[0]}" in data
+    assert named_data.cache_folder().name in data
