@@ -124,7 +124,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_is_writte
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("this is not python", ("SyntaxError",)),
+        ("this is no python!", ("SyntaxError",)),
         ("raise ValueError('two\\nlines')", ("ValueError: two lines",)),
         ("1 / 0", ("ZeroDivisionError",)),
         ("import a_module_that_nobody_has", ("a_module_that_nobody_has",)),

@@ -244,3 +244,13 @@ def test_free_names_are_new_and_safe(tmp_path: Path) -> None:
     assert free_name(tmp_path, config).name.endswith("-002")
     (tmp_path / "fedavg+fedprox-my_data_.._x-seed3-002").write_text("")
     assert free_name(tmp_path, config).name.endswith("-003")
+
+
+def test_two_processes_cannot_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.folder.PATIENCE", 2)
+    folder = RunFolder.create(tmp_path / "run", Config())
+    with folder.alone():
+        with pytest.raises(InputError, match="another process is at work"), RunFolder.open(folder.path).alone():
+            raise AssertionError("the lock was given twice")
+    with RunFolder.open(folder.path).alone():
+        assert (folder.path / "config.toml").is_file()

@@ -188,8 +188,9 @@ def execute(
     path = Path(out) if out is not None else free_name(Path(runs), config)
     with build(config, own, watcher.download).engine_closed() as experiment:
         folder = RunFolder.create(path, config, own.names)
-        folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
-        _play(folder, experiment, watcher, start=None)
+        with folder.alone():
+            folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
+            _play(folder, experiment, watcher, start=None)
     return _finish(folder, own, report)
 
 
@@ -220,7 +221,7 @@ def resume(
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
     if folder.summary() is not None:
         return Run(folder, own)
-    with build(folder.config, own, watcher.download).engine_closed() as experiment:
+    with folder.alone(), build(folder.config, own, watcher.download).engine_closed() as experiment:
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         for text in folder.checkpoints.damaged:
             watcher.note(f"{text} Going on from the checkpoint before it.")

@@ -13,6 +13,9 @@ import json
 import os
 import platform
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,13 @@ from fedloom.config import Config, command_of, make_config, read_toml, to_toml
 from fedloom.errors import FedloomError, InputError
 from fedloom.storage import write_atomically, write_tensors
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT = 1
+PATIENCE = 30
 
 
 class RunFolder:
@@ -92,6 +101,25 @@ class RunFolder:
             return cls(path, make_config(values), own)
         except InputError as error:
             raise InputError(f"{path / 'config.toml'}: {error}") from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from working on this run at the same time; the lock ends with this process."""
+        if fcntl is None:
+            yield
+            return
+        with (self.path / ".lock").open("a") as handle:
+            for attempt in range(PATIENCE):  # the workers of a process that was just killed hold it a moment longer
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError as error:
+                    if attempt == PATIENCE - 1:
+                        raise InputError(
+                            f"another process is at work on {self.path}; wait for it or stop it."
+                        ) from error
+                    time.sleep(0.1)
+            yield
 
     # metrics
 
