@@ -249,8 +249,8 @@ def test_free_names_are_new_and_safe(tmp_path: Path) -> None:
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.folder.PATIENCE", 2)
     folder = RunFolder.create(tmp_path / "run", Config())
-    with folder.alone():
-        with pytest.raises(InputError, match="another process is at work"), RunFolder.open(folder.path).alone():
-            raise AssertionError("the lock was given twice")
-    with RunFolder.open(folder.path).alone():
+    again = RunFolder.open(folder.path)
+    with folder.alone(), pytest.raises(InputError, match="another process is at work"), again.alone():
+        raise AssertionError("the lock was given twice")
+    with again.alone():
         assert (folder.path / "config.toml").is_file()

@@ -226,7 +226,8 @@ class Bench:
             piece = Pass(piece.step, self.training.epochs, self.training.steps)
         left = piece.steps if piece.steps is not None else per_epoch * (piece.epochs or 0)
         sample_bytes = self._data.x[:1].numel() * 4
-        chunk = size * max(1, CHUNK_BYTES // max(1, size * sample_bytes))
+        # Augmentation draws batch by batch, so that its draws do not depend on how much is prepared at once.
+        chunk = size * (1 if self._augment else max(1, CHUNK_BYTES // max(1, size * sample_bytes)))
         while left > 0:
             order = torch.from_numpy(self._order.permutation(count)).to(self.device)
             self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0

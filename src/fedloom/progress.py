@@ -120,8 +120,6 @@ class Display:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
         if self._stops > 1:
-            for handled in self._handlers:
-                signal.signal(handled, signal.SIG_IGN)
             raise KeyboardInterrupt
         print("\nstopping after this round; once more stops at once", file=sys.stderr, flush=True)
 

@@ -32,7 +32,7 @@ class Streams:
     def pytorch(
         self, purpose: str, round: int = 0, client: int = 0, device: torch.device | str = "cpu"
     ) -> torch.Generator:
-        """The stream as a torch generator on `device`."""
+        """The stream as a torch generator on `device` (on the CPU torch uses 32 bits of the key)."""
         generator = torch.Generator(device=device)
         return generator.manual_seed(self.key(purpose, round, client) >> 65)
 
