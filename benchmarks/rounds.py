@@ -2,13 +2,14 @@
 
     python benchmarks/rounds.py [--models cnn lenet mlp] [--rounds 7] [--out results/rounds.json]
 
-100 clients, 10 a round, one local epoch, batch 50, SGD with momentum 0.5, IID Fashion-MNIST (its folder in FEDLOOM_DATA; without
-it images of the same shape are made up, which takes the same time). The loop does what a careful user would write: one
-module, `load_state_dict` for each client, batches sliced from float tensors in memory, `torch.optim.SGD`, a running
-weighted sum; it may use all cores. Evaluation is left out on both sides. The two take turns, and the ratio of the medians is reported, because machines
-are noisy and ratios in one run are less so.
+100 clients, 10 a round, one local epoch, batch 50, SGD with momentum 0.5, IID Fashion-MNIST (its folder in
+FEDLOOM_DATA; without it images of the same shape are made up, which takes the same time). The loop does what a careful
+user would write: one module, `load_state_dict` for each client, batches sliced from float tensors in memory,
+`torch.optim.SGD`, a running weighted sum; it may use all cores. Evaluation is left out on both sides. The two take
+turns, and the ratio of the medians is reported, because machines are noisy and ratios in one run are less so.
 
-It also reports the engine's own cost for each client and round: rounds in which clients train for no step at all, with 1.7 million parameters.
+It also reports the engine's own cost for each client and round: rounds in which clients take no step at all, with 1.7
+million parameters.
 """
 
 import argparse
@@ -79,8 +80,8 @@ def compare(model: str, rounds: int, workers: int) -> dict[str, float]:
     loop = Loop(model, data)
     threads = torch.get_num_threads()
     config = Config(
-        data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000, model=model,
-        epochs=1, batch_size=BATCH, lr=LR, momentum=MOMENTUM, engine="host", workers=workers,
+        data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000,
+        model=model, epochs=1, batch_size=BATCH, lr=LR, momentum=MOMENTUM, engine="host", workers=workers,
     )  # fmt: skip
     with build(config, Own(data=data)).engine_closed() as experiment:
         times: dict[str, list[float]] = {"loop": [], "fedloom": []}
@@ -105,8 +106,8 @@ def overhead(rounds: int, workers: int) -> float:
     """Milliseconds for each client of a round in which nobody takes a step, with McMahan's CNN."""
     data, _ = federation()
     config = Config(
-        data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000, model="cnn",
-        epochs=0, engine="host", workers=workers,
+        data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000,
+        model="cnn", epochs=0, engine="host", workers=workers,
     )  # fmt: skip
     with build(config, Own(data=data)).engine_closed() as experiment:
         times = []

@@ -156,8 +156,8 @@ def test_the_command_sets_the_same_options(options: dict[str, dict[str, Any]]) -
 def test_the_command_names_what_is_not_a_default() -> None:
     assert command_of(Config()) == "fedloom run fedavg"
     config = Config(
-        method="scaffold", lr=0.1, per_round=3, channels_last=False, imports=["my file.py"], options={"m": {"x": 0.5}}
+        method="scaffold", lr=0.1, per_round=3, channels_last=False, imports=["/my file.py"], options={"m": {"x": 0.5}}
     )
     assert command_of(config) == (
-        "fedloom run scaffold --lr 0.1 --per-round 3 --no-channels-last --import 'my file.py' --set m.x=0.5"
+        "fedloom run scaffold --lr 0.1 --per-round 3 --no-channels-last --import '/my file.py' --set m.x=0.5"
     )

@@ -60,7 +60,7 @@ def commands(block: Block) -> list[str]:
 BLOCKS = [block for page in [*PAGES, *FRONT] for block in blocks(page)]
 TYPED = [(block, line) for block in BLOCKS if block.kind in ("sh", "console") for line in commands(block)]
 SNIPPETS = [block for block in BLOCKS if block.kind == "python" and block.page in PAGES]
-FRAGMENTS = [block for block in BLOCKS if block.kind.startswith("python no-run")]
+FRAGMENTS = [block for block in BLOCKS if block.kind.startswith("python no-run") and block.page in PAGES]
 
 
 @pytest.fixture

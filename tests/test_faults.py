@@ -29,7 +29,7 @@ FAULTY = (2, 3, 4, 5)
 class Faulty(Local[Options]):
     """Clients 2 to 5 each do something else wrong."""
 
-    def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         return {"greeting": (3,)}
 
     def train(self, bench: Bench) -> Iterator[Pass]:

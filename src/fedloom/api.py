@@ -89,7 +89,7 @@ class Run:
         summary = folder.summary()
         if summary is None:
             raise InputError(f"{folder.path} has not finished; go on with: fedloom resume {folder.path}")
-        self.summary = summary
+        self.summary = {**summary, "run": str(folder.path)}  # it may have been moved since
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ def resume(
     if changes:
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
     if folder.summary() is not None:
-        return Run(folder, own)
+        return _finish(folder, own, report and not (folder.path / "report.html").exists())
     with folder.alone(), build(folder.config, own, watcher.download).engine_closed() as experiment:
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         for text in folder.checkpoints.damaged:

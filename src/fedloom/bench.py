@@ -112,6 +112,7 @@ class Bench:
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
+        self._bound: Tensor | None = None
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._parameters = [named[e.name] for e in self.layout.entries if e.kind is Kind.PARAMETER]
 
@@ -178,6 +179,7 @@ class Bench:
     def bind(self, row: Tensor) -> None:
         """Let the module compute with the model in `row`."""
         self.layout.bind(self.module, row)
+        self._bound = row
 
     def new_optimizer(self) -> None:
         """Forget momentum and moments."""
@@ -249,7 +251,9 @@ class Bench:
 
     @torch.no_grad()
     def score(self, row: Tensor, samples: Samples) -> "Score":
-        """How the model in `row` does on `samples` (at most SCORE_BATCH of them)."""
+        """How the model in `row` does on at most SCORE_BATCH samples. Training may go on afterwards as before."""
+        before = self._bound
+        modes = [(module, module.training) for module in self.module.modules()]
         self.bind(row)
         self.module.eval()
         x = self._shop.prepare(samples.x.to(self.device), channels_last=self._shop.channels_last)
@@ -263,6 +267,10 @@ class Bench:
             right = output.argmax(dim=1) == y
             seen = torch.bincount(y, minlength=classes).cpu().numpy()
             hits = torch.bincount(y[right], minlength=classes).cpu().numpy()
+        if before is not None:
+            self.bind(before)
+        for module, training in modes:
+            module.training = training
         return Score(loss, len(samples), hits, seen)
 
 

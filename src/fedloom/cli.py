@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedloom._version import __version__
-from fedloom.config import Config, make_config, parse_settings
+from fedloom.config import RESULT_FREE, Config, make_config, parse_settings
 from fedloom.errors import FedloomError, InputError
 
 # typer carries its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors
@@ -35,10 +35,10 @@ PANELS = {
     "Federation": ("data", "partition", "clients", "per_round", "model", "rounds", "seed"),
     "Local training": (
         "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov", "weight_decay", "clip",
-        "augment",
+        "augment", "channels_last",
     ),
     "Running": (
-        "eval_every", "min_clients", "lost", "engine", "device", "workers", "channels_last", "checkpoint_seconds",
+        "eval_every", "min_clients", "lost", "engine", "device", "workers", "checkpoint_seconds",
         "keep_checkpoints",
     ),
 }  # fmt: skip
@@ -57,7 +57,7 @@ Imports = Annotated[
 ]
 
 
-def _settable(names: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _settable(names: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of `Config` as options; those that were given arrive as the dict `settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,10 +94,9 @@ def _option(name: str, panel: str) -> Any:
     default = "" if field.default is None else f" [dim](default: {_shown(field.default)})[/]"
     help_text = (field.description or "").replace("[", r"\[") + default
     if kind is bool:
-        negative = f"--no-{name.replace('_', '-')}"
-        return Annotated[
-            bool | None, typer.Option(f"{flag}/{negative}", help=help_text, metavar="", rich_help_panel=panel)
-        ]
+        # One switch, away from the default: with both, the help at 80 characters cuts the names of options off.
+        switch = f" /--no-{name.replace('_', '-')}" if field.default else flag
+        return Annotated[bool | None, typer.Option(switch, help=help_text, metavar="", rich_help_panel=panel)]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVARS[kind]
     return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]
 
@@ -110,7 +109,7 @@ def _shown(value: object) -> str:
 
 
 def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[str, Any]:
-    return {**settings, **({"imports": [str(Path(path).resolve()) for path in imports]} if imports else {})}
+    return {**settings, **({"imports": imports} if imports else {})}
 
 
 @app.command()
@@ -139,34 +138,40 @@ def run(
 
 
 @app.command()
+@_settable(RESULT_FREE)
 def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    engine: Annotated[str | None, typer.Option(help="another engine", metavar="auto|plain|host")] = None,
-    workers: Annotated[str | None, typer.Option(help="another number of worker processes", metavar="N")] = None,
+    import_: Imports = None,
     json_: Json = False,
     quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Go on with a run that was stopped or killed. The result has the same bits as if it had not been."""
     from fedloom.api import resume
+    from fedloom.methods import import_file
     from fedloom.progress import Display
 
+    for path in import_ or ():
+        import_file(path)
     display = Display(quiet)
-    changes: dict[str, Any] = {
-        name: value for name, value in (("engine", engine), ("workers", workers)) if value is not None
-    }
-    _tell(_interruptible(lambda: resume(run, watcher=display, **changes), display), json_)
+    _tell(_interruptible(lambda: resume(run, watcher=display, **settings), display), json_)
 
 
 @app.command()
 def verify(
     run: Annotated[Path, typer.Argument(help="the folder of a finished run")],
+    import_: Imports = None,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a run again from its folder and prove that it gives the same model, bit for bit."""
     from fedloom.api import verify
+    from fedloom.methods import import_file
     from fedloom.progress import Display
 
+    for path in import_ or ():
+        import_file(path)
     display = Display(quiet)
     before, now = _interruptible(lambda: verify(run, watcher=display), display, f"{run} was not verified.")
     same = before == now
@@ -322,7 +327,7 @@ def _tell(finished: Any, as_json: bool) -> None:
     summary = finished.summary
     loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
     lines = [
-        ("accuracy", f"{_percent(summary['accuracy'])} on test data after {summary['rounds']} rounds (loss {loss})"),
+        ("accuracy", f"{_percent(summary['accuracy'])} on test data after round {summary['rounds']} (loss {loss})"),
         ("clients", f"{_percent(summary['client_accuracy_mean'])} on average, "
                     f"{_percent(summary['client_accuracy_worst10'])} for the worst tenth"),
         ("sent", f"{human_bytes(summary['bytes_down'])} down, {human_bytes(summary['bytes_up'])} up"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fedloom.errors import InputError, unknown
 from fedloom.settings import explain
@@ -57,6 +57,11 @@ class Config(Training):
     """how many checkpoints are kept"""
     imports: list[str] = Field(default_factory=list)
     """Python files to run first, which register methods of one's own"""
+
+    @field_validator("imports")
+    @classmethod
+    def _absolute(cls, paths: list[str]) -> list[str]:
+        return [str(Path(path).resolve()) for path in paths]  # a run may be resumed from another folder
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -1,5 +1,6 @@
 """From a config to something that runs: data, network, method and engine put together."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -180,6 +181,11 @@ def _federation(
 
 def _module(config: Config, own: Own, federation: Federation, streams: Streams) -> nn.Module:
     if own.model is None:
+        if not federation.classes:
+            raise InputError(
+                f"{federation.name!r} has no classes, but the network {config.model!r} is a classifier; give a module "
+                "of your own as the model."
+            )
         with streams.globally("init"):
             return models.build(config.model, federation.shape, federation.classes)
     module: object = own.model
@@ -202,20 +208,20 @@ def _try_out(workshop: Workshop, federation: Federation) -> None:
     if workshop.augment is not None:
         workshop.augment(samples.x, torch.Generator())  # says itself what it cannot work on
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             x = workshop.prepare(samples.x, channels_last=workshop.channels_last)
             output = module(x)
+            if workshop.criterion is F.mse_loss and output.shape != samples.y.shape:
+                raise InputError(
+                    f"the model's output has shape {tuple(output.shape)} where the targets have "
+                    f"{tuple(samples.y.shape)}; for the mean squared error they must be alike."
+                )
             loss = workshop.criterion(output, samples.y)
     except FedloomError:
         raise
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the model cannot be trained on {federation.name!r}: {first}.") from error
-    if workshop.criterion is F.mse_loss and output.shape != samples.y.shape:
-        raise InputError(
-            f"the model's output has shape {tuple(output.shape)} where the targets have {tuple(samples.y.shape)}; "
-            "for the mean squared error they must be alike."
-        )
     if loss.dim() != 0:
         raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
     if federation.classes and output.shape[-1] < federation.classes:

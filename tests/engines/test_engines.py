@@ -154,3 +154,27 @@ def test_threads_are_as_they_were_when_an_engine_is_closed() -> None:
         with small_experiment("fedavg", {}, engine=engine).engine_closed():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_what_travels_down_beside_a_model_keeps_its_type(engine: str) -> None:
+    class Reader(Local[Options]):
+        def uploads(self, layout):
+            return {"same": (1,)}
+
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            yield Pass(self.step)
+            count, mask = bench.extras["count"], bench.extras["mask"]
+            assert bench.score(bench.received, bench._data).count == bench.samples
+            assert bench.module.training
+            bench.uploads["same"][0] = float(
+                count.dtype is torch.int64 and int(count[0]) == 2**40 + 1 and bool(mask[1])
+            )
+
+    register(Method("reader", "Reader", "a test", "nobody", local=Reader))
+    with small_experiment("reader", {}, engine=engine).engine_closed() as experiment:
+        extras = {"count": torch.tensor([2**40 + 1]), "mask": torch.tensor([False, True])}
+        (job,) = experiment.rounds.parts.server.dispatch(0, [1])
+        (update,) = experiment.engine.train(0, [Job(1, job.row, 0, extras)])
+        assert isinstance(update, Update), update.reason
+        assert update.extras["same"] == 1

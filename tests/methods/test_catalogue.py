@@ -4,7 +4,7 @@ import pytest
 
 from fedloom.errors import InputError
 from fedloom.methods import Local, Method, Options, compose, methods, register
-from fedloom.methods.fedavg import FedAvgServer
+from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.methods.fedprox import FedProxLocal
 
 
@@ -74,6 +74,28 @@ def test_every_option_in_force_is_stated() -> None:
     }
 
 
+def test_methods_of_installed_packages_are_found_and_broken_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        value = "package.module"
+
+        def __init__(self, load) -> None:
+            self.load = load
+
+    def loads() -> None:
+        register(Method("installed", "Installed", "a test", "nobody", local=Local))
+
+    def breaks() -> None:
+        raise ImportError("no such thing")
+
+    monkeypatch.setattr("fedloom.methods.catalogue._installed", False)
+    monkeypatch.setattr("fedloom.methods.catalogue.entry_points", lambda group: [Point(loads)])
+    assert "installed" in methods()
+    monkeypatch.setattr("fedloom.methods.catalogue._installed", False)
+    monkeypatch.setattr("fedloom.methods.catalogue.entry_points", lambda group: [Point(breaks)])
+    with pytest.raises(InputError, match=r"package\.module.*no such thing"):
+        methods()
+
+
 def test_a_method_without_options_says_so() -> None:
     class Bare(Options):
         pass
@@ -81,3 +103,13 @@ def test_a_method_without_options_says_so() -> None:
     register(Method("bare", "Bare", "a test", "nobody", options=Bare, local=Local))
     with pytest.raises(InputError, match=r"bare has no options, so bare\.x cannot be set"):
         compose("bare", {"bare": {"x": 1}})
+
+
+def test_options_of_a_server_that_takes_no_part_are_refused_and_not_stated() -> None:
+    class Other(FedAvgServer):
+        pass
+
+    register(Method("other", "Other", "a test", "nobody", options=FedAvgOptions, server=Other))
+    with pytest.raises(InputError, match="the server is other's"):
+        compose("other+scaffold", {"fedavg": {"weighting": "uniform"}})
+    assert set(compose("other+scaffold").stated()) == {"other", "scaffold"}

@@ -163,7 +163,7 @@ def test_several_models_on_a_server_keep_those_of_lost_clients() -> None:
         experiment.rounds.play(0)
         before = server.bank.rows.clone()
         jobs = server.dispatch(1, server.select(1))
-        answered = [update for update in experiment.engine.train(1, jobs[:1])]
+        answered = list(experiment.engine.train(1, jobs[:1]))
         server.collect(1, iter(answered))
         assert not torch.equal(server.bank.rows[0], before[0])
         assert torch.equal(server.bank.rows[1:], before[1:])

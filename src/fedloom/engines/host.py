@@ -9,6 +9,7 @@ clients finish, so that sums round alike.
 import heapq
 import multiprocessing
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -23,6 +24,7 @@ from fedloom.data import Federation
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.worker import (
     CANNOT_TRAIN,
+    SIGNALS,
     Failed,
     Order,
     Place,
@@ -65,7 +67,11 @@ class _Worker:
         with warnings.catch_warnings():
             # A child of a process with threads must not take locks they may hold; ours computes with torch and no more.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            self.process.start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.order: Order | None = None
 
@@ -240,16 +246,17 @@ class HostEngine(Engine):
             self._known = Bank.made()
         while len(self._workers) < self.count:
             self._workers.append(_Worker(self.shop, self._slots, self._workers))
-        return {key: Place(tensor.data_ptr(), tuple(tensor.shape)) for key, tensor in shared.items()}
+        return {key: Place(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for key, tensor in shared.items()}
 
     def _lend(self, index: int, tensor: Tensor) -> Tensor:
         """Copy a tensor into shared memory that is used again every round."""
-        size = tensor.numel()
         if index == len(self._lent):
-            self._lent.append(Bank.shared(1, size, self.shop.workshop.layout.dtype))
-        elif self._lent[index].rows.shape[1] < size:
-            self._lent[index] = Bank.shared(1, size, self.shop.workshop.layout.dtype)
-        return self._lent[index].rows[0, :size].view(tensor.shape).copy_(tensor)
+            self._lent.append(Bank.shared(1, tensor.numel(), tensor.dtype))
+        space = self._lent[index].rows[0]
+        if space.dtype is not tensor.dtype or space.numel() < tensor.numel():
+            self._lent[index] = Bank.shared(1, tensor.numel(), tensor.dtype)
+            space = self._lent[index].rows[0]
+        return space[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
     def _size(self, job: Job) -> int:
         """How long a client will take, where that is known without making its samples."""
@@ -260,7 +267,7 @@ class HostEngine(Engine):
 
 def _key(tensor: Tensor) -> object:
     """What tells tensors apart: two views of the same row are one tensor."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _LargestFirst:

@@ -28,9 +28,10 @@ class Place:
 
     address: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        return at_address(self.address, self.shape, dtype)
+    def tensor(self) -> Tensor:
+        return at_address(self.address, self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class Scored:
 CANNOT_TRAIN = 77
 """Exit code of a worker in which autograd does not work: torch's threads for GPUs do not survive a fork."""
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Held back while a worker is forked: Python loses what is raised in its fork hooks, and the child has our handlers."""
+
 Order = TrainOrder | ScoreOrder
 Reply = Trained | Failed | Scored
 
@@ -115,6 +119,7 @@ def work(pipe: Connection, others: Sequence[Connection], shop: Shop, slots: Slot
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _die_with_parent()
     _keep_freed_memory()
     gc.freeze()  # what was inherited is never garbage; leaving it alone keeps its pages shared
@@ -139,11 +144,10 @@ def work(pipe: Connection, others: Sequence[Connection], shop: Shop, slots: Slot
 
 
 def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
-    dtype = shop.workshop.layout.dtype
     if isinstance(order, ScoreOrder):
         test = shop.federation.test
         assert test is not None, "the coordinator asks for scores only where there is a test set"
-        return Scored(order.index, bench.score(order.row.tensor(dtype), test[score_chunks(test)[order.index]]))
+        return Scored(order.index, bench.score(order.row.tensor(), test[score_chunks(test)[order.index]]))
     uploads = slots.group(order.slot, "uploads")
     for tensor in uploads.values():
         tensor.zero_()
@@ -153,8 +157,8 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         order.round,
         order.client,
         slots.row(order.slot),
-        order.row.tensor(dtype),
-        {name: place.tensor(dtype) for name, place in order.extras},
+        order.row.tensor(),
+        {name: place.tensor() for name, place in order.extras},
         slots.group(order.slot, "home"),
         uploads,
         order.first_visit,

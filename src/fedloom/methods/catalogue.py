@@ -131,8 +131,13 @@ class Composition:
         return Parts(**made)  # type: ignore[arg-type]  # each part was made by the class of that part
 
     def stated(self) -> dict[str, dict[str, Any]]:
-        """Every option in force, by method."""
-        return {name: options.model_dump(mode="json") for name, options in sorted(self.options.items())}
+        """Every option in force, by method. FedAvg's are its server's."""
+        server = self.owner("server")
+        return {
+            name: options.model_dump(mode="json")
+            for name, options in sorted(self.options.items())
+            if name != "fedavg" or (server is not None and server.name == "fedavg")
+        }
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,11 @@ def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> 
                 raise unknown("method", target, used)
             raise InputError(f"options of {target!r} were given, but the method is {name!r}.")
         values[target].update(pairs)
+    bringing = next((method.name for method in chosen if method.server is not None), "fedavg")
+    if bringing != "fedavg":
+        if "fedavg" in (given or {}):
+            raise InputError(f"options of fedavg are those of its server, but in {name!r} the server is {bringing}'s.")
+        values["fedavg"] = {}
     return Composition(name, tuple(chosen), {key: _options(used[key], values[key]) for key in used})
 
 
