@@ -93,11 +93,11 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
             return super().score(row)
 
     def deadly_wait(pipes: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        scoring = any(isinstance(worker.order, ScoreOrder) for worker in engines[0]._workers)
+        scoring = any(isinstance(order, ScoreOrder) for worker in engines[0]._workers for order in worker.orders)
         ready = real_wait(pipes, 0 if scoring else rng.uniform(0, 0.003))
-        busy = [w for w in engines[0]._workers if w.order is not None and w.pipe not in ready]
+        busy = [w for w in engines[0]._workers if w.orders and w.pipe not in ready]
         for worker in busy[:1]:
-            order = worker.order
+            order = worker.orders[0]
             key = ("score", Watched.scores) if isinstance(order, ScoreOrder) else (order.round, order.index)
             if kills[key] < host.LIVES - 1:  # once more and the client would be given up, rightly
                 kills[key] += 1

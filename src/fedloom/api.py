@@ -212,11 +212,7 @@ def resume(
     watcher, own = watcher or Silent(), Own(data, model, loss)
     folder = RunFolder.open(Path(path))
     _same_objects(folder, own)
-    for name in changes:
-        if name not in RESULT_FREE:
-            raise InputError(
-                f"{name} would change the result; a resumed run may change {', '.join(sorted(RESULT_FREE))}."
-            )
+    _refuse_changes(changes)
     if changes:
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
     if folder.summary() is not None:
@@ -246,7 +242,11 @@ def verify(
     watcher: Watcher | None = None,
     **changes: Any,
 ) -> tuple[str, str]:
-    """Run a finished run again from its config, elsewhere; returns (digest then, digest now)."""
+    """Run a finished run again from its config, elsewhere; returns (digest then, digest now).
+
+    `changes` may be settings that leave the result alone, as in `resume`.
+    """
+    _refuse_changes(changes)
     folder, own = RunFolder.open(Path(path)), Own(data, model, loss)
     _same_objects(folder, own)
     before = Run(folder, own).digest
@@ -257,6 +257,12 @@ def verify(
         except Stopped:
             raise Stopped(f"stopped; {path} was not verified.") from None
         return before, again.digest
+
+
+def _refuse_changes(changes: Mapping[str, Any]) -> None:
+    for name in changes:
+        if name not in RESULT_FREE:
+            raise InputError(f"{name} would change the result; only {', '.join(sorted(RESULT_FREE))} may be changed.")
 
 
 def _same_objects(folder: RunFolder, own: Own) -> None:

@@ -43,7 +43,7 @@ class Batch:
     y: Tensor
 
     def __len__(self) -> int:
-        return len(self.y)
+        return self.y.shape[0]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Bench:
         self._order = streams.numpy("batches", self.round, self.client)
         if self._augment:
             self._noise = streams.pytorch("augment", self.round, self.client, self.device)
-        self._loss_sum, self._loss_count = torch.zeros((), device=self.device), 0
+        self._losses: list[tuple[Tensor, int]] = []
         self.row.copy_(self.received)
         if self._shop.stays_home and not self.first_visit:
             self._own_columns(self.row, self.home[STAYS])
@@ -174,7 +174,11 @@ class Bench:
     @property
     def mean_loss(self) -> float:
         """Mean training loss over the last epoch that was run; NaN when none was."""
-        return float(self._loss_sum) / self._loss_count if self._loss_count else float("nan")
+        if not self._losses:
+            return float("nan")
+        losses, sizes = zip(*self._losses, strict=True)
+        weights = torch.tensor(sizes, dtype=losses[0].dtype, device=self.device)
+        return float(torch.stack(losses) @ weights) / float(sum(sizes))
 
     def bind(self, row: Tensor) -> None:
         """Let the module compute with the model in `row`."""
@@ -215,8 +219,7 @@ class Bench:
             for norm in resting:
                 norm.train()
             self.steps += 1
-            self._loss_sum += loss.detach() * len(batch)
-            self._loss_count += len(batch)
+            self._losses.append((loss.detach(), len(batch)))
 
     def _batches(self, piece: Pass) -> Iterator[Batch]:
         count = self.samples
@@ -232,7 +235,7 @@ class Bench:
         chunk = size * (1 if self._augment else max(1, CHUNK_BYTES // max(1, size * sample_bytes)))
         while left > 0:
             order = torch.from_numpy(self._order.permutation(count)).to(self.device)
-            self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
+            self._losses.clear()
             for start in range(0, count, chunk):
                 if left <= 0:
                     return

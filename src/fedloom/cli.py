@@ -258,7 +258,7 @@ def _runs_in(path: Path) -> list[Path]:
 
     if is_run(path):
         return [path]
-    inside = sorted(config.parent for config in path.glob("*/config.toml"))
+    inside = sorted(config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/config.toml"))
     if not inside:
         raise InputError(f"{path} is not a run, and no run lies in it.")
     return inside
@@ -277,7 +277,7 @@ def list_(
     if what not in LISTINGS:
         from fedloom.errors import unknown
 
-        raise unknown("list", what, LISTINGS)
+        raise unknown("kind of thing to list", what, LISTINGS)
     for path in import_ or ():
         import_file(path)
     entries = LISTINGS[what]()
@@ -397,6 +397,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a full disk behind stdout, say
+        _complain(f"{error.strerror or error}.")
+        sys.exit(1)
 
 
 def _complain(text: str) -> None:

@@ -194,8 +194,10 @@ def _module(config: Config, own: Own, federation: Federation, streams: Streams) 
             module = module()
     if not isinstance(module, nn.Module):
         raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(module).__name__}.")
-    # A copy, because training binds a module's tensors to rows; frozen weights stay shared, they never change.
-    return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
+    # A copy, because training binds a module's tensors to rows. Frozen weights stay shared, they never change; on
+    # another device they must not be, or the user's own would move there.
+    shared = [p for p in module.parameters() if not p.requires_grad] if config.device == "cpu" else []
+    return deepcopy(module, {id(p): p for p in shared})
 
 
 def _try_out(workshop: Workshop, federation: Federation) -> None:

@@ -70,7 +70,7 @@ class Clock:
 def summarise(history: list[dict[str, Any]]) -> dict[str, Any]:
     """The totals of a run from its rounds: accuracy and loss of the last evaluation, bytes, seconds."""
     trained = [record for record in history if record["round"] > 0]
-    scored = [record for record in history if record.get("loss") is not None]
+    scored = [record for record in history if "loss" in record]
     accuracies = [record["accuracy"] for record in scored if record.get("accuracy") is not None]
     last = scored[-1] if scored else {}
     return {

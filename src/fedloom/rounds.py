@@ -149,7 +149,8 @@ class Rounds:
             score = self.engine.score(self.parts.server.deploy())
         if score is None:
             return record
-        record = {**record, "accuracy": score.accuracy, "loss": score.loss}
+        # A loss may overflow where the model is finite; JSON has no number for that.
+        record = {**record, "accuracy": score.accuracy, "loss": score.loss if np.isfinite(score.loss) else None}
         if among_clients := client_accuracy(score, self.label_counts):
             record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
         return record

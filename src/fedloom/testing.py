@@ -171,10 +171,12 @@ def equals_fedavg_when_neutral(method: str, options: Given) -> None:
     composition = compose(method, options)
     if any(part.neutral is None for part in composition.methods):
         return
-    shared = {"fedavg": composition.options["fedavg"].model_dump()}
     neutral = {part.name: {**options.get(part.name, {}), **(part.neutral or {})} for part in composition.methods}
-    neutral.update(shared)
-    expected = small_run("fedavg", shared).digest
+    fedavg = dict(options.get("fedavg", {}))
+    for part in composition.methods:  # what the method sets for FedAvg's server, FedAvg must be told as well
+        fedavg = {k.partition(".")[2]: v for k, v in part.defaults.items() if k.startswith("fedavg.")} | fedavg
+    expected = small_run("fedavg", {"fedavg": fedavg}).digest
+    neutral |= {"fedavg": options["fedavg"]} if "fedavg" in options else {}
     assert small_run(method, neutral).digest == expected, "its neutral options do not give FedAvg's model"
 
 

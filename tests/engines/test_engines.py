@@ -50,7 +50,7 @@ def test_both_engines_return_the_same_answers_in_the_order_of_the_jobs(method: s
 def test_few_slots_are_enough_for_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.host.SLOT_MEMORY", 1)
     with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
-        assert len(host.engine._slots) == 4
+        assert len(host.engine._slots) == 8
         clients = [0, 1, 2, 3, 4, 5, 6, 7] * 3
         got = results(host, clients)
     with small_experiment("fedavg", {}).engine_closed() as plain:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -70,13 +71,16 @@ class _Worker:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 self.process.start()
+            except OSError as error:
+                raise FedloomError(f"no more worker processes can be started: {error.strerror}; use fewer.") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self.order: Order | None = None
+        self.orders: deque[Order] = deque()
+        """What it was told to do and has not replied to yet, in that order."""
 
     def give(self, order: Order) -> None:
-        self.order = order
+        self.orders.append(order)
         try:
             self.pipe.send(order)
         except OSError:  # it has died; waiting for its reply will show that
@@ -100,7 +104,7 @@ class HostEngine(Engine):
         torch.set_num_threads(1)
         one = Slots(1, shop.workshop)
         affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * shop.workshop.layout.dtype.itemsize)
-        self._slots = Slots(max(2 * self.count, min(affordable, 4096)), shop.workshop)
+        self._slots = Slots(max(4 * self.count, min(affordable, 4096)), shop.workshop)
         self._workers: list[_Worker] = []
         self._known = 0
         self._lent: list[Bank] = []
@@ -112,7 +116,7 @@ class HostEngine(Engine):
         return Bank.shared(count, width, dtype)
 
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
-        places = self._publish([tensor for job in jobs for tensor in (job.row, *job.extras.values())])
+        places = self._publish([tensor for job in jobs for tensor in (job.row, *job.extras.values())], len(jobs))
         free = list(range(len(self._slots)))
         slot_of: dict[int, int] = {}
         waiting = _LargestFirst([self._size(job) for job in jobs], window=len(self._slots))
@@ -152,8 +156,8 @@ class HostEngine(Engine):
         test = self.shop.federation.test
         if test is None or not len(test):
             return None
-        place = self._publish([row])[_key(row)]
         pieces = len(score_chunks(test))
+        place = self._publish([row], pieces)[_key(row)]
         waiting = _LargestFirst([1] * pieces, window=pieces)
         replies: dict[int, Reply] = {}
         try:
@@ -181,19 +185,25 @@ class HostEngine(Engine):
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     def _advance(self, waiting: "_LargestFirst", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
-        """Give orders to idle workers, then wait until something happens and take note of it."""
-        for worker in self._workers:
-            if worker.order is None and (index := waiting.next()) is not None:
-                worker.give(make(index))
-        pipes: dict[Connection, _Worker] = {w.pipe: w for w in self._workers if w.order is not None}
+        """Give orders to the workers, then wait until something happens and take note of it.
+
+        A worker has its next order in hand before it replies to the last, so that it does not wait for us; except for
+        the last ones of a round, which go to whoever is free first.
+        """
+        for hand in (1, 2):
+            for worker in self._workers:
+                if len(worker.orders) < hand and (hand == 1 or waiting.left() > len(self._workers)):
+                    index = waiting.next()
+                    if index is not None:
+                        worker.give(make(index))
+        pipes: dict[Connection, _Worker] = {w.pipe: w for w in self._workers if w.orders}
         for pipe in wait(list(pipes)):
             assert isinstance(pipe, Connection)
             worker = pipes[pipe]
-            order = worker.order
-            assert order is not None
+            order = worker.orders[0]
             try:
                 replies[order.index] = pipe.recv()
-                worker.order = None
+                worker.orders.popleft()
             except (EOFError, OSError):
                 self._bury(worker)
                 how = worker.process.exitcode
@@ -202,6 +212,8 @@ class HostEngine(Engine):
                         "worker processes cannot be forked from a process that has trained on a machine with a GPU; "
                         "use the plain engine, or start from a fresh process."
                     ) from None
+                for untouched in list(worker.orders)[1:]:
+                    waiting.put_back(untouched.index)
                 if waiting.again(order.index) < LIVES:
                     continue
                 waiting.drop(order.index)
@@ -218,12 +230,14 @@ class HostEngine(Engine):
 
     def _abandon(self) -> None:
         """End the workers that are still busy with orders nobody waits for any more."""
-        for worker in [w for w in self._workers if w.order is not None]:
+        for worker in [w for w in self._workers if w.orders]:
             worker.end()
             self._workers.remove(worker)
 
-    def _publish(self, tensors: Sequence[Tensor]) -> dict[object, Place]:
+    def _publish(self, tensors: Sequence[Tensor], work: int) -> dict[object, Place]:
         """Where workers find these tensors (look up by `_key`); those outside shared memory are copied there first.
+
+        There are then as many workers as were asked for, or as there is `work` for if that is less.
 
         Workers see the banks that were there when they were forked, so a new bank means new workers; that happens
         in the first round and then no more.
@@ -244,7 +258,7 @@ class HostEngine(Engine):
             self._workers.clear()
         if not self._workers:
             self._known = Bank.made()
-        while len(self._workers) < self.count:
+        while len(self._workers) < min(self.count, work):
             self._workers.append(_Worker(self.shop, self._slots, self._workers))
         return {key: Place(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for key, tensor in shared.items()}
 
@@ -282,6 +296,10 @@ class _LargestFirst:
         self._deaths: dict[int, int] = {}
         self.delivered = 0
 
+    def left(self) -> int:
+        """How many have not been given out, in the window or after it."""
+        return len(self._heap) + len(self._sizes) - self._entered
+
     def next(self) -> int | None:
         while self._entered < min(len(self._sizes), self.delivered + self._window):
             heapq.heappush(self._heap, (-self._sizes[self._entered], self._entered))
@@ -291,8 +309,12 @@ class _LargestFirst:
     def again(self, index: int) -> int:
         """Its worker died: put it back, and say how often that has happened."""
         self._deaths[index] = self._deaths.get(index, 0) + 1
-        heapq.heappush(self._heap, (-self._sizes[index], index))
+        self.put_back(index)
         return self._deaths[index]
+
+    def put_back(self, index: int) -> None:
+        """It was given out but not begun."""
+        heapq.heappush(self._heap, (-self._sizes[index], index))
 
     def drop(self, index: int) -> None:
         """Give it up."""

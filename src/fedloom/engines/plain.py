@@ -53,7 +53,7 @@ class PlainEngine(Engine):
                     uploads,
                     job.client not in self.homes,
                 )
-            except Exception as error:  # whatever a client's code does, the round goes on without it
+            except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it
                 yield Lost(job, reason_of(error))
                 continue
             yield Update(job, self._row, samples, loss, steps, uploads, home)

@@ -136,7 +136,7 @@ def work(pipe: Connection, others: Sequence[Connection], shop: Shop, slots: Slot
             try:
                 bench = bench or Bench(shop.workshop)
                 reply = _carry_out(order, bench, shop, slots)
-            except Exception as error:  # whatever a client's code does, the round goes on without it
+            except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it
                 reply = Failed(order.index, reason_of(error))
             pipe.send(reply)
     except (EOFError, OSError):

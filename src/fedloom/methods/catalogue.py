@@ -101,8 +101,9 @@ def import_file(path: str) -> None:
     try:
         spec.loader.exec_module(module)
     except FedloomError:
+        del sys.modules[name]
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}.") from error
 
