@@ -1,12 +1,14 @@
-"""Whole rounds of the host engine against a plain sequential PyTorch loop, in one process, in turn.
+"""Whole rounds of the host engine against sequential PyTorch loops, in one process, in turn.
 
-    python benchmarks/rounds.py [--models cnn lenet mlp] [--rounds 7] [--out results/rounds.json]
+    python benchmarks/rounds.py [--models cnn lenet mlp] [--rounds 7] [--busy 1] [--out results/rounds.json]
 
 100 clients, 10 a round, one local epoch, batch 50, SGD with momentum 0.5, IID Fashion-MNIST (its folder in
-FEDLOOM_DATA; without it images of the same shape are made up, which takes the same time). The loop does what a careful
-user would write: one module, `load_state_dict` for each client, batches sliced from float tensors in memory,
-`torch.optim.SGD`, a running weighted sum; it may use all cores. Evaluation is left out on both sides. The two take
-turns, and the ratio of the medians is reported, because machines are noisy and ratios in one run are less so.
+FEDLOOM_DATA; without it images of the same shape are made up, which takes the same time). Two loops, both of which may
+use all cores: `plain` is the one of the tutorials, with a `DataLoader` over each client's `Subset` of float tensors in
+memory; `careful` gathers a client's epoch once and slices batches off it. Both have one module, `load_state_dict` for
+each client, `torch.optim.SGD`, and a running weighted sum. Evaluation is left out everywhere. All take turns, and
+ratios of the medians are reported, because machines are noisy and ratios in one run are less so. With `--busy N` as
+many other processes compute beside them: threads that wait for each other suffer from that, processes do not.
 
 It also reports the engine's own cost for each client and round: rounds in which clients take no step at all, with 1.7
 million parameters.
@@ -14,13 +16,18 @@ million parameters.
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from fedloom.config import Config
 from fedloom.data import PooledFederation, Prepare, Samples, load
@@ -48,14 +55,26 @@ def federation() -> tuple[PooledFederation, str]:
 
 
 class Loop:
-    """The plain loop."""
+    """A sequential loop."""
 
-    def __init__(self, model: str, data: PooledFederation) -> None:
+    def __init__(self, model: str, data: PooledFederation, careful: bool) -> None:
         torch.manual_seed(0)
+        self.careful = careful
         self.module = build_model(model, (1, 28, 28), 10)
         self.x, self.y = data.prepare(data.pool.x), data.pool.y
         self.parts = [torch.from_numpy(part) for part in data.parts]
         self.model = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+
+    def batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        part = self.parts[client]
+        if not self.careful:
+            samples = Subset(TensorDataset(self.x, self.y), part.tolist())
+            yield from DataLoader(samples, batch_size=BATCH, shuffle=True)
+            return
+        order = part[torch.randperm(len(part))]
+        x, y = self.x[order], self.y[order]
+        for low in range(0, len(order), BATCH):
+            yield x[low : low + BATCH], y[low : low + BATCH]
 
     def round(self, clients: list[int]) -> None:
         total = sum(len(self.parts[client]) for client in clients)
@@ -63,43 +82,41 @@ class Loop:
         for client in clients:
             self.module.load_state_dict(self.model)
             optimizer = torch.optim.SGD(self.module.parameters(), LR, momentum=MOMENTUM)
-            order = self.parts[client][torch.randperm(len(self.parts[client]))]
-            x, y = self.x[order], self.y[order]
-            for low in range(0, len(order), BATCH):
+            for x, y in self.batches(client):
                 optimizer.zero_grad()
-                F.cross_entropy(self.module(x[low : low + BATCH]), y[low : low + BATCH]).backward()
+                F.cross_entropy(self.module(x), y).backward()
                 optimizer.step()
             for name, tensor in self.module.state_dict().items():
-                mean[name] += tensor * (len(order) / total)
+                mean[name] += tensor * (len(self.parts[client]) / total)
         self.model = mean
 
 
 def compare(model: str, rounds: int, workers: int) -> dict[str, float]:
-    """Median seconds of a round of both, and their ratio."""
+    """Median seconds of a round of all three, and fedloom's ratios to the loops."""
     data, _ = federation()
-    loop = Loop(model, data)
+    loops = {"plain": Loop(model, data, careful=False), "careful": Loop(model, data, careful=True)}
     threads = torch.get_num_threads()
     config = Config(
         data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000,
         model=model, epochs=1, batch_size=BATCH, lr=LR, momentum=MOMENTUM, engine="host", workers=workers,
     )  # fmt: skip
+    times: dict[str, list[float]] = {"plain": [], "careful": [], "fedloom": []}
     with build(config, Own(data=data)).engine_closed() as experiment:
-        times: dict[str, list[float]] = {"loop": [], "fedloom": []}
         for number in range(rounds + 1):
             clients = experiment.rounds.parts.server.select(number)
             torch.set_num_threads(threads)
-            start = time.perf_counter()
-            loop.round(clients)
-            middle = time.perf_counter()
+            for name, loop in loops.items():
+                start = time.perf_counter()
+                loop.round(clients)
+                times[name].append(time.perf_counter() - start)
             torch.set_num_threads(1)
+            start = time.perf_counter()
             experiment.rounds.play(number)
-            end = time.perf_counter()
-            if number:  # the first one warms up
-                times["loop"].append(middle - start)
-                times["fedloom"].append(end - middle)
+            times["fedloom"].append(time.perf_counter() - start)
     torch.set_num_threads(threads)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {**{k: round(v, 4) for k, v in medians.items()}, "ratio": round(medians["fedloom"] / medians["loop"], 3)}
+    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first one warms up
+    ratios = {f"ratio to {name}": seconds["fedloom"] / seconds[name] for name in loops}
+    return {name: round(value, 4) for name, value in {**seconds, **ratios}.items()}
 
 
 def overhead(rounds: int, workers: int) -> float:
@@ -119,14 +136,18 @@ def overhead(rounds: int, workers: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Whole rounds against a plain PyTorch loop.")
+    parser = argparse.ArgumentParser(description="Whole rounds against sequential PyTorch loops.")
     parser.add_argument("--models", nargs="+", default=["cnn", "lenet", "mlp"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: one for each core")
+    parser.add_argument("--busy", type=int, default=0, help="other processes that compute beside")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    beside = [multiprocessing.get_context("fork").Process(target=_compute, daemon=True) for _ in range(options.busy)]
+    for process in beside:
+        process.start()
     result = {
-        "command": "python benchmarks/rounds.py",
+        "command": " ".join(["python", *sys.argv]),
         "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__},
         "data": federation()[1],
         "rounds": options.rounds,
@@ -139,6 +160,11 @@ def main() -> None:
     print("overhead", result["milliseconds a client without training, 1.7 M parameters"], "ms a client")
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _compute() -> None:
+    while True:
+        sum(range(100_000))
 
 
 def _cpu() -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from fedloom.config import Config
 from fedloom.engines.base import Engine
@@ -24,7 +23,7 @@ from fedloom.exchange import Job, Lost, Shapes, Update
 from fedloom.methods.base import Context
 from fedloom.methods.catalogue import Parts
 from fedloom.metrics import Clock, client_accuracy
-from fedloom.rows import Layout
+from fedloom.rows import Layout, all_finite
 
 
 @dataclass
@@ -167,15 +166,8 @@ def fault_of(update: Update, layout: Layout, uploads: Shapes) -> str | None:
     for name, tensor in update.extras.items():
         if tuple(tensor.shape) != tuple(uploads[name]):
             return f"its {name} has shape {tuple(tensor.shape)}, not {tuple(uploads[name])}"
-        if not _all_finite(tensor):
+        if not all_finite(tensor):
             return f"its {name} is not finite"
     if update.samples < 0:
         return f"it claims {update.samples} samples"
     return None
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    if not tensor.numel():
-        return True
-    low, high = tensor.aminmax()
-    return bool(low.isfinite() & high.isfinite())

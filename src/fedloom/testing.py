@@ -176,7 +176,8 @@ def equals_fedavg_when_neutral(method: str, options: Given) -> None:
     for part in composition.methods:  # what the method sets for FedAvg's server, FedAvg must be told as well
         fedavg = {k.partition(".")[2]: v for k, v in part.defaults.items() if k.startswith("fedavg.")} | fedavg
     expected = small_run("fedavg", {"fedavg": fedavg}).digest
-    neutral |= {"fedavg": options["fedavg"]} if "fedavg" in options else {}
+    if "fedavg" in options:
+        neutral["fedavg"] = dict(options["fedavg"])
     assert small_run(method, neutral).digest == expected, "its neutral options do not give FedAvg's model"
 
 
