@@ -202,8 +202,10 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
             assert f"## {method['name']}\n" in methods
             row = f"| `{method['name']}` | {', '.join(method['brings'])} | {method['models a round']} |"
             assert row in methods
+            own = ROOT / "docs" / f"{method['name']}.md"
+            pages = methods + (own.read_text() if own.exists() else "")
             for option in method["options"]:
-                assert f"| `{method['name']}.{option['name']}` | `{option['default']}` |" in methods
+                assert f"| `{method['name']}.{option['name']}` | `{option['default']}` |" in pages
     for entry in list_datasets():
         shape = " x ".join(map(str, entry["shape"]))
         assert re.search(rf"\| `{entry['name']}` .*\| {shape} \| {entry['training']:,} \| {entry['test']:,} \|", data)

@@ -11,7 +11,7 @@ from fedloom.methods.base import Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import CHECKS, check_method
 
-NAMES = ["fedavg", "fedprox", "scaffold"]
+NAMES = ["fedavg", "fedcda", "fedcross", "fedmr", "fedprox", "indep", "scaffold"]
 
 
 def test_all_built_in_methods_are_checked() -> None:

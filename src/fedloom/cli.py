@@ -39,7 +39,7 @@ PANELS = {
     ),
     "Running": (
         "eval_every", "min_clients", "lost", "engine", "device", "workers", "checkpoint_seconds",
-        "keep_checkpoints",
+        "keep_checkpoints", "cache_dir",
     ),
 }  # fmt: skip
 

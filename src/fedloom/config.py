@@ -55,6 +55,8 @@ class Config(Training):
     """seconds between two checkpoints; 0 writes one after every round"""
     keep_checkpoints: int = Field(2, ge=1)
     """how many checkpoints are kept"""
+    cache_dir: str | None = None
+    """folder for what a server caches (fedcda's models) where it may be larger than memory; by default in memory"""
     imports: list[str] = Field(default_factory=list)
     """Python files to run first, which register methods of one's own"""
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
         make_module=lambda: deepcopy(module),
         classes=federation.classes,
         shape=federation.shape,
+        cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
+        keep_checkpoints=config.keep_checkpoints,
         device=device,
         make_bank=make_bank,
     )

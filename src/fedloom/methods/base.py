@@ -14,6 +14,7 @@ the method.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -55,6 +56,10 @@ class Context:
     classes: int
     shape: tuple[int, ...]
     """Of one input of the network."""
+    cache_dir: Path | None
+    """Where a server may keep more rows than memory holds; None: in memory."""
+    keep_checkpoints: int
+    """How many checkpoints may be gone back to."""
     device: torch.device
     make_bank: Callable[[int, int], Bank]
     """(count, width) -> rows where the engine can read them without copying."""

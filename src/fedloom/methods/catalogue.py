@@ -15,7 +15,16 @@ from fedloom.errors import FedloomError, InputError, unknown
 from fedloom.methods.base import Companion, Context, Local, Options, Part, Refiner, Server
 from fedloom.settings import explain
 
-BUILT_IN = ("fedavg", "fedprox", "scaffold")
+BUILT_IN = {
+    "fedavg": "fedavg",
+    "fedcda": "fedcda",
+    "fedcross": "fedcross",
+    "fedmr": "fedmr",
+    "fedprox": "fedprox",
+    "indep": "fedmr",
+    "scaffold": "scaffold",
+}
+"""Our methods, and the file of fedloom.methods that each is in."""
 PARTS = ("server", "local", "companion", "refiner")
 
 
@@ -50,7 +59,7 @@ _methods: dict[str, Method] = {}
 
 def register(method: Method) -> Method:
     """Make a method known by its name. One's own may be registered again (a notebook's cell), ours not replaced."""
-    home = f"fedloom.methods.{method.name}"
+    home = f"fedloom.methods.{BUILT_IN.get(method.name)}"
     if method.name in BUILT_IN and all(getattr(method, part).__module__ != home for part in method.parts):
         raise InputError(f"there is already a method {method.name!r}; give yours another name.")
     if not method.name.replace("-", "").replace("_", "").isalnum():
@@ -73,7 +82,7 @@ def _load_installed() -> None:
     if _installed:
         return
     _installed = True
-    for name in BUILT_IN:
+    for name in sorted(set(BUILT_IN.values())):
         importlib.import_module(f"fedloom.methods.{name}")
     for point in entry_points(group="fedloom.methods"):
         try:

@@ -10,7 +10,7 @@ from fedloom.report.records import Record
 
 NOT_SETTINGS = frozenset(
     {"seed", "command", "name", "out", "folder", "workers", "made_with", "format"}
-    | {"checkpoint_seconds", "keep_checkpoints"}
+    | {"checkpoint_seconds", "keep_checkpoints", "cache_dir"}
 )
 """Keys of a config that cannot change what is learned, but for the seed, which is what we average over."""
 

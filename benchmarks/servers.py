@@ -1,0 +1,169 @@
+"""What servers that keep many models cost, beside training: FedCross's step, FedMR's recombination, FedCDA's search.
+
+    python benchmarks/servers.py [--size 11173962] [--models 10] [--out results/servers.json]
+
+FedCross and FedMR are held against one pass of memory traffic over the rows they must read and write (a copy of all K
+rows), FedCDA against trying the combinations on the models themselves (a few are timed, the rest is multiplication).
+One thread, medians.
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.banks import Bank
+from fedloom.exchange import Job, Update
+from fedloom.gram import inner_products
+from fedloom.methods import Context
+from fedloom.methods.fedcda import FedCDAOptions, FedCDAServer
+from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
+from fedloom.methods.fedmr import FedMROptions, FedMRServer
+from fedloom.methods.selection import Fixed, enumerate_all, solve
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+from fedloom.training import Training
+
+
+def network(size: int, layers: int = 20) -> nn.Module:
+    """Dense layers with about `size` parameters in all, without using their memory."""
+    width = int((size / layers) ** 0.5)
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def context(layout: Layout, clients: int, per_round: int, cache_dir: Path | None = None) -> Context:
+    return Context(
+        layout=layout, initial=layout.empty(), clients=clients, per_round=per_round, rounds=10, streams=Streams(0),
+        training=Training(), samples=lambda _: 1, criterion=nn.functional.cross_entropy, make_module=nn.Identity,
+        classes=10, shape=(1,), cache_dir=cache_dir, keep_checkpoints=2, device=torch.device("cpu"),
+        make_bank=lambda count, width: Bank.memory(count, width),
+    )  # fmt: skip
+
+
+def median(work: Callable[[int], object], repeats: int = 5) -> float:
+    times = []
+    for number in range(repeats + 1):
+        start = time.perf_counter()
+        work(number)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def many_models(layout: Layout, count: int) -> dict[str, float]:
+    """FedCross and FedMR against a copy of the rows."""
+    bank, target = Bank.memory(count, layout.size), Bank.memory(count, layout.size)
+    v, w = bank.rows, target.rows
+    v.normal_()
+    traffic = median(lambda _: w.copy_(v))
+    here = context(layout, 100, count)
+    cross = FedCrossServer(here, FedCrossOptions())
+    recombine = FedMRServer(here, FedMROptions())
+    result = {
+        "one pass of traffic": traffic,
+        "fedcross step": median(lambda number: cross.combine(number, v, w)),
+        "fedcross similarity alone": median(lambda _: cross.gaps(v)),
+        "fedmr recombination": median(lambda number: recombine.combine(number, v, w)),
+        "fedmr naive (state dicts, deep copies)": median(lambda number: naive_recombination(layout, v, number), 2),
+    }
+    return {**result, **{f"{name} / traffic": value / traffic for name, value in result.items() if name[:3] == "fed"}}
+
+
+def naive_recombination(layout: Layout, v: Tensor, number: int) -> list[dict[str, Tensor]]:
+    models = [layout.state_dict(row) for row in v]
+    draw, result = np.random.default_rng(number), [dict(model) for model in models]
+    for name in models[0]:
+        for i, j in enumerate(draw.permutation(len(models))):
+            result[i][name] = models[j][name].clone()
+    return result
+
+
+def search(participants: int, cached: int, size: int) -> dict[str, float]:
+    """FedCDA's choice against trying combinations on the models."""
+    rng = np.random.default_rng(0)
+    common = torch.randn(size)
+    rows = torch.stack([common + 0.1 * torch.randn(size) for _ in range(participants * cached)])
+    losses = [rng.random(cached) for _ in range(participants)]
+    start = time.perf_counter()
+    gram = inner_products(rows, common, slice(0, size)).numpy()[:-1, :-1]
+    products = time.perf_counter() - start
+    fixed = Fixed(count=0, loss_sum=0.0, norms=0.0, sum_norm=0.0)
+    start = time.perf_counter()
+    enumerate_all(losses, gram, np.zeros(len(gram)), fixed, 1.0)
+    fast = time.perf_counter() - start
+    tried = list(itertools.islice(itertools.product(range(cached), repeat=participants), 3))
+    start = time.perf_counter()
+    for picks in tried:
+        chosen = rows[[n * cached + pick for n, pick in enumerate(picks)]]
+        float((chosen - chosen.mean(0)).square().sum())
+    naive = (time.perf_counter() - start) / len(tried) * cached**participants
+    return {"inner products": products, "search": fast, "naive": naive, "ratio": (products + fast) / naive}
+
+
+def large_search(participants: int, cached: int, limit: float) -> dict[str, float]:
+    """A choice that cannot be enumerated: seconds after the inner products are known, and the proven gap."""
+    rng = np.random.default_rng(1)
+    models = rng.normal(size=50) + 0.3 * rng.normal(size=(participants * cached, 50))
+    fixed = Fixed(count=0, loss_sum=0.0, norms=0.0, sum_norm=0.0)
+    losses = [0.1 * rng.random(cached) for _ in range(participants)]
+    start = time.perf_counter()
+    choice = solve(losses, models @ models.T, np.zeros(len(models)), fixed, 1.0, time_limit=limit)
+    return {"seconds": time.perf_counter() - start, "gap": choice.gap, "proven": float(choice.proven)}
+
+
+def cache_on_disk(size: int, clients: int, per_round: int) -> dict[str, float]:
+    """Resident memory of FedCDA with its cache in a file, in rows of a participant and MiB above."""
+    layout = Layout.of(network(size))
+    with tempfile.TemporaryDirectory() as folder:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        server = FedCDAServer(context(layout, clients, per_round, Path(folder)), FedCDAOptions(warmup=0))
+        rounds = clients // per_round
+        row = layout.empty()
+        for number in range(rounds):
+            members = range(number * per_round, (number + 1) * per_round)
+            updates = (Update(Job(c, server.deploy()), row.normal_(), 1, 0.5, 1) for c in members)
+            server.collect(number, updates)
+        server.store.close()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        written = server.store._next * layout.nbytes
+    return {
+        "MiB in file": written / 2**20,
+        "MiB resident": peak / 1024,
+        "rows a participant": peak * 1024 / layout.nbytes / per_round,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What servers that keep many models cost.")
+    parser.add_argument("--size", type=int, default=11_173_962, help="parameters of a model (ResNet-18)")
+    parser.add_argument("--models", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    layout = Layout.of(network(options.size))
+    result: dict[str, object] = {
+        "command": " ".join(["python", *sys.argv]),
+        "parameters": layout.size,
+        "models": options.models,
+    }
+    result["cache of 1000 clients on disk, 10 a round, 1 M parameters"] = cache_on_disk(1_000_000, 1000, 10)
+    result["seconds"] = many_models(layout, options.models)
+    result["fedcda optimal, P=10, K=3"] = search(10, 3, options.size)
+    result["fedcda optimal, P=30, K=3"] = large_search(30, 3, 10.0)
+    print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

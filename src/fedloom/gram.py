@@ -1,0 +1,54 @@
+"""Inner products of many rows at once."""
+
+import torch
+from torch import Tensor
+
+CHUNK = 8192
+"""Columns taken at a time: a dozen rows of them stay in a core's own cache."""
+
+
+def inner_products(
+    rows: Tensor,
+    reference: Tensor,
+    columns: slice,
+    last: Tensor | None = None,
+    precision: torch.dtype = torch.float64,
+) -> Tensor:
+    """The float64 matrix of inner products of d_0, ..., d_{K-1} and one more vector, with d_i = row_i - reference.
+
+    That vector is `last` (over these columns), or the reference itself. (K + 1) x (K + 1); one pass over the rows.
+
+    Models of one run are close to each other: their norms are thousands of times their distances, so distances (and
+    angles) taken from products of the rows themselves would be differences of nearly equal numbers. About a reference
+    among them, and added up in float64, nothing cancels. `precision` is that of the products of a chunk: float32 is
+    exact to about 1e-6 of |d_i| |d_j|, enough to rank angles, at a fifth of the time.
+    """
+    count = len(rows)
+    gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device=rows.device)
+    space = torch.empty(count + 1, CHUNK, dtype=precision, device=rows.device)
+    for start in range(columns.start, columns.stop, CHUNK):
+        part = slice(start, min(start + CHUNK, columns.stop))
+        block = space[:, : part.stop - part.start]
+        block[count] = reference[part]
+        torch.sub(rows[:, part], block[count], out=block[:count])
+        if last is not None:
+            block[count] = last[part.start - columns.start : part.stop - columns.start]
+        gram += block @ block.T
+    return gram
+
+
+def cosine_gaps(gram: Tensor) -> Tensor:
+    """1 - cosine of each pair of rows, from `inner_products`; exact to the last digits for nearly parallel rows.
+
+    With E = |v_i - v_j|^2 and n_i = |v_i|, 1 - cos = (E - (n_i - n_j)^2) / (2 n_i n_j). Two zero rows are alike.
+    """
+    d = gram[:-1, :-1]
+    along, own = gram[:-1, -1], d.diagonal()
+    squared = (own[:, None] + own[None, :] - 2 * d).clamp_(min=0)
+    extra = 2 * along + own  # |v_i|^2 - |r|^2
+    norms = (gram[-1, -1] + extra).clamp_(min=0).sqrt()
+    sums = norms[:, None] + norms[None, :]
+    apart = torch.where(sums > 0, (extra[:, None] - extra[None, :]) / sums, torch.zeros_like(sums))
+    product = norms[:, None] * norms[None, :]
+    gaps = (squared - apart**2).clamp_(min=0) / (2 * product)
+    return torch.where(product > 0, gaps, torch.where(sums > 0, torch.ones_like(gaps), torch.zeros_like(gaps)))

@@ -1,0 +1,232 @@
+"""FedCDA: the server caches the last models of each client and picks, across rounds, those that diverge least.
+
+Wang et al., "FedCDA: Federated Learning with Cross-round Divergence-aware Aggregation", ICLR 2024. For every client n
+the last K models w^n with their losses F_n (mean training loss of the last local epoch) are cached. After a round one
+model is chosen for each participant, so that over all clients seen
+
+    J = (1/m) sum F_n(w^n) + (L/2m) sum ||w^n - w||^2,    w = mean of the chosen models         (Eq. 5 = Eq. 6)
+
+is small; the others keep the model chosen for them last. The global model is the uniform mean of all chosen models.
+`approximate` (Eq. 8) chooses batch by batch: participants are shuffled into B near-equal batches, and for one batch
+all combinations are tried with the batches before it fixed and those after it left out. `optimal` is B = 1; we solve
+it exactly also where K^P combinations cannot be listed, and say how far from the optimum it may be when a time limit
+ends the search. `newest` takes each client's last model, `random` any.
+
+Where the paper is silent. Clients never seen are left out of the mean and of J. During warm-up the model is FedAvg's
+over the participants (`warmup_mode=newest`: the mean of all clients' newest models, as in code that is probably the
+authors'), and everyone's newest model is chosen. With fewer than K models those there are. Equal choices go to the
+newest. Norms are over trainable parameters; buffers of the chosen models are averaged with them.
+
+The search never touches a model: it needs the inner products of the candidates and nothing else (selection.py).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.exchange import Job, Update
+from fedloom.gram import inner_products
+from fedloom.methods.base import Context, Options, Server
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.selection import Choice, Fixed, solve
+from fedloom.rows import Mean
+from fedloom.rowstore import RowStore
+
+
+class FedCDAOptions(Options):
+    K: int = Field(3, ge=1)
+    """models cached for each client"""
+    B: int = Field(3, ge=1)
+    """batches of the approximate selection"""
+    L: float = Field(1.0, ge=0)
+    """weight of the divergence against the losses (the smoothness constant of the paper)"""
+    selection: Literal["approximate", "optimal", "newest", "random"] = "approximate"
+    """which cached models are averaged"""
+    warmup: int = Field(50, ge=0)
+    """rounds before the selection begins"""
+    warmup_mode: Literal["fedavg", "newest"] = "fedavg"
+    """the model during warm-up: FedAvg's, or the mean of all newest models"""
+    time_limit: float = Field(10.0, gt=0)
+    """seconds for one exact search, which then reports how far from the optimum it may be"""
+
+
+class FedCDAServer(Server[FedCDAOptions]):
+    """One global model, and a cache of the clients' last ones."""
+
+    kept = ("bank", "total")
+
+    def __init__(self, context: Context, options: FedCDAOptions) -> None:
+        super().__init__(context, options)
+        layout = context.layout
+        self.bank = context.bank(1)
+        self.bank.rows[0] = context.initial
+        self.store = RowStore(layout.size, layout.dtype, context.cache_dir, context.keep_checkpoints)
+        self.cache: dict[int, list[tuple[int, float]]] = {}
+        """For each client seen (number of the row, loss), oldest first."""
+        self.chosen: dict[int, int] = {}
+        """For each client seen the number of the row that stands for it."""
+        self.total = torch.zeros(layout.floats, dtype=torch.float64)
+        """Sum of the chosen rows: so a round reads the models of its participants and no others."""
+        self._last: dict[str, float] = {}
+
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+        return [Job(client, self.bank.rows[0]) for client in clients]
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        participants: list[int] = []
+        fedavg = Mean(self.context.layout)
+        for update in updates:
+            if update.client not in participants:
+                participants.append(update.client)
+                self._leave(update.client)
+            self._cache(update)
+            fedavg.add(update.row, update.samples)
+        if not participants:
+            return
+        warm = round < self.options.warmup
+        picks = self._newest(participants) if warm else self.choose(round, participants)
+        w = self.bank.rows[0]
+        fixed = self._fixed_mean(w)
+        mean = Mean(self.context.layout)
+        for client in participants:
+            number = self.cache[client][picks[client]][0]
+            row = self.store.read(number)
+            self.chosen[client] = number
+            self.total += row[: self.context.layout.floats].cpu()
+            mean.add(row.to(w.device))
+        if fixed is not None:
+            mean.add(fixed, len(self.chosen) - len(participants))
+        (fedavg if warm and self.options.warmup_mode == "fedavg" else mean).into(w)
+        for client in participants:
+            self._evict(client)
+        older = sum(picks[client] < len(self.cache[client]) - 1 for client in participants)
+        self._last["older models chosen"] = older / len(participants)
+
+    # the cache
+
+    def _leave(self, client: int) -> None:
+        """Take a participant's model out of the sum: another may be chosen for it."""
+        if client in self.chosen:
+            self.total -= self.store.read(self.chosen.pop(client))[: self.context.layout.floats].cpu()
+
+    def _cache(self, update: Update) -> None:
+        loss = update.loss if np.isfinite(update.loss) else 0.0
+        self.cache.setdefault(update.client, []).append((self.store.put(update.row), loss))
+        self._evict(update.client)
+
+    def _evict(self, client: int) -> None:
+        """Keep the last K models."""
+        models = self.cache[client]
+        while len(models) > self.options.K:
+            self.store.drop(models.pop(0)[0])
+
+    def _fixed_mean(self, like: Tensor) -> Tensor | None:
+        """The mean of the models chosen for all who did not take part, with the integers of the global model."""
+        if not self.chosen:
+            return None
+        row, floats = like.clone(), self.context.layout.floats
+        row[:floats] = self.total / len(self.chosen)
+        return row
+
+    # the selection
+
+    def _newest(self, participants: list[int]) -> dict[int, int]:
+        return {client: len(self.cache[client]) - 1 for client in participants}
+
+    def choose(self, round: int, participants: list[int]) -> dict[int, int]:
+        """Which of its cached models stands for each participant."""
+        if self.options.selection == "newest":
+            return self._newest(participants)
+        draw = self.context.streams.numpy("fedcda", round)
+        if self.options.selection == "random":
+            return {client: int(draw.integers(len(self.cache[client]))) for client in participants}
+        batches = 1 if self.options.selection == "optimal" else min(self.options.B, len(participants))
+        order = [participants[i] for i in draw.permutation(len(participants))]
+        products = Products(self, order)
+        picks: dict[int, int] = {}
+        gap = 0.0
+        for batch in np.array_split(np.array(order), batches):
+            choice = products.choose([int(client) for client in batch], self.options)
+            picks.update(zip((int(client) for client in batch), choice.picks, strict=True))
+            gap += choice.gap
+        self._last["gap"] = gap
+        return picks
+
+    def deploy(self) -> Tensor:
+        return self.bank.rows[0]
+
+    def models(self) -> Tensor:
+        return self.bank.rows
+
+    def diagnostics(self) -> dict[str, float]:
+        return dict(self._last)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "store": self.store.state(), "cache": self.cache, "chosen": self.chosen}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self.store.load(state["store"])
+        self.cache = {client: [(number, loss) for number, loss in models] for client, models in state["cache"].items()}
+        self.chosen = dict(state["chosen"])
+
+
+class Products:
+    """The inner products of all candidates of a round, about the global model, taken in one pass over them.
+
+    Clients whose choice is fixed enter through their sum alone; as batches are decided, their choices join that sum.
+    """
+
+    def __init__(self, server: FedCDAServer, participants: list[int]) -> None:
+        trainable = slice(0, server.context.layout.trainable)
+        reference = server.bank.rows[0].cpu()
+        models = [server.cache[client] for client in participants]
+        rows = torch.stack([server.store.read(number).cpu() for each in models for number, _ in each])
+        count = len(server.chosen)
+        fixed = server.total[trainable] - count * reference[trainable].double()
+        gram = inner_products(rows, reference, trainable, last=fixed).numpy()
+        self.gram, self.with_fixed = gram[:-1, :-1], gram[:-1, -1].copy()
+        self.fixed = Fixed(count=count, loss_sum=0.0, norms=0.0, sum_norm=float(gram[-1, -1]))
+        ends = np.cumsum([0, *(len(each) for each in models)])
+        self.places = {c: np.arange(ends[i], ends[i + 1]) for i, c in enumerate(participants)}
+        self.losses = {c: np.array([loss for _, loss in each]) for c, each in zip(participants, models, strict=True)}
+
+    def choose(self, batch: list[int], options: FedCDAOptions) -> Choice:
+        """The best choice for these clients; afterwards they are fixed."""
+        places = np.concatenate([self.places[client] for client in batch])
+        losses = [self.losses[client] for client in batch]
+        choice = solve(
+            losses,
+            self.gram[np.ix_(places, places)],
+            self.with_fixed[places],
+            self.fixed,
+            options.L,
+            time_limit=options.time_limit,
+        )
+        picked = np.array([self.places[client][pick] for client, pick in zip(batch, choice.picks, strict=True)])
+        own = float(self.gram[np.ix_(picked, picked)].sum())
+        self.fixed = Fixed(
+            count=self.fixed.count + len(batch),
+            loss_sum=self.fixed.loss_sum + sum(float(f[p]) for f, p in zip(losses, choice.picks, strict=True)),
+            norms=self.fixed.norms + float(self.gram[picked, picked].sum()),
+            sum_norm=self.fixed.sum_norm + 2 * float(self.with_fixed[picked].sum()) + own,
+        )
+        self.with_fixed += self.gram[:, picked].sum(axis=1)
+        return choice
+
+
+register(
+    Method(
+        name="fedcda",
+        title="FedCDA",
+        summary="average cached models of all clients, chosen across rounds to diverge least",
+        reference="Wang et al., ICLR 2024",
+        options=FedCDAOptions,
+        server=FedCDAServer,
+        models_sent="2K",
+    )
+)

@@ -1,0 +1,132 @@
+"""FedCross: K models travel from client to client, and each is mixed with one other after every round.
+
+Hu et al., "FedCross: Towards Accurate Federated Learning via Multi-Model Cross-Aggregation", ICDE 2024. From the
+uploaded models v_0, ..., v_{K-1} all at once
+
+    w_i = alpha v_i + (1 - alpha) v_co(i)
+
+with the collaborator co(i) chosen in order, co(i) = (i + (r mod (K - 1)) + 1) mod K, or as the model least or most
+similar to v_i. The paper's similarity is the cosine (its formula has a plus between the norms, a misprint) of the
+parameters; buffers are mixed like weights but do not decide. `layerwise` is the mean of the cosines of the layers,
+close to what the authors' code does. The authors' `first_stage` broadcasts the uniform mean for some rounds.
+
+Where the paper is silent. Acceleration by propellers: p of them in order replace the one collaborator, with weight (1
+- alpha) / p each, for `propeller_rounds` rounds. Dynamic alpha: after those, alpha rises linearly from 0.5 to its
+value within `dynamic_rounds` rounds. PM, DA and PM-DA of the paper are 100 and 0, 0 and 100, 50 and 50. With one
+model nothing is mixed. A model whose client was lost takes part as it is. Ties of similarity go to the next model in
+order.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.gram import cosine_gaps, inner_products
+from fedloom.methods.base import Options
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.slots import SlotServer
+from fedloom.rows import Kind
+
+CHUNK = 16384
+"""Columns mixed at a time: those of all models stay in a core's own cache."""
+
+
+class FedCrossOptions(Options):
+    alpha: float = Field(0.99, ge=0.5, le=1)
+    """weight of a model itself when it is mixed; 1 never mixes"""
+    selection: Literal["in-order", "lowest", "highest"] = "lowest"
+    """the collaborator: the next in order, the least similar, or the most similar model"""
+    similarity: Literal["global", "layerwise"] = "global"
+    """cosine of whole models, or mean of the cosines of their layers"""
+    propellers: int = Field(3, ge=1)
+    """models that replace the collaborator in the first propeller_rounds rounds"""
+    propeller_rounds: int = Field(0, ge=0)
+    """rounds with propeller models"""
+    dynamic_rounds: int = Field(0, ge=0)
+    """rounds in which alpha rises from 0.5, after those with propellers"""
+    first_stage: int = Field(0, ge=0)
+    """rounds at the start in which all models become their mean"""
+
+
+class FedCrossServer(SlotServer[FedCrossOptions]):
+    """K middleware models that cross-aggregate."""
+
+    def combine(self, round: int, v: Tensor, w: Tensor) -> None:
+        options, floats = self.options, self.context.layout.floats
+        if round < options.first_stage:
+            w[:] = self.mean(v)
+            return
+        r = round - options.first_stage
+        w[:, floats:] = v[:, floats:]  # integers stay with their model
+        alpha = self.alpha(r)
+        groups = self.collaborators(r, v) if alpha < 1 else [[]] * len(v)
+        # Column by column, so that each model is read from memory once though two models are made of it.
+        for start in range(0, floats, CHUNK):
+            part = slice(start, min(start + CHUNK, floats))
+            for i, partners in enumerate(groups):
+                if not partners or alpha == 1:  # lerp would turn -0 into 0, and overflow where models are huge
+                    w[i, part] = v[i, part]
+                else:
+                    other = v[partners[0], part]
+                    for number, j in enumerate(partners[1:], start=2):  # so that equal models are exactly their mean
+                        other = torch.lerp(other, v[j, part], 1 / number)
+                    torch.lerp(other, v[i, part], alpha, out=w[i, part])
+
+    def alpha(self, r: int) -> float:
+        """The weight in round r after the first stage."""
+        since, last = r - self.options.propeller_rounds, self.options.dynamic_rounds
+        if not 0 <= since < last:
+            return self.options.alpha
+        return 0.5 + (self.options.alpha - 0.5) * (since / (last - 1) if last > 1 else 1.0)
+
+    def collaborators(self, r: int, v: Tensor) -> list[list[int]]:
+        """The models that each model is mixed with."""
+        count = len(v)
+        if count == 1:
+            return [[]]
+        first = r % (count - 1)
+        if r < self.options.propeller_rounds:
+            offsets = [(first + step) % (count - 1) + 1 for step in range(min(self.options.propellers, count - 1))]
+            return [[(i + offset) % count for offset in offsets] for i in range(count)]
+        if self.options.selection == "in-order" or count == 2:
+            return [[(i + first + 1) % count] for i in range(count)]
+        gaps, sign = self.gaps(v), -1 if self.options.selection == "lowest" else 1
+        return [[self.extreme(i, sign * gaps[i])] for i in range(count)]
+
+    @staticmethod
+    def extreme(i: int, scores: Tensor) -> int:
+        """The model other than i with the lowest score, the next in order among equals."""
+        count = len(scores)
+        others = [(i + step) % count for step in range(1, count)]
+        return others[int(scores[others].argmin())]
+
+    @staticmethod
+    def products(v: Tensor, columns: slice) -> Tensor:
+        return inner_products(v, v[0], columns, precision=v.dtype)
+
+    def gaps(self, v: Tensor) -> Tensor:
+        """1 - similarity of each pair, over the trainable parameters."""
+        layout = self.context.layout
+        if self.options.similarity == "global":
+            return cosine_gaps(self.products(v, slice(0, layout.trainable)))
+        grams: dict[str, Tensor] = {}
+        for entry in layout.entries:
+            if entry.kind is Kind.PARAMETER:
+                gram = self.products(v, entry.columns)
+                grams[entry.unit] = grams[entry.unit] + gram if entry.unit in grams else gram
+        return torch.stack([cosine_gaps(gram) for gram in grams.values()]).mean(0)
+
+
+register(
+    Method(
+        name="fedcross",
+        title="FedCross",
+        summary="several models travel, and each is mixed with one other",
+        reference="Hu et al., ICDE 2024",
+        options=FedCrossOptions,
+        server=FedCrossServer,
+        models_sent="2K",
+    )
+)

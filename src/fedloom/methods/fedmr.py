@@ -1,0 +1,156 @@
+"""FedMR: the server recombines models layer by layer instead of averaging them.
+
+Hu et al., "Is Aggregation the Only Choice? Federated Learning via Layer-wise Model Recombination", KDD 2024. K models
+travel like FedCross's; after training, for each layer an independent random permutation says which model's layer each
+model gets. Every layer instance is used exactly once, so the mean of the models does not change. The deployed model
+is the uniform mean.
+
+What a layer is the paper leaves open: here all tensors of one module (`module`, so that a running mean stays with its
+variance). The authors' code shuffles every state-dict entry on its own (`tensor`). FedMR-px cuts the N layers into
+segments, `segment:x`: layer j (from 1) belongs to segment ceil(j / (x N)), and `segment:1` permutes whole models.
+Two-stage training: for `first_stage` rounds all models become their mean (the paper: 0 for the CNN, 100 for ResNet-20
+and VGG-16).
+
+`secure` lets the clients exchange layers among themselves (Appendix B, see recombination.py) so that the server only
+ever sees recombined models; the paper does not say how often a layer is sent, here half the time. It changes fewer
+layers than the server's shuffle: with ten clients three in ten change owner.
+
+`indep`, the paper's baseline, is the same without recombination: models wander and never meet.
+"""
+
+from fractions import Fraction
+from math import ceil
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from fedloom.methods.base import Context, Options
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.recombination import Participant, exchange
+from fedloom.methods.slots import SlotServer
+from fedloom.rows import Layout
+
+
+class FedMROptions(Options):
+    granularity: str = "module"
+    """what is swapped: module, tensor, or segment:x with x in (0, 1]"""
+    first_stage: int = Field(0, ge=0)
+    """rounds at the start in which all models become their mean"""
+    secure: bool = False
+    """clients exchange layers among themselves, so that the server never sees a model that one client trained"""
+    send_probability: float = Field(0.5, ge=0, le=1)
+    """how often a client gives a layer away in the secure exchange"""
+
+    @field_validator("granularity")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in ("module", "tensor"):
+            return value
+        name, _, share = value.partition(":")
+        try:
+            if name == "segment" and 0 < Fraction(share) <= 1:
+                return value
+        except (ValueError, ZeroDivisionError):
+            name = ""
+        raise ValueError("module, tensor or segment:x with x above 0 and at most 1")
+
+
+def layers(layout: Layout, granularity: str) -> list[list[slice]]:
+    """The columns of each layer."""
+    units = list(layout.units().values())
+    if granularity == "module":
+        return units
+    if granularity == "tensor":
+        return [[entry.columns] for entry in layout.entries]
+    x = Fraction(granularity.partition(":")[2])
+    segments: dict[int, list[slice]] = {}
+    for j, columns in enumerate(units, start=1):
+        segments.setdefault(ceil(j / (x * len(units))), []).extend(columns)
+    return list(segments.values())
+
+
+class FedMRServer(SlotServer[FedMROptions]):
+    """K models that swap layers."""
+
+    def __init__(self, context: Context, options: FedMROptions) -> None:
+        super().__init__(context, options)
+        self.layers = layers(context.layout, options.granularity)
+
+    def combine(self, round: int, v: Tensor, w: Tensor) -> None:
+        if round < self.options.first_stage:
+            w[:] = self.mean(v)
+        elif self.options.secure:
+            self.exchanged(round, v, w)
+        else:
+            self.shuffled(round, v, w)
+
+    def shuffled(self, round: int, v: Tensor, w: Tensor) -> None:
+        """The server draws a permutation of the models for each layer."""
+        draw = self.context.streams.numpy("recombine", round)
+        for columns in self.layers:
+            source = draw.permutation(len(v))
+            for part in columns:
+                for i, j in enumerate(source):
+                    w[i, part] = v[j, part]
+
+    def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
+        """The clients exchange layers; what the server gets is `w`."""
+        everyone = list(range(len(v)))
+        participants = {
+            i: Participant(
+                me=i,
+                others=[j for j in everyone if j != i],
+                layers=[_gather(v[i], columns) for columns in self.layers],
+                draw=self.context.streams.numpy("exchange", round, i),
+                send_probability=self.options.send_probability,
+            )
+            for i in everyone
+        }
+        exchange(participants)
+        for i, participant in participants.items():
+            for columns, layer in zip(self.layers, participant.assemble(), strict=True):
+                _scatter(w[i], columns, layer)
+
+
+class IndepServer(SlotServer[Options]):
+    """K models that never meet."""
+
+    def combine(self, round: int, v: Tensor, w: Tensor) -> None:
+        w.copy_(v)
+
+
+def _gather(row: Tensor, columns: list[slice]) -> Tensor:
+    return torch.cat([row[part] for part in columns])
+
+
+def _scatter(row: Tensor, columns: list[slice], values: Tensor) -> None:
+    start = 0
+    for part in columns:
+        size = part.stop - part.start
+        row[part] = values[start : start + size]
+        start += size
+
+
+register(
+    Method(
+        name="fedmr",
+        title="FedMR",
+        summary="several models travel, and swap layers instead of being averaged",
+        reference="Hu et al., KDD 2024",
+        options=FedMROptions,
+        server=FedMRServer,
+        models_sent="2K",
+    )
+)
+
+register(
+    Method(
+        name="indep",
+        title="Indep",
+        summary="several models travel and never meet; their mean is deployed (FedMR's baseline)",
+        reference="Hu et al., KDD 2024",
+        server=IndepServer,
+        models_sent="2K",
+    )
+)

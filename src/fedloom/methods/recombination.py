@@ -1,0 +1,122 @@
+"""Recombining layers: who gets whose.
+
+Two ways to the same end, that each of K models is made of layers of several models and every layer instance is used
+exactly once. `shuffle` is the server's: it holds all models and draws a permutation for each layer. `exchange` is the
+clients' (FedMR, Appendix B): layers pass between clients, so that the server never holds a model that one client
+trained. For every layer on its own:
+
+1. each client keeps its layer in its buffer, or sends it to one other client, drawn uniformly;
+2. who receives layers adds them to its buffer;
+3. for each sender whose layer arrived, the receiver draws one element of its buffer, without replacement, and returns
+   it;
+4. each client puts its model together from what came back, or from what is left in its buffer.
+
+The protocol is written as messages between participants; here they are delivered in this process, and a network may
+carry them instead.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Message:
+    """A layer on its way. `back` tells stage 3 from stage 1."""
+
+    sender: int
+    receiver: int
+    layer: int
+    payload: Tensor
+    back: bool
+
+
+@dataclass
+class Participant:
+    """One client in the exchange. It knows its own layers and what others sent, and draws from its own generator."""
+
+    me: int
+    others: list[int]
+    layers: list[Tensor]
+    draw: np.random.Generator
+    send_probability: float = 0.5
+    _buffers: list[list[Tensor]] = field(default_factory=list)
+    _senders: list[list[int]] = field(default_factory=list)
+    _sent: set[int] = field(default_factory=set)
+    _returned: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Before anything is offered: on a network the first layers of others may arrive earlier than that.
+        self._senders = [[] for _ in self.layers]
+        self._buffers = [[] for _ in self.layers]
+
+    def offer(self) -> list[Message]:
+        """Stage 1: keep each layer, first in its buffer, or send it to one other client."""
+        messages = []
+        for number, layer in enumerate(self.layers):
+            if self.others and self.draw.random() < self.send_probability:
+                receiver = self.others[int(self.draw.integers(len(self.others)))]
+                messages.append(Message(self.me, receiver, number, layer, back=False))
+                self._sent.add(number)
+            else:
+                self._buffers[number].insert(0, layer)
+        return messages
+
+    def receive(self, message: Message) -> None:
+        """Stages 2 and 4: a layer arrives, offered by another client or in return for one's own."""
+        if message.back:
+            self._returned[message.layer] = message.payload
+        else:
+            self._buffers[message.layer].append(message.payload)
+            self._senders[message.layer].append(message.sender)
+
+    def answer(self) -> list[Message]:
+        """Stage 3: return one element of the buffer to each sender. Senders are taken in the order of their numbers,
+        so that the draws do not depend on the order in which messages arrived."""
+        messages = []
+        for number, senders in enumerate(self._senders):
+            paired = (
+                sorted(zip(senders, self._buffers[number][-len(senders) :], strict=True), key=lambda p: p[0])
+                if senders
+                else []
+            )
+            kept = self._buffers[number][: len(self._buffers[number]) - len(senders)]
+            buffer = kept + [layer for _, layer in paired]
+            for sender, _ in paired:
+                chosen = buffer.pop(int(self.draw.integers(len(buffer))))
+                messages.append(Message(self.me, sender, number, chosen, back=True))
+            self._buffers[number] = buffer
+        return messages
+
+    def assemble(self) -> list[Tensor]:
+        """Stage 4: exactly one instance of every layer."""
+        result = []
+        for number in range(len(self.layers)):
+            if number in self._sent and number not in self._returned:
+                raise RuntimeError(f"client {self.me} sent layer {number} away and has had none in return")
+            left = self._buffers[number] + ([self._returned[number]] if number in self._sent else [])
+            if len(left) != 1:
+                raise RuntimeError(f"client {self.me} ends with {len(left)} instances of layer {number}, not 1")
+            result.append(left[0])
+        return result
+
+
+def deliver(participants: dict[int, Participant], messages: Iterable[Message]) -> int:
+    """Carry messages to their receivers, in this process; returns how many there were."""
+    count = 0
+    for message in messages:
+        participants[message.receiver].receive(message)
+        count += 1
+    return count
+
+
+def exchange(
+    participants: dict[int, Participant], carry: Callable[[dict[int, Participant], Iterable[Message]], int] = deliver
+) -> int:
+    """All four stages; afterwards each participant can `assemble`. Returns the number of messages."""
+    offers = [message for p in participants.values() for message in p.offer()]
+    count = carry(participants, offers)
+    answers = [message for p in participants.values() for message in p.answer()]
+    return count + carry(participants, answers)

@@ -1,0 +1,67 @@
+"""Servers that keep several models, each travelling from client to client: what FedCross and FedMR have in common.
+
+K models, equal at first, K the number of clients in a round. In every round model i goes to the i-th client drawn, in
+random order, and comes back trained as v_i; a server then makes the next K models of v_0, ..., v_{K-1} (`combine`). A
+model whose client is lost is its own v_i. The deployed model is the uniform mean, and never feeds back.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from fedloom.exchange import Job, Update
+from fedloom.methods.base import Context, O, Server
+from fedloom.rows import Mean
+
+
+class SlotServer(Server[O]):
+    """K models in K slots."""
+
+    kept = ("bank",)
+
+    def __init__(self, context: Context, options: O) -> None:
+        super().__init__(context, options)
+        self.bank = context.bank(context.per_round)
+        self.bank.rows[:] = context.initial
+        self._uploaded = context.bank(context.per_round)
+
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+        slots = self._slots(round, len(clients))
+        return [Job(client, self.bank.rows[slot], slot) for slot, client in zip(slots, clients, strict=True)]
+
+    def _slots(self, round: int, count: int) -> list[int]:
+        """The models that travel: all of them, or as many as there are clients this time."""
+        if count >= len(self.bank):
+            return list(range(len(self.bank)))[:count]
+        draw = self.context.streams.numpy("slots", round)
+        return sorted(int(slot) for slot in draw.choice(len(self.bank), count, replace=False))
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        missing = set(range(len(self.bank)))
+        for update in updates:
+            self._uploaded.rows[update.slot] = update.row
+            missing.discard(update.slot)
+        if len(missing) == len(self.bank):
+            return
+        for slot in missing:
+            self._uploaded.rows[slot] = self.bank.rows[slot]
+        self.combine(round, self._uploaded.rows, self.bank.rows)
+
+    @abstractmethod
+    def combine(self, round: int, v: Tensor, w: Tensor) -> None:
+        """Write the next models into the rows of `w`, from the uploaded `v`, which is not changed."""
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """The uniform mean of models."""
+        mean, result = Mean(self.context.layout), self.context.layout.empty(self.context.device)
+        for row in rows:
+            mean.add(row)
+        mean.into(result)
+        return result
+
+    def deploy(self) -> Tensor:
+        return self.mean(self.bank.rows)
+
+    def models(self) -> Tensor:
+        return self.bank.rows

@@ -1,0 +1,113 @@
+"""A store of rows that grows as it is used: in memory, or in a file where memory cannot hold them all."""
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import FedloomError, InputError
+
+
+class RowStore:
+    """Rows by number. `put` copies a row in, `read` gives it back, `drop` says that it is no longer wanted.
+
+    Its state can be saved and restored. Rows in a file are not part of a checkpoint, only where they lie; so a row that
+    was dropped is not written over while a kept checkpoint may still name it.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, folder: Path | None = None, keep: int = 2) -> None:
+        self.width = width
+        self.dtype = dtype
+        self._folder = folder
+        self._keep = keep
+        self._rows: dict[int, Tensor] = {}
+        self._free: list[int] = []
+        self._dropped: list[list[int]] = [[]]
+        self._next = 0
+        self._token = uuid.uuid4().hex if folder is not None else ""
+        self._handle: int | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The file, where there is one."""
+        return self._folder / f"rows-{self._token}.bin" if self._folder is not None else None
+
+    def put(self, row: Tensor) -> int:
+        """Copy a row in; returns its number."""
+        number = self._free.pop() if self._free else self._next
+        self._next = max(self._next, number + 1)
+        if self._folder is None:
+            self._rows[number] = row.detach().clone()
+        else:
+            self._write(number, row)
+        return number
+
+    def read(self, number: int) -> Tensor:
+        """The row; in memory the row itself, so do not change it."""
+        if self._folder is None:
+            return self._rows[number]
+        size = self.width * self.dtype.itemsize
+        content = bytearray(os.pread(self._file(), size, number * size))
+        if len(content) != size:
+            raise InputError(f"{self.path} ends before row {number}: it is not whole.")
+        return torch.frombuffer(content, dtype=self.dtype)
+
+    def drop(self, number: int) -> None:
+        """The row is no longer wanted."""
+        if self._folder is None:
+            del self._rows[number]
+            self._free.append(number)
+        else:
+            self._dropped[-1].append(number)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold: the rows, or the name of the file that has them, brought to the disk."""
+        if self._folder is None:
+            return {"rows": dict(self._rows), "next": self._next, "free": list(self._free)}
+        os.fsync(self._file())
+        self._dropped.append([])
+        if len(self._dropped) > self._keep + 1:
+            self._free += self._dropped.pop(0)
+        return {"token": self._token, "next": self._next, "free": list(self._free), "dropped": self._dropped}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state."""
+        self._next, self._free = state["next"], list(state["free"])
+        if self._folder is None:
+            self._rows = {number: row.clone() for number, row in state["rows"].items()}
+            return
+        self.close()
+        self._token = state["token"]
+        if self.path is not None and not self.path.exists():
+            raise InputError(f"the cached rows of this run are not there: {self.path} is missing.")
+        # What was dropped stays untouched for as long as the checkpoints before this one may be needed.
+        self._dropped = [*(list(numbers) for numbers in state["dropped"])]
+
+    def close(self) -> None:
+        """Give the file back; it stays on the disk."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _file(self) -> int:
+        if self._handle is None:
+            assert self.path is not None, "only stores with a folder have a file"
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise InputError(f"cannot keep rows at {self.path}: {error.strerror}.") from error
+        return self._handle
+
+    def _write(self, number: int, row: Tensor) -> None:
+        content = row.detach().cpu().contiguous().view(torch.uint8).numpy().data
+        offset, written = number * self.width * self.dtype.itemsize, 0
+        try:
+            while written < len(content):
+                written += os.pwrite(self._file(), content[written:], offset + written)
+        except OSError as error:
+            raise FedloomError(f"cannot write {self.path}: {error.strerror}.") from error

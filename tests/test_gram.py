@@ -1,0 +1,129 @@
+"""Inner products of rows, and the angles taken from them, against numpy and against longer floats."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom import gram
+from fedloom.gram import cosine_gaps, inner_products
+
+COUNTS = st.integers(1, 6)
+WIDTHS = st.integers(3, 40)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def rows_of(seed: int, count: int, width: int) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def gaps_of(rows: Tensor, reference: int = 0) -> Tensor:
+    return cosine_gaps(inner_products(rows, rows[reference], slice(0, rows.shape[1])))
+
+
+def true_gaps(rows: Tensor) -> np.ndarray:
+    """1 - cosine as half the squared distance of the directions, in the longest floats there are."""
+    long = rows.numpy().astype(np.longdouble)
+    long /= np.sqrt((long**2).sum(1, keepdims=True))
+    return ((long[:, None] - long[None]) ** 2).sum(2) / 2
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, COUNTS, WIDTHS, st.data())
+def test_products_are_those_of_the_differences_and_the_reference(
+    seed: int, count: int, width: int, data: st.DataObject
+) -> None:
+    rows, reference = rows_of(seed, count, width), rows_of(seed + 1, 1, width)[0]
+    start = data.draw(st.integers(0, width - 1))
+    columns = slice(start, data.draw(st.integers(start, width)))
+    wide = np.vstack([rows.double() - reference.double(), reference.double()[None]])[:, columns]
+    found = inner_products(rows, reference, columns)
+    assert found.dtype is torch.float64
+    np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-12, atol=1e-12)
+
+
+def test_long_rows_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(0, 3, 100)
+    whole = inner_products(rows, rows[1], slice(3, 98))
+    for size in (1, 7, 95, 96):
+        monkeypatch.setattr(gram, "CHUNK", size)
+        torch.testing.assert_close(inner_products(rows, rows[1], slice(3, 98)), whole, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_longer_than_a_piece() -> None:
+    rows = rows_of(0, 3, 2 * gram.CHUNK + 5)
+    wide = np.vstack([rows.double() - rows[0].double(), rows[:1].double()])
+    found = inner_products(rows, rows[0], slice(0, rows.shape[1]))
+    np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-10, atol=1e-8)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, COUNTS, WIDTHS)
+def test_gaps_agree_with_a_cosine_in_numpy(seed: int, count: int, width: int) -> None:
+    rows = rows_of(seed, count, width)
+    wide = rows.numpy().astype(np.float64)
+    norms = np.sqrt((wide**2).sum(1))
+    np.testing.assert_allclose(1 - gaps_of(rows).numpy(), wide @ wide.T / np.outer(norms, norms), atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, COUNTS, WIDTHS)
+def test_a_row_is_exactly_like_itself_and_likeness_is_mutual(seed: int, count: int, width: int) -> None:
+    gaps = gaps_of(rows_of(seed, count, width))
+    assert torch.equal(gaps.diagonal(), torch.zeros(count, dtype=torch.float64))
+    torch.testing.assert_close(gaps, gaps.T, rtol=1e-10, atol=1e-13)
+    assert bool((gaps >= 0).all())
+    assert bool((gaps <= 2 + 1e-9).all())
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, COUNTS, WIDTHS, st.data())
+def test_lengths_do_not_matter(seed: int, count: int, width: int, data: st.DataObject) -> None:
+    rows = rows_of(seed, count, width)
+    scales = torch.tensor(data.draw(st.lists(st.sampled_from([0.25, 0.5, 1.0, 4.0]), min_size=count, max_size=count)))
+    torch.testing.assert_close(gaps_of(rows * scales[:, None]), gaps_of(rows), rtol=1e-8, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, st.integers(2, 6), WIDTHS, st.data())
+def test_any_reference_among_the_rows_gives_the_same_gaps(
+    seed: int, count: int, width: int, data: st.DataObject
+) -> None:
+    rows = rows_of(seed, count, width)
+    other = data.draw(st.integers(1, count - 1))
+    torch.testing.assert_close(gaps_of(rows, other), gaps_of(rows), rtol=1e-8, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(SEEDS, st.integers(3, 6))
+def test_nearly_parallel_rows_are_ranked_rightly(seed: int, count: int) -> None:
+    """Relative distances of 1e-5, gaps of 1e-10: all digits that decide are still there."""
+    rows = rows_of(seed, 1, 2000) + 1e-5 * rows_of(seed + 1, count, 2000)
+    gaps, wanted = gaps_of(rows).numpy(), true_gaps(rows)
+    others = ~np.eye(count, dtype=bool)
+    np.testing.assert_allclose(gaps[others], wanted[others].astype(np.float64), rtol=1e-8)
+    for i in range(count):
+        assert gaps[i].argmax() == wanted[i].argmax()
+        assert np.where(others[i], gaps[i], 9).argmin() == np.where(others[i], wanted[i], 9).argmin()
+
+
+def test_where_a_short_cosine_no_longer_can() -> None:
+    """What the careful arithmetic is for: in float32 these cosines are rounding errors, and so is their order."""
+    wrong = 0
+    for seed in range(20):
+        rows = rows_of(seed, 1, 2000) + 1e-5 * rows_of(seed + 100, 5, 2000)
+        units = rows / rows.norm(dim=1, keepdim=True)
+        naive = 1 - units @ units.T
+        wanted = true_gaps(rows)
+        wrong += int((naive.numpy().argmax(1) != wanted.argmax(1)).any())
+        assert (gaps_of(rows).numpy().argmax(1) == wanted.argmax(1)).all()
+    assert wrong >= 15
+
+
+def test_rows_of_zeros_are_alike_and_unlike_all_others() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [-3.0, -4.0], [4.0, -3.0]])
+    wanted = [[0, 1, 1, 2, 1], [1, 0, 0, 1, 1], [1, 0, 0, 1, 1], [2, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
+    for reference in range(5):
+        torch.testing.assert_close(gaps_of(rows, reference), torch.tensor(wanted, dtype=torch.float64))
