@@ -12,8 +12,9 @@ setup: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: setup  ## three methods on the embedded digits: a table and a report
-	$(BIN)/fedloom compare fedavg fedprox scaffold --seeds 5 --partition dirichlet:0.1 --rounds 40 --set fedprox.mu=0.1
+demo: setup  ## five methods on the embedded digits: a table and a report
+	$(BIN)/fedloom compare fedavg scaffold fedcross fedmr fedcda --seeds 3 --partition dirichlet:0.1 --rounds 60 \
+	  --set fedcda.warmup=20
 
 test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
 	$(BIN)/python -m pytest -q

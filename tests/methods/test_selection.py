@@ -111,9 +111,10 @@ def test_branch_and_bound_is_enumeration(seed: int, L: float, many_ties: bool) -
 
 
 @pytest.mark.usefixtures("always_branch")
+@pytest.mark.parametrize("P", [9, 12])
 @pytest.mark.parametrize(("d", "shared"), [(5, False), (50, True), (500, False)])
-def test_branch_and_bound_is_enumeration_at_nine_clients(d: int, shared: bool) -> None:
-    problem = large(9, d, 7, shared)
+def test_branch_and_bound_is_enumeration_at_full_size(d: int, shared: bool, P: int) -> None:
+    problem = large(P, d, 7, shared)
     assert solve(*problem).picks == enumerate_all(*problem).picks
 
 

@@ -5,9 +5,8 @@ models, J = (1/m) sum F + (L/2m) sum |w|^2 - (L/2) |mean w|^2. The paper enumera
 batches where that is too many. But J is a sum of one number per candidate and one per pair of candidates: here
 `enumerate_all` touches scalars only, and `solve` finds the same minimum far beyond the reach of enumeration.
 
-All vectors are relative to one reference row: J's variance part does not depend on it (see `fedloom.gram`).
-Differences of J below 1e-12 of the size of its terms are ties. Among ties the first client's newest model wins, then
-the second client's, and so on, so the picks do not depend on how they were found.
+All vectors are relative to one reference row: J does not depend on which (see `fedloom.gram`). Differences of J below
+1e-12 of the size of its terms are ties; among ties the first client's newest model wins, then the second's, and so on.
 """
 
 import heapq
@@ -24,7 +23,7 @@ Picks = NDArray[np.intp]
 
 TIE = 1e-12  # of the size of J's terms: smaller differences are rounding
 LEAF = 60_000  # combinations that are enumerated rather than bounded: half a millisecond, less than a bound takes
-SWEEPS = 3  # rounds of message passing at a node of the search, given up sooner where they gain little
+SWEEPS = 2  # rounds of message passing at a node of the search; children go on where it ended
 OPEN_NODES = 2000  # beyond, the search goes depth first: memory (20 kB each at P = 30, K = 3) stays bounded
 
 
@@ -42,7 +41,7 @@ class Fixed:
 class Choice:
     """One candidate per client (0 is the oldest), its J, and a `bound` that no choice is below.
 
-    `combinations` were evaluated, bounds excluded the others. Not `proven` to be the minimum: out of time.
+    It is `proven` to be the minimum unless time ran out. `combinations` were evaluated, bounds excluded the others.
     """
 
     picks: tuple[int, ...]
@@ -88,22 +87,17 @@ def solve(
 
     After `time_limit` seconds, the best choice and bound so far: only then does the result depend on the clock.
     """
-    deadline = time.monotonic() + time_limit
     if prod(len(own) for own in losses) <= LEAF:
         return enumerate_all(losses, gram, with_fixed, fixed, L)
-    search = _Search(_Problem(losses, gram, with_fixed, fixed, L), deadline)
+    search = _Search(_Problem(losses, gram, with_fixed, fixed, L), time.monotonic() + time_limit)
     below = search.run()
     value = objective(losses, gram, with_fixed, fixed, L, search.picks)
-    # `below` lacks J's constant; the best choice, known with and without it, places it.
     gap = 0.0 if below is None else max(0.0, search.energy - below)
     return Choice(search.picks, value, value - gap, search.combinations, below is None)
 
 
 class _Problem:
-    """J without its constant: unary[n, a] summed over clients and pair[n, a, n', b] over pairs of clients.
-
-    Clients with fewer than K candidates are padded: `dead` is infinite where there is no candidate, zero elsewhere.
-    """
+    """J without its constant, the energy: unary[n, a] summed over clients, and pair[n, a, n', b] over their pairs."""
 
     def __init__(self, losses: Sequence[Array], gram: Array, with_fixed: Array, fixed: Fixed, L: float) -> None:
         sizes = [len(own) for own in losses]
@@ -112,21 +106,17 @@ class _Problem:
         P, K, m = len(sizes), max(sizes), fixed.count + len(sizes)
         real = np.arange(K) < np.array(sizes)[:, None]
         F, norms = np.concatenate(losses), gram.diagonal()
-        self.unary, self.dead = np.zeros((P, K)), np.where(real, 0.0, np.inf)
+        self.unary, self.dead = np.zeros((P, K)), np.where(real, 0.0, np.inf)  # infinite: no such candidate
         self.unary[real] = F / m + L / (2 * m) * norms - L / m**2 * with_fixed - L / (2 * m**2) * norms
         self.pair = np.zeros((P, K, P, K))
         self.pair[real[:, :, None, None] & real] = -L / m**2 * gram.ravel()
         self.pair[np.arange(P), :, np.arange(P)] = 0.0
-        size = np.zeros((P, K))
-        size[real] = np.abs(F) + L / 2 * norms
-        self.tie = TIE * float(abs(fixed.loss_sum) + L / 2 * fixed.norms + size.max(1).sum()) / m
+        largest = P * float((np.abs(F) + L / 2 * norms).max())
+        self.tie = TIE * (abs(fixed.loss_sum) + L / 2 * fixed.norms + largest) / m
 
 
 def _enumerate(unary: Array, pair: Array, dead: Array, tie: float) -> tuple[float, Picks]:
-    """Least energy, and the first combination (newest models first) that attains it.
-
-    The clients are cut in two halves: an energy is those of both halves plus an entry of a product of small matrices.
-    """
+    """Least energy, and the first combination (newest models first) that has it, from all of two halves of clients."""
     (P, K), labels = unary.shape, [np.flatnonzero(own == 0)[::-1] for own in dead]
     logs = np.log([len(own) for own in labels])
     cut = int(np.argmin(np.abs(np.cumsum(logs) - logs.sum() / 2))) + 1
@@ -134,17 +124,15 @@ def _enumerate(unary: Array, pair: Array, dead: Array, tie: float) -> tuple[floa
     for clients in (range(cut), range(cut, P)):
         rows = np.zeros((1, 0), dtype=np.intp)
         for n in clients:
-            heads = np.repeat(rows, len(labels[n]), axis=0)
-            rows = np.column_stack([heads, np.tile(n * K + labels[n], len(rows))])
+            own = n * K + labels[n]
+            rows = np.column_stack([np.repeat(rows, len(own), axis=0), np.tile(own, len(rows))])
         chosen = np.zeros((len(rows), P * K))
         np.put_along_axis(chosen, rows, 1.0, axis=1)
         with_all = chosen @ pair.reshape(P * K, P * K)
         halves.append((rows, chosen, with_all, chosen @ unary.ravel() + (with_all * chosen).sum(1) / 2))
     (rows_a, _, with_a, energy_a), (rows_b, chosen_b, _, energy_b) = halves
     second = np.flatnonzero(dead[cut:] == 0) + cut * K
-    energy = with_a[:, second] @ chosen_b[:, second].T
-    energy += energy_a[:, None]
-    energy += energy_b
+    energy = with_a[:, second] @ chosen_b[:, second].T + energy_a[:, None] + energy_b
     least = float(energy.min())
     a, b = divmod(int(np.argmax(energy.ravel() <= least + tie)), len(rows_b))
     return least, np.concatenate([rows_a[a], rows_b[b]]) % K
@@ -153,8 +141,8 @@ def _enumerate(unary: Array, pair: Array, dead: Array, tie: float) -> tuple[floa
 class _Search:
     """Branch and bound. Message passing bounds a node about as well as the LP relaxation would, in a millisecond.
 
-    A node is a mask of the candidates still in play (as `dead`), with the messages (P, K, P) of the node above it:
-    what each candidate took over from its pair terms with each other client. Any messages give a true bound.
+    A node is a mask of candidates (as `dead`) with the messages (P, K, P) of the node above: what each candidate took
+    over from its pair terms with each other client. Any messages give a true bound.
     """
 
     def __init__(self, problem: _Problem, deadline: float) -> None:
@@ -184,9 +172,8 @@ class _Search:
 
     def _hopeless(self, bound: float, dead: Array) -> bool:
         """Nothing better in this part, nor an equal choice of newer models."""
-        if abs(bound - self.energy) > self.problem.tie:
-            return bound > self.energy
-        return tuple(_newest(dead).tolist()) <= self.picks
+        equal = bound >= self.energy - self.problem.tie
+        return bound > self.energy + self.problem.tie or (equal and tuple(_newest(dead).tolist()) <= self.picks)
 
     def run(self) -> float | None:
         """Search, lowest bound first. None when nothing is left open, else the least bound of what is."""
@@ -196,7 +183,7 @@ class _Search:
             _, bound, _, dead, messages = heapq.heappop(heap)
             if self._hopeless(bound, dead):
                 continue
-            if serial and time.monotonic() > self.deadline:
+            if serial and time.monotonic() > self.deadline:  # the root's bound is always had
                 return min([bound, *(node[1] for node in heap)])
             for below, part, above in self._expand(bound, dead, messages):
                 serial += 1
@@ -207,9 +194,8 @@ class _Search:
     def _expand(self, bound: float, dead: Array, messages: Array) -> list[tuple[float, Array, Array]]:
         """Bound the node, drop the candidates that no good choice has, then enumerate what is left or branch."""
         whole, dead, messages = self.problem, dead.copy(), messages.copy()
-        several = (dead == 0).sum(1) > 1
-        free, done = np.flatnonzero(several), np.flatnonzero(~several)
-        only = _newest(dead)[done]
+        free, done = (np.flatnonzero(((dead == 0).sum(1) > 1) == several) for several in (True, False))
+        only = _newest(dead)[done]  # clients with one candidate left are folded into what the others see
         with_done = whole.pair[:, :, done, only].sum(2)
         constant = float((whole.unary + with_done / 2)[done, only].sum())
         unary, pair = (whole.unary + with_done)[free], whole.pair[free][:, :, free]
@@ -222,17 +208,13 @@ class _Search:
                 return []
             _pass_messages(unary, pair, dead[free], inner)
             forced = constant + _forced(unary, pair, dead[free], inner)
-            before, bound = bound, max(bound, float(forced.min(1).max()))
+            bound = max(bound, float(forced.min(1).max()))
             if self._hopeless(bound, dead):
                 return []
-            dropped = (forced > self.energy + whole.tie) & (dead[free] == 0)
-            dead[free] += np.where(dropped, np.inf, 0.0)
-            stalled = not dropped.any() and bound - before < 0.03 * (self.energy - bound)
-            if stalled or time.monotonic() > self.deadline:
-                break
+            dead[free] += np.where(forced > self.energy + whole.tie, np.inf, 0.0)
         # The client whose candidates have the highest bounds gives the least promising children.
-        several = (dead[free] == 0).sum(1) > 1
-        i = int(np.argmax(np.where(several, np.minimum(forced, self.energy).sum(1), -np.inf)))
+        promise = np.minimum(forced, self.energy).sum(1)
+        i = int(np.argmax(np.where((dead[free] == 0).sum(1) > 1, promise, -np.inf)))
         labels, children = np.arange(dead.shape[1]), []
         messages[np.ix_(free, labels, free)] = inner
         for a in np.flatnonzero(dead[free[i]] == 0):
