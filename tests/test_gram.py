@@ -13,6 +13,7 @@ from fedloom.gram import cosine_gaps, inner_products
 COUNTS = st.integers(1, 6)
 WIDTHS = st.integers(3, 40)
 SEEDS = st.integers(0, 2**32 - 1)
+quick = settings(deadline=None, max_examples=50)
 
 
 def rows_of(seed: int, count: int, width: int) -> Tensor:
@@ -30,7 +31,7 @@ def true_gaps(rows: Tensor) -> np.ndarray:
     return ((long[:, None] - long[None]) ** 2).sum(2) / 2
 
 
-@settings(deadline=None, max_examples=50)
+@quick
 @given(SEEDS, COUNTS, WIDTHS, st.data())
 def test_products_are_those_of_the_differences_and_the_reference(
     seed: int, count: int, width: int, data: st.DataObject
@@ -44,22 +45,41 @@ def test_products_are_those_of_the_differences_and_the_reference(
     np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-12, atol=1e-12)
 
 
-def test_long_rows_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of(0, 3, 100)
-    whole = inner_products(rows, rows[1], slice(3, 98))
-    for size in (1, 7, 95, 96):
-        monkeypatch.setattr(gram, "CHUNK", size)
-        torch.testing.assert_close(inner_products(rows, rows[1], slice(3, 98)), whole, rtol=1e-13, atol=1e-13)
+@pytest.mark.parametrize("width", [255, 256, 257, 1000])
+def test_long_rows_are_taken_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = rows_of(0, 3, width + 5), slice(3, width + 3)
+    last = rows_of(1, 1, width)[0]
+    for vector in (None, last):
+        whole = inner_products(rows, rows[1], columns, vector)
+        with monkeypatch.context() as patch:
+            patch.setattr(gram, "BLOCK_BYTES", 0)  # as little as it ever takes
+            pieces = inner_products(rows, rows[1], columns, vector)
+        torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_longer_than_a_piece() -> None:
-    rows = rows_of(0, 3, 2 * gram.CHUNK + 5)
-    wide = np.vstack([rows.double() - rows[0].double(), rows[:1].double()])
-    found = inner_products(rows, rows[0], slice(0, rows.shape[1]))
-    np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-10, atol=1e-8)
+@quick
+@given(SEEDS, COUNTS, WIDTHS, st.integers(0, 2))
+def test_another_vector_may_be_the_last(seed: int, count: int, width: int, start: int) -> None:
+    rows, reference, columns = rows_of(seed, count, width), rows_of(seed + 1, 1, width)[0], slice(start, width)
+    last = rows_of(seed + 2, 1, width - start)[0]
+    wide = np.vstack([(rows.double() - reference.double())[:, columns], last.double()[None]])
+    found = inner_products(rows, reference, columns, last=last)
+    np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@quick
+@given(SEEDS, COUNTS, st.integers(3, 3000))
+def test_short_products_are_good_to_a_millionth(seed: int, count: int, width: int) -> None:
+    """Of the lengths of the two rows, as promised; and the sum over pieces is a long one all the same."""
+    rows = rows_of(seed, 1, width) + 1e-3 * rows_of(seed + 1, count, width)
+    long = inner_products(rows, rows[0], slice(0, width))
+    short = inner_products(rows, rows[0], slice(0, width), precision=torch.float32)
+    assert short.dtype is torch.float64
+    lengths = long.diagonal().sqrt()
+    assert bool(((short - long).abs() <= 1e-6 * torch.outer(lengths, lengths) + 1e-30).all())
+
+
+@quick
 @given(SEEDS, COUNTS, WIDTHS)
 def test_gaps_agree_with_a_cosine_in_numpy(seed: int, count: int, width: int) -> None:
     rows = rows_of(seed, count, width)
@@ -68,7 +88,7 @@ def test_gaps_agree_with_a_cosine_in_numpy(seed: int, count: int, width: int) ->
     np.testing.assert_allclose(1 - gaps_of(rows).numpy(), wide @ wide.T / np.outer(norms, norms), atol=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@quick
 @given(SEEDS, COUNTS, WIDTHS)
 def test_a_row_is_exactly_like_itself_and_likeness_is_mutual(seed: int, count: int, width: int) -> None:
     gaps = gaps_of(rows_of(seed, count, width))
@@ -78,7 +98,7 @@ def test_a_row_is_exactly_like_itself_and_likeness_is_mutual(seed: int, count: i
     assert bool((gaps <= 2 + 1e-9).all())
 
 
-@settings(deadline=None, max_examples=50)
+@quick
 @given(SEEDS, COUNTS, WIDTHS, st.data())
 def test_lengths_do_not_matter(seed: int, count: int, width: int, data: st.DataObject) -> None:
     rows = rows_of(seed, count, width)
@@ -86,7 +106,7 @@ def test_lengths_do_not_matter(seed: int, count: int, width: int, data: st.DataO
     torch.testing.assert_close(gaps_of(rows * scales[:, None]), gaps_of(rows), rtol=1e-8, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@quick
 @given(SEEDS, st.integers(2, 6), WIDTHS, st.data())
 def test_any_reference_among_the_rows_gives_the_same_gaps(
     seed: int, count: int, width: int, data: st.DataObject

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-CHUNK = 8192
-"""Columns taken at a time: a dozen rows of them stay in a core's own cache."""
+BLOCK_BYTES = 4 << 20
+"""How much is multiplied at a time: small enough for the cache, large enough that calls cost little."""
 
 
 def inner_products(
@@ -24,10 +24,11 @@ def inner_products(
     exact to about 1e-6 of |d_i| |d_j|, enough to rank angles, at a fifth of the time.
     """
     count = len(rows)
+    chunk = max(256, BLOCK_BYTES // ((count + 1) * precision.itemsize))
     gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device=rows.device)
-    space = torch.empty(count + 1, CHUNK, dtype=precision, device=rows.device)
-    for start in range(columns.start, columns.stop, CHUNK):
-        part = slice(start, min(start + CHUNK, columns.stop))
+    space = torch.empty(count + 1, chunk, dtype=precision, device=rows.device)
+    for start in range(columns.start, columns.stop, chunk):
+        part = slice(start, min(start + chunk, columns.stop))
         block = space[:, : part.stop - part.start]
         block[count] = reference[part]
         torch.sub(rows[:, part], block[count], out=block[:count])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom import Job, Layout, Update
 from fedloom.banks import Bank
 from fedloom.errors import InputError
-from fedloom.methods import Context, compose, fedcross
+from fedloom.methods import Context, compose
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.rows import Kind, digest
 from fedloom.streams import Streams
@@ -280,16 +280,6 @@ def test_equal_models_stay_as_they_are_with_any_number_of_propellers(propellers:
     server = make(9, plain_network, alpha=0.5, propellers=propellers, propeller_rounds=1)
     v = random_rows(server, 0)[:1].repeat(9, 1)
     assert digest(combined(server, 0, v)) == digest(v)
-
-
-@pytest.mark.parametrize("options", [{}, {"selection": "in-order"}, {"propeller_rounds": 9}, {"alpha": 1.0}])
-def test_long_models_are_mixed_in_pieces(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    server = make(4, **options)
-    v = random_rows(server, 0)
-    whole = combined(server, 2, v)
-    for size in (1, 100, server.context.layout.floats - 1):
-        monkeypatch.setattr(fedcross, "CHUNK", size)
-        torch.testing.assert_close(combined(server, 2, v), whole, rtol=1e-6, atol=1e-6)
 
 
 @quick

@@ -171,8 +171,9 @@ def test_by_tensor_even_those_of_one_module_part() -> None:
     assert all(apart[pair] > 15 for pair in ("weight and bias", "mean and variance", "mean and counter")), apart
 
 
-def test_each_layer_draws_for_itself_and_each_round_anew() -> None:
-    servers = [make(3, plain_network, seed) for seed in range(5)]
+@pytest.mark.parametrize("secure", [False, True])
+def test_each_layer_draws_for_itself_and_each_round_anew(secure: bool) -> None:
+    servers = [make(5, plain_network, seed, secure=secure) for seed in range(5)]
     draws = [[tuple(map(tuple, sources(server, round))) for round in range(4)] for server in servers]
     assert any(rows[0] != rows[2] for draw in draws for rows in draw), "the two modules have draws of their own"
     assert all(len(set(draw)) > 1 for draw in draws), "rounds differ"

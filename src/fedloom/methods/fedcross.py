@@ -21,16 +21,13 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.gram import cosine_gaps, inner_products
 from fedloom.methods.base import Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.methods.slots import SlotServer
 from fedloom.rows import Kind
-
-CHUNK = 16384
-"""Columns mixed at a time: those of all models stay in a core's own cache."""
 
 
 class FedCrossOptions(Options):
@@ -62,17 +59,13 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         w[:, floats:] = v[:, floats:]  # integers stay with their model
         alpha = self.alpha(r)
         groups = self.collaborators(r, v) if alpha < 1 else [[]] * len(v)
-        # Column by column, so that each model is read from memory once though two models are made of it.
-        for start in range(0, floats, CHUNK):
-            part = slice(start, min(start + CHUNK, floats))
-            for i, partners in enumerate(groups):
-                if not partners or alpha == 1:  # lerp would turn -0 into 0, and overflow where models are huge
-                    w[i, part] = v[i, part]
-                else:
-                    other = v[partners[0], part]
-                    for number, j in enumerate(partners[1:], start=2):  # so that equal models are exactly their mean
-                        other = torch.lerp(other, v[j, part], 1 / number)
-                    torch.lerp(other, v[i, part], alpha, out=w[i, part])
+        for i, partners in enumerate(groups):
+            mine, mixed = v[i, :floats], w[i, :floats]
+            if not partners:
+                mixed.copy_(mine)
+            else:
+                other = v[partners[0], :floats] if len(partners) == 1 else v[partners, :floats].mean(0)
+                torch.lerp(other, mine, alpha, out=mixed)
 
     def alpha(self, r: int) -> float:
         """The weight in round r after the first stage."""
@@ -104,7 +97,8 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
 
     @staticmethod
     def products(v: Tensor, columns: slice) -> Tensor:
-        return inner_products(v, v[0], columns, precision=v.dtype)
+        """Inner products about v_0, whose own difference from itself is zero and need not be multiplied."""
+        return nn.functional.pad(inner_products(v[1:], v[0], columns, precision=v.dtype), (1, 0, 1, 0))
 
     def gaps(self, v: Tensor) -> Tensor:
         """1 - similarity of each pair, over the trainable parameters."""
