@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fedloom.methods import catalogue
 
 FOLDERS = {"cifar10": "cifar-10-batches-bin"}
 
@@ -55,3 +57,12 @@ def command(
         return Outcome(ended.value.code or 0, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """Methods that a test registers are forgotten after it."""
+    known = catalogue.methods()
+    yield
+    catalogue._methods.clear()
+    catalogue._methods.update(known)

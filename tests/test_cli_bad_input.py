@@ -34,7 +34,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run FedProx2", ("'fedprox'",)),
     ("run fedprox+scaffold", ("fedprox", "scaffold", "local")),
     ("run fedprox+fedprox", ("twice",)),
-    ("run +", ("fedavg, fedprox",)),
+    ("run +", ("fedavg, fedcda",)),
     ("run", ("method",)),
     ("rnu fedavg", ("rnu",)),
     ("run fedavg --data digitz", ("'digitz'", "'digits'")),

@@ -129,10 +129,10 @@ def small_run(
 
 def small_experiment(method: str, options: Given, **settings: Any) -> Experiment:
     """The parts of a method, put together but not yet run."""
-    federation = SmallFederation()
+    federation, network = SmallFederation(), settings.pop("model", normed_network)
     values = {**SETTINGS, **settings, "method": method, "options": options, "clients": len(federation)}
     return build(
-        make_config({**values, "data": "small", "partition": "own", "model": "small"}), Own(federation, normed_network)
+        make_config({**values, "data": "small", "partition": "own", "model": "small"}), Own(federation, network)
     )
 
 

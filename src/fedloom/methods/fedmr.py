@@ -11,13 +11,15 @@ segments, `segment:x`: layer j (from 1) belongs to segment ceil(j / (x N)), and 
 Two-stage training: for `first_stage` rounds all models become their mean (the paper: 0 for the CNN, 100 for ResNet-20
 and VGG-16).
 
-`secure` lets the clients exchange layers among themselves (Appendix B, see recombination.py) so that the server only
-ever sees recombined models; the paper does not say how often a layer is sent, here half the time. It changes fewer
-layers than the server's shuffle: with ten clients three in ten change owner.
+`secure` lets the clients exchange layers among themselves (Appendix B, see recombination.py) before they upload; the
+paper does not say how often a layer is sent, here half the time. It changes fewer layers than the server's shuffle:
+with ten clients three in ten change owner, and a model of few layers may come out as it went in. In the rounds of the
+first stage nothing is exchanged.
 
 `indep`, the paper's baseline, is the same without recombination: models wander and never meet.
 """
 
+import re
 from fractions import Fraction
 from math import ceil
 
@@ -30,6 +32,8 @@ from fedloom.methods.catalogue import Method, register
 from fedloom.methods.recombination import Participant, exchange
 from fedloom.methods.slots import SlotServer
 from fedloom.rows import Layout
+
+SEGMENT = re.compile(r"segment:([0-9]?\.?[0-9]{1,9}|[0-9]{1,4}/[1-9][0-9]{0,3})")
 
 
 class FedMROptions(Options):
@@ -47,12 +51,8 @@ class FedMROptions(Options):
     def _known(cls, value: str) -> str:
         if value in ("module", "tensor"):
             return value
-        name, _, share = value.partition(":")
-        try:
-            if name == "segment" and 0 < Fraction(share) <= 1:
-                return value
-        except (ValueError, ZeroDivisionError):
-            name = ""
+        if (match := SEGMENT.fullmatch(value)) and 0 < Fraction(match[1]) <= 1:
+            return value
         raise ValueError("module, tensor or segment:x with x above 0 and at most 1")
 
 

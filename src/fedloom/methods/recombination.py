@@ -1,9 +1,7 @@
-"""Recombining layers: who gets whose.
+"""The secure exchange of layers among clients (FedMR, Appendix B).
 
-Two ways to the same end, that each of K models is made of layers of several models and every layer instance is used
-exactly once. `shuffle` is the server's: it holds all models and draws a permutation for each layer. `exchange` is the
-clients' (FedMR, Appendix B): layers pass between clients, so that the server never holds a model that one client
-trained. For every layer on its own:
+Layers pass between clients before they upload, so that what the server receives from a client is a model put together
+of several clients' layers, and every layer instance is used exactly once. For every layer on its own:
 
 1. each client keeps its layer in its buffer, or sends it to one other client, drawn uniformly;
 2. who receives layers adds them to its buffer;
