@@ -1,20 +1,19 @@
 """The command `fedloom`."""
 
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from fedloom._version import __version__
-from fedloom.config import RESULT_FREE, Config, make_config, parse_settings
+from fedloom.cli_options import settable
+from fedloom.config import RESULT_FREE, make_config, parse_settings
 from fedloom.errors import FedloomError, InputError
 
 # typer carries its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors
@@ -31,18 +30,6 @@ app = typer.Typer(
 
 N = TypeVar("N", int, float)
 
-PANELS = {
-    "Federation": ("data", "partition", "clients", "per_round", "model", "rounds", "seed"),
-    "Local training": (
-        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov", "weight_decay", "clip",
-        "augment", "channels_last",
-    ),
-    "Running": (
-        "eval_every", "min_clients", "lost", "engine", "device", "workers", "checkpoint_seconds",
-        "keep_checkpoints", "cache_dir",
-    ),
-}  # fmt: skip
-
 Json = Annotated[
     bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
 ]
@@ -57,63 +44,12 @@ Imports = Annotated[
 ]
 
 
-def _settable(names: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of `Config` as options; those that were given arrive as the dict `settings`."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
-        panels = {name: panel for panel, fields in PANELS.items() for name in fields}
-        offered = [name for name in panels if names is None or name in names]
-
-        def wrapper(**values: Any) -> None:
-            settings = {name: values.pop(name) for name in offered}
-            command(**values, settings={name: value for name, value in settings.items() if value is not None})
-
-        parameters = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name, panels[name])
-            )
-            for name in offered
-        ]
-        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads its options off it
-            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + parameters
-        )
-        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-        return wrapper
-
-    return decorate
-
-
-def _option(name: str, panel: str) -> Any:
-    """A field of `Config` as an option. Values arrive as text: `Config` alone says what is right."""
-    field = Config.model_fields[name]
-    kind = field.annotation
-    if isinstance(kind, UnionType):
-        kind = next(part for part in get_args(kind) if part is not NoneType)
-    flag = f"--{name.replace('_', '-')}"
-    default = "" if field.default is None else f" [dim](default: {_shown(field.default)})[/]"
-    help_text = (field.description or "").replace("[", r"\[") + default
-    if kind is bool:
-        # One switch, away from the default: with both, the help at 80 characters cuts the names of options off.
-        switch = f" /--no-{name.replace('_', '-')}" if field.default else flag
-        return Annotated[bool | None, typer.Option(switch, help=help_text, metavar="", rich_help_panel=panel)]
-    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVARS[kind]
-    return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]
-
-
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
-
-
-def _shown(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
 def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[str, Any]:
     return {**settings, **({"imports": imports} if imports else {})}
 
 
 @app.command()
-@_settable()
+@settable()
 def run(
     method: Annotated[str, typer.Argument(help="the method, or several joined by +")],
     set_: Settings = None,
@@ -138,7 +74,7 @@ def run(
 
 
 @app.command()
-@_settable(RESULT_FREE)
+@settable(RESULT_FREE)
 def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     import_: Imports = None,
@@ -187,7 +123,7 @@ def verify(
 
 
 @app.command()
-@_settable()
+@settable()
 def compare(
     methods: Annotated[list[str], typer.Argument(help="the methods")],
     seeds: Annotated[str, typer.Option(help="how many seeds, from --seed on", metavar="N")] = "1",
