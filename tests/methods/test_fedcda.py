@@ -195,3 +195,29 @@ def test_integer_buffers_are_those_of_a_model(experiment: Experiment) -> None:
             counter.fill_(7 + update.client)
     server.collect(0, iter(updates))
     assert [int(c) for c in experiment.layout.views(server.deploy(), Kind.INTEGER)] == [8]
+
+
+def test_as_many_batches_as_participants_is_one_at_a_time() -> None:
+    """B = P: each participant in the shuffled order takes what is best beside those before it; later ones are out."""
+    participants, L = [0, 1, 2, 3], 3.0
+    options = {"fedcda": {"warmup": 0, "B": 4, "L": L}}
+    with small_experiment("fedcda", options).engine_closed() as experiment:
+        server = server_of(experiment)
+        for number in range(3):
+            server.collect(number, iter(answers(experiment, [0, 1, 2, 3, 4, 5], number)))
+        for update in answers(experiment, participants, 7):
+            server._leave(update.client)
+            server._cache(update)
+        picks = server.choose(5, participants)
+        order = [participants[i] for i in server.context.streams.numpy("fedcda", 5).permutation(4)]
+        rows = [server.store.read(number) for number in server.chosen.values()]
+        losses = [dict(server.cache[c])[number] for c, number in server.chosen.items()]
+        for client in order:
+            values = [
+                objective(server, torch.stack([*rows, server.store.read(number)]), [*losses, loss], L)
+                for number, loss in server.cache[client]
+            ]
+            assert values[picks[client]] == pytest.approx(min(values), rel=1e-9)
+            number, loss = server.cache[client][picks[client]]
+            rows.append(server.store.read(number))
+            losses.append(loss)
