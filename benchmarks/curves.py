@@ -1,8 +1,11 @@
-"""Accuracies of compared runs as one small JSON file, for `results/`.
+"""Accuracies of runs as one small JSON file, for `results/`.
 
     fedloom compare fedavg indep fedcross fedmr fedcda --seeds 3 --partition dirichlet:0.1 --rounds 200 \
         --set fedcda.warmup=50 -o runs/digits
     python benchmarks/curves.py runs/digits --out results/digits.json
+
+Every run folder inside is read; folders called NAME-seedN belong together. The commands written are those of the runs
+themselves, each from its config.toml.
 """
 
 import argparse
@@ -17,8 +20,8 @@ from fedloom.report import Record, read_run
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    deviation = stdev(values) if len(values) > 1 else 0.0
-    return {"mean": round(statistics.mean(values), 4), "standard deviation": round(deviation, 4)}
+    deviation = round(stdev(values), 4) if len(values) > 1 else None
+    return {"mean": round(statistics.mean(values), 4), "standard deviation": deviation}
 
 
 def summary(records: list[Record]) -> dict[str, Any]:
@@ -29,9 +32,13 @@ def summary(records: list[Record]) -> dict[str, Any]:
         "final accuracy": {**spread([run[-1] for run in runs]), "seeds": [round(run[-1], 4) for run in runs]},
         "mean of the last ten evaluations": spread([statistics.mean(run[-10:]) for run in runs]),
         "standard deviation within the last ten": round(statistics.mean(stdev(run[-10:]) for run in runs), 4),
-        "curve": [
-            [int(rounds[i]), round(statistics.mean(run[i] for run in runs), 4)] for i in range(0, len(rounds), 10)
-        ],
+        "worst tenth of clients at the end": spread(
+            [record.series("client_accuracy_worst10")[1][-1] for record in records]
+        ),
+        "mean of ten evaluations, by the round they end at": {
+            int(rounds[i]): round(statistics.mean(statistics.mean(run[i - 9 : i + 1]) for run in runs), 4)
+            for i in range(10, len(rounds), 10)
+        },
     }
 
 
@@ -42,10 +49,14 @@ def main() -> None:
     options = parser.parse_args()
     groups: dict[str, list[Record]] = defaultdict(list)
     for config in sorted(options.folder.glob("*/config.toml")):
-        record = read_run(config.parent)
-        groups[record.method].append(record)
-    commands = [records[0].config["command"] for records in groups.values()]
-    result = {"commands": commands, "methods": {name: summary(records) for name, records in groups.items()}}
+        groups[config.parent.name.rpartition("-seed")[0]].append(read_run(config.parent))
+    if not groups:
+        parser.error(f"there is no run in {options.folder}")
+    result = {
+        "made with": groups[next(iter(groups))][0].config["made_with"],
+        "commands": [record.config["command"] for records in groups.values() for record in records],
+        "methods": {name: summary(records) for name, records in groups.items()},
+    }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -7,26 +7,20 @@ BLOCK_BYTES = 4 << 20
 """How much is multiplied at a time: small enough for the cache, large enough that calls cost little."""
 
 
-def inner_products(
-    rows: Tensor,
-    reference: Tensor,
-    columns: slice,
-    last: Tensor | None = None,
-    precision: torch.dtype = torch.float64,
-) -> Tensor:
+def inner_products(rows: Tensor, reference: Tensor, columns: slice, last: Tensor | None = None) -> Tensor:
     """The float64 matrix of inner products of d_0, ..., d_{K-1} and one more vector, with d_i = row_i - reference.
 
     That vector is `last` (over these columns), or the reference itself. (K + 1) x (K + 1); one pass over the rows.
 
     Models of one run are close to each other: their norms are thousands of times their distances, so distances (and
     angles) taken from products of the rows themselves would be differences of nearly equal numbers. About a reference
-    among them, and added up in float64, nothing cancels. `precision` is that of the products of a chunk: float32 is
-    exact to about 1e-6 of |d_i| |d_j|, enough to rank angles, at a fifth of the time.
+    among them, and in float64, nothing cancels. Products in float32 would rank angles wrongly where
+    the reference lies far from rows that are close to each other.
     """
     count = len(rows)
-    chunk = max(256, BLOCK_BYTES // ((count + 1) * precision.itemsize))
+    chunk = max(256, BLOCK_BYTES // ((count + 1) * torch.float64.itemsize))
     gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device=rows.device)
-    space = torch.empty(count + 1, chunk, dtype=precision, device=rows.device)
+    space = torch.empty(count + 1, chunk, dtype=torch.float64, device=rows.device)
     for start in range(columns.start, columns.stop, chunk):
         part = slice(start, min(start + chunk, columns.stop))
         block = space[:, : part.stop - part.start]

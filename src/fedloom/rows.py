@@ -182,7 +182,7 @@ class Mean:
     """The weighted mean of rows that come one at a time.
 
     A running mean, m <- m + (row - m) w / W: equal rows have exactly themselves as their mean, whatever the weights,
-    and a row costs one pass over memory (a sum in float64 measured 2.6 times as long and differs in the last bit).
+    and a row costs one pass over memory (a sum in float64 takes three times as long: benchmarks/choices.py).
     Integers take the largest value seen: a mean of counters means nothing, and the first would depend on the order.
     """
 

@@ -132,12 +132,12 @@ def test_by_similarity_it_takes_what_brute_force_takes(
     server = make(count, network, selection=selection, similarity=similarity)
     v = random_rows(server, seed)
     gaps, found = plain_gaps(server, v), server.collaborators(r, v)
-    np.testing.assert_allclose(server.gaps(v).numpy(), gaps, atol=3e-6)
+    np.testing.assert_allclose(server.gaps(v).numpy(), gaps, atol=1e-7)
     for i, (partner,) in enumerate(found):
         assert partner != i
         others = [gaps[i, j] for j in range(count) if j != i]
         wanted = max(others) if selection == "lowest" else min(others)
-        assert abs(gaps[i, partner] - wanted) < 3e-6
+        assert abs(gaps[i, partner] - wanted) < 1e-7
 
 
 def test_lowest_and_highest_by_hand() -> None:

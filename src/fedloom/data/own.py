@@ -115,7 +115,7 @@ def _first(sizes: Sequence[int], name: str) -> int:
 
 def _size(data: TorchDataset[Any], who: str) -> int:
     try:
-        return len(data)  # type: ignore[arg-type]
+        return len(data)  # type: ignore[arg-type]  # torch does not declare it; map-style sets have it
     except TypeError:
         kind = type(data).__name__
         raise InputError(f"{who} is a {kind} without a length; expected a map-style data set.") from None

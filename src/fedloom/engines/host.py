@@ -1,6 +1,6 @@
 """The host engine: this machine's cores as worker processes over rows in shared memory.
 
-One thread a worker: two single-thread processes beat every plan with several threads on small networks. A worker
+One thread a worker: processes need not wait for each other as threads do (docs/engines.md has the figures). A worker
 that dies is replaced and its order carried out again; nothing a client did is visible before its update is
 accepted, so the result does not change. Answers are handed on in the order of the jobs whatever the order in which
 clients finish, so that sums round alike.

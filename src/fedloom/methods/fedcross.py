@@ -101,11 +101,8 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
 
     @staticmethod
     def products(v: Tensor, columns: slice) -> Tensor:
-        """Inner products about v_0, whose own difference from itself is zero and need not be multiplied.
-
-        In float32 they tell angles apart that differ by about 1e-6 of the largest distance from v_0.
-        """
-        return nn.functional.pad(inner_products(v[1:], v[0], columns, precision=v.dtype), (1, 0, 1, 0))
+        """Inner products about v_0, whose own difference from itself is zero and need not be multiplied."""
+        return nn.functional.pad(inner_products(v[1:], v[0], columns), (1, 0, 1, 0))
 
     def gaps(self, v: Tensor) -> Tensor:
         """1 - similarity of each pair, over the trainable parameters."""

@@ -200,7 +200,7 @@ def paired(group: Group, to: Group) -> Difference | None:
         return None
     half = None
     if len(gaps) > 1 and (spread := float(np.std(gaps, ddof=1))) > 1e-9:
-        from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
+        from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]  # scipy has no types
 
         half = float(stdtrit(len(gaps) - 1, 0.975) * spread / np.sqrt(len(gaps)))
     return Difference(to.short, float(np.mean(gaps)), half, len(gaps))
