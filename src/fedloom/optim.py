@@ -1,7 +1,7 @@
 """Optimisers over one flat row.
 
 The same arithmetic as `torch.optim` (the tests compare bit for bit), on one vector instead of a list of tensors and
-without its bookkeeping per step, which costs an eighth of the time of the MLP
+without its bookkeeping per step, which costs a tenth of the time of the MLP
 (benchmarks/choices.py). State is rows too.
 """
 

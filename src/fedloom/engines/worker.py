@@ -175,7 +175,8 @@ def _die_with_parent() -> None:
 def _keep_freed_memory() -> None:
     """Let malloc reuse the memory of large activations instead of giving it back to the kernel at every step.
 
-    Otherwise each step faults the same pages in again: an eighth of the time of McMahan's CNN (benchmarks/choices.py).
+    Otherwise a step may fault the same pages in again: between nothing and an eighth of the time of McMahan's CNN was
+    seen (benchmarks/choices.py).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; musl has none
