@@ -48,6 +48,31 @@ def test_adam_equals_torch(size: int, weight_decay: float) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(),
+        lambda: SGD(0.9, False, 1e-3),
+        lambda: SGD(0.5, True, 0.0),
+        lambda: Adam(),
+        lambda: Adam(weight_decay=1e-3),
+    ],
+)
+def test_with_settled_state_and_a_rate_in_a_tensor_the_steps_are_the_same(make: Callable[[], SGD | Adam]) -> None:
+    steady = make()
+    steady.settle(torch.empty(50))
+    for lr in (0.03, 0.01):  # the second time after a reset
+        generator = torch.Generator().manual_seed(0)
+        weights, usual = torch.randn(50, generator=generator), make()
+        twin = weights.clone()
+        for _ in range(20):
+            gradient = torch.randn(50, generator=generator)
+            steady.step(weights, gradient.clone(), torch.tensor(lr))
+            usual.step(twin, gradient.clone(), lr)
+        torch.testing.assert_close(weights, twin, rtol=1e-5, atol=1e-6)
+        steady.reset()
+
+
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40), st.floats(1e-3, 1e3))
 @settings(deadline=None, max_examples=80)
 def test_clip_equals_torch(values: list[float], largest: float) -> None:

@@ -14,7 +14,18 @@ from torch import Tensor
 class Optimizer(Protocol):
     """One step down `gradient`, which may be overwritten."""
 
-    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None: ...
+    def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None: ...
+
+
+class Steady(Optimizer, Protocol):
+    """An optimiser whose state can be made before its first step and stays where it is: such steps can be recorded once
+    and replayed. The learning rate is then a tensor, so that it may change between replays."""
+
+    def settle(self, weights: Tensor) -> None:
+        """Make the state, all zeros."""
+
+    def reset(self) -> None:
+        """Forget what was learned, in place."""
 
 
 class SGD:
@@ -26,7 +37,14 @@ class SGD:
         self.weight_decay = weight_decay
         self.velocity: Tensor | None = None
 
-    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None:
+    def settle(self, weights: Tensor) -> None:
+        self.velocity = torch.zeros_like(weights) if self.momentum else None
+
+    def reset(self) -> None:
+        if self.velocity is not None:
+            self.velocity.zero_()
+
+    def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if self.weight_decay:
             gradient.add_(weights, alpha=self.weight_decay)
         if self.momentum:
@@ -38,7 +56,10 @@ class SGD:
                 gradient.add_(self.velocity, alpha=self.momentum)
             else:
                 gradient = self.velocity
-        weights.add_(gradient, alpha=-lr)
+        if isinstance(lr, Tensor):
+            weights.addcmul_(gradient, lr, value=-1)
+        else:
+            weights.add_(gradient, alpha=-lr)
 
 
 class Adam:
@@ -48,11 +69,20 @@ class Adam:
         self.betas = betas
         self.eps = eps
         self.weight_decay = weight_decay
-        self.steps = 0
+        self.steps: int | Tensor = 0
         self.mean: Tensor | None = None
         self.square: Tensor | None = None
 
-    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None:
+    def settle(self, weights: Tensor) -> None:
+        self.mean, self.square = torch.zeros_like(weights), torch.zeros_like(weights)
+        self.steps = torch.zeros((), dtype=torch.float64, device=weights.device)
+
+    def reset(self) -> None:
+        for state in (self.mean, self.square, self.steps):
+            if isinstance(state, Tensor):
+                state.zero_()
+
+    def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if self.weight_decay:
             gradient.add_(weights, alpha=self.weight_decay)
         if self.mean is None or self.square is None:
@@ -64,7 +94,10 @@ class Adam:
         correction = 1 - first**self.steps
         scale = (1 - second**self.steps) ** 0.5
         denominator = (self.square.sqrt() / scale).add_(self.eps)
-        weights.addcdiv_(self.mean, denominator, value=-lr / correction)
+        if isinstance(lr, Tensor) or isinstance(correction, Tensor):
+            weights.sub_((self.mean / denominator).mul_(lr / correction))
+        else:
+            weights.addcdiv_(self.mean, denominator, value=-lr / correction)
 
 
 def clip_(gradient: Tensor, largest: float) -> None:

@@ -6,12 +6,16 @@ seed see the same clients and the same batches.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+GLOBAL_STATE = threading.RLock()
+"""Held by whoever has lent torch's global generators to a stream: several runs may share one process."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Streams:
         """
         device = torch.device(device)
         devices = [device.index or 0] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
             seed = self.key(purpose, round, client) >> 65
             torch.default_generator.manual_seed(seed)
             for index in devices:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.bench import Bench, Pass
 from fedloom.engines import HostEngine
-from fedloom.engines.host import _LargestFirst
+from fedloom.engines.order import LargestFirst
 from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment
 from fedloom.methods import Local, Method, Options, register
@@ -140,7 +140,7 @@ def test_results_put_elsewhere_are_brought_home_or_refused(engine: str) -> None:
 
 
 def test_orders_go_out_largest_first_within_the_window() -> None:
-    waiting = _LargestFirst([1, 5, 3, 9], window=3)
+    waiting = LargestFirst([1, 5, 3, 9], window=3)
     assert [waiting.next(), waiting.next(), waiting.next(), waiting.next()] == [1, 2, 0, None]
     waiting.delivered = 1
     assert waiting.next() == 3

@@ -1,10 +1,19 @@
-"""The plain engine on a GPU. Run with `pytest -m gpu` where there is one."""
+"""The engines on a GPU. Run with `pytest -m gpu` where there is one."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+import fedloom
+from fedloom.bench import Batch, Bench
+from fedloom.engines import CudaEngine
 from fedloom.errors import FedloomError
-from fedloom.testing import CHECKS, small_experiment, small_run
+from fedloom.methods import Local, Method, Options, methods, register
+from fedloom.testing import CHECKS, SmallFederation, small_experiment, small_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +30,8 @@ def test_the_same_seed_gives_the_same_bits(method: str) -> None:
 def test_a_round_agrees_with_the_cpu(method: str) -> None:
     rows = []
     for device in ("cpu", "cuda"):
-        with small_experiment(method, {}, device=device, engine="plain").engine_closed() as experiment:
+        given = {"device": device, "engine": "plain", "precision": "fp32"}
+        with small_experiment(method, {}, **given).engine_closed() as experiment:
             experiment.rounds.play(0)
             rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].cpu())
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
@@ -32,9 +42,7 @@ def test_it_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     CHECKS["resumes exactly"]("scaffold", {})
 
 
-def test_convolutions_give_the_same_bits_twice(tmp_path) -> None:
-    import fedloom
-
+def test_convolutions_give_the_same_bits_twice(tmp_path: Path) -> None:
     digests = [
         fedloom.run("fedavg", "digits", "cnn", rounds=3, device="cuda", out=tmp_path / str(number), report=False).digest
         for number in range(2)
@@ -49,3 +57,103 @@ def test_workers_are_not_forked_from_a_process_that_has_trained_beside_a_gpu() -
         pytest.raises(FedloomError, match="use the plain engine"),
     ):
         host.rounds.play(0)
+
+
+def dense(dropout: float = 0.0) -> nn.Module:
+    width = int(np.prod(SmallFederation().shape))
+    return nn.Sequential(nn.Flatten(), nn.Linear(width, 20), nn.Dropout(dropout), nn.ReLU(), nn.Linear(20, 10))
+
+
+def both(method: str, rounds: int = 3, **settings: Any) -> tuple[list[Tensor], int]:
+    """The models that both engines deploy after some rounds, in full precision, and the steps that were replayed."""
+    rows = []
+    for engine in ("plain", "cuda"):
+        given = {"device": "cuda", "precision": "fp32", "engine": engine, "model": dense, "momentum": 0.5, **settings}
+        with small_experiment(method, {}, **given).engine_closed() as experiment:
+            for round in range(rounds):
+                experiment.rounds.play(round)
+            rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].clone())
+            used = experiment.engine
+            replayed = sum(slot.tape.replayed for slot in used.slots) if isinstance(used, CudaEngine) else 0
+    return rows, replayed
+
+
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_the_cuda_engine_does_what_the_plain_one_does(method: str) -> None:
+    rows, replayed = both(method)
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
+    assert replayed > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adam", "lr": 0.001},
+        {"lr_decay": 0.5},
+        {"clip": 0.1},
+        {"batch_size": 0},
+        {"slots": 2},
+        {"model": lambda: dense(0.5)},
+        {"momentum": 0.0},
+    ],
+)
+def test_every_way_to_train_is_replayed_rightly(settings: dict[str, Any]) -> None:
+    rows, replayed = both("fedavg", rounds=4, **settings)
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
+    assert replayed > 0
+
+
+@pytest.mark.parametrize("model", ["cnn", "mlp"])
+@pytest.mark.parametrize("augment", ["none", "crop+flip"])
+def test_networks_and_augmentation(model: str, augment: str, tmp_path: Path) -> None:
+    rows = []
+    for engine in ("plain", "cuda"):
+        found = fedloom.run(
+            "fedavg", "digits", model, rounds=2, device="cuda", precision="fp32", engine=engine, augment=augment,
+            out=tmp_path / engine, report=False,
+        )  # fmt: skip
+        rows.append(torch.cat([t.flatten() for t in found.model().state_dict().values()]).cpu())
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcross", "scaffold"])
+def test_the_cuda_engine_gives_the_same_bits_twice(method: str) -> None:
+    given = {"device": "cuda", "engine": "cuda"}
+    assert small_run(method, {}, **given).digest == small_run(method, {}, **given).digest
+
+
+class Looking(Local[Options]):
+    """Its step asks the device for a number, which cannot be recorded."""
+
+    def correct(self, bench: Bench) -> None:
+        if float(bench.gradient.sum()) > 0:
+            bench.gradient.mul_(0.5)
+
+
+class Rated(Local[Options]):
+    """Its step uses the learning rate as a number, which a recording would keep."""
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        loss = bench.loss(batch)
+        bench.backward(loss)
+        bench.weights.sub_(bench.gradient, alpha=bench.lr)
+        return loss
+
+
+@pytest.mark.parametrize(("local", "replayed"), [(Looking, False), (Rated, True)])
+def test_what_cannot_be_recorded_is_done_all_the_same(local: type[Local[Options]], replayed: bool) -> None:
+    register(Method("special", "", "", "", local=local))
+    rows, number = both("special", rounds=4, lr_decay=0.5)
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
+    assert (number > 0) is replayed
+
+
+def test_lower_precision_learns_too() -> None:
+    accuracy = {}
+    for precision in ("fp32", "bf16"):
+        given = {"device": "cuda", "engine": "cuda", "precision": precision, "rounds": 10}
+        with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+            for round in range(10):
+                found = experiment.rounds.play(round)
+            accuracy[precision] = found["accuracy"]
+    assert accuracy["bf16"] > accuracy["fp32"] - 0.1

@@ -122,17 +122,21 @@ def train_client(
         for piece in shop.train(bench):
             bench.run(piece)
         bench.finish()
+    conclude(bench, row, places)
+    return bench.samples, bench.mean_loss, bench.steps
+
+
+def conclude(bench: Bench, row: Tensor, places: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Bring a client's results to where they belong, in case the method put other tensors on the bench."""
     _fill("row", row, bench.row)
     for group, now in (("home", bench.home), ("uploads", bench.uploads)):
         if places[group].keys() != now.keys():
             raise ValueError(f"{group} holds {sorted(now)}, but {sorted(places[group])} was declared")
         for name, place in places[group].items():
             _fill(f"{group}[{name!r}]", place, now[name])
-    return bench.samples, bench.mean_loss, bench.steps
 
 
 def _fill(name: str, place: Tensor, value: Tensor) -> None:
-    """Bring a result to where it belongs, in case the method put another tensor on the bench instead of filling it."""
     if value is place:
         return
     if value.shape != place.shape:

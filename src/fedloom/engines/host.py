@@ -6,7 +6,6 @@ accepted, so the result does not change. Answers are handed on in the order of t
 clients finish, so that sums round alike.
 """
 
-import heapq
 import multiprocessing
 import os
 import signal
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from fedloom.banks import Bank
 from fedloom.bench import Score, score_chunks
-from fedloom.data import Federation
 from fedloom.engines.base import Engine, Shop
+from fedloom.engines.order import LargestFirst, work_of
 from fedloom.engines.worker import (
     CANNOT_TRAIN,
     SIGNALS,
@@ -119,7 +118,7 @@ class HostEngine(Engine):
         places = self._publish([tensor for job in jobs for tensor in (job.row, *job.extras.values())], len(jobs))
         free = list(range(len(self._slots)))
         slot_of: dict[int, int] = {}
-        waiting = _LargestFirst([self._size(job) for job in jobs], window=len(self._slots))
+        waiting = LargestFirst([work_of(self.shop.federation, job) for job in jobs], window=len(self._slots))
         replies: dict[int, Reply] = {}
 
         def make(index: int) -> Order:
@@ -158,7 +157,7 @@ class HostEngine(Engine):
             return None
         pieces = len(score_chunks(test))
         place = self._publish([row], pieces)[_key(row)]
-        waiting = _LargestFirst([1] * pieces, window=pieces)
+        waiting = LargestFirst([1] * pieces, window=pieces)
         replies: dict[int, Reply] = {}
         try:
             while len(replies) < pieces:
@@ -184,7 +183,7 @@ class HostEngine(Engine):
         """The processes that are at work."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
-    def _advance(self, waiting: "_LargestFirst", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
+    def _advance(self, waiting: "LargestFirst", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
         """Give orders to the workers, then wait until something happens and take note of it.
 
         A worker has its next order in hand before it replies to the last, so that it does not wait for us; except for
@@ -272,51 +271,7 @@ class HostEngine(Engine):
             space = self._lent[index].rows[0]
         return space[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
-    def _size(self, job: Job) -> int:
-        """How long a client will take, where that is known without making its samples."""
-        federation = self.shop.federation
-        known = type(federation).samples is not Federation.samples
-        return federation.samples(job.client) if known else 1
-
 
 def _key(tensor: Tensor) -> object:
     """What tells tensors apart: two views of the same row are one tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-class _LargestFirst:
-    """Which order to give next: the largest first, so that no long one starts last, within a window of the turns
-    to come, so that finished answers never need more than `window` slots."""
-
-    def __init__(self, sizes: Sequence[int], window: int) -> None:
-        self._sizes = sizes
-        self._window = window
-        self._heap: list[tuple[int, int]] = []
-        self._entered = 0
-        self._deaths: dict[int, int] = {}
-        self.delivered = 0
-
-    def left(self) -> int:
-        """How many have not been given out, in the window or after it."""
-        return len(self._heap) + len(self._sizes) - self._entered
-
-    def next(self) -> int | None:
-        while self._entered < min(len(self._sizes), self.delivered + self._window):
-            heapq.heappush(self._heap, (-self._sizes[self._entered], self._entered))
-            self._entered += 1
-        return heapq.heappop(self._heap)[1] if self._heap else None
-
-    def again(self, index: int) -> int:
-        """Its worker died: put it back, and say how often that has happened."""
-        self._deaths[index] = self._deaths.get(index, 0) + 1
-        self.put_back(index)
-        return self._deaths[index]
-
-    def put_back(self, index: int) -> None:
-        """It was given out but not begun."""
-        heapq.heappush(self._heap, (-self._sizes[index], index))
-
-    def drop(self, index: int) -> None:
-        """Give it up."""
-        self._heap = [entry for entry in self._heap if entry[1] != index]
-        heapq.heapify(self._heap)

@@ -24,9 +24,6 @@ class PlainEngine(Engine):
         self.device = torch.device(device)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        if self.device.type == "cuda":
-            torch.backends.cudnn.deterministic = True
-            torch.backends.cudnn.benchmark = False
         self._bench = Bench(shop.workshop, self.device)
         self._row = shop.workshop.layout.empty(self.device)
 

@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -86,9 +86,10 @@ Reply = Trained | Failed | Scored
 
 
 class Slots:
-    """Shared memory in which clients work: for each slot a row, what its client keeps, and what it sends up."""
+    """Memory for clients' answers: for each slot a row, what its client keeps, and what it sends up. It is shared by
+    processes unless `make_bank` makes it."""
 
-    def __init__(self, count: int, workshop: Workshop) -> None:
+    def __init__(self, count: int, workshop: Workshop, make_bank: Callable[[int, int], Bank] | None = None) -> None:
         layout = workshop.layout
         self._fields: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {"home": {}, "uploads": {}}
         self._size = layout.size
@@ -97,7 +98,7 @@ class Slots:
             for name, shape in shapes.items():
                 self._fields[group][name] = (end, shape)
                 end += stride_of(torch.Size(shape).numel(), layout.dtype)
-        self.bank = Bank.shared(count, end, layout.dtype)
+        self.bank = make_bank(count, end) if make_bank else Bank.shared(count, end, layout.dtype)
 
     def __len__(self) -> int:
         return len(self.bank)

@@ -1,0 +1,69 @@
+"""Scoring on a GPU: the whole test set as one recording, with one wait at the end."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.bench import Bench, Score, Workshop, score_chunks
+from fedloom.data import Samples
+from fedloom.engines.tapes import GraphTape, Tape
+
+
+class Judge:
+    """Scores models on one test set, piece by piece as every engine does (see `score_chunks`)."""
+
+    def __init__(self, bench: Bench, shop: Workshop, test: Samples) -> None:
+        self._bench, self._shop = bench, shop
+        device = bench.device
+        self._test = Samples(test.x.to(device), test.y.to(device))
+        self._row = shop.layout.empty(device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._hits = torch.zeros(shop.classes, dtype=torch.int64, device=device)
+        counts = torch.bincount(test.y, minlength=shop.classes).cpu().numpy() if shop.classes else np.zeros(0, np.int64)
+        self._seen = counts.astype(np.int64)
+        self._tape = GraphTape(device, ()) if device.type == "cuda" else Tape()
+
+    def close(self) -> None:
+        """Give back what the device holds."""
+        self._tape.close()
+
+    @torch.no_grad()
+    def score(self, row: Tensor) -> Score:
+        """How the model in `row` does on the test set."""
+        self._row.copy_(row)
+        with self._tape.stream():
+            if self._bench.device.type == "cuda":
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(self._bench.device))
+            self._tape.play("the test set's score", None, self._body, self)
+            loss, hits = float(self._loss), self._hits.cpu().numpy().copy()
+        return Score(loss, len(self._test), hits, self._seen)
+
+    def _body(self) -> None:
+        shop, module = self._shop, self._bench.module
+        self._bench.bind(self._row)
+        module.eval()
+        self._loss.zero_()
+        self._hits.zero_()
+        for chunk in score_chunks(self._test):
+            piece = self._test[chunk]
+            output = module(shop.prepare(piece.x, channels_last=shop.channels_last))
+            self._loss.add_(shop.criterion(output, piece.y).double(), alpha=len(piece))
+            if shop.classes:
+                self._hits.scatter_add_(0, piece.y, (output.argmax(dim=1) == piece.y).long())
+
+    @contextmanager
+    def randomness(self) -> Iterator[None]:
+        """A test draws nothing."""
+        yield
+
+    @contextmanager
+    def listen(self) -> Iterator[set[str]]:
+        """A test reads no host value that changes."""
+        yield set()
+
+    def values(self, names: frozenset[str]) -> Hashable:
+        """See `listen`."""
+        return tuple(names)

@@ -1,0 +1,341 @@
+"""A slot of the CUDA engine: a bench whose tensors stay where they are, so that its steps can be recorded.
+
+A client's whole training is put into the slot's stream without waiting for any of it. So batches are not cut on the
+host: the samples' positions of a whole pass lie in one buffer, a counter on the device says how far it is used, and the
+same recording serves every step with a batch of that size. Losses go into a buffer too and are read at the end.
+"""
+
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.bench import Bench, Pass, Step, Workshop
+from fedloom.data import Samples
+from fedloom.engines.tapes import GraphTape, Tape
+from fedloom.optim import Steady
+from fedloom.streams import GLOBAL_STATE
+
+MOST_OPTIMIZERS = 8
+"""Optimisers whose state a slot keeps in its place, for methods that train with several settings in turn."""
+
+STRETCH = 8
+"""Steps in one recording, where there are so many with batches of one size in a row."""
+
+LOSSES = 1 << 16
+"""Losses of the last steps that a slot keeps."""
+
+Positions = NDArray[np.int64]
+
+
+class _Watched:
+    """A host value on the bench. A recorded step would keep the value it had, so reading it is noted."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, bench: "SlotBench | None", owner: type) -> Any:
+        if bench is None:
+            return self
+        if bench.listening is not None:
+            bench.listening.add(self.name)
+        return bench.host[self.name]
+
+    def __set__(self, bench: "SlotBench", value: Any) -> None:
+        bench.host[self.name] = value
+
+
+class SlotBench(Bench):
+    """A bench with memory of its own, a stream and a tape."""
+
+    round, client, first_visit, steps = _Watched(), _Watched(), _Watched(), _Watched()
+
+    def __init__(self, shop: Workshop, device: torch.device) -> None:
+        self.host: dict[str, Any] = {}
+        self.listening: set[str] | None = None
+        frozen = {id(p): p for p in shop.module.parameters() if not p.requires_grad}  # one copy serves all slots
+        module = copy.deepcopy(shop.module, frozen)
+        super().__init__(replace(shop, module=module), device)
+        layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
+        self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
+        cuda = self.device.type == "cuda"
+        self.tape = GraphTape(self.device, (self._noise,)) if cuda else Tape()
+        zeros = partial(torch.zeros, device=self.device)
+        self.row, self.received = layout.empty(self.device), layout.empty(self.device)
+        self.home = {name: zeros(shape, dtype=layout.dtype) for name, shape in shop.home.items()}
+        self.uploads = {name: zeros(shape, dtype=layout.dtype) for name, shape in shop.uploads.items()}
+        self._places = (self.row, self.home, self.uploads)
+        self._extras: dict[str, Tensor] = {}
+        self._brought: Samples | None = None
+        self._tokens: dict[Hashable, int] = {}
+        self._lr_space = zeros((), dtype=layout.dtype)
+        self._order_space = zeros(1 << 16, dtype=torch.int64)
+        self._loss_space = zeros(LOSSES)
+        self._cursor, self._turn = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64)
+        self._offsets = torch.arange(max(1, shop.training.batch_size), device=self.device)
+
+    def seat(
+        self,
+        round: int,
+        client: int,
+        store: Samples,
+        positions: Positions,
+        received: Tensor,
+        extras: Mapping[str, Tensor],
+        home: Mapping[str, Tensor],
+        first_visit: bool,
+    ) -> None:
+        """Lay out the work of one client, whose samples are those at `positions` of `store`."""
+        self.round, self.client, self.first_visit = round, client, first_visit
+        self.training = self._shop.training
+        self._seed()
+        self.lr = self.training.lr_at(round)
+        self.row, self.home, self.uploads = self._places[0], dict(self._places[1]), dict(self._places[2])
+        self.weights = self.row[: self.layout.trainable]
+        self.received.copy_(received, non_blocking=True)
+        self.extras = {name: self._kept_extra(name, value) for name, value in extras.items()}
+        for name, place in self.home.items():
+            place.copy_(home[name], non_blocking=True) if name in home else place.zero_()
+        for place in self.uploads.values():
+            place.zero_()
+        self.scratch = {}
+        used, held = self._split(len(positions))
+        self._store, self._positions = store, positions[used]
+        self.validation = store.take(positions[held]) if len(held) else store[:0]
+        self._taken: Samples | None = None
+        self._turns = 0
+        self._turn.zero_()
+        self.restart()
+
+    def _kept_extra(self, name: str, value: Tensor) -> Tensor:
+        place = self._extras.get(name)
+        if place is None or place.shape != value.shape or place.dtype is not value.dtype:
+            place = self._extras[name] = torch.empty_like(value, device=self.device)
+        return place.copy_(value, non_blocking=True)
+
+    @property
+    def samples(self) -> int:
+        if self.listening is not None:
+            self.listening.add("samples")
+        return len(self._positions)
+
+    @property
+    def _data(self) -> Samples:  # type: ignore[override]
+        """This client's training samples, gathered when somebody wants them all."""
+        if self._taken is None:
+            self._taken = self._store.take(self._positions)
+        return self._taken
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; a `Local` may change it between passes."""
+        if self.listening is not None:
+            self.listening.add("lr")
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._set_rate(lr)
+
+    def _set_rate(self, lr: float) -> None:
+        self._lr, self._rate = lr, self._lr_space
+        self._lr_space.fill_(lr)
+
+    def last_losses(self) -> tuple[Tensor, list[int]]:
+        """The losses of the last epoch, on their way to the host, and the sizes of their batches."""
+        turns, sizes = [turn for turn, _ in self._losses], [size for _, size in self._losses]
+        at = torch.tensor(turns, dtype=torch.int64).remainder_(LOSSES).to(self.device, non_blocking=True)
+        return self._loss_space.index_select(0, at).to("cpu", non_blocking=True), sizes
+
+    def bring(self, samples: Samples) -> Samples:
+        """Copy samples from the host into memory of the slot, which is the same for all clients that fit into it."""
+        now = self._brought
+        alike = now is not None and now.x.shape[1:] == samples.x.shape[1:] and now.x.dtype is samples.x.dtype
+        if now is None or not alike or len(now) < len(samples) or now.y.dtype is not samples.y.dtype:
+            count = max(64, 2 * len(samples))
+            spaces = (t.new_empty((count, *t.shape[1:]), device=self.device) for t in (samples.x, samples.y))
+            now = self._brought = Samples(*spaces)
+        now.x[: len(samples)].copy_(samples.x, non_blocking=True)
+        now.y[: len(samples)].copy_(samples.y, non_blocking=True)
+        return now
+
+    def close(self) -> None:
+        """Give back memory: recordings, and what they refer to."""
+        self.tape.close()
+        self.tape = Tape()
+        self._optimizers.clear()
+        self._buffers.clear()
+        self._brought = None
+
+    def bind(self, row: Tensor) -> None:
+        if self._bound is None or _address(self._bound) != _address(row):
+            super().bind(row)
+
+    def new_optimizer(self) -> None:
+        t = self.training
+        key = (t.optimizer, t.momentum, t.nesterov, t.weight_decay)
+        if key not in self._optimizers:
+            if len(self._optimizers) == MOST_OPTIMIZERS:
+                del self._optimizers[next(iter(self._optimizers))]
+            made = t.make_optimizer()
+            made.settle(self.weights)
+            self._optimizers[key] = made
+        else:
+            self._optimizers[key].reset()
+        self.optimizer = self._optimizers[key]
+
+    def _seed(self) -> None:
+        """Code that only knows torch's global generators draws from the stream of this client and round."""
+        seed = self._shop.streams.key("noise", self.host["round"], self.host["client"]) >> 65
+        self._host_state = torch.Generator().manual_seed(seed).get_state()
+        self._generator.manual_seed(seed)
+
+    def _new_noise(self) -> torch.Generator:
+        key = self._shop.streams.key("augment", self.host["round"], self.host["client"])
+        return self._noise.manual_seed(key >> 65)
+
+    @contextmanager
+    def randomness(self) -> Iterator[None]:
+        """Let torch's global generators be this client's."""
+        with GLOBAL_STATE:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._host_state)
+            try:
+                with _swap_generator(self.device, self._generator):
+                    yield
+            finally:
+                self._host_state = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    @contextmanager
+    def listen(self) -> Iterator[set[str]]:
+        """Note which host values are read."""
+        self.listening = set()
+        try:
+            yield self.listening
+        finally:
+            self.listening = None
+
+    def values(self, names: frozenset[str]) -> Hashable:
+        """Host values by name."""
+        return tuple(getattr(self, name) for name in sorted(names))
+
+    def launch(self, piece: Pass) -> Iterator[None]:
+        """Run one pass; gives way after every few steps, which need not have been carried out by then."""
+        plan: list[Positions] = []
+        batches: Iterator[Any] = self._batches(piece)
+        for batch in batches:
+            self._losses.append((self._turns, len(batch)))  # type: ignore[arg-type]
+            self._turns += 1
+            plan.append(batch)
+        if not plan:
+            return
+        self._lay_out(np.concatenate(plan), max(map(len, plan)))
+        kind = (getattr(piece.step, "__func__", piece.step), id(getattr(piece.step, "__self__", None)))
+        own = _summary(self.scratch)
+        state = (kind, self._state(), own)
+        token = self._tokens.setdefault(state, len(self._tokens))  # quicker to look up at every step
+        for number, (size, count) in enumerate(_stretches([len(batch) for batch in plan])):
+            before = self.host["steps"]
+            self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, before), self)
+            self.host["steps"] = before + count
+            if not number and _summary(self.scratch) != own:
+                self.tape.refuse(kind, "it keeps count of something on the host")
+            yield
+
+    def _one_epoch(self) -> Iterator[Any]:
+        """The positions of every sample once, in a new order, batch by batch."""
+        order, size = self._positions[self._order.permutation(len(self._positions))], self._batch_size()
+        for low in range(0, len(order), size):
+            yield order[low : low + size]
+
+    def _lay_out(self, order: Positions, largest: int) -> None:
+        """Put the positions of a pass where its steps find them."""
+        if largest > len(self._offsets):
+            self._offsets = torch.arange(2 * largest, device=self.device)
+        if len(order) > len(self._order_space):
+            self._order_space = torch.zeros(2 * len(order), dtype=torch.int64, device=self.device)
+        host = torch.from_numpy(order)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        self._order_space[: len(order)].copy_(host, non_blocking=True)
+        self._cursor.zero_()
+
+    def _take(self, step: Step, size: int, count: int, before: int) -> None:
+        """Some steps with batches of one size, after `before` others."""
+        for number in range(count):
+            self.host["steps"] = before + number
+            self._take_one(step, size)
+
+    def _take_one(self, step: Step, size: int) -> None:
+        """Fetch the next batch, learn from it, note the loss."""
+        at = self._order_space.index_select(0, self._cursor + self._offsets[:size])
+        x, y = self._store.x.index_select(0, at), self._store.y.index_select(0, at)
+        loss = self._step(step, self._prepared(Samples(x, y)))
+        self._loss_space.index_copy_(0, self._turn, loss.detach().float().view(1))
+        self._cursor.add_(size)
+        self._turn.add_(1).remainder_(LOSSES)
+
+    def _state(self) -> Hashable:
+        """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
+        tensors: list[Tensor] = [self.row, self.weights, self.gradient, self.received, self._store.x, self._store.y]
+        tensors += [self._order_space, self._offsets, self._loss_space]
+        tensors += [*self.extras.values(), *self.home.values(), *self.uploads.values()]
+        if self._bound is not None:
+            tensors.append(self._bound)
+        names = (*self.extras, *self.home, *self.uploads)
+        modes = tuple(module.training for module in self.module.modules())
+        trained = tuple(p.requires_grad for p in self.module.parameters())
+        optimizer = (type(self.optimizer), _summary(vars(self.optimizer)))
+        return tuple(map(_address, tensors)), names, modes, trained, optimizer, self.training.clip
+
+
+def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Batches as (size, how many of that size in a row), the first alone and then STRETCH or one at a time.
+
+    A recording of several steps is launched as quickly as one of a single step.
+    """
+    yield sizes[0], 1
+    at = 1
+    while at < len(sizes):
+        many = sizes[at : at + STRETCH]
+        count = STRETCH if len(many) == STRETCH and len(set(many)) == 1 else 1
+        yield sizes[at], count
+        at += count
+
+
+def _address(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _summary(value: Any) -> Hashable:
+    """What of a `Local`'s own things a recording depends on: addresses of tensors, values of the rest."""
+    if isinstance(value, Tensor):
+        return _address(value)
+    if isinstance(value, Mapping):
+        return tuple((key, _summary(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_summary(item) for item in value)
+    return value if isinstance(value, int | float | str | bool | None) else id(value)
+
+
+@contextmanager
+def _swap_generator(device: torch.device, generator: torch.Generator) -> Iterator[None]:
+    """Let the device's global generator have the state of another one, which goes on from there."""
+    if device.type != "cuda":
+        yield
+        return
+    everyone = torch.cuda.default_generators[device.index or 0]
+    outside = everyone.graphsafe_get_state()
+    everyone.graphsafe_set_state(generator)
+    try:
+        yield
+    finally:
+        everyone.graphsafe_set_state(outside)

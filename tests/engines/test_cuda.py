@@ -1,0 +1,289 @@
+"""The CUDA engine's logic, on the CPU: slots, order, answers, with every step done as it is written."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom.bench import Batch, Bench, Pass
+from fedloom.data import PooledFederation, Samples
+from fedloom.engines import CudaEngine
+from fedloom.engines.slot import SlotBench
+from fedloom.engines.tapes import Tape
+from fedloom.exchange import Job, Lost, Update
+from fedloom.experiment import Experiment
+from fedloom.methods import Local, Method, Options, methods, register
+from fedloom.testing import SmallFederation, small_experiment
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_graphs import FakeGraphTape
+
+LOCALS = [name for name, method in methods().items() if method.local is not None]
+
+
+def dense(dropout: float = 0.0) -> nn.Module:
+    width = int(np.prod(SmallFederation().shape))
+    return nn.Sequential(nn.Flatten(), nn.Linear(width, 20), nn.Dropout(dropout), nn.ReLU(), nn.Linear(20, 10))
+
+
+def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:
+    companion = experiment.rounds.parts.companion
+    jobs = experiment.rounds.parts.server.dispatch(0, clients)
+    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else {}) for j in jobs]
+
+
+def cuda_of(experiment: Experiment, slots: int = 0) -> CudaEngine:
+    """The engine with the same clients, on the CPU."""
+    return CudaEngine(experiment.engine.shop, "cpu", slots)
+
+
+Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, float]
+
+
+def answers(engine: object, jobs: list[Job], round: int = 0) -> list[Answer]:
+    result = []
+    for u in engine.train(round, jobs):  # type: ignore[attr-defined]
+        assert isinstance(u, Update), u
+        extras, home = ({k: v.clone() for k, v in group.items()} for group in (u.extras, u.home))
+        result.append((u.client, u.row.clone(), extras, home, u.samples, u.steps, u.loss))
+    return result
+
+
+def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -> None:
+    assert [a[0] for a in ours] == [b[0] for b in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a[1], b[1], rtol=rtol, atol=1e-6, equal_nan=True)
+        for mine, other in zip(a[2:4], b[2:4], strict=True):
+            assert mine.keys() == other.keys()
+            for name in other:
+                torch.testing.assert_close(mine[name], other[name], rtol=rtol, atol=1e-5)
+        assert a[4:6] == b[4:6]
+        np.testing.assert_allclose(a[6], b[6], rtol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 0])
+@pytest.mark.parametrize("method", LOCALS)
+def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> None:
+    clients = [5, 0, 7, 2, 1, 6]
+    with small_experiment(method, {}, engine="plain", momentum=0.5, lr_decay=0.9).engine_closed() as plain:
+        for round in (0, 1):  # the second shows what a slot keeps from the first
+            jobs = jobs_for(plain, clients[round:])
+            expected = answers(plain.engine, jobs, round)
+            engine = cuda_of(plain, slots)
+            answers(engine, jobs_for(plain, [3, 4, 1]), 5)
+            assert_alike(answers(engine, jobs, round), expected)
+
+
+@pytest.mark.parametrize("method", LOCALS)
+def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With recordings that keep addresses and numbers, as CUDA graphs do."""
+    monkeypatch.setattr("fedloom.engines.slot.Tape", FakeGraphTape)
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    settings = {"engine": "plain", "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
+    with small_experiment(method, {}, **settings).engine_closed() as plain:
+        engine = cuda_of(plain, 2)
+        for round in range(3):
+            jobs = jobs_for(plain, [5, 0, 7, 2, 1, 6])
+            assert_alike(answers(engine, jobs, round), answers(plain.engine, jobs, round))
+    assert sum(slot.tape.replayed for slot in engine.slots) > sum(slot.tape.recorded for slot in engine.slots)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # Without batch norm: a bias before it has no gradient but rounding, whose sign Adam would follow.
+        {"optimizer": "adam", "weight_decay": 0.01, "lr": 0.001, "model": "dense"},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"clip": 0.1, "lr": 0.5},
+        {"steps": 7},
+        {"batch_size": 0},
+        {"epochs": 0},
+        {"validation": 0.3},
+        {"statistics": "estimated"},
+    ],
+)
+def test_every_way_to_train_is_the_same(settings: dict[str, object]) -> None:
+    if "model" in settings:
+        settings = {**settings, "model": dense}
+    with small_experiment("fedavg", {}, engine="plain", **settings).engine_closed() as plain:
+        jobs = jobs_for(plain, list(range(8)))
+        assert_alike(answers(cuda_of(plain, 3), jobs), answers(plain.engine, jobs))
+
+
+def test_interleaved_clients_draw_as_if_they_were_alone() -> None:
+    """Dropout knows only torch's global generator, which all clients share."""
+    with small_experiment("fedavg", {}, engine="plain", model=lambda: dense(0.5)).engine_closed() as plain:
+        jobs = jobs_for(plain, [0, 1, 2, 3, 4])
+        before = torch.get_rng_state()
+        assert_alike(answers(cuda_of(plain, 3), jobs), answers(plain.engine, jobs), rtol=1e-6)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_samples_may_come_from_anywhere() -> None:
+    """Clients of a pool are gathered on the device, others are brought there."""
+    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+        jobs = jobs_for(plain, [4, 0, 1, 2])
+        expected = answers(plain.engine, jobs)
+        given = plain.engine.shop.federation
+        clients = [given.client(k) for k in range(len(given))]
+        ends = np.cumsum([len(c) for c in clients])
+        pool = PooledFederation(
+            Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients])),
+            [np.arange(end - len(c), end) for end, c in zip(ends, clients, strict=True)],
+            classes=given.classes,
+            prepare=given.prepare,
+            test=given.test,
+        )
+        for federation in (given, pool):
+            shop = replace(plain.engine.shop, federation=federation)
+            assert_alike(answers(CudaEngine(shop, "cpu", 2), jobs), expected)
+
+
+def test_it_scores_as_the_plain_engine_does() -> None:
+    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+        row = plain.rounds.parts.server.deploy()
+        ours, theirs = cuda_of(plain).score(row), plain.engine.score(row)
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.hits.tolist(), ours.seen.tolist(), ours.count) == (
+            theirs.hits.tolist(),
+            theirs.seen.tolist(),
+            theirs.count,
+        )
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+
+
+class Failing(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(self.step, steps=1)
+        if bench.client == 2:
+            raise RuntimeError("out of luck")
+        yield Pass(self.step, steps=1)
+
+
+def test_a_client_that_fails_is_lost_and_the_others_are_not() -> None:
+    register(Method("failing", "", "", "", local=Failing))
+    with small_experiment("failing", {}, engine="plain").engine_closed() as plain:
+        found = list(cuda_of(plain, 2).train(0, jobs_for(plain, [0, 2, 1])))
+        assert [type(a) for a in found] == [Update, Lost, Update]
+        assert isinstance(found[1], Lost)
+        assert found[1].reason == "RuntimeError: out of luck"
+
+
+def test_where_memory_is_short_there_are_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = SlotBench._take
+
+    def short(self: SlotBench, *given: object) -> None:
+        if len(engine.slots) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        take(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotBench, "_take", short)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    with small_experiment("scaffold", {}, engine="plain").engine_closed() as plain:
+        jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6])
+        expected = answers(plain.engine, jobs)
+        engine = cuda_of(plain)
+        assert_alike(answers(engine, jobs), expected)
+        assert len(engine.slots) == engine.most == 2
+
+
+def test_answers_wait_their_turn_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engines.cuda.RESULT_MEMORY", 1)
+    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+        jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6, 7] * 2)
+        engine = cuda_of(plain, 2)
+        assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
+        assert engine._results is not None
+        assert len(engine._results) == 4
+
+
+class Recording(Tape):
+    """Plays like a recording: it keeps the host values that a step saw when it was recorded."""
+
+    def __init__(self, bench: SlotBench) -> None:
+        super().__init__()
+        self.bench, self.reads = bench, set[str]()
+        self.keys = set[object]()
+        self.refused = set[object]()
+
+    def play(self, kind, key, body, player) -> None:  # type: ignore[no-untyped-def]
+        with player.listen() as reads:
+            super().play(kind, key, body, player)
+        self.reads |= reads
+        self.keys.add(key)
+
+    def refuse(self, kind: object, reason: str) -> None:
+        self.refused.add(reason)
+
+
+def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recording, SlotBench]:
+    """What a slot that serves these clients has to record."""
+
+    class Own(Local[Options]):
+        pass
+
+    Own.step = step  # type: ignore[assignment, method-assign]
+    register(Method("recorded", "", "", "", local=Own))
+    with small_experiment("recorded", {}, engine="plain", **settings).engine_closed() as plain:
+        engine = cuda_of(plain, 1)
+        slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
+        engine.slots.append(slot)
+        tape = slot.tape = Recording(slot)
+        answers(engine, jobs_for(plain, clients))
+        return tape, slot
+
+
+def test_one_recording_serves_all_clients_with_batches_of_one_size() -> None:
+    tape, _ = keys_of(Local.step, [3, 4, 5, 3, 4], steps=1, batch_size=5, momentum=0.9)
+    assert tape.done == 5
+    assert len(tape.keys) == 1
+    assert not tape.reads
+
+
+def test_what_a_step_reads_on_the_host_is_noticed() -> None:
+    def step(self: Local[Options], bench: Bench, batch: Batch) -> Tensor:
+        bench.gradient.mul_(bench.lr * bench.round * bench.client * bench.steps * bench.samples * bench.first_visit)
+        return Local.step(self, bench, batch)
+
+    tape, slot = keys_of(step, [3])
+    assert tape.reads == {"lr", "round", "client", "steps", "samples", "first_visit"}
+    assert slot.values(frozenset(tape.reads)) is not None
+
+
+def test_a_step_that_counts_on_the_host_is_never_recorded() -> None:
+    def step(self: Local[Options], bench: Bench, batch: Batch) -> Tensor:
+        bench.scratch["count"] = bench.scratch.get("count", 0) + 1
+        return Local.step(self, bench, batch)
+
+    tape, _ = keys_of(step, [3])
+    assert tape.refused == {"it keeps count of something on the host"}
+
+
+def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
+    def own(self: Local[Options], bench: Bench, batch: Batch) -> Tensor:
+        return Local.step(self, bench, batch)
+
+    class Bringing(Local[Options]):
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            kept.append(torch.zeros(3))
+            bench.scratch["own"] = kept[-1]
+            bench.scratch["lent"] = bench.buffer("lent", 3)
+            yield Pass(self.step, steps=1)
+
+    kept: list[Tensor] = []
+    register(Method("bringing", "", "", "", local=Bringing))
+    with small_experiment("bringing", {}, engine="plain", batch_size=2).engine_closed() as plain:
+        engine = cuda_of(plain, 1)
+        slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
+        engine.slots.append(slot)
+        tape = slot.tape = Recording(slot)
+        answers(engine, jobs_for(plain, [3, 4, 5]))
+    assert len(tape.keys) == 3
+    lent = {dict(own)["lent"] for _, _, own in slot._tokens}  # type: ignore[misc, arg-type]
+    assert len(lent) == 1, "what the bench lends lies where it lay"
