@@ -64,7 +64,10 @@ def many_models(layout: Layout, count: int) -> dict[str, float]:
     """FedCross and FedMR against a copy of the rows."""
     bank, target = Bank.memory(count, layout.size), Bank.memory(count, layout.size)
     v, w = bank.rows, target.rows
-    v.normal_()
+    # Models as they are after a round: near each other, and apart by lengths of their own.
+    v[:] = 0.05 * torch.randn(layout.size)
+    for number, row in enumerate(v):
+        row.add_(torch.randn(layout.size), alpha=0.001 * (1 + 0.1 * number))
     traffic = median(lambda _: w.copy_(v))
     here = context(layout, 100, count)
     cross = FedCrossServer(here, FedCrossOptions())

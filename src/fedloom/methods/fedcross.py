@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.gram import cosine_gaps, inner_products
+from fedloom.gram import cosine_gaps, gap_errors, inner_products
 from fedloom.methods.base import Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.methods.slots import SlotServer
@@ -89,32 +89,47 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
             return [[(i + offset) % count for offset in offsets] for i in range(count)]
         if self.options.selection == "in-order" or count == 2:
             return [[(i + first + 1) % count] for i in range(count)]
-        gaps, sign = self.gaps(v), -1 if self.options.selection == "lowest" else 1
-        return [[self.extreme(i, sign * gaps[i])] for i in range(count)]
+        return [[partner] for partner in self.extremes(v, -1 if self.options.selection == "lowest" else 1)]
 
-    @staticmethod
-    def extreme(i: int, scores: Tensor) -> int:
-        """The model other than i with the lowest score, the next in order among equals."""
-        count = len(scores)
-        others = [(i + step) % count for step in range(1, count)]
-        return others[int(scores[others].argmin())]
+    def extremes(self, v: Tensor, sign: int) -> list[int]:
+        """For each model the other one with the lowest sign x gap, the next in order among equals.
 
-    @staticmethod
-    def products(v: Tensor, columns: slice) -> Tensor:
-        """Inner products about v_0, whose own difference from itself is zero and need not be multiplied."""
-        return nn.functional.pad(inner_products(v[1:], v[0], columns), (1, 0, 1, 0))
+        In float32 where that is enough to tell which it is, as a rule; the rest is looked at again in float64.
+        """
+        count = len(v)
+        others = [[(i + step) % count for step in range(1, count)] for i in range(count)]
+        gaps, errors = self.gaps(v, torch.float32)
+        low, high = sign * gaps - errors, sign * gaps + errors
+        # What is not surely worse than the best may be the best (nor is what is not a number).
+        rivals = [[j for j in others[i] if not low[i, j] > high[i, others[i]].min()] for i in range(count)]
+        unclear = [i for i in range(count) if len(rivals[i]) > 1]
+        if unclear:
+            members = sorted({j for i in unclear for j in (i, *rivals[i])})
+            exact, _ = self.gaps(v if len(members) == count else v[members], torch.float64)
+            for i in unclear:
+                scores = sign * exact[members.index(i), [members.index(j) for j in rivals[i]]]
+                rivals[i] = [rivals[i][int(scores.argmin())]]
+        return [rival for (rival,) in rivals]
 
-    def gaps(self, v: Tensor) -> Tensor:
-        """1 - similarity of each pair, over the trainable parameters."""
+    def gaps(self, v: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """1 - similarity of each pair, over the trainable parameters, and how far it may be off in float32."""
         layout = self.context.layout
-        if self.options.similarity == "global":
-            return cosine_gaps(self.products(v, slice(0, layout.trainable)))
         grams: dict[str, Tensor] = {}
-        for entry in layout.entries:
-            if entry.kind is Kind.PARAMETER:
-                gram = self.products(v, entry.columns)
-                grams[entry.unit] = grams[entry.unit] + gram if entry.unit in grams else gram
-        return torch.stack([cosine_gaps(gram) for gram in grams.values()]).mean(0)
+        if self.options.similarity == "global":
+            grams["all"] = self.products(v, slice(0, layout.trainable), dtype)
+        else:
+            for entry in layout.entries:
+                if entry.kind is Kind.PARAMETER:
+                    gram = self.products(v, entry.columns, dtype)
+                    grams[entry.unit] = grams[entry.unit] + gram if entry.unit in grams else gram
+        pairs = [(cosine_gaps(gram), gap_errors(gram)) for gram in grams.values()]
+        gaps, errors = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))
+        return gaps, errors
+
+    @staticmethod
+    def products(v: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
+        """Inner products about v_0, whose own difference from itself is zero and need not be multiplied."""
+        return nn.functional.pad(inner_products(v[1:], v[0], columns, dtype=dtype), (1, 0, 1, 0))
 
 
 register(

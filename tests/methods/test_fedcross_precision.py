@@ -1,0 +1,110 @@
+"""FedCross ranks by quick arithmetic where that is enough: never otherwise than by careful arithmetic."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedloom.banks import Bank
+from fedloom.gram import cosine_gaps, gap_errors, inner_products
+from fedloom.methods import Context
+from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+from fedloom.testing import small_experiment
+from fedloom.training import Training
+
+WIDTH = 40_000
+network = partial(nn.Linear, WIDTH, 1, bias=False)
+
+
+def rows_of(seed: int, count: int, drift: float, outlier: float) -> Tensor:
+    """Models that drifted apart from one, each by its own length, the first of them perhaps far away."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = 0.5 + torch.rand(count, 1, generator=draw)
+    rows = torch.randn(1, WIDTH, generator=draw) + drift * lengths * torch.randn(count, WIDTH, generator=draw)
+    rows[0] += outlier * torch.randn(WIDTH, generator=draw)
+    return rows
+
+
+def server_of(count: int) -> FedCrossServer:
+    layout = Layout.of(network())
+    context = Context(
+        layout=layout, initial=layout.empty(), clients=9, per_round=count, rounds=3, streams=Streams(0),
+        training=Training(), samples=lambda _: 1, criterion=nn.functional.mse_loss, make_module=network,
+        classes=0, shape=(WIDTH,), cache_dir=None, keep_checkpoints=1, device=torch.device("cpu"),
+        make_bank=lambda rows, width: Bank.memory(rows, width),
+    )  # fmt: skip
+    return FedCrossServer(context, FedCrossOptions())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 10**6),
+    st.integers(3, 8),
+    # About an outlier even float64 has its limits: a millionth of a millionth of its distance.
+    st.sampled_from([(1.0, 0.0), (1e-2, 0.0), (1e-4, 0.0), (1e-6, 0.0), (1e-2, 1.0), (1e-4, 1.0), (1e-2, 100.0)]),
+    st.sampled_from([1, -1]),
+)
+def test_it_chooses_what_the_definition_says(seed: int, count: int, apart: tuple[float, float], sign: int) -> None:
+    server, v = server_of(count), rows_of(seed, count, *apart)
+    units = v.double() / v.double().norm(dim=1, keepdim=True)
+    gaps = torch.stack([(units - unit).square().sum(1) / 2 for unit in units])
+    wanted = (sign * gaps + torch.diag(torch.full((count,), torch.inf, dtype=torch.float64))).argmin(1).tolist()
+    assert server.extremes(v, sign) == wanted
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 6),
+    st.sampled_from([1.0, 1e-2, 1e-4]),
+    st.sampled_from([0.0, 1.0, 1e3]),
+)
+def test_the_error_of_a_quick_gap_is_below_its_bound(seed: int, count: int, drift: float, outlier: float) -> None:
+    v = rows_of(seed, count, drift, outlier)
+    grams = [inner_products(v[1:], v[0], slice(0, WIDTH), dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    assert grams[0].dtype is torch.float64
+    quick, exact = (cosine_gaps(gram) for gram in grams)
+    assert bool(((quick - exact).abs() <= gap_errors(grams[0])).all())
+
+
+def test_clear_choices_need_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, seen = server_of(6), []
+    gaps = FedCrossServer.gaps
+
+    def watched(self: FedCrossServer, v: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        seen.append((dtype, len(v)))
+        return gaps(self, v, dtype)
+
+    monkeypatch.setattr(FedCrossServer, "gaps", watched)
+    base = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
+    v = torch.stack([torch.roll(base, 7) * k + base for k in range(6)])  # angles far from each other
+    server.extremes(v, -1)
+    assert seen == [(torch.float32, 6)]
+    seen.clear()
+    v[4] = v[5]  # a tie of two, for the first four
+    server.extremes(v, -1)
+    assert [dtype for dtype, _ in seen] == [torch.float32, torch.float64]
+
+
+def test_numbers_too_large_for_float32_sums_are_ranked_too() -> None:
+    v = rows_of(3, 4, 1.0, 0.0) * 1e18
+    server = server_of(4)
+    assert server.extremes(v, -1) == server.extremes(v / 1e18, -1)
+
+
+def test_a_run_is_the_same_as_with_careful_arithmetic_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deployed() -> Tensor:
+        with small_experiment("fedcross", {}, engine="plain").engine_closed() as experiment:
+            for round in range(4):
+                experiment.rounds.play(round)
+            return experiment.rounds.parts.server.deploy().clone()
+
+    mixed = deployed()
+    gaps = FedCrossServer.gaps
+    monkeypatch.setattr(FedCrossServer, "gaps", lambda self, v, dtype: (gaps(self, v)[0], torch.zeros(len(v), len(v))))
+    assert torch.equal(deployed(), mixed)
