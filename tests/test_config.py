@@ -57,8 +57,9 @@ def attempt(values: dict[str, Any]) -> tuple[Config | None, str]:
         ({"nesterov": True}, "nesterov needs a momentum above 0, not 0.0."),
         (
             {"engine": "host", "device": "cuda"},
-            "the host engine computes on the CPU, not on 'cuda'; use --engine plain.",
+            "the host engine computes on the CPU, not on 'cuda'; use --engine cuda.",
         ),
+        ({"options": {"\n": 0}}, r"options.'\n' must be a valid dictionary, not 0."),
         ({"roundz": 3}, "unknown setting 'roundz'; did you mean 'rounds'?"),
     ],
 )
@@ -159,5 +160,5 @@ def test_the_command_names_what_is_not_a_default() -> None:
         method="scaffold", lr=0.1, per_round=3, channels_last=False, imports=["/my file.py"], options={"m": {"x": 0.5}}
     )
     assert command_of(config) == (
-        "fedloom run scaffold --lr 0.1 --per-round 3 --no-channels-last --import '/my file.py' --set m.x=0.5"
+        "fedloom run scaffold --lr 0.1 --per-round 3 --channels-last no --import '/my file.py' --set m.x=0.5"
     )

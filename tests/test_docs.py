@@ -8,6 +8,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,6 +24,7 @@ from fedloom.experiment import check
 from fedloom.listing import list_datasets, list_methods, list_models, list_partitions
 from fedloom.methods import catalogue
 from fedloom.models import networks
+from fedloom.pretraining import Pretraining
 from fedloom.testing import check_method
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,13 +112,20 @@ def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
     """In place of a run: everything in its config names something that there is."""
     check(config)
     assert config.data in {entry["name"] for entry in list_datasets()}
-    assert config.model in networks.NETWORKS
+    assert config.model.partition(":")[0] in networks.NETWORKS
     partition(config.partition, np.arange(60_000) % 10, config.clients, np.random.default_rng(0))
     raise Understood
 
 
 def understand_folder(*_: Any, watcher: Any = None, **changes: Any) -> NoReturn:
     assert set(changes) <= RESULT_FREE
+    raise Understood
+
+
+def understand_pretraining(data: str, out: Path, watcher: Any = None, **settings: Any) -> NoReturn:
+    plan = Pretraining(data=data, **settings)
+    assert plan.data in {entry["name"] for entry in list_datasets()}
+    assert plan.model.partition(":")[0] in networks.NETWORKS
     raise Understood
 
 
@@ -137,6 +146,11 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
     monkeypatch.setattr("fedloom.api.resume", understand_folder)
     monkeypatch.setattr("fedloom.api.verify", understand_folder)
     monkeypatch.setattr("fedloom.cli._runs_in", understand_folder)
+    monkeypatch.setattr("fedloom.pretraining.pretrain", understand_pretraining)
+    for option, value in pairwise(words):
+        if option == "--init":
+            (place / value).parent.mkdir(exist_ok=True)
+            (place / value).touch()
     with pytest.raises((Understood, SystemExit)) as ended:
         main(words[1:])
     assert isinstance(ended.value, Understood) or not ended.value.code, line

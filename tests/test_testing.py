@@ -11,7 +11,21 @@ from fedloom.methods.base import Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import CHECKS, check_method
 
-NAMES = ["fedavg", "fedcda", "fedcross", "fedmr", "fedprox", "indep", "scaffold"]
+NAMES = [
+    "diwa",
+    "dynafed",
+    "fedavg",
+    "fedcda",
+    "fedcross",
+    "fedmr",
+    "fedprox",
+    "indep",
+    "lss",
+    "scaffold",
+    "soups",
+    "swa",
+    "swad",
+]
 
 
 def test_all_built_in_methods_are_checked() -> None:

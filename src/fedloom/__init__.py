@@ -8,6 +8,7 @@ from fedloom.data import Federation, Samples
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job, Update
 from fedloom.methods import Companion, Context, Local, Method, Options, Refiner, Server, register
+from fedloom.pretraining import Pretrained, pretrain
 from fedloom.rows import Layout, Mean
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Method",
     "Options",
     "Pass",
+    "Pretrained",
     "Refiner",
     "Run",
     "Samples",
@@ -33,6 +35,7 @@ __all__ = [
     "Update",
     "__version__",
     "compare",
+    "pretrain",
     "register",
     "resume",
     "run",

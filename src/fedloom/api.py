@@ -13,7 +13,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
@@ -21,9 +21,11 @@ from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import Experiment, Own, build, check, replace_config
 from fedloom.folder import RunFolder, free_name
+from fedloom.initial import checksum
 from fedloom.metrics import summarise
 from fedloom.report import read_run, write_report
 from fedloom.rows import digest
+from fedloom.settings import Plan
 from fedloom.storage import read_tensors
 
 
@@ -42,6 +44,9 @@ class Watcher(Protocol):
     def download(self, name: str, done: int, total: int) -> None:
         """A data set is on its way: bytes so far, bytes in all."""
 
+    def work(self, what: str, done: int, total: int) -> None:
+        """The server is at something that takes long: steps so far, steps in all."""
+
     def wants_stop(self) -> bool:
         """Whether to stop after this round."""
         ...
@@ -53,7 +58,7 @@ class Watcher(Protocol):
 class Silent:
     """Nobody watches."""
 
-    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+    def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
         return
 
     def note(self, text: str) -> None:
@@ -63,6 +68,9 @@ class Silent:
         return
 
     def download(self, name: str, done: int, total: int) -> None:
+        return
+
+    def work(self, what: str, done: int, total: int) -> None:
         return
 
     def wants_stop(self) -> bool:
@@ -113,7 +121,8 @@ class Run:
         if isinstance(self._own.model, nn.Module):
             module = self._own.model
         else:
-            experiment = build(replace_config(self.config, engine="plain", device="cpu"), self._own)
+            plain = {"engine": "plain", "device": "cpu", "init": None, "init_sha256": None, "new_head": False}
+            experiment = build(replace_config(self.config, **plain), self._own)
             experiment.engine.close()
             module = experiment.module
         # The tensors of a module that has trained are views into some row: give the result memory of its own.
@@ -180,15 +189,22 @@ def execute(
     runs: Path | str = "runs",
     watcher: Watcher | None = None,
     report: bool = True,
+    start: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """Run what a config says. Nothing is written before everything in it has been found to make sense."""
+    """Run what a config says. Nothing is written before everything in it has been found to make sense.
+
+    `start` takes the place of what `init` names.
+    """
     own, watcher = own or Own(), watcher or Silent()
     composition = check(config)
     config = replace_config(config, options=composition.stated())
     path = Path(out) if out is not None else free_name(Path(runs), config)
-    with build(config, own, watcher.download).engine_closed() as experiment:
+    with build(config, own, watcher.download, start, watcher.work).engine_closed() as experiment:
+        if experiment.beginning is not None:
+            config = replace_config(config, init_sha256=experiment.beginning.sha256)
         folder = RunFolder.create(path, config, own.names)
         with folder.alone():
+            _begin(folder, experiment, watcher)
             folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
             _play(folder, experiment, watcher, start=None)
     return _finish(folder, own, report)
@@ -217,7 +233,9 @@ def resume(
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
     if folder.summary() is not None:
         return _finish(folder, own, report and not (folder.path / "report.html").exists())
-    with folder.alone(), build(folder.config, own, watcher.download).engine_closed() as experiment:
+    taken = _start_of(folder, watcher)
+    with folder.alone(), build(folder.config, own, watcher.download, taken, watcher.work).engine_closed() as experiment:
+        _begin(folder, experiment, watcher)
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         for text in folder.checkpoints.damaged:
             watcher.note(f"{text} Going on from the checkpoint before it.")
@@ -251,12 +269,36 @@ def verify(
     _same_objects(folder, own)
     before = Run(folder, own).digest
     config = make_config({**folder.config.model_dump(), **changes})
+    start = _start_of(folder, watcher or Silent())
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
-            again = execute(config, own, out=Path(place) / "run", watcher=watcher, report=False)
+            again = execute(config, own, out=Path(place) / "run", watcher=watcher, report=False, start=start)
         except Stopped:
             raise Stopped(f"stopped; {path} was not verified.") from None
         return before, again.digest
+
+
+def _begin(folder: RunFolder, experiment: Experiment, watcher: Watcher) -> None:
+    """Note down what was taken from a file, if the start came from one just now."""
+    if experiment.beginning is not None:
+        watcher.note(experiment.beginning.sentence())
+        folder.write_beginning(experiment.beginning, experiment.module.state_dict())
+
+
+def _start_of(folder: RunFolder, watcher: Watcher) -> Mapping[str, Tensor] | None:
+    """The start that a run took from a file; a word where that file has changed since, or is gone."""
+    start = folder.start()
+    if start is not None and folder.config.init is not None:
+        try:
+            changed = checksum(Path(folder.config.init)) != folder.config.init_sha256
+        except InputError:
+            changed = True
+        if changed:
+            watcher.note(
+                f"{folder.config.init} is gone or has changed since the run began; going on with the run's own copy of "
+                "what it started from."
+            )
+    return start
 
 
 def _refuse_changes(changes: Mapping[str, Any]) -> None:
@@ -285,9 +327,14 @@ def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: in
         if start is None:
             _record(folder, watcher, rounds.initial_record())
         saved_at = time.monotonic()
+        shown: set[str] = set()
         for round in range(start or 0, config.rounds):
             record = rounds.play(round)
             began = time.perf_counter()
+            for name, tensors in experiment.exhibits().items():
+                if name not in shown:
+                    folder.write_exhibit(name, tensors)
+                    shown.add(name)
             last = round + 1 == config.rounds
             stop = watcher.wants_stop()
             if last or stop or time.monotonic() - saved_at >= config.checkpoint_seconds:

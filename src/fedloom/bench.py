@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -32,7 +33,7 @@ STAYS = "@stays"
 """The name under which a client keeps the columns of the model that stay with it."""
 
 SCORE_BATCH = 500
-"""Samples scored at once. Fixed, because the rounding of a sum depends on it."""
+"""Samples scored at once, or used at once to estimate statistics. Fixed: the rounding of a sum depends on it."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,19 @@ class Batch:
 class Pass:
     """A stretch of local training: these epochs or steps (by default the run's own) with this step.
 
+    Epochs begin anew; steps go on in the epoch that the steps before them left, so that a training may be cut into
+    passes of some steps and see the same batches.
     `step(bench, batch)` returns the loss. It works only on what lies on the bench, so that an engine may
     interleave many clients, or record the step once and replay it.
     """
 
-    step: Callable[["Bench", Batch], Tensor]
+    step: "Step"
     epochs: int | None = None
     steps: int | None = None
+
+
+Step = Callable[["Bench", Batch], Tensor]
+"""One step of local training: returns the loss."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Workshop:
     """Tensors that clients send up beside their model."""
     home: Shapes = field(default_factory=dict)
     """Tensors that each client keeps between rounds."""
+    autocast: torch.dtype | None = None
+    """The type in which networks compute while they train, where it is not that of the models."""
     stays_home: Sequence[slice] = ()
     """Columns of the model that do not travel; each client keeps its own, as the tensor STAYS of its home."""
 
@@ -101,18 +110,21 @@ class Bench:
     """Room for what a `Local` needs between its steps; empty for each client."""
     optimizer: Optimizer
     """What `descend` steps with; a `Local` may put its own here."""
+    validation: Samples
+    """What is held out of this client's training, the same in every round; empty unless the run or method asks."""
 
     def __init__(self, shop: Workshop, device: torch.device | str = "cpu") -> None:
         self.layout = shop.layout
         self.training = shop.training
         self.device = torch.device(device)
         self._shop = shop
-        self.module = shop.module.to(self.device)
+        self.module = _in_type(shop.module.to(self.device), self.device, shop.autocast)
         self._augment = shop.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
         self._bound: Tensor | None = None
+        self._buffers: dict[str, Tensor] = {}
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._parameters = [named[e.name] for e in self.layout.entries if e.kind is Kind.PARAMETER]
 
@@ -130,20 +142,32 @@ class Bench:
     ) -> None:
         """Lay out the work of one client; `row` becomes the model it trains, starting at `received`."""
         self.round, self.client, self.first_visit = round, client, first_visit
-        self.lr = self.training.lr_at(round)
+        self.training = self._shop.training
+        self._set_rate(self.training.lr_at(round))
         self.row, self.received, self.extras, self.home, self.uploads = row, received, extras, home, uploads
         self.weights = row[: self.layout.trainable]
         self.scratch = {}
-        self._data = Samples(samples.x.to(self.device), samples.y.to(self.device))
+        samples = Samples(samples.x.to(self.device), samples.y.to(self.device))
+        used, held = self._split(len(samples))
+        self._data, self.validation = (samples.take(used), samples.take(held)) if len(held) else (samples, samples[:0])
         self.restart()
+
+    def _split(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which samples are trained on and which are held out. One at least is left to train on."""
+        held = min(int(self.training.validation * count + 0.5), max(0, count - 1))
+        if not held:
+            return np.arange(count), np.arange(0)
+        order = self._shop.streams.numpy("validation", client=self.client).permutation(count)
+        return np.sort(order[held:]), np.sort(order[:held])
 
     def restart(self) -> None:
         """Go back to the received model, with a new optimiser and the same batches to come."""
         streams = self._shop.streams
         self.steps = 0
         self._order = streams.numpy("batches", self.round, self.client)
+        self._epoch: Iterator[Batch] | None = None
         if self._augment:
-            self._noise = streams.pytorch("augment", self.round, self.client, self.device)
+            self._noise = self._new_noise()
         self._losses: list[tuple[Tensor, int]] = []
         self.row.copy_(self.received)
         if self._shop.stays_home and not self.first_visit:
@@ -152,8 +176,14 @@ class Bench:
         self.module.train()
         self.new_optimizer()
 
+    def _new_noise(self) -> torch.Generator:
+        """What augmentation draws from, for this client and round."""
+        return self._shop.streams.pytorch("augment", self.round, self.client, self.device)
+
     def finish(self) -> None:
-        """Keep at home what stays there, and send back the received values in its place."""
+        """The training is over: estimate statistics if the run asks for it, and keep at home what stays there."""
+        if self.training.statistics == "estimated":
+            self.estimate_statistics()
         if self._shop.stays_home:
             self.home[STAYS].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
             for columns in self._shop.stays_home:
@@ -189,6 +219,36 @@ class Bench:
         """Forget momentum and moments."""
         self.optimizer = self.training.make_optimizer()
 
+    def adopt(self, training: Training) -> None:
+        """Train this client from here on with other settings, and a new optimiser."""
+        self.training = training
+        self._set_rate(training.lr_at(self.round))
+        self._epoch = None
+        self.new_optimizer()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; a `Local` may change it between passes."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._set_rate(lr)
+
+    def _set_rate(self, lr: float) -> None:
+        self._lr = lr
+        self._rate: float | Tensor = lr
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Room for a tensor that steps use, in the model's type; it holds what the last client left there.
+
+        It is the same memory for every client, so that an engine can record a step once and replay it.
+        """
+        kept = self._buffers.get(name)
+        if kept is None or kept.shape != shape:
+            kept = self._buffers[name] = torch.zeros(shape, dtype=self.layout.dtype, device=self.device)
+        return kept
+
     def loss(self, batch: Batch) -> Tensor:
         """The loss of the bound model on a batch."""
         return self._shop.criterion(self.module(batch.x), batch.y)
@@ -206,45 +266,63 @@ class Bench:
         """Clip `gradient` if asked to, and take the optimiser's step with it on `weights`."""
         if self.training.clip is not None:
             clip_(self.gradient, self.training.clip)
-        self.optimizer.step(self.weights, self.gradient, self.lr)
+        self.optimizer.step(self.weights, self.gradient, self._rate)
 
     def run(self, piece: Pass) -> None:
         """Run one pass. Batches are drawn from the stream of (seed, round, client)."""
         for batch in self._batches(piece):
-            # Batch norm cannot take statistics of one sample: it uses those it has.
-            resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
-            for norm in resting:
-                norm.eval()
-            loss = piece.step(self, batch)
-            for norm in resting:
-                norm.train()
+            loss = self._step(piece.step, batch)
             self.steps += 1
             self._losses.append((loss.detach(), len(batch)))
 
+    def _step(self, step: Step, batch: Batch) -> Tensor:
+        # Batch norm cannot take statistics of one sample: it uses those it has.
+        resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
+        for norm in resting:
+            norm.eval()
+        loss = step(self, batch)
+        for norm in resting:
+            norm.train()
+        return loss
+
+    def length(self, piece: Pass) -> int:
+        """How many steps a pass takes on this client."""
+        if not self.samples:
+            return 0
+        epochs, steps = piece.epochs, piece.steps
+        if epochs is None and steps is None:
+            epochs, steps = self.training.epochs, self.training.steps
+        return steps if steps is not None else ceil(self.samples / self._batch_size()) * (epochs or 0)
+
+    def _batch_size(self) -> int:
+        return min(self.training.batch_size or self.samples, self.samples)
+
     def _batches(self, piece: Pass) -> Iterator[Batch]:
-        count = self.samples
-        if not count:
-            return
-        size = min(self.training.batch_size or count, count)
-        per_epoch = ceil(count / size)
-        if piece.steps is None and piece.epochs is None:
-            piece = Pass(piece.step, self.training.epochs, self.training.steps)
-        left = piece.steps if piece.steps is not None else per_epoch * (piece.epochs or 0)
+        left = self.length(piece)
+        if piece.steps is None:
+            self._epoch = None
+        while left > 0:
+            if self._epoch is None:
+                self._losses.clear()
+                self._epoch = self._one_epoch()
+            batch = next(self._epoch, None)
+            if batch is None:
+                self._epoch = None
+                continue
+            yield batch
+            left -= 1
+
+    def _one_epoch(self) -> Iterator[Batch]:
+        """Every sample once, in a new order; samples are gathered some batches at a time."""
+        count, size = self.samples, self._batch_size()
         sample_bytes = self._data.x[:1].numel() * 4
         # Augmentation draws batch by batch, so that its draws do not depend on how much is prepared at once.
         chunk = size * (1 if self._augment else max(1, CHUNK_BYTES // max(1, size * sample_bytes)))
-        while left > 0:
-            order = torch.from_numpy(self._order.permutation(count)).to(self.device)
-            self._losses.clear()
-            for start in range(0, count, chunk):
-                if left <= 0:
-                    return
-                taken = self._prepared(self._data.take(order[start : start + chunk]))
-                for low in range(0, len(taken), size):
-                    if left <= 0:
-                        return
-                    yield Batch(taken.x[low : low + size], taken.y[low : low + size])
-                    left -= 1
+        order = torch.from_numpy(self._order.permutation(count)).to(self.device)
+        for start in range(0, count, chunk):
+            taken = self._prepared(self._data.take(order[start : start + chunk]))
+            for low in range(0, len(taken), size):
+                yield Batch(taken.x[low : low + size], taken.y[low : low + size])
 
     def _prepared(self, samples: Samples) -> Batch:
         x = samples.x
@@ -253,10 +331,50 @@ class Bench:
         return Batch(self._shop.prepare(x, channels_last=self._shop.channels_last), samples.y)
 
     @torch.no_grad()
+    def estimate_statistics(self) -> None:
+        """Estimate batch norm's running statistics of `row` anew, from this client's samples as they are.
+
+        They become the mean, weighted by samples, of the statistics of a few batches of about equal size; all other
+        modules compute as in a test. With fewer than two samples there is nothing to estimate from.
+        """
+        norms = [norm for norm in self._norms if norm.running_mean is not None]
+        if not norms or self.samples < 2:
+            return
+        before = (self._bound, [(module, module.training) for module in self.module.modules()])
+        self.bind(self.row)
+        counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        counts, momenta = [counter.clone() for counter in counters], [norm.momentum for norm in norms]
+        self.module.eval()
+        for norm in norms:
+            norm.train()
+        # Shuffled: clients often hold their samples by class, and a batch of one class has too small a variance.
+        order = self._shop.streams.numpy("statistics", self.round, self.client).permutation(self.samples)
+        seen = 0
+        try:
+            for part in np.array_split(order, ceil(self.samples / SCORE_BATCH)):
+                seen += len(part)
+                for norm in norms:
+                    norm.momentum = len(part) / seen  # 1 for the first, which so replaces what was there
+                x = self._data.take(torch.from_numpy(part).to(self.device)).x
+                self.module(self._shop.prepare(x, channels_last=self._shop.channels_last))
+        finally:  # a network that raises is used again, for the next client
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+        for counter, count in zip(counters, counts, strict=True):  # they count batches of training
+            counter.copy_(count)
+        self._resume(*before)
+
+    def _resume(self, row: Tensor | None, modes: list[tuple[nn.Module, bool]]) -> None:
+        """Go back to training as it was before."""
+        if row is not None:
+            self.bind(row)
+        for module, training in modes:
+            module.training = training
+
+    @torch.no_grad()
     def score(self, row: Tensor, samples: Samples) -> "Score":
         """How the model in `row` does on at most SCORE_BATCH samples. Training may go on afterwards as before."""
-        before = self._bound
-        modes = [(module, module.training) for module in self.module.modules()]
+        before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(row)
         self.module.eval()
         x = self._shop.prepare(samples.x.to(self.device), channels_last=self._shop.channels_last)
@@ -270,11 +388,15 @@ class Bench:
             right = output.argmax(dim=1) == y
             seen = torch.bincount(y, minlength=classes).cpu().numpy()
             hits = torch.bincount(y[right], minlength=classes).cpu().numpy()
-        if before is not None:
-            self.bind(before)
-        for module, training in modes:
-            module.training = training
+        self._resume(*before)
         return Score(loss, len(samples), hits, seen)
+
+    def validate(self, row: Tensor) -> "Score":
+        """How the model in `row` does on the validation samples, or on the training ones where none are held out."""
+        samples = self.validation if len(self.validation) else self._data
+        nothing = np.zeros(self._shop.classes, dtype=np.int64)
+        pieces = (self.score(row, samples[chunk]) for chunk in score_chunks(samples))
+        return sum(pieces, start=Score(0.0, 0, nothing, nothing))
 
 
 @dataclass(frozen=True)
@@ -296,7 +418,7 @@ class Score:
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.count
+        return self.loss_sum / self.count if self.count else float("nan")
 
     @property
     def accuracy(self) -> float | None:
@@ -307,3 +429,20 @@ class Score:
 def score_chunks(test: Samples) -> list[slice]:
     """How a test set is cut, always alike: engines may score the pieces anywhere and add them up in this order."""
     return [slice(low, low + SCORE_BATCH) for low in range(0, len(test), SCORE_BATCH)]
+
+
+def _in_type(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The module; where a type is given it computes in it while it trains, and its output has the usual type."""
+    if dtype is None:
+        return module
+    forward: Callable[..., Any] = module.forward
+
+    def lower(*inputs: Any) -> Any:
+        if not module.training:
+            return forward(*inputs)
+        with torch.autocast(device.type, dtype, cache_enabled=False):
+            result = forward(*inputs)
+        return result.float() if isinstance(result, Tensor) else result
+
+    module.forward = lower
+    return module

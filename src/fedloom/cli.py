@@ -4,17 +4,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from fedloom._version import __version__
-from fedloom.cli_options import settable
+from fedloom.cli_options import PRETRAINING, settable
+from fedloom.cli_tables import print_effects, print_table
 from fedloom.config import RESULT_FREE, make_config, parse_settings
 from fedloom.errors import FedloomError, InputError
+from fedloom.pretraining import Pretraining
 
 # typer carries its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors
 ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -125,7 +126,15 @@ def verify(
 @app.command()
 @settable()
 def compare(
-    methods: Annotated[list[str], typer.Argument(help="the methods")],
+    methods: Annotated[list[str] | None, typer.Argument(help="the methods; after --grid, the rest of the grid")] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            help="servers x locals x refiners, such as fedavg,fedcross x sgd,fedprox x none,dynafed (fedavg, sgd, "
+            "none: no part); what cannot be combined is left out with the reason",
+            metavar="A,B x C,D",
+        ),
+    ] = None,
     seeds: Annotated[str, typer.Option(help="how many seeds, from --seed on", metavar="N")] = "1",
     target: Annotated[
         str | None, typer.Option(help="the accuracy whose reaching is timed, such as 0.8", metavar="X")
@@ -140,31 +149,71 @@ def compare(
 ) -> None:
     """Run several methods over seeds, on the same clients and batches; a table, and one report.
 
+    With --grid all combinations of parts are run, and which part helped how much is worked out.
+
     The same command with the same --out goes on with a comparison that was stopped.
     """
-    from fedloom.comparing import compare
+    from fedloom.comparing import compare, plan_grid
     from fedloom.progress import Display
 
     count, options = _number("seeds", seeds, int), parse_settings(set_ or ())
     goal = None if target is None else _number("target", target, float)
-    display = Display(quiet, runs=count * len(methods))
-    values = _with_extras(settings, import_)
+    values, names = _with_extras(settings, import_), methods or []
+    plan = None
+    if grid is not None:  # without quotes the shell hands over `A,B` as the option and `x C,D` as methods
+        text, names, eye = " ".join([grid, *names]), [], Display(quiet)
+        plan = _interruptible(lambda: plan_grid(text, options, values, watcher=eye), eye)
+        eye.end()
+    display = Display(quiet, runs=count * len(plan.methods if plan else names))
     advice = f"go on with the same command and --out {out}" if out else None
     result = _interruptible(
-        lambda: compare(methods, count, options=options, out=out, target=goal, watcher=display, **values),
+        lambda: compare(names, count, grid=plan, options=options, out=out, target=goal, watcher=display, **values),
         display,
         advice,
     )
     if json_:
         runs = [finished.summary for finished in result.runs]
-        print(json.dumps({"path": str(result.path), "headline": result.table.headline, "runs": runs}))
+        found = {"path": str(result.path), "headline": result.table.headline, "runs": runs}
+        print(json.dumps(found | ({"grid": result.effects.as_data()} if result.effects else {})))
         return
     titles, rows = result.table.table("brief")
-    _print_table(titles, rows)
+    print_table(titles, rows)
+    if result.effects:
+        print_effects(result.effects)
     print(f"\n{result.table.headline}")
     for note in result.table.notes:
         print(note)
     print(f"report: {result.path / 'report.html'}")
+
+
+@app.command()
+@settable(kind=Pretraining, shown=PRETRAINING)
+def pretrain(
+    data: Annotated[str, typer.Argument(help="the data set (`fedloom list datasets`)")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="the safetensors file to write")],
+    json_: Json = False,
+    quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Train a network on one data set in the ordinary way, as a start for --init.
+
+    The same command goes on with a pretraining that was stopped or killed, with the same result.
+    """
+    from fedloom.pretraining import pretrain
+    from fedloom.progress import Display
+
+    display = Display(quiet, unit="epoch")
+    work = partial(pretrain, data, out, watcher=display, **settings)
+    made = _interruptible(work, display, "go on with the same command.")
+    about = {**made.about, "file": str(made.path), "sha256": made.sha256}
+    if json_:
+        print(json.dumps({name: value for name, value in about.items() if name not in ("history", "settings")}))
+        return
+    classes = f"{about['classes']} classes of {about['data']}"
+    print(f"{'accuracy':<10}{_percent(made.accuracy)} on test data of {classes} (loss {about['loss']:.4f})")
+    print(f"{'file':<10}{made.path}")
+    print(f"{'digest':<10}{made.digest}")
 
 
 @app.command()
@@ -174,10 +223,11 @@ def report(
     title: Annotated[str | None, typer.Option(help="a title for the page")] = None,
 ) -> None:
     """Write one report about several runs."""
-    from fedloom.report import read_run, write_report
+    from fedloom.report import read_grid, read_run, write_report
 
     folders = [folder for path in runs for folder in _runs_in(path)]
-    write_report([read_run(folder) for folder in folders], out, title=title)
+    grid = read_grid(runs[0]) if len(runs) == 1 else None  # beside other runs a grid's cells would be ambiguous
+    write_report([read_run(folder) for folder in folders], out, title=title, grid=grid)
     print(out)
 
 
@@ -221,7 +271,7 @@ def list_(
         print(json.dumps(entries))
         return
     titles = [title for title in entries[0] if title not in ("options", "found")]
-    _print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
+    print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
     if what == "methods":
         print("\nOptions (--set METHOD.OPTION=VALUE):")
         lines = [
@@ -229,7 +279,7 @@ def list_(
             for entry in entries
             for option in entry["options"]
         ]
-        _print_table(["option", "default", "meaning"], lines)
+        print_table(["option", "default", "meaning"], lines)
 
 
 def _cell(value: object) -> str:
@@ -238,16 +288,6 @@ def _cell(value: object) -> str:
     return (
         f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
     )
-
-
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, width=width, markup=False).print(table)
 
 
 def _percent(value: float | None) -> str:

@@ -1,35 +1,52 @@
 """The settings of a run as options of the command: made from `Config`, where they are defined and documented."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from fedloom.config import Config
+from fedloom.settings import Settings
 
 PANELS = {
-    "Federation": ("data", "partition", "clients", "per_round", "model", "rounds", "seed"),
+    "Federation": (
+        "data", "classes", "partition", "clients", "per_round", "model", "init", "new_head", "init_sha256", "rounds",
+        "seed",
+    ),
     "Local training": (
         "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov", "weight_decay", "clip",
-        "augment", "channels_last",
+        "augment", "statistics", "channels_last", "validation",
     ),
     "Running": (
-        "eval_every", "min_clients", "lost", "engine", "device", "workers", "checkpoint_seconds",
-        "keep_checkpoints", "cache_dir",
+        "eval_every", "min_clients", "lost", "engine", "device", "precision", "fast", "workers", "slots",
+        "checkpoint_seconds", "keep_checkpoints", "cache_dir",
     ),
 }  # fmt: skip
 
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
+PRETRAINING = {
+    "Training": (
+        "model", "classes", "epochs", "batch_size", "optimizer", "lr", "schedule", "momentum", "nesterov",
+        "weight_decay", "clip", "augment", "seed",
+    ),
+    "Running": ("device", "threads", "channels_last", "checkpoint_seconds"),
+}  # fmt: skip
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", bool: "yes|no"}
+METAVAR_OF = {"init": "FILE", "classes": "LIST", "init_sha256": "HASH"}
 
 
-def settable(names: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of `Config` as options; those that were given arrive as the dict `settings`."""
+def settable(
+    names: Collection[str] | None = None,
+    kind: type[Settings] = Config,
+    shown: Mapping[str, Collection[str]] = PANELS,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of `kind` as options; those that were given arrive as the dict `settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
-        panels = {name: panel for panel, fields in PANELS.items() for name in fields}
+        panels = {name: panel for panel, fields in shown.items() for name in fields}
         offered = [name for name in panels if names is None or name in names]
 
         def wrapper(**values: Any) -> None:
@@ -38,7 +55,7 @@ def settable(names: Collection[str] | None = None) -> Callable[[Callable[..., No
 
         parameters = [
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name, panels[name])
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(kind, name, panels[name])
             )
             for name in offered
         ]
@@ -51,20 +68,20 @@ def settable(names: Collection[str] | None = None) -> Callable[[Callable[..., No
     return decorate
 
 
-def _option(name: str, panel: str) -> Any:
-    """A field of `Config` as an option. Values arrive as text: `Config` alone says what is right."""
-    field = Config.model_fields[name]
+def _option(settings: type[Settings], name: str, panel: str) -> Any:
+    """A field as an option. Values arrive as text: the settings' class alone says what is right."""
+    field = settings.model_fields[name]
     kind = field.annotation
     if isinstance(kind, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)
     flag = f"--{name.replace('_', '-')}"
     default = "" if field.default is None else f" [dim](default: {_shown(field.default)})[/]"
     help_text = (field.description or "").replace("[", r"\[") + default
-    if kind is bool:
+    if kind is bool and field.default is not None:
         # One switch, away from the default: with both, the help at 80 characters cuts the names of options off.
         switch = f" /--no-{name.replace('_', '-')}" if field.default else flag
         return Annotated[bool | None, typer.Option(switch, help=help_text, metavar="", rich_help_panel=panel)]
-    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVARS[kind]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVAR_OF.get(name, METAVARS[kind])
     return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]
 
 

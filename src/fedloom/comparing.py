@@ -12,12 +12,16 @@ from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
-from fedloom.experiment import check, replace_config
+from fedloom.experiment import Own, check, replace_config
 from fedloom.folder import RunFolder, is_run
+from fedloom.grids import make_grid, options_of
+from fedloom.initial import checksum
 from fedloom.methods import compose, import_file
 from fedloom.methods import methods as known_methods
-from fedloom.report import Comparison, read_run, write_report
+from fedloom.report import Comparison, Effects, Grid, analyse, read_run, write_report
 from fedloom.report import compare as tabulate
+from fedloom.report.grid import FILE as GRID_FILE
+from fedloom.storage import write_atomically
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,17 @@ class Compared:
     """The folder that holds the runs and `report.html`."""
     runs: tuple[Run, ...]
     table: Comparison
+    effects: Effects | None = None
+    """Which part of a grid helped how much."""
 
 
 def compare(
-    methods: Sequence[str],
+    methods: Sequence[str] = (),
     seeds: int = 1,
     data: str | Federation = "digits",
     model: str | nn.Module | Callable[[], nn.Module] = "mlp",
     *,
+    grid: str | Sequence[Sequence[str]] | Grid | None = None,
     loss: Criterion | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: Path | str | None = None,
@@ -48,20 +55,32 @@ def compare(
 
     `data`, `model`, `loss`, `options` and `settings` are those of `fedloom.run`; options of a method go to the runs it
     takes part in. `target` is the accuracy whose reaching is timed. Everything is checked before the first run
-    starts. With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
+    starts.
+
+    In place of `methods`, a `grid` such as "fedavg,fedcross x sgd,fedprox x none,dynafed" (or a list of lists) names
+    servers, locals and perhaps refiners, and all combinations are run; those that cannot be are left out with the
+    reason (`Compared.effects.grid.refused`). The report then shows which part helped how much.
+
+    With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
     that was stopped goes on.
     """
     if seeds < 1:
         raise InputError(f"seeds must be 1 or more, not {seeds}.")
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
+    if (grid is None) == (not methods):
+        raise InputError("name the methods to compare, or a grid of them: one of the two.")
     own, described = describe(data, model, loss)
-    plans = _plans(methods, seeds, options or {}, described | settings)
+    if grid is not None and not isinstance(grid, Grid):
+        grid = plan_grid(grid, options, described | settings, own, watcher)
+    plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings)
     path = Path(out) if out is not None else _free_folder(Path(runs), plans[0][1])
     places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
     for place, config in places:
         if is_run(place):
             _same_plan(place, config)
+    if grid is not None:
+        write_atomically(path / GRID_FILE, grid.to_json().encode())
     done = []
     try:
         for place, config in places:
@@ -74,8 +93,26 @@ def compare(
     except Stopped:
         raise Stopped(f"stopped; go on with the same command and --out {path}") from None
     records = [read_run(run.path) for run in done]
-    write_report(records, path / "report.html", target=target)
-    return Compared(path, tuple(done), tabulate(records, target))
+    write_report(records, path / "report.html", target=target, grid=grid)
+    table = tabulate(records, target)
+    return Compared(path, tuple(done), table, analyse(grid, table.groups) if grid else None)
+
+
+def plan_grid(
+    given: str | Sequence[Sequence[str]],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    own: Own | None = None,
+    watcher: Watcher | None = None,
+) -> Grid:
+    """The grid that `compare` would run with these options and settings; what is left out is told to the watcher."""
+    for file in (settings or {}).get("imports", ()):
+        import_file(file)
+    grid = make_grid(given, make_config(settings or {}), options, own, watcher.download if watcher else None)
+    for reason in grid.refused.values():
+        if watcher is not None:
+            watcher.note(f"left out: {reason}")
+    return grid
 
 
 def _plans(
@@ -88,12 +125,14 @@ def _plans(
     for file in settings.get("imports", ()):
         import_file(file)
     base = make_config(settings)
+    if base.init is not None and base.init_sha256 is None:  # one file for all runs, also for those still to come
+        base = replace_config(base, init_sha256=checksum(Path(base.init)))
     used: set[str] = set()
     plans = []
     for name in names:
-        taking_part = set(compose(name).options)
-        used |= taking_part
-        config = replace_config(base, method=name, options={k: dict(v) for k, v in options.items() if k in taking_part})
+        composition = compose(name)
+        used |= set(composition.stated())
+        config = replace_config(base, method=name, options=options_of(composition, options))
         config = replace_config(config, options=check(config).stated())
         plans += [(name, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
     for method in options:

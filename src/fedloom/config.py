@@ -1,5 +1,6 @@
 """What a run is: every setting that a person may give, with its default and its help text, in one place."""
 
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -7,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from fedloom.errors import InputError, unknown
-from fedloom.settings import explain
+from fedloom.errors import InputError
+from fedloom.settings import validated
 from fedloom.training import Training
 
 
@@ -21,6 +22,8 @@ class Config(Training):
     """the method, or several joined by +"""
     data: str = "digits"
     """the data set (`fedloom list datasets`)"""
+    classes: str | None = None
+    """keep only these classes of the data set, such as 0-4 or 0,2,7; by default all"""
     partition: str = "dirichlet:0.3"
     """how samples are spread over clients (`fedloom list partitions`)"""
     clients: int = Field(20, ge=1)
@@ -29,6 +32,12 @@ class Config(Training):
     """clients asked in each round; by default 10, or all if there are fewer"""
     model: str = "mlp"
     """the network (`fedloom list models`)"""
+    init: str | None = None
+    """the starting model: a safetensors file, a torch state dict, or the folder of a run"""
+    init_sha256: str | None = None
+    """refuse another file than the one with this SHA-256; a run notes it down by itself"""
+    new_head: bool = False
+    """with --init: start with a new classifier even where the number of classes is the same"""
     rounds: int = Field(30, ge=1)
     """rounds of training"""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -43,14 +52,20 @@ class Config(Training):
     lost: float = Field(0.0, ge=0, lt=1)
     """simulated probability that a client does not answer"""
 
-    engine: Literal["auto", "plain", "host"] = "auto"
-    """plain: one client after the other; host: worker processes; auto: host on a CPU, plain on a GPU"""
+    engine: Literal["auto", "plain", "host", "cuda"] = "auto"
+    """plain: one client after the other; host: worker processes; cuda: many clients on a GPU; auto: what fits"""
     device: str = "cpu"
-    """cpu, cuda, cuda:1, ...; a GPU needs the plain engine"""
+    """cpu, cuda, cuda:1, ..."""
+    precision: Literal["fp32", "tf32", "bf16"] = "tf32"
+    """how a GPU multiplies: in full, with TF32's 10-bit fractions, or networks in bfloat16; a CPU takes fp32"""
+    fast: bool = False
+    """on a GPU, also use algorithms whose result is not the same every time"""
+    slots: int = Field(0, ge=0)
+    """clients that the cuda engine trains at once; 0: as many as are asked in a round, at most 16"""
     workers: int = Field(0, ge=0)
     """worker processes of the host engine; 0: one for each core"""
-    channels_last: bool = True
-    """keep images and convolution weights in channels-last order, which is faster on CPUs"""
+    channels_last: bool | None = None
+    """channels-last order of images and convolutions; by default where it is faster, on CPUs and in bf16"""
     checkpoint_seconds: float = Field(30.0, ge=0)
     """seconds between two checkpoints; 0 writes one after every round"""
     keep_checkpoints: int = Field(2, ge=1)
@@ -65,6 +80,18 @@ class Config(Training):
     def _absolute(cls, paths: list[str]) -> list[str]:
         return [str(Path(path).resolve()) for path in paths]  # a run may be resumed from another folder
 
+    @field_validator("init")
+    @classmethod
+    def _absolute_init(cls, path: str | None) -> str | None:
+        return None if path is None else str(Path(path).absolute())
+
+    @field_validator("init_sha256")
+    @classmethod
+    def _checksum(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[0-9a-f]{64}", value):
+            raise ValueError("64 hexadecimal digits")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         if self.per_round is not None and self.per_round > self.clients:
@@ -73,8 +100,15 @@ class Config(Training):
             raise ValueError(f"min_clients is {self.min_clients}, but only {self.cohort} clients are asked in a round.")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0, not 0.0.")
+        for name in ("init_sha256", "new_head"):
+            if getattr(self, name) and self.init is None:
+                raise ValueError(f"{name} says more about init, but no init is given.")
         if self.engine == "host" and self.device != "cpu":
-            raise ValueError(f"the host engine computes on the CPU, not on {self.device!r}; use --engine plain.")
+            raise ValueError(f"the host engine computes on the CPU, not on {self.device!r}; use --engine cuda.")
+        if self.engine == "cuda" and self.device == "cpu":
+            raise ValueError("the cuda engine computes on a GPU; use --device cuda with it.")
+        if self.precision == "bf16" and self.device == "cpu":
+            raise ValueError("precision bf16 is for GPUs; on the CPU it is fp32.")
         return self
 
     @property
@@ -83,19 +117,13 @@ class Config(Training):
         return self.per_round if self.per_round is not None else min(10, self.clients)
 
 
-RESULT_FREE = {"engine", "workers", "checkpoint_seconds", "keep_checkpoints"}
+RESULT_FREE = {"engine", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
 """Settings that change how a run is carried out but not one bit of its result."""
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
     """A validated config; what is wrong with the values is said in one sentence."""
-    for key in values:
-        if key not in Config.model_fields:
-            raise unknown("setting", key, Config.model_fields)
-    try:
-        return Config(**values)
-    except ValidationError as error:
-        raise InputError(explain(error)) from error
+    return validated(Config, values)
 
 
 def command_of(config: Config) -> str:
@@ -105,7 +133,9 @@ def command_of(config: Config) -> str:
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
         if name in ("method", "options", "imports") or value == field.default:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, bool) and field.default is None:
+            words += [flag, "yes" if value else "no"]
+        elif isinstance(value, bool):
             words.append(flag if value else f"--no-{name.replace('_', '-')}")
         else:
             words += [flag, str(value)]
@@ -122,6 +152,8 @@ def _setting(value: Any) -> str:
     """A value as `parse_settings` reads it: TOML, without the quotes where they are not needed."""
     if isinstance(value, str) and parse_settings([f"method.option={value}"])["method"]["option"] == value:
         return value
+    if isinstance(value, list):  # on one line, where TOML's writer would take one for each element
+        return f"[{', '.join(to_toml({'value': each}).removeprefix('value = ').rstrip() for each in value)}]"
     return to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
 
 

@@ -1,7 +1,7 @@
 """From a config to something that runs: data, network, method and engine put together."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ from fedloom import models
 from fedloom.bench import STAYS, Criterion, Workshop
 from fedloom.config import Config, make_config
 from fedloom.data import Federation, Samples
-from fedloom.engines import Engine, Homes, HostEngine, PlainEngine, Shop
+from fedloom.engines import CudaEngine, Engine, Homes, HostEngine, PlainEngine, Shop
 from fedloom.engines.host import available as can_fork
+from fedloom.engines.precision import set_precision
 from fedloom.errors import FedloomError, InputError
+from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.methods import Context, compose, import_file
+from fedloom.methods.base import nobody
 from fedloom.methods.catalogue import Composition
 from fedloom.rounds import Rounds
 from fedloom.rows import Layout
@@ -56,6 +59,8 @@ class Experiment:
     layout: Layout
     engine: Engine
     rounds: Rounds
+    beginning: Beginning | None = None
+    """How the start was taken from the file that `init` names; None where it was not."""
 
     @contextmanager
     def engine_closed(self) -> Iterator["Experiment"]:
@@ -72,6 +77,14 @@ class Experiment:
         for name, part in self.rounds.parts.items():
             part.load(state[name])
 
+    def exhibits(self) -> dict[str, dict[str, Tensor]]:
+        """What the parts have made to be looked at, and how inputs are normalised, for images are made as inputs."""
+        prepare, found = self.federation.prepare, {}
+        constants = {"mean": torch.tensor(prepare.mean), "std": torch.tensor(prepare.std)} if prepare.mean else {}
+        for _, part in self.rounds.parts.items():
+            found.update({name: {**tensors, **constants} for name, tensors in part.exhibits().items()})
+        return found
+
     def deployed(self) -> dict[str, Tensor]:
         """The model that would be deployed now, as a state dict with frozen weights and all."""
         names = set(self.layout.frozen)  # copied, for tied ones share memory, which safetensors does not store
@@ -86,17 +99,35 @@ def check(config: Config) -> Composition:
     return compose(config.method, config.options)
 
 
-def build(config: Config, own: Own | None = None, progress: Progress | None = None) -> Experiment:
-    """Put a run together."""
+def build(
+    config: Config,
+    own: Own | None = None,
+    progress: Progress | None = None,
+    start: Mapping[str, Tensor] | None = None,
+    working: Callable[[str, int, int], None] = nobody,
+) -> Experiment:
+    """Put a run together. `start` is the start that the run once took from `init`, instead of reading it again.
+
+    `progress` follows downloads, and `working` long work of the method on the server.
+    """
     own = own or Own()
     composition = check(config)
     streams = Streams(config.seed)
-    device = _device(config)
+    device = make_device(config.device)
     federation, class_names = _federation(config, own, streams, progress)
     if len(federation) != config.clients:
         raise InputError(f"clients is {config.clients}, but the data has {len(federation)} of them.")
-    module = _module(config, own, federation, streams)
-    channels_last = config.channels_last and len(federation.shape) == 3
+    module = make_module(config.model, own.model, federation, streams, shared=device.type == "cpu" and not config.init)
+    beginning = None
+    if start is not None:
+        module.load_state_dict(start)
+    elif config.init is not None:
+        source = read_source(Path(config.init), config.init_sha256)
+        beginning = begin_with(module, source, streams, config.model, config.new_head, class_names)
+    wanted = config.channels_last
+    if wanted is None:
+        wanted = device.type == "cpu" or config.precision == "bf16"
+    channels_last = wanted and len(federation.shape) == 3
     layout = Layout.of(module, channels_last=channels_last)
     criterion = own.loss or (F.cross_entropy if federation.classes else F.mse_loss)
 
@@ -112,13 +143,14 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
         training=config,
         samples=federation.samples,
         criterion=criterion,
-        make_module=lambda: deepcopy(module),
+        make_module=lambda: _copy(module, share_frozen=True),
         classes=federation.classes,
         shape=federation.shape,
         cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
         keep_checkpoints=config.keep_checkpoints,
         device=device,
         make_bank=make_bank,
+        progress=working,
     )
     parts = composition.build(context)
     stays = parts.local.stays_home(layout)
@@ -130,40 +162,49 @@ def build(config: Config, own: Own | None = None, progress: Progress | None = No
         layout=layout,
         criterion=criterion,
         prepare=federation.prepare,
-        training=config,
+        training=config.model_copy(update={"validation": config.validation or parts.local.holds_out()}),
         streams=streams,
         classes=federation.classes,
         channels_last=channels_last,
         augment=datasets.make_augment(config.augment),
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
         uploads=parts.local.uploads(layout),
         home=homes,
         stays_home=tuple(stays),
     )
-    _try_out(workshop, federation)
+    try_out(workshop, federation)
     shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype))
-    engine: Engine = HostEngine(shop, config.workers) if engine_class is HostEngine else PlainEngine(shop, device)
+    set_precision(device, config.precision, not config.fast)
+    engine: Engine
+    if engine_class is HostEngine:
+        engine = HostEngine(shop, config.workers)
+    else:
+        engine = CudaEngine(shop, device, config.slots) if engine_class is CudaEngine else PlainEngine(shop, device)
     rounds = Rounds(config, context, parts, engine, federation.label_counts())
-    return Experiment(config, composition, federation, class_names, module, layout, engine, rounds)
+    return Experiment(config, composition, federation, class_names, module, layout, engine, rounds, beginning)
 
 
-def _device(config: Config) -> torch.device:
+def make_device(name: str) -> torch.device:
+    """The device called `name`, found to be usable."""
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise InputError(f"device is cpu, cuda or cuda:N, not {config.device!r}.") from error
+        raise InputError(f"device is cpu, cuda or cuda:N, not {name!r}.") from error
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device is cpu, cuda or cuda:N, not {config.device!r}.")
+        raise InputError(f"device is cpu, cuda or cuda:N, not {name!r}.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise InputError(f"device {config.device!r} cannot be used here: {reason}.") from error
+        raise InputError(f"device {name!r} cannot be used here: {reason}.") from error
     return device
 
 
 def _engine_class(config: Config, device: torch.device) -> type[Engine]:
-    if config.engine == "plain" or device.type != "cpu":
+    if config.engine == "plain":
         return PlainEngine
+    if device.type == "cuda":
+        return CudaEngine
     if not can_fork():
         if config.engine == "host":
             raise InputError("the host engine needs a system that can fork processes; use --engine plain.")
@@ -177,33 +218,47 @@ def _federation(
     if own.data is not None:
         if config.partition != "own":
             raise InputError(f"the data {own.data.name!r} is spread over its clients already; leave partition out.")
+        if config.classes is not None:
+            raise InputError(f"classes are picked from a data set known by name, and {own.data.name!r} is your own.")
         return own.data, ()
-    dataset = datasets.load(config.data, progress=progress)
+    dataset = datasets.keep_classes(datasets.load(config.data, progress=progress), config.classes)
     return datasets.build(dataset, config.partition, config.clients, streams.numpy("partition")), dataset.class_names
 
 
-def _module(config: Config, own: Own, federation: Federation, streams: Streams) -> nn.Module:
-    if own.model is None:
+def make_module(
+    name: str,
+    own: nn.Module | Callable[[], nn.Module] | None,
+    federation: Federation,
+    streams: Streams,
+    *,
+    shared: bool,
+) -> nn.Module:
+    """The network `name`, or the user's own; `shared` leaves the frozen weights of a user's module where they are."""
+    if own is None:
         if not federation.classes:
             raise InputError(
-                f"{federation.name!r} has no classes, but the network {config.model!r} is a classifier; give a module "
-                "of your own as the model."
+                f"{federation.name!r} has no classes, but the network {name!r} is a classifier; give a module of your "
+                "own as the model."
             )
         with streams.globally("init"):
-            return models.build(config.model, federation.shape, federation.classes)
-    module: object = own.model
+            return models.build(name, federation.shape, federation.classes)
+    module: object = own
     if callable(module) and not isinstance(module, nn.Module):
         with streams.globally("init"):
             module = module()
     if not isinstance(module, nn.Module):
         raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(module).__name__}.")
     # A copy, because training binds a module's tensors to rows. Frozen weights stay shared, they never change; on
-    # another device they must not be, or the user's own would move there.
-    shared = [p for p in module.parameters() if not p.requires_grad] if config.device == "cpu" else []
-    return deepcopy(module, {id(p): p for p in shared})
+    # another device, or where a file is read into them, they must not be, or the user's own would change.
+    return _copy(module, share_frozen=shared)
 
 
-def _try_out(workshop: Workshop, federation: Federation) -> None:
+def _copy(module: nn.Module, *, share_frozen: bool) -> nn.Module:
+    frozen = [p for p in module.parameters() if not p.requires_grad] if share_frozen else []
+    return deepcopy(module, {id(p): p for p in frozen})
+
+
+def try_out(workshop: Workshop, federation: Federation) -> None:
     """Pass two samples through the network now, so that a misfit is said before anything is written."""
     samples = _some_samples(federation)
     if samples is None:

@@ -4,7 +4,10 @@ config.toml       what the run is, complete, and what it was made with
 metrics.jsonl     one record a round, appended as it happens
 checkpoints/      the last ones (see checkpoints.py)
 partition.json    who holds how many samples of which class
+initial.json      what a run with --init took from its file, and
+initial.safetensors the start that came of it
 model.safetensors the deployed model, as named tensors
+synthetic.safetensors the synthetic data set of a run that makes one
 summary.json      the totals, when the run has finished
 report.html       pictures of all that
 """
@@ -14,8 +17,8 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ from fedloom._version import __version__
 from fedloom.checkpoints import Checkpoints
 from fedloom.config import Config, command_of, make_config, read_toml, to_toml
 from fedloom.errors import FedloomError, InputError
-from fedloom.storage import write_atomically, write_tensors
+from fedloom.initial import Beginning
+from fedloom.storage import read_json, read_tensors, write_atomically, write_json, write_tensors
 
 try:
     import fcntl
@@ -102,24 +106,9 @@ class RunFolder:
         except InputError as error:
             raise InputError(f"{path / 'config.toml'}: {error}") from error
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Keep other processes from working on this run at the same time; the lock ends with this process."""
-        if fcntl is None:
-            yield
-            return
-        with (self.path / ".lock").open("a") as handle:
-            for attempt in range(PATIENCE):  # the workers of a process that was just killed hold it a moment longer
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if attempt == PATIENCE - 1:
-                        raise InputError(
-                            f"another process is at work on {self.path}; wait for it or stop it."
-                        ) from error
-                    time.sleep(0.1)
-            yield
+        return alone(self.path)
 
     # metrics
 
@@ -173,9 +162,24 @@ class RunFolder:
         value = {"classes": counts.shape[1], "class_names": list(class_names), "counts": counts.tolist()}
         write_atomically(self.path / "partition.json", json.dumps(value).encode())
 
+    def write_beginning(self, beginning: Beginning, start: Mapping[str, Tensor]) -> None:
+        """What was taken from a file, and the start that came of it, so that the run no longer needs the file."""
+        digest = write_tensors(self.path / "initial.safetensors", start)
+        write_json(self.path / "initial.json", {**beginning.record(), "start_sha256": digest})
+
+    def start(self) -> dict[str, Tensor] | None:
+        """The start that was taken from a file; None where none was, or where the run ended before it was written."""
+        if self.config.init is None or not (self.path / "initial.json").is_file():
+            return None
+        return read_tensors(self.path / "initial.safetensors", read_json(self.path / "initial.json")["start_sha256"])
+
     def write_model(self, tensors: dict[str, Tensor]) -> None:
         """The deployed model under the names of its state dict."""
         write_tensors(self.path / "model.safetensors", tensors)
+
+    def write_exhibit(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Something that the method has made and a person may want to look at."""
+        write_tensors(self.path / f"{name}.safetensors", tensors)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """The totals of a finished run."""
@@ -192,6 +196,24 @@ class RunFolder:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
         return summary
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from working in `folder` at the same time; the lock ends with this process."""
+    if fcntl is None:
+        yield
+        return
+    with (folder / ".lock").open("a") as handle:
+        for attempt in range(PATIENCE):  # the workers of a process that was just killed hold it a moment longer
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if attempt == PATIENCE - 1:
+                    raise InputError(f"another process is at work on {folder}; wait for it or stop it.") from error
+                time.sleep(0.1)
+        yield
 
 
 def is_run(path: Path) -> bool:

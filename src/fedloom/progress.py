@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fedloom.config import Config
 from fedloom.report import human_bytes, human_seconds
+from fedloom.settings import Plan
 
 PAUSE = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -25,17 +25,18 @@ PAUSE = 5.0
 class Display:
     """Shows runs as they go on."""
 
-    def __init__(self, quiet: bool = False, runs: int = 1) -> None:
-        self._runs, self._run = runs, 0
+    def __init__(self, quiet: bool = False, runs: int = 1, unit: str = "round") -> None:
+        self._runs, self._run, self._unit = runs, 0, unit
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and not quiet
         self.folder: Path | None = None
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._stops = 0
+        self._work_began = self._work_told = 0.0
         self._handlers: dict[int, Any] = {}
 
-    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+    def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
         self._close_bars()
         self._take_signals()
         self.folder, self._config = folder, config
@@ -49,7 +50,7 @@ class Display:
             self._bars = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=24),
-                TextColumn("round {task.completed}/{task.total}"),
+                TextColumn(f"{self._unit} {{task.completed}}/{{task.total}}"),
                 TextColumn("{task.fields[state]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
@@ -58,7 +59,8 @@ class Display:
             self._task = self._bars.add_task(self._name, total=config.rounds, completed=done, state="", left="")
             self._bars.start()
         else:
-            start = f"goes on after round {done} of {config.rounds}" if done else f"{config.rounds} rounds"
+            many = f"{config.rounds} {self._unit}s"
+            start = f"goes on after {self._unit} {done} of {config.rounds}" if done else many
             self.console.print(f"{self._name}: {start}")
 
     def _take_signals(self) -> None:
@@ -82,7 +84,7 @@ class Display:
             self._bars.update(self._task, completed=record["round"], left=self._left(record))
         elif self._due(record["round"]):
             self.console.print(
-                f"{self._name}: round {record['round']}/{self._config.rounds}  {state}  {self._left(record)}"
+                f"{self._name}: {self._unit} {record['round']}/{self._config.rounds}  {state}  {self._left(record)}"
             )
 
     def download(self, name: str, done: int, total: int) -> None:
@@ -101,6 +103,21 @@ class Display:
             self._task = self._bars.add_task(name, total=total)
             self._bars.start()
         self._bars.update(self._task, completed=done, total=total or None)
+
+    def work(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not done:
+            self._work_began = now
+        if now - self._work_told < (0.2 if self.live else PAUSE) and done < total:
+            return
+        self._work_told = now
+        state = f"{what} {done}/{total}"
+        if done:
+            state += f", {human_seconds((total - done) * (now - self._work_began) / done)} left" if done < total else ""
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, state=state)
+        else:
+            self.console.print(f"{self._name}: {state}")
 
     def wants_stop(self) -> bool:
         return self._stops > 0
@@ -121,7 +138,7 @@ class Display:
         self._stops += 1
         if self._stops > 1:
             raise KeyboardInterrupt
-        print("\nstopping after this round; once more stops at once", file=sys.stderr, flush=True)
+        print(f"\nstopping after this {self._unit}; once more stops at once", file=sys.stderr, flush=True)
 
     def _state(self, record: Mapping[str, Any]) -> str:
         parts = []

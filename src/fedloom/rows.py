@@ -150,7 +150,9 @@ class Layout:
                 if entry.kind is Kind.PARAMETER:
                     owner.get_parameter(leaf).data = view
                 else:
-                    owner._buffers[leaf] = view
+                    # `.data`: views of one row would share a version, so that autograd takes one batch norm's new
+                    # statistics for a change of another's, and refuses to go backward.
+                    owner._buffers[leaf] = view.data
 
     def state_dict(self, row: Tensor) -> dict[str, Tensor]:
         """The named tensors of `row`, copied, without the frozen ones."""

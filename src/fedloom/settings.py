@@ -1,6 +1,11 @@
 """What a person may set, and how mistakes in it are explained."""
 
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedloom.errors import InputError, unknown
 
 
 class Settings(BaseModel):
@@ -11,10 +16,38 @@ class Settings(BaseModel):
     )
 
 
+class Plan(Protocol):
+    """What a display must know of a piece of work."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def data(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def validated(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Settings of this kind; what is wrong with the values is said in one sentence."""
+    for key in values:
+        if key not in kind.model_fields:
+            raise unknown("setting", key, kind.model_fields)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise InputError(explain(error)) from error
+
+
 def explain(error: ValidationError) -> str:
     """The first of pydantic's complaints as one sentence: what, what was expected, what was given."""
     first = error.errors()[0]
-    key = ".".join(str(place) for place in first["loc"])
+    places = (str(place) for place in first["loc"])
+    key = ".".join(place if place.isprintable() else repr(place) for place in places)
     if first["type"] == "value_error" and not key:
         return first["msg"].removeprefix("Value error, ")
     expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(first["type"].split("_")[0])

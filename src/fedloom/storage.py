@@ -50,8 +50,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors as safetensors; returns the SHA-256 of the file."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """Write tensors as safetensors; returns the SHA-256 of the file.
+
+    `about` goes into the file's header. One entry at most gives the same bytes each time: more have no order there.
+    """
     apart: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -59,7 +62,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         memory = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if memory in seen else tensor  # safetensors takes none that share memory
         seen.add(memory)
-    content = dump_tensors(apart)
+    content = dump_tensors(apart, None if about is None else dict(about))
     write_atomically(path, content)
     return hashlib.sha256(content).hexdigest()
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedloom.optim import SGD, Adam, Optimizer
+from fedloom.optim import SGD, Adam, Steady
 from fedloom.settings import Settings
 
 
@@ -33,8 +33,12 @@ class Training(Settings):
     """largest norm of a gradient; longer ones are scaled down"""
     augment: str = "none"
     """random changes of training images: none, flip, crop, crop+flip"""
+    statistics: Literal["running", "estimated"] = "running"
+    """batch norm's statistics: as training left them, or estimated anew from a client's samples before it sends"""
+    validation: float = Field(0.0, ge=0, lt=1)
+    """share of each client's samples held out of its training, for methods that choose by them"""
 
-    def make_optimizer(self) -> Optimizer:
+    def make_optimizer(self) -> Steady:
         """A new optimiser as these options ask for."""
         if self.optimizer == "adam":
             return Adam(weight_decay=self.weight_decay)

@@ -23,7 +23,8 @@ def balanced(n: int, classes: int) -> np.ndarray:
 def test_every_sample_has_exactly_one_owner(data: st.DataObject, seed: int, classes: int) -> None:
     labels = np.array(data.draw(st.lists(st.integers(0, classes - 1), min_size=8, max_size=200))) * 3
     clients = data.draw(st.integers(1, len(labels) // 4))
-    spec = data.draw(st.sampled_from(["iid", "shards:1", "shards:4", "dirichlet:0.3,min=0", "dirichlet:5,min=0"]))
+    kinds = ["iid", "shards:1", "shards:4", "dirichlet:0.3,min=0", "dirichlet:5,min=0"]
+    spec = data.draw(st.sampled_from([*kinds, "dirichlet-equal:0.01", "dirichlet-equal:2"]))
     parts = partition(spec, labels, clients, rng(seed))
     assert len(parts) == clients
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
@@ -33,9 +34,12 @@ def test_every_sample_has_exactly_one_owner(data: st.DataObject, seed: int, clas
     if spec == "iid":
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1
+    if spec.startswith("dirichlet-equal"):
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= len(np.unique(labels))
 
 
-@pytest.mark.parametrize("spec", ["iid", "shards:2", "dirichlet:1"])
+@pytest.mark.parametrize("spec", ["iid", "shards:2", "dirichlet:1", "dirichlet-equal:1"])
 def test_another_seed_gives_another_partition(spec: str) -> None:
     labels = balanced(600, 10)
     one, two = (partition(spec, labels, 5, rng(seed)) for seed in (0, 1))
@@ -114,6 +118,41 @@ def test_shares_of_an_unmasked_class_follow_dirichlet() -> None:
     assert np.var(shares) == pytest.approx(0.05, abs=0.005)
 
 
+@pytest.mark.parametrize(("alpha", "classes"), [("0.01", 1.5), ("0.04", 2.5), ("0.16", 4.9)])
+def test_equal_clients_hold_as_many_classes_as_in_the_paper(alpha: str, classes: float) -> None:
+    """80 clients of 50,000 samples: what the authors' own program gives (classes of more than 1 % of a client)."""
+    labels = balanced(50_000, 10)
+    held = []
+    for seed in range(3):
+        parts = partition(f"dirichlet-equal:{alpha}", labels, 80, rng(seed))
+        assert all(abs(len(part) - 625) <= 10 for part in parts)
+        held += [np.sum(np.bincount(labels[part], minlength=10) > 0.01 * len(part)) for part in parts]
+    assert np.mean(held) == pytest.approx(classes, abs=0.3)
+
+
+@pytest.mark.parametrize("alpha", ["1e-320", "1e-300", "1e-9", "1e-3"])
+def test_equal_clients_at_the_smallest_alpha_hold_single_classes(alpha: str) -> None:
+    labels = balanced(4000, 10)
+    parts = partition(f"dirichlet-equal:{alpha}", labels, 40, rng())
+    assert np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]) > 0.9
+    assert max(map(len, parts)) - min(map(len, parts)) <= 10
+
+
+@pytest.mark.parametrize("alpha", ["1e12", "1e308"])
+def test_equal_clients_at_the_largest_alpha_are_all_alike(alpha: str) -> None:
+    labels = balanced(1000, 10)
+    counts = [np.bincount(labels[p], minlength=10) for p in partition(f"dirichlet-equal:{alpha}", labels, 10, rng())]
+    assert abs(np.stack(counts) - 10).max() <= 1
+
+
+def test_equal_clients_of_unequal_classes() -> None:
+    labels = np.repeat(np.arange(4), [2000, 500, 30, 1])
+    parts = partition("dirichlet-equal:0.1", labels, 25, rng())
+    sizes = [len(part) for part in parts]
+    assert sum(sizes) == 2531
+    assert max(sizes) - min(sizes) <= 4
+
+
 @pytest.mark.parametrize(
     ("spec", "clients", "message"),
     [
@@ -123,6 +162,10 @@ def test_shares_of_an_unmasked_class_follow_dirichlet() -> None:
         ("dirichlet:inf", 5, "number above 0"),
         ("dirichlet:much", 5, "'much'"),
         ("dirichlet", 5, "as in dirichlet:0.1"),
+        ("dirichlet-equal:0", 5, "alpha of 'dirichlet-equal' is '0'.*as in dirichlet-equal:0.1"),
+        ("dirichlet-equal:-2", 5, "number above 0"),
+        ("dirichlet-equal:nan", 5, "number above 0"),
+        ("dirichlet-equal:1,min=3", 5, "no option 'min'"),
         ("dirichlet:1,min=-1", 5, "min is '-1'"),
         ("dirichlet:1,least=3", 5, "no option 'least'"),
         ("dirichlet:1,min", 5, "cannot read 'min'"),
@@ -143,9 +186,10 @@ def test_impossible_requests(spec: str, clients: int, message: str) -> None:
         partition(spec, balanced(300, 10), clients, rng())
 
 
-def test_dirichlet_wants_integer_labels() -> None:
+@pytest.mark.parametrize("spec", ["dirichlet:1", "dirichlet-equal:1"])
+def test_dirichlet_wants_integer_labels(spec: str) -> None:
     with pytest.raises(InputError, match="integer labels"):
-        partition("dirichlet:1", np.linspace(0, 1, 100), 2, rng())
+        partition(spec, np.linspace(0, 1, 100), 2, rng())
 
 
 def test_the_catalogue_lists_what_partition_knows() -> None:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.errors import InputError
-from fedloom.models import build, catalogue
+from fedloom.models import build, catalogue, vit
 
-CONVOLUTIONAL = ["lenet", "cnn", "cnn-valid"]
-NAMES = ["logreg", "mlp", *CONVOLUTIONAL]
+POOLED_BY_MAXIMUM = ["lenet", "cnn", "cnn-valid"]
+CONVOLUTIONAL = [*POOLED_BY_MAXIMUM, "convnet"]
+NAMES = ["logreg", "mlp", "mlp-128", *CONVOLUTIONAL]
 
 
 def parameters(model: nn.Module) -> int:
@@ -36,6 +37,10 @@ def parameters(model: nn.Module) -> int:
         ("cnn-valid", (3, 32, 32), 10, 878_538),
         ("cnn-valid", (3, 32, 32), 20, 883_668),
         ("cnn-valid", (3, 32, 32), 100, 924_708),
+        ("convnet", (1, 28, 28), 10, 317_706),
+        ("convnet", (3, 32, 32), 10, 320_010),
+        ("convnet", (3, 32, 32), 100, 504_420),
+        ("mlp-128", (1, 28, 28), 10, 118_282),
     ],
 )
 def test_published_parameter_counts(name: str, shape: tuple[int, ...], classes: int, count: int) -> None:
@@ -46,7 +51,7 @@ def test_catalogue_counts_without_touching_the_generator() -> None:
     before = torch.get_rng_state()
     infos = {info.name: info for info in catalogue()}
     assert torch.equal(torch.get_rng_state(), before)
-    assert list(infos) == NAMES
+    assert [name for name in infos if name not in vit.NETWORKS] == NAMES
     assert infos["cnn"].parameters_1x28x28 == 1_663_370
     assert infos["lenet"].parameters_3x32x32 == 62_006
 
@@ -66,7 +71,7 @@ def test_any_large_enough_image_gives_one_score_a_class(
     assert model(torch.zeros(2, channels, height, width)).shape == (2, classes)
 
 
-@pytest.mark.parametrize(("name", "smallest"), [("lenet", 16), ("cnn", 4), ("cnn-valid", 16)])
+@pytest.mark.parametrize(("name", "smallest"), [("lenet", 16), ("cnn", 4), ("cnn-valid", 16), ("convnet", 8)])
 def test_the_smallest_size_named_works_and_one_less_does_not(name: str, smallest: int) -> None:
     assert build(name, (1, smallest, smallest), 3)(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
     for sides in ((smallest - 1, 40), (40, smallest - 1)):
@@ -74,7 +79,7 @@ def test_the_smallest_size_named_works_and_one_less_does_not(name: str, smallest
             build(name, (1, *sides), 3)
 
 
-@pytest.mark.parametrize("name", ["logreg", "mlp"])
+@pytest.mark.parametrize("name", ["logreg", "mlp", "mlp-128"])
 def test_vectors_suit_dense_networks(name: str) -> None:
     assert build(name, (13,), 4)(torch.zeros(5, 13)).shape == (5, 4)
 
@@ -99,7 +104,7 @@ def test_impossible_requests(name: str, shape: tuple[int, ...], classes: int, me
         build(name, shape, classes)
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONAL)
+@pytest.mark.parametrize("name", POOLED_BY_MAXIMUM)
 def test_relu_after_the_pool_equals_relu_before_it(name: str) -> None:
     torch.manual_seed(0)
     model = build(name, (3, 20, 24), 5)
@@ -141,3 +146,17 @@ def test_logistic_regression_is_one_affine_map() -> None:
     model, x = build("logreg", (2, 3, 4), 5), torch.randn(6, 2, 3, 4)
     head = model.get_submodule("head")
     torch.testing.assert_close(model(x), x.reshape(6, prod((2, 3, 4))) @ head.weight.T + head.bias)
+
+
+def test_the_convnet_normalises_each_channel_of_each_image_by_itself() -> None:
+    """Neither the other images of a batch nor the mode of the module change what it computes."""
+    torch.manual_seed(0)
+    model, x = build("convnet", (1, 28, 28), 10), torch.randn(3, 1, 28, 28)
+    assert not list(model.buffers())
+    together = model(x)
+    torch.testing.assert_close(model(x[1:2]), together[1:2], rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.eval()(x), together)
+    norm = model.get_submodule("conv1_norm")
+    planes = norm(model.get_submodule("conv1")(x))
+    torch.testing.assert_close(planes.mean((2, 3)), torch.zeros(3, 128), rtol=0, atol=1e-5)
+    assert planes.shape == (3, 128, 32, 32), "28 x 28 is padded to 32 x 32"

@@ -1,6 +1,7 @@
 """Data sets, partitions, and what a client's data look like."""
 
 from fedloom.data.augment import Augment, make_augment
+from fedloom.data.classes import keep_classes
 from fedloom.data.datasets import Dataset, DatasetInfo, load
 from fedloom.data.federation import Federation, PooledFederation
 from fedloom.data.partition import PartitionInfo, build
@@ -16,6 +17,7 @@ __all__ = [
     "Prepare",
     "Samples",
     "build",
+    "keep_classes",
     "load",
     "make_augment",
 ]

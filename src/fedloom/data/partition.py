@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from fedloom.data.datasets import Dataset
 from fedloom.data.federation import PooledFederation
@@ -22,6 +23,8 @@ Rng = np.random.Generator
 
 TRIES = 1000
 SECONDS = 20.0
+SMALLEST = 1e-3
+"""An alpha of dirichlet-equal: with less, clients hold one class wherever they can, as they do with this."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +88,29 @@ def _shards(value: str, _options: dict[str, str], labels: Labels, clients: int, 
 
 
 def _dirichlet(value: str, options: dict[str, str], labels: Labels, clients: int, rng: Rng) -> Indices:
-    alpha = _positive(value)
+    alpha = _positive(value, "dirichlet")
     least = _whole(options.pop("min", "10"), "min", 0)
     n = len(labels)
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise InputError(f"partition 'dirichlet' wants integer labels; these are {labels.dtype}.")
+    _want_classes(labels, "dirichlet")
     if least * clients > n:
         raise InputError(
             f"cannot give {clients} clients {least} samples each out of {n}; ask for fewer clients or a smaller min."
         )
-    classes, inverse = np.unique(labels, return_inverse=True)
+    _, inverse = np.unique(labels, return_inverse=True)
     shares = _class_shares(alpha, least, np.bincount(inverse), clients, rng)
-    owner = np.empty(n, dtype=np.int64)
-    for label in range(len(classes)):
-        owner[rng.permutation(np.flatnonzero(inverse == label))] = np.repeat(np.arange(clients), shares[label])
+    return _deal(shares, inverse, rng)
+
+
+def _want_classes(labels: Labels, name: str) -> None:
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise InputError(f"partition {name!r} wants integer labels; these are {labels.dtype}.")
+
+
+def _deal(shares: Indices, inverse: Indices, rng: Rng) -> Indices:
+    """The owners, when of each class (row) each client (column) gets so many samples, whichever they are."""
+    owner = np.empty(len(inverse), dtype=np.int64)
+    for label, share in enumerate(shares):
+        owner[rng.permutation(np.flatnonzero(inverse == label))] = np.repeat(np.arange(len(share)), share)
     return owner
 
 
@@ -127,6 +139,47 @@ def _class_shares(alpha: float, least: int, class_sizes: Indices, clients: int, 
         f"samples (the smallest client had {best} at best); ask for a larger alpha, fewer clients or "
         "a smaller min."
     )
+
+
+def _dirichlet_equal(value: str, _options: dict[str, str], labels: Labels, clients: int, rng: Rng) -> Indices:
+    alpha = _positive(value, "dirichlet-equal")
+    _want_classes(labels, "dirichlet-equal")
+    _, inverse = np.unique(labels, return_inverse=True)
+    sizes = np.bincount(inverse)
+    # A Dirichlet draw is a row of Gamma(alpha) draws divided by its sum. We balance rows and columns anyway, so the
+    # sum does not matter; and we keep logarithms, because at a small alpha most of the draws would underflow.
+    alpha, shape = max(alpha, SMALLEST), (len(sizes), clients)
+    logs = np.log(rng.standard_gamma(alpha + 1, shape)) + np.log1p(-rng.random(shape)) / alpha
+    balanced = _balance(logs, sizes, len(labels) / clients)
+    ends = np.cumsum(balanced, axis=1)
+    cuts = np.rint(ends / ends[:, -1:] * sizes[:, None]).astype(np.int64)
+    return _deal(_level(np.diff(cuts, axis=1, prepend=0), len(sizes)), inverse, rng)
+
+
+def _balance(logs: NDArray[np.float64], sizes: Indices, each: float) -> NDArray[np.float64]:
+    """Scale rows and columns in turn until row c sums to `sizes[c]` and every column to `each`, or nearly so."""
+    for _ in range(TRIES):
+        logs = logs - logsumexp(logs, axis=0, keepdims=True) + np.log(each)
+        rows = logsumexp(logs, axis=1)
+        if np.abs(np.exp(rows) - sizes).max() < 0.5:
+            break
+        logs = logs - (rows - np.log(sizes))[:, None]
+    return np.asarray(np.exp(logs))
+
+
+def _level(shares: Indices, slack: int) -> Indices:
+    """Move single samples from the largest client to the smallest until no two differ by more than `slack`.
+
+    Balancing does not always come to its end, and cutting rounds. The sample moved is of the class of which the
+    smaller client already has most, so that nobody gets a new class without need.
+    """
+    held = shares.sum(axis=0)
+    while held.max() - held.min() > slack:
+        largest, smallest = int(held.argmax()), int(held.argmin())
+        label = int(np.where(shares[:, largest] > 0, shares[:, smallest], -1).argmax())
+        shares[label, [largest, smallest]] += (-1, 1)
+        held[[largest, smallest]] += (-1, 1)
+    return shares
 
 
 def _draw(alpha: float, size: int, rng: Rng) -> NDArray[np.float64]:
@@ -158,13 +211,13 @@ def _whole(text: str, what: str, least: int) -> int:
     return number
 
 
-def _positive(text: str) -> float:
+def _positive(text: str, name: str) -> float:
     try:
         alpha = float(text)
     except ValueError:
         alpha = math.nan
     if not 0 < alpha < math.inf:
-        raise InputError(f"the alpha of 'dirichlet' is {text!r}; expected a number above 0, as in dirichlet:0.1.")
+        raise InputError(f"the alpha of {name!r} is {text!r}; expected a number above 0, as in {name}:0.1.")
     return alpha
 
 
@@ -175,6 +228,10 @@ SCHEMES: dict[str, tuple[PartitionInfo, Scheme]] = {
     "dirichlet": (
         PartitionInfo("dirichlet:A[,min=M]", "shares of each class drawn from Dirichlet(A): small A, large skew"),
         _dirichlet,
+    ),
+    "dirichlet-equal": (
+        PartitionInfo("dirichlet-equal:A", "Dirichlet(A) shares, balanced until all clients are equally large"),
+        _dirichlet_equal,
     ),
     "shards": (
         PartitionInfo("shards:S", "sorted by label, cut into shards, S random ones for everyone"),

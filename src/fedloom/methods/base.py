@@ -35,6 +35,13 @@ class Options(Settings):
 
 O = TypeVar("O", bound=Options)  # noqa: E741 - the usual name for it
 
+Progress = Callable[[str, int, int], None]
+"""Called with (what, steps so far, steps in all) by work on the server that takes long."""
+
+
+def nobody(what: str, done: int, total: int) -> None:
+    """Progress that nobody follows."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -63,6 +70,8 @@ class Context:
     device: torch.device
     make_bank: Callable[[int, int], Bank]
     """(count, width) -> rows where the engine can read them without copying."""
+    progress: Progress = nobody
+    """For work of a part that takes much longer than a round usually does; costs nothing to call often."""
 
     def bank(self, count: int) -> Bank:
         """A bank of `count` models."""
@@ -96,6 +105,13 @@ class Part(Generic[O]):
 
     def diagnostics(self) -> dict[str, float]:
         """Numbers of the last round worth recording, by name."""
+        return {}
+
+    def exhibits(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What it has made and a person may want to look at, as named tensors by the name of a file.
+
+        Each is written into the run's folder when it first appears, and is not to change after that.
+        """
         return {}
 
 
@@ -149,6 +165,10 @@ class Local(Part[O]):
     def stays_home(self, layout: Layout) -> list[slice]:
         """Columns of the model that never travel: each client trains its own, starting from the initial model's."""
         return []
+
+    def holds_out(self) -> float:
+        """The share of each client's samples that it needs for validation, where the run's `validation` is 0."""
+        return 0.0
 
     def train(self, bench: Bench) -> Iterator[Pass]:
         """Train the model on the bench: yield passes, and do what is to be done before, between and after them."""

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -16,13 +17,19 @@ from fedloom.methods.base import Companion, Context, Local, Options, Part, Refin
 from fedloom.settings import explain
 
 BUILT_IN = {
+    "diwa": "diwa",
+    "dynafed": "dynafed",
     "fedavg": "fedavg",
     "fedcda": "fedcda",
     "fedcross": "fedcross",
     "fedmr": "fedmr",
     "fedprox": "fedprox",
     "indep": "fedmr",
+    "lss": "lss",
     "scaffold": "scaffold",
+    "soups": "soups",
+    "swa": "swa",
+    "swad": "swad",
 }
 """Our methods, and the file of fedloom.methods that each is in."""
 PARTS = ("server", "local", "companion", "refiner")
@@ -75,13 +82,18 @@ def methods() -> dict[str, Method]:
 
 
 _installed = False
+_loading = threading.RLock()
 
 
 def _load_installed() -> None:
     global _installed
-    if _installed:
-        return
-    _installed = True
+    with _loading:  # several runs may share one process
+        if not _installed:
+            _installed = True
+            _load_all()
+
+
+def _load_all() -> None:
     for name in sorted(set(BUILT_IN.values())):
         importlib.import_module(f"fedloom.methods.{name}")
     for point in entry_points(group="fedloom.methods"):
@@ -165,6 +177,10 @@ class Parts:
         return [(name, part) for name, part in pairs if part is not None]
 
 
+class Clash(InputError):
+    """Methods that exist, and cannot be one."""
+
+
 def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:
     """The method `name`, such as `fedcross+fedprox`, with the options `given` by method and key."""
     known = methods()
@@ -173,7 +189,7 @@ def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> 
         if part not in known:
             raise unknown("method", part, known)
         if known[part] in chosen:
-            raise InputError(f"{name!r} names {part!r} twice; once is enough.")
+            raise Clash(f"{name!r} names {part!r} twice; once is enough.")
         chosen.append(known[part])
     if len(chosen) > 1:
         chosen = [method for method in chosen if method.name != "fedavg"]  # its parts are what is left anyway
@@ -204,9 +220,7 @@ def _refuse_clashes(name: str, chosen: list[Method]) -> None:
         bringing = [method.name for method in chosen if part in method.parts]
         if len(bringing) > 1:
             first, second = bringing[:2]
-            raise InputError(
-                f"{name!r} cannot be run: {first} and {second} both bring a {part}, and a run has one {part}."
-            )
+            raise Clash(f"{name!r} cannot be run: {first} and {second} both bring a {part}, and a run has one {part}.")
 
 
 def _options(method: Method, values: Mapping[str, Any]) -> Options:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
+from pathlib import PurePath
 from typing import Any
 
 from fedloom.report.records import Record
@@ -14,7 +15,7 @@ NOT_SETTINGS = frozenset(
 )
 """Keys of a config that cannot change what is learned, but for the seed, which is what we average over."""
 
-TASK = ("data", "partition", "clients")
+TASK = ("data", "classes", "partition", "clients")
 """What makes results comparable at all: differences between methods are taken within one task."""
 
 
@@ -30,6 +31,9 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
                 flat[f"{prefix}{key}"] = text(value)
 
     walk("", {key: value for key, value in config.items() if key not in NOT_SETTINGS})
+    if "init" in flat:  # a start is its content: its folder differs from machine to machine
+        start, checksum = PurePath(flat["init"]), flat.pop("init_sha256", "")
+        flat["init"] = f"{start.name} {checksum[:8]}".rstrip()
     return flat
 
 
@@ -86,7 +90,9 @@ def grouped(records: Iterable[Record]) -> list[Named]:
 
 def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
     """The task as a reader would say it."""
-    told = {**table, "clients": f"{table['clients']} clients"} if "clients" in table else table
+    told = {**table, "clients": f"{table['clients']} clients"} if "clients" in table else dict(table)
+    if "classes" in told:
+        told["classes"] = f"classes {told['classes']}"
     return ", ".join(told[key] for key in keys if key in told)
 
 

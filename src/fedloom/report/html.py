@@ -10,20 +10,35 @@ from importlib import resources
 from pathlib import Path
 
 from fedloom.errors import InputError
+from fedloom.report.effects import analyse
 from fedloom.report.figures import MOST_DIAGNOSTICS, MOST_PARTITIONS, Data, figures
+from fedloom.report.grid import Grid
 from fedloom.report.markup import Safe, join, tag
+from fedloom.report.parts import heat_maps, parts
+from fedloom.report.pictures import pictures
 from fedloom.report.records import Record
-from fedloom.report.sections import costs, durations, losses, results, runs, section, setup
+from fedloom.report.sections import costs, durations, losses, results, runs, section, setup, starts
 from fedloom.report.table import Comparison, compare
 from fedloom.report.words import listed, plural
 
 
 def write_report(
-    records: Sequence[Record], path: Path, *, title: str | None = None, target: float | None = None
+    records: Sequence[Record],
+    path: Path,
+    *,
+    title: str | None = None,
+    target: float | None = None,
+    grid: Grid | None = None,
 ) -> None:
-    """Write the report of `records` to `path`: whole or, if anything goes wrong, not at all."""
+    """Write the report of `records` to `path`: whole or, if anything goes wrong, not at all.
+
+    If they are the runs of a `grid`, the page also says which part helped how much.
+    """
     path = Path(path)
-    page = render(compare(records, target), title)
+    if grid:  # so that the baselines come first, in whatever order folders were read
+        order = {method: at for at, method in enumerate(grid.methods)}
+        records = sorted(records, key=lambda record: order.get(record.method, len(order)))
+    page = render(compare(records, target), title, grid)
     name = ""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -37,14 +52,17 @@ def write_report(
         raise InputError(f"the report cannot be written to {str(path)!r}: {error.strerror}.") from None
 
 
-def render(comparison: Comparison, title: str | None = None) -> str:
+def render(comparison: Comparison, title: str | None = None, grid: Grid | None = None) -> str:
     """The page as text."""
     from plotly.offline import get_plotlyjs
 
     groups = comparison.groups
     data = figures(groups)
+    effects = analyse(grid, groups) if grid else None
+    if effects and effects.scores:
+        data["grid"] = heat_maps(effects)
     scripts = [get_plotlyjs(), _asset("report.js")]
-    title = title or _title(comparison)
+    title = title or _title(comparison, grid)
     count = sum(len(group.members) for group in groups)
     tasks = data["tasks"][0] if len(data["tasks"]) == 1 else plural(len(data["tasks"]), "task")
     notes = [tag("li", note) for note in comparison.notes]
@@ -57,14 +75,17 @@ def render(comparison: Comparison, title: str | None = None) -> str:
     )
     body = [
         header,
+        parts(effects) if effects else "",
         results(comparison),
         _curves(data),
         costs(comparison),
         durations(groups),
         _partition(data),
         _diagnostics(data),
+        pictures(groups),
         losses(groups),
         setup(groups),
+        starts(groups),
         runs(groups),
         tag("script", Safe(_inert(data)), type="application/json", id="data"),
         *(tag("script", Safe(script)) for script in scripts),
@@ -78,10 +99,11 @@ def render(comparison: Comparison, title: str | None = None) -> str:
     return join(Safe("<!doctype html>\n"), tag("html", tag("head", *head), tag("body", *body), lang="en"))
 
 
-def _title(comparison: Comparison) -> str:
+def _title(comparison: Comparison, grid: Grid | None) -> str:
     methods = list(dict.fromkeys(group.runs[0].method for group in comparison.groups))
     data = {str(group.runs[0].config.get("data", "")) for group in comparison.groups} - {""}
-    return listed(methods) + (f" on {listed(sorted(data))}" if data else "")
+    what = " × ".join(plural(len(one.levels), one.name) for one in grid.factors) if grid else listed(methods)
+    return what + (f" on {listed(sorted(data))}" if data else "")
 
 
 def _curves(data: Data) -> Safe:

@@ -28,6 +28,8 @@ class Record:
     counts: Counts | None = None
     """Examples of each class (columns) at each client (rows)."""
     class_names: tuple[str, ...] = ()
+    beginning: dict[str, Any] | None = None
+    """What the run took from the file it started from; None where it started from none."""
 
     @property
     def method(self) -> str:
@@ -98,7 +100,8 @@ def read_run(folder: Path) -> Record:
         raise InputError(f"config.toml of {str(folder)!r} cannot be read: {error}.") from None
     counts, names = _partition(folder / "partition.json")
     summary = _table(folder / "summary.json")
-    return Record(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names)
+    beginning = _table(folder / "initial.json")
+    return Record(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, beginning)
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

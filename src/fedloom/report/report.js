@@ -134,6 +134,70 @@
     });
   }
 
+  const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  // From the page's wash to its accent: dark on light or light on dark, as the reader has it.
+  const blend = (share) => {
+    const from = parts(colour("--wash")), to = parts(colour("--accent"));
+    return from.map((value, at) => Math.round(value + share * (to[at] - value)));
+  };
+  // How bright a colour looks, and of ink and paper the one that is easier to read on it, both as WCAG has it.
+  const bright = (rgb) => rgb.map((value) => (value / 255 > 0.04045 ? ((value / 255 + 0.055) / 1.055) ** 2.4
+    : value / 3294.6)).reduce((sum, value, at) => sum + [0.2126, 0.7152, 0.0722][at] * value, 0.05);
+  const legible = (rgb) => {
+    const against = (name) => Math.abs(Math.log(bright(parts(colour(name))) / bright(rgb)));
+    return colour(against("--ink") > against("--paper") ? "--ink" : "--paper");
+  };
+
+  // A cell without a result: a washed box with four slanted lines, a little smaller than a cell, as the others are.
+  function hatch(x, y) {
+    const inset = 0.485, place = (at, share) => at - inset + 2 * inset * share;
+    const line = ([x0, y0, x1, y1]) => ({
+      type: "line", x0: place(x, x0), y0: place(y, y0), x1: place(x, x1), y1: place(y, y1),
+      line: { color: colour("--line"), width: 2 }, layer: "below",
+    });
+    return [{
+      type: "rect", x0: place(x, 0), x1: place(x, 1), y0: place(y, 0), y1: place(y, 1),
+      fillcolor: colour("--wash"), line: { width: 0 }, layer: "below",
+    }, ...[[0, 0.8, 0.3, 0], [0.1, 1, 0.55, 0], [0.4, 1, 0.8, 0], [0.65, 1, 1, 0.2]].map(line)];
+  }
+
+  function heat() {
+    const { rows, columns, maps, better } = data.grid;
+    const values = maps.flatMap((map) => map.cells.flat()).map((cell) => cell.value).filter((one) => one !== null);
+    const low = Math.min(...values), high = Math.max(...values);
+    const share = (value) => {
+      const up = high > low ? (value - low) / (high - low) : 0.5;
+      return better === "high" ? up : 1 - up;
+    };
+    const steps = [...Array(11).keys()].map((at) => at / 10);
+    maps.forEach((map, at) => {
+      const box = find("grid").children[at].lastElementChild.firstElementChild;
+      const label = 20 + 8 * Math.max(...rows.names.map((name) => short(name).length));
+      const width = label + 20 + columns.names.length * 104, height = 56 + rows.names.length * 46;
+      const cells = map.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, x, y })));
+      Plotly.react(box, [{
+        type: "heatmap", xgap: 2, ygap: 2, showscale: false, zmin: 0, zmax: 1, hoverongaps: true,
+        x: columns.names.map((_, x) => x), y: rows.names.map((_, y) => y),
+        z: map.cells.map((row) => row.map((cell) => (cell.value === null ? null : share(cell.value)))),
+        colorscale: steps.map((step) => [step, `rgb(${blend(step)})`]),
+        customdata: map.cells.map((row) => row.map((cell) => `<b>${plain(cell.method)}</b><br>${plain(cell.hover)
+          .replace(/(.{40,60}?) /g, "$1<br>")}`)),
+        hovertemplate: "%{customdata}<extra></extra>",
+      }], layout(width, height, {
+        hovermode: "closest",
+        shapes: cells.filter((cell) => cell.value === null).flatMap((cell) => hatch(cell.x, cell.y)),
+        annotations: cells.filter((cell) => cell.value !== null).map((cell) => ({
+          x: cell.x, y: cell.y, text: cell.text, showarrow: false,
+          font: { size: 13, color: legible(blend(share(cell.value))) },
+        })),
+        xaxis: { range: [-0.5, columns.names.length - 0.5], side: "top", showgrid: false, showline: false,
+          tickvals: columns.names.map((_, x) => x), ticktext: columns.names.map(short) },
+        yaxis: { range: [rows.names.length - 0.5, -0.5], showgrid: false, showline: false, ticksuffix: "\u2002",
+          tickvals: rows.names.map((_, y) => y), ticktext: rows.names.map(short) },
+      }), { displayModeBar: false });
+    });
+  }
+
   function choice(id, names, key, values, draw) {
     const box = find(id);
     if (names.length < 2) return;
@@ -174,6 +238,7 @@
   function draw() {
     lines();
     if (data.partitions.length) partition();
+    if (data.grid) heat();
   }
 
   if (data.curves.length) {
@@ -191,6 +256,11 @@
     const box = make("div", find("diagnostics"));
     make("h3", box, one.title);
     make("div", box, "", "plot");
+  });
+  (data.grid ? data.grid.maps : []).forEach((map) => {
+    const box = make("div", find("grid"));
+    make("h3", box, map.title);
+    make("div", make("div", box, "", "scroll"));
   });
   draw();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -171,6 +171,22 @@ def setup(groups: Sequence[Group]) -> Safe:
     return section("Settings", hint, tag("dl", *pairs), table)
 
 
+def starts(groups: Sequence[Group]) -> Safe:
+    """What was taken from the files that runs started from; each start once."""
+    rows: dict[tuple[str, ...], None] = {}
+    for run in (run for group in groups for run in group.members):
+        if run.beginning is not None:
+            lists = [run.beginning.get(key) for key in ("matched", "replaced", "missing", "unexpected")]
+            taken, *others = (list(map(str, names)) if isinstance(names, list) else [] for names in lists)
+            rows[
+                (text(run.beginning.get("file", "?")), str(len(taken)), *(listed(one) or "none" for one in others))
+            ] = None
+    if not rows:
+        return Safe("")
+    titles = ["start", "tensors taken", "new classifier", "missing in the file", "unexpected in it"]
+    return section("Starting models", "", grid(titles, [list(row) for row in rows], "text"))
+
+
 def runs(groups: Sequence[Group]) -> Safe:
     """Every run by itself: where it is, how far it came, what it left, and how to make it again."""
     rows: list[list[str]] = []

@@ -1,0 +1,39 @@
+"""Tables on the terminal."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:  # `fedloom --help` need not wait for numpy
+    from fedloom.report import Effects
+
+MOST_PAIRS = 10
+"""How many pairs of a grid are shown."""
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their titles: as wide as the terminal, or 200 characters where there is none."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 200
+    Console(highlight=False, width=width, markup=False).print(table)
+
+
+def print_effects(effects: "Effects") -> None:
+    """Which part of a grid helped how much, and what was left out."""
+    if effects.effects:
+        print("\nWhat each part did")
+        print_table(*effects.effect_table())
+    if effects.pairs:
+        print(f"\nThe best pairs{f', {MOST_PAIRS} of {len(effects.pairs)}' if len(effects.pairs) > MOST_PAIRS else ''}")
+        print_table(*effects.pair_table(MOST_PAIRS))
+    if effects.effects:
+        print(f"\n{effects.sentence}\n{effects.footnote()}")
+    for reason in effects.grid.refused.values():
+        print(f"left out: {reason}")

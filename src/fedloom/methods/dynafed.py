@@ -1,0 +1,323 @@
+"""DynaFed: the way the global model went in the first rounds becomes a small synthetic data set, and that helps it on.
+
+Pi et al., "DynaFed: Tackling Client Data Heterogeneity with Global Dynamics", CVPR 2023. In the first L rounds the
+server notes down the global model: w^1 (the initial one), ..., w^L. Then it makes, once, images X with soft labels y
+on which training moves a model along that trajectory (Algorithm 1): again and again it draws a start w^t, takes s'
+steps on (X, y) and changes X and y so that they lead nearer to a target up to s models later (synthesis.py). In every
+round after that each fresh model is fine-tuned on (X, y) before it is used (Algorithm 2). Nothing leaves the server.
+
+Where the paper is silent or gives no value, we follow the authors' code: the distance is squared Euclidean over that
+of the start; N, s', and Adam with its rates on X and y and on the rate of the inner steps (the paper: plain descent
+with one eta, which it does not state: `optimizer=sgd`, `rate_lr=0`); differentiable augmentation (dsa.py) in synthesis
+and fine-tuning; fine-tuning by Adam made anew each round. Where the two differ, the paper is the default and the code
+an option: L (25), s (3), `target` (several), `at_once`. The code's clients keep the moments of their Adam between
+rounds; ours begin each round anew.
+
+Our own choices. Any server can be refined: the trajectory is that of the deployed model, and every model that the
+next round starts from is fine-tuned. A round in which nobody answered brings no new model, so it is not counted and
+nothing is fine-tuned. Networks compute as in a test: batch norm keeps the statistics that the server averaged, which
+no synthetic image can replace. Inputs need not be images, only real numbers; what is no image is not augmented.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from fedloom.errors import FedloomError, InputError
+from fedloom.exchange import Update
+from fedloom.methods.base import Context, Options, Refiner, Server
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.dsa import KINDS, Change, Draw, kinds_of
+from fedloom.methods.synthesis import Distance, Network, Step, Synthetic, match, soft_loss
+from fedloom.optim import SGD, Adam, Optimizer
+from fedloom.rows import all_finite
+
+LOOK_EVERY = 100
+"""Iterations between two looks at whether the numbers are still finite: a look makes a GPU wait."""
+
+
+class DynaFedOptions(Options):
+    L: int = Field(20, ge=2)
+    """rounds before the synthesis, and models in the trajectory"""
+    s: int = Field(5, ge=1)
+    """how many models further along the trajectory a target may lie"""
+    initial: bool = True
+    """the trajectory begins with the initial model; otherwise with that of the first round"""
+    at_once: bool = False
+    """fine-tune the model of the round of the synthesis too (the authors' code), and not only later ones"""
+    target: Literal["two", "several", "last"] = "two"
+    """what to match: the mean of two of the next s models, of two to s of them (the code), or the last of them"""
+    distance: Distance = "squared"
+    """between models: squared Euclidean, or cosine; both as a share of that of the start"""
+    inner_steps: int = Field(20, ge=0)
+    """steps on the synthetic samples in one iteration (s' in the paper)"""
+    inner_batch: int = Field(0, ge=0)
+    """synthetic samples in one of these steps; 0 takes all"""
+    inner_lr: float = Field(0.04, ge=0)
+    """rate of these steps, at first"""
+    iterations: int = Field(3000, ge=0)
+    """iterations of the synthesis (N in the paper)"""
+    images_per_class: int = Field(15, ge=1)
+    """synthetic samples, as a multiple of the number of classes"""
+    label_init: float = Field(0.0)
+    """by how much the logit of a sample's own class is above the others at first; 0: all classes equally likely"""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """what changes images, labels and the inner rate: adam, or sgd (the paper's plain descent)"""
+    image_lr: float = Field(0.05, ge=0)
+    """learning rate of the images"""
+    label_lr: float = Field(0.01, ge=0)
+    """learning rate of the labels"""
+    rate_lr: float = Field(1e-5, ge=0)
+    """learning rate of the inner rate; 0 leaves it as it is (the paper)"""
+    augment: str = "dsa"
+    """random changes of synthetic images: none, dsa (all of them), or color, crop, cutout, flip, scale, rotate by +"""
+    checkpoint: bool = True
+    """compute the inner steps twice instead of keeping them all in memory"""
+    refine_epochs: int = Field(20, ge=0)
+    """passes over the synthetic samples with which each later model is fine-tuned; 0 is FedAvg"""
+    refine_lr: float = Field(1e-4, ge=0)
+    """learning rate of the fine-tuning"""
+    refine_batch: int = Field(256, ge=0)
+    """synthetic samples in a batch of the fine-tuning; 0 takes all"""
+    refine_optimizer: Literal["adam", "sgd"] = "adam"
+    """optimiser of the fine-tuning, made anew for each model"""
+
+    @field_validator("augment")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        kinds_of(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "DynaFedOptions":
+        if self.s >= self.L:
+            raise ValueError(f"s must be below L: of {self.L} models none has another {self.s} further on.")
+        return self
+
+
+class DynaFedRefiner(Refiner[DynaFedOptions]):
+    """Collects the trajectory, synthesises once, then fine-tunes."""
+
+    kept = ("seen", "trajectory", "images", "logits", "rate", "losses")
+
+    def __init__(self, context: Context, options: DynaFedOptions) -> None:
+        super().__init__(context, options)
+        self.seen = 0
+        """Rounds that brought a model."""
+        self.trajectory: list[Tensor] = [context.initial.clone()] if options.initial else []
+        """The models so far, each a row of its own; nothing any more after the synthesis."""
+        self.images: Tensor | None = None
+        self.logits: Tensor | None = None
+        self.rate: Tensor | None = None
+        self.losses: Tensor | None = None
+        """The matching loss of each iteration."""
+        self._answers = 0
+        self._last: dict[str, float] = {}
+        self._kinds = kinds_of(options.augment) if len(context.shape) == 3 else ()
+        self._network = self._try_out()
+
+    # Algorithm 2
+
+    def take(self, round: int, update: Update) -> None:
+        self._answers += 1
+
+    def refine(self, round: int, server: Server[Any]) -> None:
+        self._last = {}
+        if not self._answers:
+            return
+        self._answers = 0
+        self.seen += 1
+        options, now = self.options, self.seen == self.options.L
+        if self.seen < options.L or (now and not options.initial):
+            self.trajectory.append(server.deploy().detach().clone())
+        if now:
+            self._keep(self.synthesise())
+        if self.seen > options.L or (now and options.at_once):
+            for slot, row in enumerate(server.models()):
+                self.fine_tune(round, slot, row)
+
+    def _keep(self, data: Synthetic) -> None:
+        self.images, self.logits, self.rate = data.tensors()
+        self.trajectory = []
+
+    # Algorithm 1
+
+    def synthesise(self) -> Synthetic:
+        """Synthetic samples that lead along the trajectory."""
+        options, context = self.options, self.context
+        data = self._first_samples()
+        optimizers = [_optimizer(options.optimizer) for _ in range(3)]
+        rates = (options.image_lr, options.label_lr, options.rate_lr)
+        losses = []
+        for n in range(options.iterations):
+            context.progress("synthesis", n, options.iterations)
+            t, target = self.segment(n)
+            steps = self.inner_steps(n)
+            found = match(
+                self._network, data, steps, self.trajectory[t], target, options.distance, not options.checkpoint
+            )
+            for tensor, gradient, optimizer, lr in zip(
+                data.tensors(), found.gradients.tensors(), optimizers, rates, strict=True
+            ):
+                optimizer.step(tensor, gradient, lr)
+            losses.append(found.loss)
+            last = n + 1 == options.iterations
+            if (last or (n + 1) % LOOK_EVERY == 0) and not all(all_finite(tensor) for tensor in data.tensors()):
+                raise FedloomError(
+                    f"dynafed's synthesis diverged within {n + 1} iterations: its samples are not finite. Lower "
+                    "dynafed.inner_lr, dynafed.image_lr or dynafed.label_lr."
+                )
+        context.progress("synthesis", options.iterations, options.iterations)
+        if losses:
+            self.losses = torch.stack(losses)
+            tenth = max(1, len(losses) // 10)
+            self._last["matching loss"] = float(self.losses[-tenth:].mean())
+        self._last["inner rate"] = float(data.rate)
+        return data
+
+    def _first_samples(self) -> Synthetic:
+        """Noise, with labels that say nothing (or a little, by `label_init`)."""
+        context, options = self.context, self.options
+        count, dtype = options.images_per_class * context.classes, context.layout.dtype
+        draw = context.streams.pytorch("dynafed images")
+        images = torch.randn((count, *context.shape), generator=draw, dtype=dtype)
+        own = torch.arange(count) % context.classes
+        logits = options.label_init * F.one_hot(own, self._outputs).to(dtype)
+        rate = torch.tensor(options.inner_lr, dtype=dtype)
+        return Synthetic(*(tensor.to(context.device) for tensor in (images, logits, rate)))
+
+    def segment(self, n: int) -> tuple[int, Tensor]:
+        """Where iteration `n` starts on the trajectory, and the weights it is to arrive at."""
+        s, trajectory = self.options.s, self.trajectory
+        draw = self.context.streams.numpy("dynafed segment", n)
+        t = int(draw.integers(len(trajectory) - s))
+        if self.options.target == "last":
+            ends = [t + s]
+        else:
+            count = 2 if self.options.target == "two" or s < 2 else int(draw.integers(2, s + 1))
+            ends = [int(end) for end in draw.integers(t + 1, t + s + 1, count)]
+        return t, torch.stack([trajectory[end][: self._network.trainable] for end in ends]).mean(0)
+
+    def inner_steps(self, n: int) -> list[Step]:
+        """The steps of iteration `n`: whole passes over the samples in an order of their own, or batches of them."""
+        options, context = self.options, self.context
+        count = options.images_per_class * context.classes
+        draw = context.streams.numpy("dynafed steps", n)
+        noise = context.streams.pytorch("dynafed changes", n, device=context.device)
+        size = min(options.inner_batch or count, count)
+        batches: list[Tensor | None] = []
+        while len(batches) < options.inner_steps:
+            batches += [None] if size == count else self._batches(count, size, draw)
+        return [
+            Step(index, self._change(size if index is None else len(index), draw, noise))
+            for index in batches[: options.inner_steps]
+        ]
+
+    def _batches(self, count: int, size: int, draw: np.random.Generator) -> list[Tensor]:
+        order = torch.from_numpy(draw.permutation(count)).to(self.context.device, non_blocking=True)
+        return list(torch.split(order, size))
+
+    def _change(self, count: int, draw: np.random.Generator, noise: torch.Generator) -> Change | None:
+        if not self._kinds:
+            return None
+        kind = self._kinds[int(draw.integers(len(self._kinds)))]
+        return KINDS[kind](Draw(count, self.context.shape, self.context.layout.dtype, noise))
+
+    # fine-tuning
+
+    def fine_tune(self, round: int, slot: int, row: Tensor) -> None:
+        """Train the model in `row` on the synthetic samples, in place."""
+        options, context = self.options, self.context
+        assert self.images is not None, "there are synthetic samples after the synthesis"
+        assert self.logits is not None, "and they have labels"
+        count = len(self.images)
+        size = min(options.refine_batch or count, count)
+        draw = context.streams.numpy("dynafed refine", round, slot)
+        noise = context.streams.pytorch("dynafed refine", round, slot, context.device)
+        optimizer = _optimizer(options.refine_optimizer)
+        for _ in range(options.refine_epochs):
+            for index in self._batches(count, size, draw):
+                step = Step(index, self._change(len(index), draw, noise))
+                x, y = step.take(self.images, self.logits)
+                weights = row[: self._network.trainable].detach().requires_grad_()
+                loss = soft_loss(self._network(weights, x, row), y)
+                (gradient,) = torch.autograd.grad(loss, weights)
+                with torch.no_grad():
+                    optimizer.step(weights, gradient, options.refine_lr)
+        if not context.layout.is_finite(row):
+            raise FedloomError(
+                f"round {round + 1}: a model is not finite after dynafed's fine-tuning; lower dynafed.refine_lr."
+            )
+
+    # around it
+
+    def _try_out(self) -> Network:
+        """The network as a function, tried on noise: what cannot be synthesised for is refused before a run begins."""
+        context = self.context
+        if context.classes < 2:
+            raise InputError("dynafed synthesises samples with soft labels, so it needs data with classes.")
+        module = context.make_module()
+        if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()):
+            raise InputError(
+                "dynafed synthesises inputs by gradient descent, and this network's inputs are numbers of tokens (it "
+                "has an embedding), which have no gradient: text cannot be synthesised."
+            )
+        network = Network(module, context.layout, context.device)
+        row = context.initial
+        try:
+            x = torch.zeros((2, *context.shape), dtype=context.layout.dtype, device=context.device)
+            with torch.no_grad():
+                output = network(row[: network.trainable], x, row)
+            if output.dim() != 2 or output.shape[1] < context.classes:
+                raise ValueError(f"for two inputs its output has the shape {tuple(output.shape)}")
+            self._outputs = output.shape[1]
+            first = self._first_samples()
+            two = Synthetic(first.images[:2], first.logits[:2], first.rate)
+            match(network, two, [Step()], row, row[: network.trainable] + 1)
+        except Exception as error:
+            reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+            raise InputError(
+                "dynafed cannot be used here: it needs a classifier of real-valued inputs with second derivatives, and "
+                f"of this network they cannot be computed ({reason})."
+            ) from error
+        return network
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        device = self.context.device
+        self.trajectory = [row.to(device) for row in self.trajectory]
+        for name in ("images", "logits", "rate", "losses"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(device))
+
+    def exhibits(self) -> dict[str, dict[str, Tensor]]:
+        if self.images is None or self.logits is None or self.rate is None:
+            return {}
+        shown = {"images": self.images, "labels": F.softmax(self.logits, dim=1), "rate": self.rate}
+        return {"synthetic": shown if self.losses is None else {**shown, "losses": self.losses}}
+
+    def diagnostics(self) -> dict[str, float]:
+        return dict(self._last)
+
+
+def _optimizer(name: str) -> Optimizer:
+    return Adam() if name == "adam" else SGD()
+
+
+register(
+    Method(
+        name="dynafed",
+        title="DynaFed",
+        summary="the first rounds become a small synthetic data set, on which later models are fine-tuned",
+        reference="Pi et al., CVPR 2023",
+        options=DynaFedOptions,
+        refiner=DynaFedRefiner,
+        neutral={"refine_epochs": 0},
+        models_sent="2K",
+    )
+)

@@ -1,0 +1,357 @@
+"""Ordinary training on one data set, to make the model that a federation starts from.
+
+It is one client with all the samples at the plain engine, an epoch in place of a round; only that its optimiser lives
+on from epoch to epoch, as in ordinary training. So it is exact as runs are: the same seed gives the same bits, and so
+does a pretraining that was killed and went on.
+"""
+
+import json
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom import data as datasets
+from fedloom._version import __version__
+from fedloom.api import Silent, Stopped
+from fedloom.bench import Batch, Bench, Pass, Workshop
+from fedloom.checkpoints import Checkpoints
+from fedloom.data import Dataset, PooledFederation
+from fedloom.engines import Homes, PlainEngine, Shop
+from fedloom.engines.host import core_count
+from fedloom.errors import FedloomError, InputError
+from fedloom.exchange import Job, Lost
+from fedloom.experiment import make_device, make_module, try_out
+from fedloom.folder import alone
+from fedloom.initial import checksum, read_source
+from fedloom.optim import Optimizer
+from fedloom.rows import Layout, digest
+from fedloom.settings import Plan, Settings, validated
+from fedloom.storage import write_tensors
+from fedloom.streams import Streams
+from fedloom.training import Training
+
+
+class Pretraining(Settings):
+    """What a pretraining is. Its fields are the options of `fedloom pretrain`."""
+
+    data: str
+    """the data set (`fedloom list datasets`)"""
+    model: str = "mlp"
+    """the network (`fedloom list models`)"""
+    classes: str | None = None
+    """train on these classes only, such as 0-4 or 0,2,7; by default all"""
+    epochs: int = Field(10, ge=1)
+    """passes over the training samples"""
+    batch_size: int = Field(64, ge=1)
+    """samples in a batch"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """sgd or adam"""
+    lr: float = Field(0.05, ge=0)
+    """learning rate"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """the learning rate by epoch: down to nearly 0 along a cosine, or always the same"""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """momentum of sgd"""
+    nesterov: bool = False
+    """Nesterov's form of momentum"""
+    weight_decay: float = Field(0.0, ge=0)
+    """weight decay, added to the gradient"""
+    clip: float | None = Field(None, gt=0)
+    """largest norm of a gradient; longer ones are scaled down"""
+    augment: str = "none"
+    """random changes of training images: none, flip, crop, crop+flip"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """seed of every random draw"""
+
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    threads: int = Field(1, ge=0)
+    """threads on the CPU; 0: one for each core. Another number rounds differently"""
+    channels_last: bool = True
+    """keep images and convolution weights in channels-last order, which is faster on CPUs"""
+    checkpoint_seconds: float = Field(30.0, ge=0)
+    """seconds between two checkpoints; 0 writes one after every epoch"""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Pretraining":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0, not 0.0.")
+        return self
+
+    @property
+    def method(self) -> str:
+        """What a display calls this work."""
+        return f"pretraining {self.model}"
+
+    @property
+    def rounds(self) -> int:
+        return self.epochs
+
+    def training(self) -> Training:
+        """The same in the words of a client's training, one epoch a round."""
+        shared = set(Training.model_fields) & set(Pretraining.model_fields) - {"epochs"}
+        values = {name: getattr(self, name) for name in sorted(shared)}
+        return _Course(**values, epochs=1, length=self.epochs, cosine=self.schedule == "cosine")
+
+    def stated(self) -> dict[str, Any]:
+        """The settings that the result depends on."""
+        return self.model_dump(mode="json", exclude={"checkpoint_seconds"})
+
+    def command(self, file: str) -> str:
+        """The command that makes the same file again: everything that is not a default."""
+        words = ["fedloom", "pretrain", self.data, "--out", file]
+        for name, field in Pretraining.model_fields.items():
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if name in ("data", "checkpoint_seconds") or value == field.default:
+                continue
+            words += (
+                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            )
+        return shlex.join(words)
+
+
+class _Course(Training):
+    """A training whose rounds are the epochs of one course."""
+
+    length: int
+    """epochs of the course"""
+    cosine: bool
+    """whether the rate falls along a cosine"""
+
+    def lr_at(self, round: int) -> float:
+        return self.lr * (1 + math.cos(math.pi * round / self.length)) / 2 if self.cosine else self.lr
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A finished pretraining."""
+
+    path: Path
+    """The safetensors file: what `init` takes."""
+    about: dict[str, Any]
+    """What the file says about itself: network, data, classes, settings, accuracy, digest, command."""
+    sha256: str
+    """Of the file."""
+
+    @property
+    def accuracy(self) -> float:
+        """Test accuracy after the last epoch."""
+        return float(self.about["accuracy"])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the model's row."""
+        return str(self.about["digest"])
+
+
+class Observer(Protocol):
+    """Someone who watches a pretraining; `fedloom.api.Watcher` says what each call means."""
+
+    def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def record(self, record: Mapping[str, Any]) -> None: ...
+    def download(self, name: str, done: int, total: int) -> None: ...
+    def wants_stop(self) -> bool: ...
+    def end(self) -> None: ...
+
+
+def pretrain(
+    data: str, out: Path | str, model: str = "mlp", *, watcher: Observer | None = None, **settings: Any
+) -> Pretrained:
+    """Train `model` on the data set `data` in the ordinary way; writes the file `out`, for `init` to start from.
+
+    `settings` are the fields of `Pretraining`. Called again with the same settings it goes on where it was stopped, or
+    returns what is there; a file that something else made is never written over.
+    """
+    plan = validated(Pretraining, {"data": data, "model": model, **settings})
+    path, watcher = Path(out), watcher or Silent()
+    found = _finished(path, plan)
+    work = path.with_name(f"{path.name}.unfinished")
+    if found is not None:
+        shutil.rmtree(work, ignore_errors=True)
+        return found
+    course = _Pretrainer(plan, watcher)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        course.close()
+        raise InputError(f"cannot make the folder {work}: {error.strerror}.") from error
+    try:
+        with alone(work):
+            about = course.train(Checkpoints(work / "checkpoints"), path)
+            write_tensors(path, course.tensors(), {"fedloom": json.dumps(about, sort_keys=True)})
+            shutil.rmtree(work, ignore_errors=True)
+    finally:
+        course.close()
+    return Pretrained(path, about, checksum(path))
+
+
+def _finished(path: Path, plan: Pretraining) -> Pretrained | None:
+    """The pretraining that is at `path` already; what was not made with the same settings is refused."""
+    try:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; --out names the file to write.")
+        if not path.exists():
+            return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
+    try:
+        source = read_source(path)
+        before = source.about.get("settings")
+    except InputError:
+        before = None
+    if not isinstance(before, dict):
+        raise InputError(f"{path} is there already and was not made by fedloom pretrain; choose another --out.")
+    _same(before, plan, path)
+    return Pretrained(path, source.about, source.sha256)
+
+
+def _same(before: Mapping[str, Any], plan: Pretraining, where: Path) -> None:
+    for name, value in plan.stated().items():
+        if before.get(name) != value:
+            raise InputError(
+                f"{where} is a pretraining with {name} {before.get(name)!r}, not {value!r}; choose another --out."
+            )
+
+
+class _Pretrainer:
+    """Everything put together and tried; the engine must be closed."""
+
+    def __init__(self, plan: Pretraining, watcher: Observer) -> None:
+        self.plan, self.watcher = plan, watcher
+        device, streams, training = make_device(plan.device), Streams(plan.seed), plan.training()
+        loaded = datasets.load(plan.data, progress=watcher.download)
+        self.dataset = datasets.keep_classes(loaded, plan.classes)
+        federation = _one_client(self.dataset)
+        self.module = make_module(plan.model, None, federation, streams, shared=True)
+        channels_last = plan.channels_last and len(self.dataset.shape) == 3
+        self.layout = Layout.of(self.module, channels_last=channels_last)
+        workshop = Workshop(
+            module=self.module,
+            layout=self.layout,
+            criterion=F.cross_entropy,
+            prepare=federation.prepare,
+            training=training,
+            streams=streams,
+            classes=federation.classes,
+            channels_last=channels_last,
+            augment=datasets.make_augment(plan.augment),
+        )
+        try_out(workshop, federation)
+        self.row = self.layout.read(self.module, device)
+        self.optimizer: Optimizer = training.make_optimizer()
+        self.homes = Homes({}, self.layout.dtype)
+        self.history: list[dict[str, Any]] = []
+        self.engine = PlainEngine(Shop(workshop, federation, self._epoch, self.homes), device)
+        torch.set_num_threads(plan.threads or core_count())
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def train(self, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
+        """Train to the end, from the last checkpoint if there is one; returns what the file shall say about itself."""
+        self._load(checkpoints, path)
+        self.watcher.begin(path, self.plan, [{"round": record["epoch"]} for record in self.history])
+        try:
+            saved_at = time.monotonic()
+            for epoch in range(len(self.history), self.plan.epochs):
+                record = self._train_epoch(epoch)
+                self.history.append(record)
+                self.watcher.record({"round": epoch + 1, **record})
+                last, stop = epoch + 1 == self.plan.epochs, self.watcher.wants_stop()
+                if not last and (stop or time.monotonic() - saved_at >= self.plan.checkpoint_seconds):
+                    checkpoints.save(epoch + 1, self._state(), self.homes)
+                    saved_at = time.monotonic()
+                if stop and not last:
+                    raise Stopped(f"stopped after epoch {epoch + 1}; go on with the same command.")
+        finally:
+            self.watcher.end()
+        return self._about(path)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The model as a state dict, with frozen weights and all."""
+        frozen = {k: v.detach().cpu().clone() for k, v in self.module.state_dict().items() if k in self.layout.frozen}
+        return self.layout.state_dict(self.row.cpu()) | frozen
+
+    def _epoch(self, bench: Bench) -> Iterator[Pass]:
+        """One epoch, with the optimiser of the epochs before."""
+        bench.optimizer = self.optimizer
+
+        def step(bench: Bench, batch: Batch) -> Tensor:
+            loss = bench.loss(batch)
+            bench.backward(loss)
+            bench.descend()
+            return loss
+
+        yield Pass(step, epochs=1)
+
+    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+        (answer,) = self.engine.train(epoch, [Job(0, self.row)])
+        if isinstance(answer, Lost):
+            raise FedloomError(f"the pretraining failed in epoch {epoch + 1}: {answer.reason}.")
+        if not self.layout.is_finite(answer.row):
+            raise FedloomError(f"the model is not finite after epoch {epoch + 1}; try a smaller lr, or clip.")
+        self.row.copy_(answer.row)
+        score = self.engine.score(self.row)
+        assert score is not None, "every data set that is known by name has a test set"
+        return {"epoch": epoch + 1, "train_loss": answer.loss, "accuracy": score.accuracy, "loss": score.loss}
+
+    def _state(self) -> dict[str, Any]:
+        settings = self.plan.stated()
+        return {"settings": settings, "row": self.row, "optimizer": vars(self.optimizer), "history": self.history}
+
+    def _load(self, checkpoints: Checkpoints, path: Path) -> None:
+        latest = checkpoints.load_latest(self.homes)
+        for text in checkpoints.damaged:
+            self.watcher.note(f"{text} Going on from the checkpoint before it.")
+        if latest is None:
+            return
+        _, state = latest
+        _same(state["settings"], self.plan, checkpoints.folder.parent)
+        self.row.copy_(state["row"])
+        for name, value in state["optimizer"].items():
+            setattr(self.optimizer, name, value.to(self.row.device) if isinstance(value, Tensor) else value)
+        self.history = state["history"]
+
+    def _about(self, path: Path) -> dict[str, Any]:
+        last = self.history[-1]
+        return {
+            "made_with": {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__},
+            "model": self.plan.model,
+            "shape": list(self.dataset.shape),
+            "classes": self.dataset.classes,
+            "class_names": list(self.dataset.class_names),
+            "data": self.plan.data,
+            "seed": self.plan.seed,
+            "accuracy": last["accuracy"],
+            "loss": last["loss"],
+            "history": self.history,
+            "digest": digest(self.row),
+            "command": self.plan.command(path.name),
+            "settings": self.plan.stated(),
+        }
+
+
+def _one_client(dataset: Dataset) -> PooledFederation:
+    """All training samples at one client."""
+    everything = [np.arange(len(dataset.train))]
+    return PooledFederation(
+        dataset.train,
+        everything,
+        classes=dataset.classes,
+        shape=dataset.shape,
+        prepare=dataset.prepare,
+        test=dataset.test,
+        name=dataset.name,
+    )

@@ -1,0 +1,44 @@
+"""What a person sees: here of long work on the server."""
+
+from pathlib import Path
+
+import pytest
+
+from fedloom.config import make_config
+from fedloom.progress import Display
+
+
+def shown(capfd: pytest.CaptureFixture[str], quiet: bool = False) -> str:
+    display = Display(quiet)
+    display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+    try:
+        for done in range(101):
+            display.work("synthesis", done, 100)
+    finally:
+        display.end()
+    return capfd.readouterr().err
+
+
+def test_work_is_told_now_and_then_and_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line in shown(capfd).splitlines() if "synthesis" in line]
+    assert lines[0].endswith("synthesis 0/100")
+    assert lines[-1].endswith("synthesis 100/100")
+    assert len(lines) == 2, "and not a hundred times in a moment"
+
+
+def test_nobody_is_told_who_wants_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    assert shown(capfd, quiet=True) == ""
+
+
+def test_the_time_left_is_from_the_pace_so_far(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
+    display = Display()
+    display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+    display.work("synthesis", 0, 100)
+    clock += 20
+    display.work("synthesis", 25, 100)
+    display.end()
+    assert "synthesis 25/100, 1 min 00 s left" in capfd.readouterr().err
