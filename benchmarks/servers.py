@@ -75,7 +75,8 @@ def many_models(layout: Layout, count: int) -> dict[str, float]:
     result = {
         "one pass of traffic": traffic,
         "fedcross step": median(lambda number: cross.combine(number, v, w)),
-        "fedcross similarity alone": median(lambda _: cross.gaps(v)),
+        "fedcross similarity alone": median(lambda _: cross.extremes(v, -1)),
+        "fedcross similarity all in float64": median(lambda _: cross.gaps(v)),
         "fedmr recombination": median(lambda number: recombine.combine(number, v, w)),
         "fedmr naive (state dicts, deep copies)": median(lambda number: naive_recombination(layout, v, number), 2),
     }

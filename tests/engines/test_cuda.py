@@ -1,27 +1,23 @@
 """The CUDA engine's logic, on the CPU: slots, order, answers, with every step done as it is written."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fake_graphs import FakeGraphTape
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.data import PooledFederation, Samples
 from fedloom.engines import CudaEngine
 from fedloom.engines.slot import SlotBench
-from fedloom.engines.tapes import Tape
 from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment
 from fedloom.methods import Local, Method, Options, methods, register
+from fedloom.tapes import Tape
 from fedloom.testing import SmallFederation, small_experiment
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_graphs import FakeGraphTape
 
 LOCALS = [name for name, method in methods().items() if method.local is not None]
 
@@ -82,7 +78,7 @@ def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> No
 @pytest.mark.parametrize("method", LOCALS)
 def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With recordings that keep addresses and numbers, as CUDA graphs do."""
-    monkeypatch.setattr("fedloom.engines.slot.Tape", FakeGraphTape)
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
     monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
     settings = {"engine": "plain", "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
     with small_experiment(method, {}, **settings).engine_closed() as plain:

@@ -1,18 +1,15 @@
 """Scoring on a GPU: the whole test set as one recording, with one wait at the end."""
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.bench import Bench, Score, Workshop, score_chunks
 from fedloom.data import Samples
-from fedloom.engines.tapes import GraphTape, Tape
+from fedloom.tapes import Quiet, make_tape
 
 
-class Judge:
+class Judge(Quiet):
     """Scores models on one test set, piece by piece as every engine does (see `score_chunks`)."""
 
     def __init__(self, bench: Bench, shop: Workshop, test: Samples) -> None:
@@ -24,7 +21,7 @@ class Judge:
         self._hits = torch.zeros(shop.classes, dtype=torch.int64, device=device)
         counts = torch.bincount(test.y, minlength=shop.classes).cpu().numpy() if shop.classes else np.zeros(0, np.int64)
         self._seen = counts.astype(np.int64)
-        self._tape = GraphTape(device, ()) if device.type == "cuda" else Tape()
+        self._tape = make_tape(device)
 
     def close(self) -> None:
         """Give back what the device holds."""
@@ -53,17 +50,3 @@ class Judge:
             self._loss.add_(shop.criterion(output, piece.y).double(), alpha=len(piece))
             if shop.classes:
                 self._hits.scatter_add_(0, piece.y, (output.argmax(dim=1) == piece.y).long())
-
-    @contextmanager
-    def randomness(self) -> Iterator[None]:
-        """A test draws nothing."""
-        yield
-
-    @contextmanager
-    def listen(self) -> Iterator[set[str]]:
-        """A test reads no host value that changes."""
-        yield set()
-
-    def values(self, names: frozenset[str]) -> Hashable:
-        """See `listen`."""
-        return tuple(names)

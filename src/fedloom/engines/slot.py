@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
-from fedloom.engines.tapes import GraphTape, Tape
 from fedloom.optim import Steady
 from fedloom.streams import GLOBAL_STATE
+from fedloom.tapes import Tape, make_tape
 
 MOST_OPTIMIZERS = 8
 """Optimisers whose state a slot keeps in its place, for methods that train with several settings in turn."""
@@ -65,8 +65,7 @@ class SlotBench(Bench):
         super().__init__(replace(shop, module=module), device)
         layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
         self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
-        cuda = self.device.type == "cuda"
-        self.tape = GraphTape(self.device, (self._noise,)) if cuda else Tape()
+        self.tape = make_tape(self.device, (self._noise,))
         zeros = partial(torch.zeros, device=self.device)
         self.row, self.received = layout.empty(self.device), layout.empty(self.device)
         self.home = {name: zeros(shape, dtype=layout.dtype) for name, shape in shop.home.items()}

@@ -7,6 +7,7 @@ gradient be computed again. It holds a few numbers an image, and nothing as larg
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import pi
 
 import torch
@@ -18,6 +19,26 @@ Change = Callable[[Tensor], Tensor]
 
 BRIGHTNESS, SATURATION, CONTRAST = 1.0, 2.0, 0.5
 CROP, CUTOUT, FLIP, SCALE, ROTATE = 0.125, 0.5, 0.5, 1.2, 15.0
+
+
+@dataclass(frozen=True)
+class Redrawn:
+    """A change that is drawn anew whenever it is made, from a seed of its own: always the same, and nothing is kept."""
+
+    kind: str
+    seed: int
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    generator: Generator
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.generator.manual_seed(self.seed)
+        return self.drawn(x)
+
+    def drawn(self, x: Tensor) -> Tensor:
+        """The change, with whatever the generator gives next."""
+        return KINDS[self.kind](Draw(self.count, self.shape, self.dtype, self.generator))(x)
 
 
 class Draw:

@@ -32,9 +32,10 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Update
 from fedloom.methods.base import Context, Options, Refiner, Server
 from fedloom.methods.catalogue import Method, register
-from fedloom.methods.dsa import KINDS, Change, Draw, kinds_of
+from fedloom.methods.dsa import Redrawn, kinds_of
+from fedloom.methods.sweep import Sweep
 from fedloom.methods.synthesis import Distance, Network, Step, Synthetic, match, soft_loss
-from fedloom.optim import SGD, Adam, Optimizer
+from fedloom.optim import SGD, Adam, Steady
 from fedloom.rows import all_finite
 
 LOOK_EVERY = 100
@@ -117,6 +118,8 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         self.losses: Tensor | None = None
         """The matching loss of each iteration."""
         self._answers = 0
+        self._noise = torch.Generator(context.device)
+        self._tuner: Sweep | None = None
         self._last: dict[str, float] = {}
         self._kinds = kinds_of(options.augment) if len(context.shape) == 3 else ()
         self._network = self._try_out()
@@ -143,6 +146,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     def _keep(self, data: Synthetic) -> None:
         self.images, self.logits, self.rate = data.tensors()
+        self._tuner = None
         self.trajectory = []
 
     # Algorithm 1
@@ -154,13 +158,16 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         optimizers = [_optimizer(options.optimizer) for _ in range(3)]
         rates = (options.image_lr, options.label_lr, options.rate_lr)
         losses = []
+        sweep = self._sweep(data) if self._replays() and options.checkpoint else None
         for n in range(options.iterations):
             context.progress("synthesis", n, options.iterations)
             t, target = self.segment(n)
             steps = self.inner_steps(n)
-            found = match(
-                self._network, data, steps, self.trajectory[t], target, options.distance, not options.checkpoint
-            )
+            row, kind = self.trajectory[t], options.distance
+            if sweep is not None:
+                found = sweep.match(steps, row, target, kind)
+            else:
+                found = match(self._network, data, steps, row, target, kind, not options.checkpoint)
             for tensor, gradient, optimizer, lr in zip(
                 data.tensors(), found.gradients.tensors(), optimizers, rates, strict=True
             ):
@@ -172,6 +179,8 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                     f"dynafed's synthesis diverged within {n + 1} iterations: its samples are not finite. Lower "
                     "dynafed.inner_lr, dynafed.image_lr or dynafed.label_lr."
                 )
+        if sweep is not None:
+            sweep.close()
         context.progress("synthesis", options.iterations, options.iterations)
         if losses:
             self.losses = torch.stack(losses)
@@ -179,6 +188,13 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             self._last["matching loss"] = float(self.losses[-tenth:].mean())
         self._last["inner rate"] = float(data.rate)
         return data
+
+    def _replays(self) -> bool:
+        """Whether steps are recorded and replayed: on a GPU, which would wait for the host otherwise."""
+        return self.context.device.type == "cuda"
+
+    def _sweep(self, data: Synthetic) -> Sweep:
+        return Sweep(self._network, data, self.context.initial, self._noise)
 
     def _first_samples(self) -> Synthetic:
         """Noise, with labels that say nothing (or a little, by `label_init`)."""
@@ -208,13 +224,12 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         options, context = self.options, self.context
         count = options.images_per_class * context.classes
         draw = context.streams.numpy("dynafed steps", n)
-        noise = context.streams.pytorch("dynafed changes", n, device=context.device)
         size = min(options.inner_batch or count, count)
         batches: list[Tensor | None] = []
         while len(batches) < options.inner_steps:
             batches += [None] if size == count else self._batches(count, size, draw)
         return [
-            Step(index, self._change(size if index is None else len(index), draw, noise))
+            Step(index, self._change(size if index is None else len(index), draw))
             for index in batches[: options.inner_steps]
         ]
 
@@ -222,11 +237,12 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         order = torch.from_numpy(draw.permutation(count)).to(self.context.device, non_blocking=True)
         return list(torch.split(order, size))
 
-    def _change(self, count: int, draw: np.random.Generator, noise: torch.Generator) -> Change | None:
+    def _change(self, count: int, draw: np.random.Generator) -> Redrawn | None:
         if not self._kinds:
             return None
         kind = self._kinds[int(draw.integers(len(self._kinds)))]
-        return KINDS[kind](Draw(count, self.context.shape, self.context.layout.dtype, noise))
+        seed = int(draw.integers(2**63))
+        return Redrawn(kind, seed, count, self.context.shape, self.context.layout.dtype, self._noise)
 
     # fine-tuning
 
@@ -238,11 +254,19 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         count = len(self.images)
         size = min(options.refine_batch or count, count)
         draw = context.streams.numpy("dynafed refine", round, slot)
-        noise = context.streams.pytorch("dynafed refine", round, slot, context.device)
-        optimizer = _optimizer(options.refine_optimizer)
-        for _ in range(options.refine_epochs):
-            for index in self._batches(count, size, draw):
-                step = Step(index, self._change(len(index), draw, noise))
+        steps = [
+            Step(index, self._change(len(index), draw))
+            for _ in range(options.refine_epochs)
+            for index in self._batches(count, size, draw)
+        ]
+        if self._replays():
+            assert self.rate is not None, "and a rate"
+            if self._tuner is None:
+                self._tuner = self._sweep(Synthetic(self.images, self.logits, self.rate))
+            self._tuner.train(row, steps, lambda: _optimizer(options.refine_optimizer), options.refine_lr)
+        else:
+            optimizer = _optimizer(options.refine_optimizer)
+            for step in steps:
                 x, y = step.take(self.images, self.logits)
                 weights = row[: self._network.trainable].detach().requires_grad_()
                 loss = soft_loss(self._network(weights, x, row), y)
@@ -294,6 +318,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         for name in ("images", "logits", "rate", "losses"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
+        self._tuner = None
 
     def exhibits(self) -> dict[str, dict[str, Tensor]]:
         if self.images is None or self.logits is None or self.rate is None:
@@ -305,7 +330,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         return dict(self._last)
 
 
-def _optimizer(name: str) -> Optimizer:
+def _optimizer(name: str) -> Steady:
     return Adam() if name == "adam" else SGD()
 
 

@@ -6,9 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fedloom.engines.tapes import Player, Tape
+from fedloom.tapes import Player, Tape
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory in the shape it now has: operations may change the shape of a tensor in place."""
+    return tensor.detach()
 
 
 class Operations(TorchDispatchMode):
@@ -19,8 +24,9 @@ class Operations(TorchDispatchMode):
         self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Tensor, alias, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self.noted.append((func, args, kwargs or {}, result))
+        self.noted.append((func, *given, tree_map_only(Tensor, alias, result)))
         return result
 
     def replay(self) -> None:

@@ -1,4 +1,4 @@
-"""Recorded steps: what a slot of the CUDA engine does over and over is recorded once and replayed.
+"""Recorded steps: what a GPU does over and over is recorded once and replayed.
 
 A step of a small network is some sixty short kernels, and Python takes ten times as long to launch them as the GPU to
 run them. A CUDA graph launches them all at once. It repeats them with the same addresses and the same host values, so
@@ -7,8 +7,8 @@ step, with a note in the log; nothing is ever replayed wrongly.
 """
 
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -47,6 +47,29 @@ class Player(Protocol):
         """These host values now."""
 
 
+class Quiet:
+    """A player that draws nothing from global generators and reads no host value that changes."""
+
+    @contextmanager
+    def randomness(self) -> Iterator[None]:
+        """Nothing is drawn."""
+        yield
+
+    @contextmanager
+    def listen(self) -> Iterator[set[str]]:
+        """Nothing is read."""
+        yield set()
+
+    def values(self, names: frozenset[str]) -> Hashable:
+        """Nothing is read."""
+        return ()
+
+
+def make_tape(device: torch.device, generators: tuple[torch.Generator, ...] = ()) -> "Tape":
+    """What records on this device; `generators` are those that steps draw from, beside the global ones."""
+    return GraphTape(device, generators) if device.type == "cuda" else Tape()
+
+
 class Tape:
     """Does every step as it is written. This is what a CPU gets, and tests of the engine."""
 
@@ -54,7 +77,7 @@ class Tape:
         self.recorded = self.replayed = self.done = 0
 
     def stream(self) -> AbstractContextManager[object]:
-        """Where the slot's work goes."""
+        """Where the work goes."""
         return nullcontext()
 
     def play(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
