@@ -12,6 +12,7 @@ import typer
 
 from fedloom._version import __version__
 from fedloom.cli_options import PRETRAINING, settable
+from fedloom.cli_partition import partition
 from fedloom.cli_tables import print_effects, print_table
 from fedloom.config import RESULT_FREE, make_config, parse_settings
 from fedloom.errors import FedloomError, InputError
@@ -139,6 +140,9 @@ def compare(
     target: Annotated[
         str | None, typer.Option(help="the accuracy whose reaching is timed, such as 0.8", metavar="X")
     ] = None,
+    at_once: Annotated[
+        str, typer.Option(help="runs that share a GPU at a time, where one alone does not fill it", metavar="N")
+    ] = "1",
     set_: Settings = None,
     import_: Imports = None,
     out: Out = None,
@@ -158,6 +162,7 @@ def compare(
 
     count, options = _number("seeds", seeds, int), parse_settings(set_ or ())
     goal = None if target is None else _number("target", target, float)
+    together = _number("at_once", at_once, int)
     values, names = _with_extras(settings, import_), methods or []
     plan = None
     if grid is not None:  # without quotes the shell hands over `A,B` as the option and `x C,D` as methods
@@ -167,7 +172,9 @@ def compare(
     display = Display(quiet, runs=count * len(plan.methods if plan else names))
     advice = f"go on with the same command and --out {out}" if out else None
     result = _interruptible(
-        lambda: compare(names, count, grid=plan, options=options, out=out, target=goal, watcher=display, **values),
+        lambda: compare(
+            names, count, grid=plan, options=options, out=out, target=goal, at_once=together, watcher=display, **values
+        ),
         display,
         advice,
     )
@@ -280,6 +287,9 @@ def list_(
             for option in entry["options"]
         ]
         print_table(["option", "default", "meaning"], lines)
+
+
+app.command()(partition)
 
 
 def _cell(value: object) -> str:

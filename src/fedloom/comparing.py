@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedloom.report import Comparison, Effects, Grid, analyse, read_run, write_r
 from fedloom.report import compare as tabulate
 from fedloom.report.grid import FILE as GRID_FILE
 from fedloom.storage import write_atomically
+from fedloom.together import carry_out
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def compare(
     out: Path | str | None = None,
     runs: Path | str = "runs",
     target: float | None = None,
+    at_once: int = 1,
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> Compared:
@@ -61,11 +64,17 @@ def compare(
     servers, locals and perhaps refiners, and all combinations are run; those that cannot be are left out with the
     reason (`Compared.effects.grid.refused`). The report then shows which part helped how much.
 
+    `at_once` runs share a GPU at a time, where one alone does not fill it (`device="cuda"`).
+
     With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
     that was stopped goes on.
     """
     if seeds < 1:
         raise InputError(f"seeds must be 1 or more, not {seeds}.")
+    if at_once < 1:
+        raise InputError(f"at_once must be 1 or more, not {at_once}.")
+    if at_once > 1 and settings.get("device", "cpu") == "cpu":
+        raise InputError(f"at_once is {at_once}, but runs share a GPU only: on a CPU one run keeps all cores busy.")
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
     if (grid is None) == (not methods):
@@ -81,15 +90,22 @@ def compare(
             _same_plan(place, config)
     if grid is not None:
         write_atomically(path / GRID_FILE, grid.to_json().encode())
+
+    def run(place: Path, config: Config, eye: Watcher | None) -> Run:
+        if is_run(place):
+            return resume(place, data=own.data, model=own.model, loss=own.loss, watcher=eye)
+        return execute(config, own, out=place, watcher=eye)
+
     done = []
     try:
-        for place, config in places:
-            if watcher is not None and watcher.wants_stop():
-                raise Stopped("stopped between two runs")
-            if is_run(place):
-                done.append(resume(place, data=own.data, model=own.model, loss=own.loss, watcher=watcher))
-            else:
-                done.append(execute(config, own, out=place, watcher=watcher))
+        if at_once > 1:
+            jobs = [(place, config, partial(run, place, config)) for place, config in places]
+            done = carry_out(jobs, min(at_once, len(jobs)), watcher, path)
+        else:
+            for place, config in places:
+                if watcher is not None and watcher.wants_stop():
+                    raise Stopped("stopped between two runs")
+                done.append(run(place, config, watcher))
     except Stopped:
         raise Stopped(f"stopped; go on with the same command and --out {path}") from None
     records = [read_run(run.path) for run in done]

@@ -1,0 +1,111 @@
+"""Several runs at once in one process, watched as one piece of work.
+
+One run of a small network leaves most of a GPU idle, and kernels of different processes take turns instead of running
+side by side. So runs that are to share a GPU share a process: a thread each, whose work for the GPU overlaps with that
+of the others. Each run is what it would be alone.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.api import Run, Silent, Stopped, Watcher
+from fedloom.config import Config
+
+Job = tuple[Path, Config, Callable[[Watcher], Run]]
+"""A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All runs as one plan."""
+
+    method: str
+    data: str
+    seed: int
+    rounds: int
+
+
+class _Hub:
+    """What the watcher of all runs is told."""
+
+    def __init__(self, watcher: Watcher, jobs: Sequence[Job]) -> None:
+        self.watcher = watcher
+        self.lock = threading.RLock()
+        self.failed = False
+        self._rounds = 0
+        self._total = sum(config.rounds for _, config, _ in jobs)
+
+    def count(self, rounds: int, record: Mapping[str, Any] | None = None) -> None:
+        """So many rounds have been played, the last with this record."""
+        with self.lock:
+            self._rounds += rounds
+            if record is not None:
+                self.watcher.record({"round": min(self._rounds, self._total), "note": record.get("note")})
+
+
+class _OneOf:
+    """The watcher of one of the runs."""
+
+    def __init__(self, hub: _Hub, name: str) -> None:
+        self._hub, self._name = hub, name
+
+    def begin(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
+        self._hub.count(max((record["round"] for record in history), default=0))
+
+    def note(self, text: str) -> None:
+        with self._hub.lock:
+            self._hub.watcher.note(f"{self._name}: {text}")
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if not record["round"]:  # the evaluation before the first round
+            return
+        self._hub.count(1, {**record, "note": f"{self._name}: {record['note']}"} if record.get("note") else record)
+
+    def download(self, name: str, done: int, total: int) -> None:
+        with self._hub.lock:
+            self._hub.watcher.download(name, done, total)
+
+    def work(self, what: str, done: int, total: int) -> None:
+        with self._hub.lock:
+            self._hub.watcher.work(f"{self._name}: {what}", done, total)
+
+    def wants_stop(self) -> bool:
+        return self._hub.failed or self._hub.watcher.wants_stop()
+
+    def end(self) -> None:
+        return
+
+
+def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: Path) -> list[Run]:
+    """Carry out all jobs, `at_once` at a time; results in the order of the jobs. One that fails stops the others."""
+    watcher = watcher or Silent()
+    hub = _Hub(watcher, jobs)
+    first = jobs[0][1]
+    whole = _Whole(f"{len(jobs)} runs, {at_once} at once,", first.data, first.seed, hub._total)
+    watcher.begin(path, whole, [])  # type: ignore[arg-type]  # a display needs no more of a config than this
+
+    def one(job: Job) -> Run:
+        folder, _, run = job
+        if hub.failed or watcher.wants_stop():
+            raise Stopped("stopped between two runs")
+        try:
+            return run(_OneOf(hub, folder.name))
+        except BaseException:
+            hub.failed = True
+            raise
+
+    try:
+        with ThreadPoolExecutor(at_once) as pool:
+            futures = [pool.submit(one, job) for job in jobs]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, Stopped)
+        ):  # what failed, before what it stopped
+            raise error
+        return [future.result() for future in futures]
+    finally:
+        watcher.end()
