@@ -115,7 +115,9 @@ def build(
     streams = Streams(config.seed)
     device = make_device(config.device)
     federation, class_names = _federation(config, own, streams, progress)
-    if len(federation) != config.clients:
+    if config.clients is None:
+        config = replace_config(config, clients=len(federation))
+    elif len(federation) != config.clients:
         raise InputError(f"clients is {config.clients}, but the data has {len(federation)} of them.")
     module = make_module(config.model, own.model, federation, streams, shared=device.type == "cpu" and not config.init)
     beginning = None
@@ -136,7 +138,7 @@ def build(
     context = Context(
         layout=layout,
         initial=layout.read(module, device),
-        clients=config.clients,
+        clients=len(federation),
         per_round=config.cohort,
         rounds=config.rounds,
         streams=streams,

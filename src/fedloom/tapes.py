@@ -7,6 +7,7 @@ step, with a note in the log; nothing is ever replayed wrongly.
 """
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -14,6 +15,9 @@ from typing import Protocol
 import torch
 
 log = logging.getLogger("fedloom")
+
+# As many queues to a GPU as there can be: with the usual eight, streams wait for each other. CUDA reads it when it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 PATIENCE = 200
 """Recordings that may be made before it is asked whether they are worth it."""

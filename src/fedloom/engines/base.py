@@ -17,12 +17,20 @@ Train = Callable[[Bench], Iterator[Pass]]
 """A `Local`'s train."""
 
 
+HOME_MEMORY = 4 << 30
+"""Bytes on a GPU for what clients keep; what is more is kept by the host."""
+
+
 class Homes:
     """What clients keep between rounds. Only clients that have been seen take up memory."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype) -> None:
         self.shapes = shapes
         self.dtype = dtype
+        self.device = torch.device("cpu")
+        """Where it is kept, as long as there is little of it."""
+        numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+        self._most = HOME_MEMORY // max(1, numbers * dtype.itemsize)
         self._kept: dict[int, dict[str, Tensor]] = {}
         self.changed: set[int] = set()
         """Clients whose state changed since it was last saved."""
@@ -50,7 +58,7 @@ class Homes:
             if name in mine:
                 mine[name].copy_(value)
             else:
-                mine[name] = value.detach().to("cpu", copy=True)
+                mine[name] = value.detach().to(self.device if len(self._kept) <= self._most else "cpu", copy=True)
         self.changed.add(client)
 
 

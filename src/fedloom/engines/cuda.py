@@ -63,7 +63,7 @@ class CudaEngine(Engine):
 
     def __init__(self, shop: Shop, device: torch.device | str = "cuda", slots: int = 0) -> None:
         super().__init__(shop)
-        self.device = torch.device(device)
+        self.device = self.homes.device = torch.device(device)
         self.most = slots or MOST_SLOTS
         self.slots: list[SlotBench] = []
         self._results: Slots | None = None
@@ -81,14 +81,21 @@ class CudaEngine(Engine):
             self.slots.append(SlotBench(self.shop.workshop, self.device))
         waiting = LargestFirst([work_of(self.shop.federation, job) for job in jobs], window=len(results))
         free, idle = list(range(len(results))), list(self.slots)
-        working: deque[tuple[SlotBench, int, int, Work]] = deque()
         answers: dict[int, _Answer | Lost] = {}
         started = self._mark()
-        for turn, job in enumerate(jobs):
-            while turn not in answers:
+
+        def enqueue() -> None:
+            """Put the work of every client that may begin into the streams of the slots, a step of each in turn.
+
+            All of it before anybody waits for an answer, or slots would run dry meanwhile.
+            """
+            working: deque[tuple[SlotBench, int, int, Work]] = deque()
+            while True:
                 while idle and (index := waiting.next()) is not None:
                     slot, place = idle.pop(0), free.pop()
                     working.append((slot, index, place, self._work(slot, round, jobs[index], place, started)))
+                if not working:
+                    return
                 slot, index, place, work = working.popleft()
                 try:
                     with slot.tape.stream():
@@ -108,6 +115,10 @@ class CudaEngine(Engine):
                 else:
                     answers[index] = answer
                     idle.append(slot)
+
+        for turn, job in enumerate(jobs):
+            if waiting.left():
+                enqueue()
             answer = answers.pop(turn)
             if isinstance(answer, Lost):
                 yield answer

@@ -21,7 +21,7 @@ class PlainEngine(Engine):
 
     def __init__(self, shop: Shop, device: torch.device | str = "cpu") -> None:
         super().__init__(shop)
-        self.device = torch.device(device)
+        self.device = self.homes.device = torch.device(device)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self._bench = Bench(shop.workshop, self.device)
