@@ -147,10 +147,14 @@ class Bench:
         self.row, self.received, self.extras, self.home, self.uploads = row, received, extras, home, uploads
         self.weights = row[: self.layout.trainable]
         self.scratch = {}
+        self._bring(samples)
+        self.restart()
+
+    def _bring(self, samples: Samples) -> None:
+        """Have the client's samples at hand, those to train on and those that are held out."""
         samples = Samples(samples.x.to(self.device), samples.y.to(self.device))
         used, held = self._split(len(samples))
         self._data, self.validation = (samples.take(used), samples.take(held)) if len(held) else (samples, samples[:0])
-        self.restart()
 
     def _split(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which samples are trained on and which are held out. One at least is left to train on."""

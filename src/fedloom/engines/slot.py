@@ -92,26 +92,23 @@ class SlotBench(Bench):
         first_visit: bool,
     ) -> None:
         """Lay out the work of one client, whose samples are those at `positions` of `store`."""
-        self.round, self.client, self.first_visit = round, client, first_visit
-        self.training = self._shop.training
-        self._seed()
-        self.lr = self.training.lr_at(round)
-        self.row, self.home, self.uploads = self._places[0], dict(self._places[1]), dict(self._places[2])
-        self.weights = self.row[: self.layout.trainable]
+        row, homes, uploads = self._places
         self.received.copy_(received, non_blocking=True)
-        self.extras = {name: self._kept_extra(name, value) for name, value in extras.items()}
-        for name, place in self.home.items():
+        for name, place in homes.items():
             place.copy_(home[name], non_blocking=True) if name in home else place.zero_()
-        for place in self.uploads.values():
+        for place in uploads.values():
             place.zero_()
-        self.scratch = {}
-        used, held = self._split(len(positions))
-        self._store, self._positions = store, positions[used]
-        self.validation = store.take(positions[held]) if len(held) else store[:0]
-        self._taken: Samples | None = None
-        self._turns = 0
+        kept = {name: self._kept_extra(name, value) for name, value in extras.items()}
+        self._positions, self._turns = positions, 0
         self._turn.zero_()
-        self.restart()
+        self.begin(round, client, store, row, self.received, kept, dict(homes), dict(uploads), first_visit)
+
+    def _bring(self, samples: Samples) -> None:
+        self._seed()
+        used, held = self._split(len(self._positions))
+        self.validation = samples.take(self._positions[held]) if len(held) else samples[:0]
+        self._store, self._positions = samples, self._positions[used]
+        self._taken: Samples | None = None
 
     def _kept_extra(self, name: str, value: Tensor) -> Tensor:
         place = self._extras.get(name)
