@@ -52,6 +52,7 @@ def compare(
     target: float | None = None,
     at_once: int = 1,
     watcher: Watcher | None = None,
+    report: bool = True,
     **settings: Any,
 ) -> Compared:
     """Run each method with each of `seeds` seeds (from the setting `seed` on), and write one report.
@@ -93,8 +94,8 @@ def compare(
 
     def run(place: Path, config: Config, eye: Watcher | None) -> Run:
         if is_run(place):
-            return resume(place, data=own.data, model=own.model, loss=own.loss, watcher=eye)
-        return execute(config, own, out=place, watcher=eye)
+            return resume(place, data=own.data, model=own.model, loss=own.loss, watcher=eye, report=report)
+        return execute(config, own, out=place, watcher=eye, report=report)
 
     done = []
     try:
@@ -109,7 +110,8 @@ def compare(
     except Stopped:
         raise Stopped(f"stopped; go on with the same command and --out {path}") from None
     records = [read_run(run.path) for run in done]
-    write_report(records, path / "report.html", target=target, grid=grid)
+    if report:
+        write_report(records, path / "report.html", target=target, grid=grid)
     table = tabulate(records, target)
     return Compared(path, tuple(done), table, analyse(grid, table.groups) if grid else None)
 

@@ -16,7 +16,7 @@ import torch
 
 log = logging.getLogger("fedloom")
 
-# As many queues to a GPU as there can be: with the usual eight, streams wait for each other. CUDA reads it at its start.
+# As many queues to a GPU as there can be: with the usual eight, streams wait for each other. CUDA reads it once.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 PATIENCE = 200
