@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import re
 import socket
 import tarfile
 import threading
@@ -228,6 +229,7 @@ def test_only_expected_members_are_unpacked(tmp_path: Path) -> None:
         (b"not an archive", "cannot unpack"),
         (archive({"a.bin": CONTENT[:4], "z": CONTENT})[:-1000], "cannot unpack"),
     ],
+    ids=["one missing", "one too long", "a link", "no archive", "cut off"],  # archives hold the time they were made at
 )
 def test_archives_that_will_not_do(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.tar.gz").write_bytes(content)
@@ -247,3 +249,33 @@ def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Pat
     assert names(tmp_path) == sorted(source.files)
     with pytest.raises(InputError, match="not the published file"):
         local.read(tmp_path)
+
+
+def test_files_of_different_sizes_come_out_of_one_archive(server: Server, tmp_path: Path) -> None:
+    source = SOURCES["cifar100"]
+    assert isinstance(source, CifarSource)
+    records = replace(source.records, train={"train.bin": (5, "")}, test={"test.bin": (2, "")})
+    content = archive({"cifar-100-binary/train.bin": bytes(5 * 3074), "cifar-100-binary/test.bin": bytes(2 * 3074)})
+    server.files[source.archive] = content
+    local = replace(source, home=server.home, md5=hashlib.md5(content).hexdigest(), records=records)
+    local.download(tmp_path, None)
+    assert [(tmp_path / name).stat().st_size for name in source.files] == [5 * 3074, 2 * 3074]
+    assert names(tmp_path) == ["test.bin", "train.bin"]
+
+
+def test_three_domains_of_digit5_can_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, str] = {}
+
+    def pretend(url: str, target: Path, md5: str, progress: object) -> None:
+        asked[url] = md5
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+
+    for module in ("digit5", "sources"):
+        monkeypatch.setattr(f"fedloom.data.{module}.fetch", pretend)
+    source = SOURCES["digit5"]
+    source.download(tmp_path, None)
+    assert source.complete(tmp_path)
+    assert source.missing(tmp_path) == ("mnist-m", "synth-digits")
+    assert len(asked) == 8
+    assert all(re.fullmatch(r"https?://[^ ]+", url) and re.fullmatch("[0-9a-f]{32}", asked[url]) for url in asked)

@@ -125,24 +125,42 @@ def test_cifar_planes_become_pixels() -> None:
     planes = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
     labels = np.array([[3], [0], [9], [1]], np.uint8)
     content = np.concatenate([labels, planes.reshape(4, -1)], axis=1).flatten()
-    samples = cifar.decode(content, Path("batch"))
+    samples = cifar.TEN.decode(content, Path("batch"))
     assert samples.y.tolist() == [3, 0, 9, 1]
     assert samples.x.is_contiguous()
     assert np.array_equal(samples.x.numpy(), planes.transpose(0, 2, 3, 1))
 
 
+def test_cifar100_has_a_coarse_and_a_fine_label() -> None:
+    content = np.random.default_rng(0).integers(0, 256, (3, 2 + 3072), dtype=np.uint8)
+    content[:, :2] = [[19, 99], [0, 7], [4, 0]]
+    fine, coarse = (records.decode(content.flatten(), Path("batch")) for records in (cifar.HUNDRED, cifar.TWENTY))
+    assert (fine.y.tolist(), coarse.y.tolist()) == ([99, 7, 0], [19, 0, 4])
+    assert np.array_equal(fine.x.numpy(), content[:, 2:].reshape(3, 3, 32, 32).transpose(0, 2, 3, 1))
+    assert np.array_equal(fine.x.numpy(), coarse.x.numpy())
+
+
+@pytest.mark.parametrize("wrong", [(20, 0), (0, 100)])
+def test_both_labels_of_cifar100_are_checked(wrong: tuple[int, int]) -> None:
+    content = np.zeros(3074, np.uint8)
+    content[:2] = wrong
+    for records in (cifar.HUNDRED, cifar.TWENTY):
+        with pytest.raises(InputError, match=f"batch holds the label {max(wrong)}; expected labels from 0 to"):
+            records.decode(content, Path("batch"))
+
+
 def test_cifar_labels_are_checked() -> None:
-    content = np.zeros(2 * cifar.RECORD, np.uint8)
-    content[cifar.RECORD] = 10
+    content = np.zeros(2 * cifar.TEN.length, np.uint8)
+    content[cifar.TEN.length] = 10
     with pytest.raises(InputError, match="batch holds the label 10"):
-        cifar.decode(content, Path("batch"))
+        cifar.TEN.decode(content, Path("batch"))
 
 
 @pytest.mark.parametrize(
     ("size", "message"),
     [
         (30_729_999, "truncated: 30729999 bytes found, 30730000 expected"),
-        (30_730_000 - cifar.RECORD, "truncated"),
+        (30_730_000 - cifar.TEN.length, "truncated"),
         (30_730_001, "too long: 30730001 bytes found"),
         (30_730_000, "not the published file"),
     ],
@@ -152,9 +170,9 @@ def test_cifar_files_must_be_the_published_ones(tmp_path: Path, size: int, messa
     with path.open("wb") as file:
         file.truncate(size)
     with pytest.raises(InputError, match=message):
-        cifar.read_batch(path, cifar.TRAIN[path.name])
+        cifar.TEN.content(path, *cifar.TEN.train[path.name])
 
 
 def test_a_missing_cifar_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*test_batch.bin: No such file"):
-        cifar.read_cifar10(tmp_path, cifar.TEST)
+        cifar.TEN.read(tmp_path, cifar.TEN.test)

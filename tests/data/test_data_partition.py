@@ -1,5 +1,7 @@
 """Partitions: every sample has one owner, and the skew is the one asked for."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedloom.data import load
 from fedloom.data.partition import build, catalogue, partition
+from fedloom.data.partitions.request import Pool
 from fedloom.errors import InputError
 
 
@@ -192,10 +195,16 @@ def test_dirichlet_wants_integer_labels(spec: str) -> None:
         partition(spec, np.linspace(0, 1, 100), 2, rng())
 
 
-def test_the_catalogue_lists_what_partition_knows() -> None:
+def test_the_catalogue_lists_what_partition_knows(tmp_path: Path) -> None:
+    (tmp_path / "split.json").write_text("[[0, 1], [2], [5]]")
+    pool = Pool(balanced(300, 10), owners=np.arange(300) % 3, domains=np.arange(300) % 3)
+    values = {":A": ":1", ":S": ":2", ":K": ":2", ":PATH": f":{tmp_path / 'split.json'}"}
+    assert len(catalogue()) == 11
     for info in catalogue():
-        spec = info.spec.split("[")[0].replace(":A", ":1").replace(":S", ":2")
-        assert len(partition(spec, balanced(300, 10), 3, rng())) == 3
+        spec = info.spec.split("[")[0]
+        for letter, value in values.items():
+            spec = spec.replace(letter, value) if spec.endswith(letter) else spec
+        assert len(partition(spec, pool, 3, rng())) == 3
 
 
 def test_build_shares_a_data_set() -> None:

@@ -9,51 +9,109 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.errors import InputError
-from fedloom.models import build, catalogue, vit
+from fedloom.listing import list_models
+from fedloom.models import build, catalogue, count, networks, vit
+from fedloom.rows import Layout
 
-POOLED_BY_MAXIMUM = ["lenet", "cnn", "cnn-valid"]
-CONVOLUTIONAL = [*POOLED_BY_MAXIMUM, "convnet"]
-NAMES = ["logreg", "mlp", "mlp-128", *CONVOLUTIONAL]
+DENSE = ["logreg", "mlp", "mlp-128"]
+POOLED_BY_MAXIMUM = ["lenet", "lenet-femnist", "cnn", "cnn-valid", "cnn-leaf", "cnn-cifar", "vgg16:width=4,norm=group"]
+RESIDUAL = ["resnet20:width=4", "resnet20:width=4,shortcut=B", "resnet20-bottleneck:width=4"]
+RESIDUAL += ["resnet18:width=4", "resnet18:width=4,stem=imagenet", "resnet50:width=4"]
+CONVOLUTIONAL = [*POOLED_BY_MAXIMUM, "convnet", *RESIDUAL]
+NAMES = [*DENSE, *CONVOLUTIONAL]
+TEXT = ["lstm-shakespeare:hidden=4", "lstm-sent140:hidden=4,embedding=3,vocabulary=20"]
+
+GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 
 
-def parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+def test_no_network_is_forgotten() -> None:
+    assert {name.partition(":")[0] for name in [*NAMES, *TEXT]} | set(vit.NETWORKS) == set(networks.NETWORKS)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes", "count"),
+    ("name", "shape", "classes", "expected"),
     [
-        ("logreg", (1, 28, 28), 10, 7_850),
-        ("mlp", (1, 28, 28), 10, 199_210),
-        ("lenet", (3, 32, 32), 10, 62_006),
-        ("lenet", (3, 32, 32), 20, 62_856),
-        ("cnn", (1, 28, 28), 10, 1_663_370),
-        ("cnn", (1, 28, 28), 62, 1_690_046),
-        ("cnn", (3, 32, 32), 10, 2_156_490),
-        ("cnn", (3, 32, 32), 20, 2_161_620),
-        ("cnn", (3, 32, 32), 100, 2_202_660),
-        ("cnn-valid", (1, 28, 28), 10, 582_026),
-        ("cnn-valid", (1, 28, 28), 62, 608_702),
-        ("cnn-valid", (3, 32, 32), 10, 878_538),
-        ("cnn-valid", (3, 32, 32), 20, 883_668),
-        ("cnn-valid", (3, 32, 32), 100, 924_708),
-        ("convnet", (1, 28, 28), 10, 317_706),
-        ("convnet", (3, 32, 32), 10, 320_010),
-        ("convnet", (3, 32, 32), 100, 504_420),
-        ("mlp-128", (1, 28, 28), 10, 118_282),
+        ("logreg", GREY, 10, 7_850),
+        ("mlp", GREY, 10, 199_210),
+        ("mlp-128", GREY, 10, 118_282),
+        ("lenet", COLOUR, 10, 62_006),
+        ("lenet", COLOUR, 20, 62_856),
+        ("lenet-femnist", GREY, 62, 160_510),
+        ("cnn", GREY, 10, 1_663_370),
+        ("cnn", GREY, 62, 1_690_046),
+        ("cnn", COLOUR, 10, 2_156_490),
+        ("cnn", COLOUR, 20, 2_161_620),
+        ("cnn", COLOUR, 100, 2_202_660),
+        ("cnn-valid", GREY, 10, 582_026),
+        ("cnn:padding=0", GREY, 62, 608_702),
+        ("cnn-valid", COLOUR, 10, 878_538),
+        ("cnn:padding=0", COLOUR, 20, 883_668),
+        ("cnn-valid", COLOUR, 100, 924_708),
+        ("cnn-leaf", GREY, 62, 6_603_710),
+        ("cnn-cifar", (3, 24, 24), 10, 1_068_298),
+        ("cnn-cifar:padding=0", COLOUR, 10, 797_962),
+        ("convnet", GREY, 10, 317_706),
+        ("convnet", COLOUR, 10, 320_010),
+        ("convnet", COLOUR, 100, 504_420),
+        ("resnet20", COLOUR, 10, 269_722),
+        ("resnet20:shortcut=B", COLOUR, 10, 272_474),
+        ("resnet20:shortcut=A", COLOUR, 100, 275_572),
+        ("resnet20:shortcut=B", COLOUR, 100, 278_324),
+        ("resnet20:shortcut=A", GREY, 62, 272_814),
+        ("resnet20-bottleneck", COLOUR, 10, 219_482),
+        ("resnet20-bottleneck", COLOUR, 20, 222_052),
+        ("resnet20-bottleneck", GREY, 62, 232_558),
+        ("resnet18", COLOUR, 10, 11_173_962),
+        ("resnet18", COLOUR, 20, 11_179_092),
+        ("resnet18", COLOUR, 100, 11_220_132),
+        ("resnet18:norm=group", COLOUR, 10, 11_173_962),
+        ("resnet18:norm=batch-stateless", COLOUR, 100, 11_220_132),
+        ("resnet18:stem=imagenet", COLOUR, 10, 11_181_642),
+        ("resnet18:stem=imagenet", (3, 224, 224), 1000, 11_689_512),
+        ("resnet50", (3, 224, 224), 1000, 25_557_032),
+        ("resnet50", (3, 64, 64), 345, 24_214_937),
+        ("vgg16:norm=none,classifier=linear", COLOUR, 10, 14_719_818),
+        ("vgg16:norm=batch,classifier=linear", COLOUR, 10, 14_728_266),
+        ("vgg16:norm=none,classifier=512", COLOUR, 10, 15_245_130),
+        ("vgg16:norm=batch,classifier=512", COLOUR, 10, 15_253_578),
+        ("vgg16:norm=none,classifier=4096", COLOUR, 10, 33_638_218),
+        ("vgg16", COLOUR, 10, 33_646_666),
+        ("vgg16:norm=none,classifier=7x7", COLOUR, 10, 134_301_514),
+        ("vgg16:norm=batch,classifier=7x7", COLOUR, 10, 134_309_962),
+        ("lstm-shakespeare", (80,), 80, 819_920),
+        ("lstm-sent140:frozen=true", (25,), 2, 174_786),
+        ("lstm-sent140", (25,), 2, 174_786 + 100 * 400_001),
+        ("lstm-sent140:frozen=true,embedding=300,hidden=256,dense=0", (25,), 2, 1_097_728 + 2 * 256 + 2),
     ],
 )
-def test_published_parameter_counts(name: str, shape: tuple[int, ...], classes: int, count: int) -> None:
-    assert parameters(build(name, shape, classes)) == count
+def test_published_parameter_counts(name: str, shape: tuple[int, ...], classes: int, expected: int) -> None:
+    assert count(name, shape, classes) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_counted_is_what_is_built(name: str) -> None:
+    module = build(name, (1, 16, 16), 7)
+    assert count(name, (1, 16, 16), 7) == sum(p.numel() for p in module.parameters()) == Layout.of(module).trainable
 
 
 def test_catalogue_counts_without_touching_the_generator() -> None:
     before = torch.get_rng_state()
     infos = {info.name: info for info in catalogue()}
     assert torch.equal(torch.get_rng_state(), before)
-    assert [name for name in infos if name not in vit.NETWORKS] == NAMES
+    assert list(infos) == list(networks.NETWORKS)
     assert infos["cnn"].parameters_1x28x28 == 1_663_370
     assert infos["lenet"].parameters_3x32x32 == 62_006
+    assert infos["lstm-shakespeare"].parameters_text == 819_920
+    assert infos["lstm-shakespeare"].parameters_3x32x32 is infos["cnn"].parameters_text is None
+
+
+def test_options_are_listed_with_their_defaults() -> None:
+    listed = {entry["name"]: {o["name"]: o["default"] for o in entry["options"]} for entry in list_models()}
+    assert listed["resnet20"] == {"norm": "batch", "groups": 2, "shortcut": "A", "width": 16}
+    assert listed["resnet50"]["stem"] == "imagenet"
+    assert listed["logreg"] == {}
+    assert listed["vit-tiny-lora"].keys() == listed["vit-tiny"].keys() | {"rank", "alpha", "dropout"}
+    assert all(option["help"] for entry in list_models() for option in entry["options"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,7 +129,9 @@ def test_any_large_enough_image_gives_one_score_a_class(
     assert model(torch.zeros(2, channels, height, width)).shape == (2, classes)
 
 
-@pytest.mark.parametrize(("name", "smallest"), [("lenet", 16), ("cnn", 4), ("cnn-valid", 16), ("convnet", 8)])
+@pytest.mark.parametrize(
+    ("name", "smallest"), [("lenet", 16), ("cnn", 4), ("cnn:padding=1", 10), ("cnn-valid", 16), ("convnet", 8)]
+)
 def test_the_smallest_size_named_works_and_one_less_does_not(name: str, smallest: int) -> None:
     assert build(name, (1, smallest, smallest), 3)(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
     for sides in ((smallest - 1, 40), (40, smallest - 1)):
@@ -79,7 +139,7 @@ def test_the_smallest_size_named_works_and_one_less_does_not(name: str, smallest
             build(name, (1, *sides), 3)
 
 
-@pytest.mark.parametrize("name", ["logreg", "mlp", "mlp-128"])
+@pytest.mark.parametrize("name", DENSE)
 def test_vectors_suit_dense_networks(name: str) -> None:
     assert build(name, (13,), 4)(torch.zeros(5, 13)).shape == (5, 4)
 
@@ -104,10 +164,16 @@ def test_impossible_requests(name: str, shape: tuple[int, ...], classes: int, me
         build(name, shape, classes)
 
 
+@pytest.mark.parametrize("name", [*RESIDUAL, "vgg16:width=4", "vgg16:width=4,classifier=7x7"])
+@pytest.mark.parametrize("sides", [(1, 1), (3, 1), (5, 7), (28, 28)])
+def test_deep_networks_take_images_of_any_size(name: str, sides: tuple[int, int]) -> None:
+    assert build(name, (2, *sides), 3)(torch.randn(4, 2, *sides)).shape == (4, 3)
+
+
 @pytest.mark.parametrize("name", POOLED_BY_MAXIMUM)
 def test_relu_after_the_pool_equals_relu_before_it(name: str) -> None:
     torch.manual_seed(0)
-    model = build(name, (3, 20, 24), 5)
+    model = build(name, (3, 20, 24), 5).eval()  # no dropout
     assert isinstance(model, nn.Sequential)
     layers = list(model)
     swapped = []
@@ -118,6 +184,7 @@ def test_relu_after_the_pool_equals_relu_before_it(name: str) -> None:
         elif not (i and isinstance(layers[i - 1], nn.MaxPool2d)):
             swapped.append(layer)
     papers = nn.Sequential(*swapped)
+    assert [type(layer) for layer in papers] != [type(layer) for layer in model]
     x = torch.randn(4, 3, 20, 24)
     ours, theirs = model(x), papers(x)
     assert torch.equal(ours, theirs)
@@ -128,18 +195,48 @@ def test_relu_after_the_pool_equals_relu_before_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_format_does_not_change_the_function(name: str) -> None:
     torch.manual_seed(0)
-    model, x = build(name, (3, 18, 22), 7).double(), torch.randn(4, 3, 18, 22, dtype=torch.float64)
+    model, x = build(name, (3, 18, 22), 7).double().eval(), torch.randn(4, 3, 18, 22, dtype=torch.float64)
     plain = model(x)
     if name in CONVOLUTIONAL:
         model = model.to(memory_format=torch.channels_last)
     torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), plain)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *TEXT])
 def test_the_last_layer_is_the_head(name: str) -> None:
-    model = build(name, (1, 16, 16), 7)
+    model = build(name, (16,) if name in TEXT else (1, 16, 16), 7)
     assert list(dict(model.named_parameters()))[-2:] == ["head.weight", "head.bias"]
     assert model.get_submodule("head").out_features == 7
+
+
+@pytest.mark.parametrize("name", [*NAMES, *TEXT])
+def test_a_layer_is_a_leaf_module(name: str) -> None:
+    """What FedMR swaps: never a whole block, and a norm's statistics with its weights."""
+    model = build(name, (16,) if name in TEXT else (1, 16, 16), 7)
+    owners = set(Layout.of(model).units())
+    assert owners == {path for path, module in model.named_modules() if list(module.parameters(recurse=False))}
+    assert not any(list(model.get_submodule(owner).children()) for owner in owners)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet18:norm=grup", "norm must be batch, batch-stateless, .* or none, not 'grup'; did you mean 'group'"),
+        ("resnet20:shortcut=a", "shortcut must be A or B, not 'a'; did you mean 'A'"),
+        ("resnet20:shortcut=C", "shortcut must be A or B, not 'C'\\.$"),
+        ("vgg16:clasifier=512", "unknown option of vgg16 'clasifier'; did you mean 'classifier'"),
+        ("vgg16:dropout=1", "model 'vgg16': dropout must be less than 1, not '1'"),
+        ("cnn:padding=two", "padding must be a whole number, not 'two'"),
+        ("resnet18:norm=batch,norm=none", "norm is given twice, as 'batch' and as 'none'"),
+        ("resnet18:", "are given as resnet18:NAME=VALUE"),
+        ("resnet18:norm", "are given as resnet18:NAME=VALUE"),
+        ("mlp:", "'mlp' has no options"),
+        ("resnet81:norm=group", "did you mean 'resnet18'"),
+    ],
+)
+def test_wrong_options(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build(name, (3, 32, 32), 10)
 
 
 def test_logistic_regression_is_one_affine_map() -> None:

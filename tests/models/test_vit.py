@@ -20,7 +20,7 @@ from fedloom.errors import InputError
 from fedloom.experiment import Experiment
 from fedloom.experiment import build as build_run
 from fedloom.initial import begin_with, read_source
-from fedloom.models import build, vit
+from fedloom.models import build, count
 from fedloom.rows import Layout
 from fedloom.streams import Streams
 
@@ -47,12 +47,12 @@ def trainable(module: nn.Module) -> list[str]:
 def test_the_counts_are_right(name: str, shape: tuple[int, ...], classes: int) -> None:
     with torch.device("meta"):
         module = build(name, shape, classes)
-    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert vit.count(name, shape, classes) == count
+    made = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert count(name, shape, classes) == made
     if name == "vit-b16":
-        assert count == 86_567_656  # as published
+        assert made == 86_567_656  # as published
     if name.startswith("vit-b16-lora"):
-        assert count == 36_864 * 16 + 7_690
+        assert made == 36_864 * 16 + 7_690
 
 
 def test_only_lora_and_head_are_rows() -> None:
@@ -92,7 +92,7 @@ def test_grey_images_of_any_size_suit_the_large_one() -> None:
         ("vit-tiny-lora:rnk=2", (1, 8, 8), "did you mean 'rank'"),
         ("vit-tiny:rank=2", (1, 8, 8), "unknown option of vit-tiny 'rank'"),
         ("vit-tiny:rank", (1, 8, 8), "NAME=VALUE"),
-        ("vit-tiny:heads=5", (1, 8, 8), "192 among 5 heads"),
+        ("vit-tiny:heads=5", (1, 8, 8), "width of 192 cannot be shared among 5 heads"),
         ("vit-tiny", (1, 30, 30), "vit-tiny:size="),
         ("vit-tiny", (13,), "wants images"),
         ("vit-tny", (1, 8, 8), "did you mean 'vit-tiny'"),
@@ -124,7 +124,7 @@ def test_lora_starts_from_a_pretrained_network(tmp_path: Path) -> None:
     assert any(after[name].any() for name in after if ".lora_B." in name), "and LoRA learned"
     assert fedloom.verify(run.path) == (run.digest, run.digest)
     sent = run.summary["bytes_up"] / 3
-    assert sent == 4 * vit.count(f"vit-tiny-lora:{SMALL}", (1, 8, 8), 10)
+    assert sent == 4 * count(f"vit-tiny-lora:{SMALL}", (1, 8, 8), 10)
 
 
 @pytest.mark.parametrize("headed", [True, False])

@@ -45,6 +45,18 @@ def test_last_ten_needs_more_than_ten_evaluations():
     assert compare([run(curve=curve)]).groups[0].late_accuracy.mean == pytest.approx(curve[2:].mean())
 
 
+def test_own_models_have_columns_where_a_method_makes_some():
+    common, own = run("fedavg", curve=[0.5]), run("fedrep", curve=[0.4])
+    own.history[-1] |= {"personal_accuracy_mean": 0.9, "personal_accuracy_worst10": 0.7}
+    assert "own models %" not in compare([common]).table()[0]
+    titles, rows = compare([common, own]).table()
+    at = titles.index("own models %")
+    assert titles[at + 1] == "worst own %"
+    assert [row[at : at + 2] for row in rows] == [["–", "–"], ["90.00", "70.00"]]
+    assert "Own models" in compare([common, own]).footnote()
+    assert "own models %" in compare([common, own]).table("brief")[0]
+
+
 def test_differences_are_paired_over_common_seeds():
     # Seeds move both methods by far more than the methods differ; pairing sees 1, 2 and 3 points.
     first = [run("fedavg", seed, [0.5 + 0.1 * seed]) for seed in range(4)]

@@ -2,8 +2,10 @@
 
 from fedloom.data.augment import Augment, make_augment
 from fedloom.data.classes import keep_classes
+from fedloom.data.client_tests import hold_out, merge
 from fedloom.data.datasets import Dataset, DatasetInfo, load
 from fedloom.data.federation import Federation, PooledFederation
+from fedloom.data.normalize import normalized
 from fedloom.data.partition import PartitionInfo, build
 from fedloom.data.samples import Prepare, Samples
 
@@ -17,7 +19,10 @@ __all__ = [
     "Prepare",
     "Samples",
     "build",
+    "hold_out",
     "keep_classes",
     "load",
     "make_augment",
+    "merge",
+    "normalized",
 ]

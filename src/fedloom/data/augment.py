@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from fedloom.data.samples import is_integer
 from fedloom.errors import InputError, unknown
 
 PAD = 4
@@ -23,6 +24,8 @@ class Augment:
 
         Every draw comes from `generator`, one for each image and choice, whatever device `x` is on.
         """
+        if is_integer(x) and x.dtype != torch.uint8:
+            raise InputError(f"cannot augment tokens of shape {tuple(x.shape)}; only images can be augmented.")
         if x.ndim != 4 or not (x.dtype == torch.uint8 or x.is_floating_point()):
             raise InputError(f"cannot augment a batch of shape {tuple(x.shape)}; only images can be augmented.")
         if x.dtype == torch.uint8:

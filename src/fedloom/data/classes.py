@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from fedloom.data.datasets import Dataset
@@ -27,7 +28,16 @@ def keep_classes(dataset: Dataset, spec: str | None) -> Dataset:
         return Samples(samples.x.index_select(0, index), labels[index])
 
     names = tuple(dataset.class_names[label] for label in kept) if dataset.class_names else ()
-    return replace(dataset, train=part(dataset.train), test=part(dataset.test), classes=len(kept), class_names=names)
+    chosen = np.isin(dataset.train.y.numpy(), kept)
+    return replace(
+        dataset,
+        train=part(dataset.train),
+        test=part(dataset.test),
+        classes=len(kept),
+        class_names=names,
+        owners=None if dataset.owners is None else dataset.owners[chosen],
+        domains=None if dataset.domains is None else dataset.domains[chosen],
+    )
 
 
 def parse_classes(spec: str, count: int, name: str) -> list[int]:

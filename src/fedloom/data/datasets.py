@@ -2,22 +2,40 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.cache import cache_folder, cached
+from fedloom.data.content import Content
+from fedloom.data.digit5 import DIGIT5
 from fedloom.data.digits import read_digits
 from fedloom.data.download import Progress
+from fedloom.data.femnist import FEMNIST
+from fedloom.data.folder_sources import CINIC10, DOMAINNET, PACS
+from fedloom.data.own_images import KINDS, read_own_images
+from fedloom.data.own_tables import TABLES, read_own_table
 from fedloom.data.samples import Prepare, Samples
-from fedloom.data.sources import SOURCES, TEN_DIGITS, Source
+from fedloom.data.source import Source
+from fedloom.data.sources import SOURCES, TEN_DIGITS
+from fedloom.data.spec import parse
 from fedloom.errors import InputError, unknown
 
-State = Literal["embedded", "at hand", "can be downloaded"]
+SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
+
+State = Literal["embedded", "at hand", "can be downloaded", "must be fetched by hand", "your own"]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set in memory; `prepare` makes network input of shape `shape` from its stored images."""
+    """A data set in memory; `prepare` makes network input of shape `shape` from its stored images.
+
+    `owners` and `domains` say of each training sample whose it is and where it comes from, as positions in
+    `owner_names` and `domain_names`; None where the data set does not say.
+    """
 
     name: str
     train: Samples
@@ -26,6 +44,14 @@ class Dataset:
     shape: tuple[int, ...]
     prepare: Prepare
     class_names: tuple[str, ...]
+    owners: NDArray[np.int64] | None = None
+    owner_names: tuple[str, ...] = ()
+    domains: NDArray[np.int64] | None = None
+    domain_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a person should know about how it was read, a sentence each."""
+    tokens: int = 0
+    """Where inputs are tokens: how many different ones there may be; 0 where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -34,57 +60,102 @@ class DatasetInfo:
 
     name: str
     summary: str
-    classes: int
+    classes: int | None
+    """None where the files decide, as they do on the rest."""
     shape: tuple[int, ...]
-    samples: int
-    """For training; `test_samples` come on top."""
-    test_samples: int
+    """Empty where the files decide."""
+    samples: int | None
+    """For training; `test_samples` come on top. None where it depends on how the files were made."""
+    test_samples: int | None
     state: State
     found: Path | None = None
     """The folder it was found in, where it is at hand."""
+    missing: tuple[str, ...] = ()
+    """Parts that were not found and that can be done without."""
+    get: str = ""
+    """What a person must do to get it, where it must be fetched by hand."""
 
+
+OWN = {**KINDS, **TABLES}
+"""What a path may stand for."""
 
 DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
 
 
 def catalogue() -> list[DatasetInfo]:
     """All data sets by name, and whether they are on this machine; nothing is read or downloaded."""
-    return [DIGITS, *(_describe(source) for source in SOURCES.values())]
+    own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, what in OWN.items()]
+    return [DIGITS, *(_describe(source) for source in SOURCES.values()), *own]
 
 
 def load(name: str, *, download: bool = True, progress: Progress | None = None) -> Dataset:
     """The data set `name`, downloaded into the user's cache folder where it is nowhere on this machine.
 
     Files are looked for in the folder that the environment variable FEDLOOM_DATA names, where packages of
-    the operating system put them, and in the cache. `progress(file, done, total)` follows a download.
+    the operating system put them, and in the cache. `progress(file, done, total)` follows a download. What was
+    decoded once is mapped into memory from the cache.
     """
     if name == DIGITS.name:
         return _load_digits()
-    if name not in SOURCES:
-        raise unknown("data set", name, [DIGITS.name, *SOURCES])
-    source = SOURCES[name]
-    train, test = source.read(_find(source) or _download(source, download, progress))
-    classes = len(source.class_names)
-    return Dataset(name, train, test, classes, source.shape, source.prepare, source.class_names)
+    kind = name.partition(":")[0]
+    if kind in KINDS:
+        return named(name, read_own_images(parse(name, takes_path=True)))
+    if kind in TABLES:
+        return named(name, read_own_table(parse(name, takes_path=True)))
+    if kind not in SOURCES:
+        raise unknown("data set", kind, [DIGITS.name, *SOURCES, *OWN])
+    spec = parse(name, takes_path=False)
+    source = SOURCES[spec.name].having(spec)
+    spec.done()
+    folder = _find(source) or _download(source, download, progress)
+    content = cached(source.name, folder, source.recipe(), source.inputs(folder), lambda: source.read(folder))
+    if lacking := source.missing(folder):
+        note = f"{name!r} is read without {', '.join(lacking)}, not found in {folder}."
+        content = replace(content, notes=(*content.notes, note))
+    return named(name, content, source.prepare)
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept: $XDG_CACHE_HOME/fedloom, or ~/.cache/fedloom."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
+def named(name: str, content: Content, prepare: Prepare | None = None) -> Dataset:
+    """The data set `name` of this content; `prepare` by default scales images to 0..1."""
+    return Dataset(
+        name,
+        content.train,
+        content.test,
+        len(content.class_names),
+        content.train.shape,
+        content.train.default_prepare() if prepare is None else prepare,
+        content.class_names,
+        content.owners,
+        content.owner_names,
+        content.domains,
+        content.domain_names,
+        content.notes,
+        content.tokens,
+    )
 
 
 def _load_digits() -> Dataset:
     train, test = read_digits()
     grey = train.x.double() / 255
     prepare = Prepare((float(grey.mean()),), (float(grey.std()),))
-    return Dataset(DIGITS.name, train, test, DIGITS.classes, DIGITS.shape, prepare, TEN_DIGITS)
+    return Dataset(DIGITS.name, train, test, len(TEN_DIGITS), DIGITS.shape, prepare, TEN_DIGITS)
 
 
 def _describe(source: Source) -> DatasetInfo:
     found = _find(source)
-    state: State = "can be downloaded" if found is None else "at hand"
-    classes = len(source.class_names)
-    return DatasetInfo(source.name, source.summary, classes, source.shape, source.train, source.test, state, found)
+    state: State = "at hand" if found else "must be fetched by hand" if source.by_hand else "can be downloaded"
+    return DatasetInfo(
+        source.name,
+        source.summary,
+        len(source.class_names),
+        source.shape,
+        source.train,
+        source.test,
+        state,
+        found,
+        source.missing(found) if found else (),
+        "" if found else source.by_hand,
+    )
 
 
 def _find(source: Source) -> Path | None:
@@ -108,6 +179,8 @@ def _download(source: Source, allowed: bool, progress: Progress | None) -> Path:
         f"put {', '.join(source.files)} into {folder}, or into {source.folders[0]}/ of a folder that the "
         "environment variable FEDLOOM_DATA names"
     )
+    if source.by_hand:
+        raise InputError(f"data set {source.name!r} must be fetched by hand: {source.by_hand}; then {by_hand}.")
     if not allowed:
         raise InputError(f"data set {source.name!r} is not on this machine; allow its download or {by_hand}.")
     try:

@@ -32,7 +32,7 @@ def fetch(url: str, target: Path, md5: str, progress: Progress | None = None) ->
     taken up again at once, as long as each attempt brings something.
     """
     part = target.with_name(target.name + ".part")
-    with _alone(target.parent):
+    with alone(target.parent):
         if target.exists():
             return
         for attempt in range(1, ATTEMPTS + 1):
@@ -91,7 +91,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Lets one process at a time write to `folder`; the next one then finds what the first has fetched."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

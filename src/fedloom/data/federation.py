@@ -30,8 +30,14 @@ class Federation(ABC):
     """How many labels there are; 0 where the task is not a classification."""
     shape: tuple[int, ...]
     """The shape of one prepared input, such as (1, 28, 28)."""
+    tokens: int = 0
+    """Where inputs are tokens: how many different ones there may be; 0 where nobody says."""
     prepare: Prepare = Prepare.identity()
     test: Samples | None = None
+    test_owners: NDArray[np.int64] | None = None
+    """Whose each test sample is, where the clients hold them out of their own."""
+    server_data: Samples | None = None
+    """What the server holds for methods that need data there; no client's, and like theirs."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -64,9 +70,10 @@ class Federation(ABC):
     ) -> "Federation":
         """A federation of each client's own `(x, y)`, numpy arrays or tensors; a client may be empty.
 
-        uint8 arrays n x H x W x C are images, scaled to 0..1 unless `prepare` says otherwise; other arrays
-        are network input as they are. Integer labels make a classification with as many classes as the
-        largest label says, unless `classes` does; float labels make a regression.
+        uint8 arrays n x H x W x C are images, scaled to 0..1 unless `prepare` says otherwise; other integers are
+        tokens and reach the network as int64; every other array is network input as float32. Integer labels make
+        a classification with as many classes as the largest label says, unless `classes` does; float labels make
+        a regression.
         """
         from fedloom.data.own import federate_arrays
 
@@ -104,10 +111,11 @@ class PooledFederation(Federation):
         prepare: Prepare | None = None,
         test: Samples | None = None,
         name: str = "own",
+        tokens: int = 0,
     ) -> None:
         # take() wants writable arrays, and a caller's later change must not reach us.
         self.pool, self.parts = pool, [np.array(part, dtype=np.int64) for part in parts]
-        self.classes, self.test, self.name = classes, test, name
+        self.classes, self.test, self.name, self.tokens = classes, test, name, tokens
         self.shape = pool.shape if shape is None else shape
         self.prepare = pool.default_prepare() if prepare is None else prepare
         if classes and len(pool) and (pool.y.min() < 0 or pool.y.max() >= classes):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.federation import Federation, count_labels
-from fedloom.data.samples import Array, Prepare, Samples
+from fedloom.data.samples import Array, Prepare, Samples, is_integer
 from fedloom.errors import InputError
 
 
@@ -82,6 +82,9 @@ def federate_arrays(
     federation = OwnFederation(sizes, held.__getitem__, example, test, classes, name, prepare)
     for k in range(len(held)):
         federation.client(k)  # what is wrong with arrays at hand is said now, not in the middle of a run
+    if example.are_tokens:
+        parts = [samples.x for samples in (*held, federation.test) if samples is not None and samples.x.numel()]
+        federation.tokens = 1 + max(int(x.max()) for x in parts)
     return federation
 
 
@@ -134,9 +137,13 @@ def _read(data: TorchDataset[Any], size: int, who: str) -> Samples:
 
 
 def _samples(x: Array, y: Array, who: str) -> Samples:
-    """Arrays as `Samples`: uint8 of four dimensions are images, every other input becomes float32."""
+    """Arrays as `Samples`: uint8 of four dimensions are images, other integers tokens, the rest becomes float32."""
     inputs, labels = _tensor(x, who), _tensor(y, who)
-    if inputs.dtype != torch.uint8 or inputs.ndim != 4:
+    if inputs.dtype == torch.uint8 and inputs.ndim == 4:
+        pass
+    elif is_integer(inputs):
+        inputs = inputs.to(torch.int64)
+    else:
         inputs = inputs.to(torch.float32)
         if not bool(torch.isfinite(inputs).all()):
             raise InputError(f"{who} has inputs that are NaN or infinite; expected finite numbers.")

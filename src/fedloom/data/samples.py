@@ -18,8 +18,8 @@ class Samples:
     """Inputs and labels, one row each.
 
     Images are uint8 in n x H x W x C: a quarter of the memory of floats, and channels-last network
-    input is a view of them. Anything else is float32 in the shape the network takes. Labels are int64,
-    or float where the task is a regression.
+    input is a view of them. Other integers are tokens, stored in whatever integer type holds them. Anything
+    else is float32 in the shape the network takes. Labels are int64, or float where the task is a regression.
     """
 
     x: Tensor
@@ -49,13 +49,21 @@ class Samples:
         return self.x.dtype == torch.uint8 and self.x.ndim == 4
 
     @property
+    def are_tokens(self) -> bool:
+        """Whether inputs are numbers of things, such as characters or words, and no quantities."""
+        return is_integer(self.x) and not self.are_images
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one prepared input: C x H x W of images, else that of a stored row."""
         row = tuple(self.x.shape[1:])
         return (row[2], row[0], row[1]) if self.are_images else row
 
     def default_prepare(self) -> "Prepare":
-        """What makes network input of them where nobody says more: images to 0..1, the rest as it is."""
+        """What makes network input of them where nobody says more: images to 0..1, the rest as it is.
+
+        Tokens are int64 then, whatever type they are stored in.
+        """
         return Prepare.unit(self.shape[0]) if self.are_images else Prepare.identity()
 
 
@@ -63,7 +71,7 @@ class Samples:
 class Prepare:
     """Turns a stored batch into network input: `prepare(x)` is `(x / 255 - mean) / std`, per channel.
 
-    Without constants it is the identity, for float arrays that are network input already.
+    Without constants it is the identity, for floats and tokens that are network input already.
     """
 
     mean: tuple[float, ...] = ()
@@ -86,13 +94,14 @@ class Prepare:
         return Prepare((0.0,) * channels, (1.0,) * channels)
 
     def __call__(self, x: Tensor, channels_last: bool = False) -> Tensor:
-        """The batch as float32, images as N x C x H x W in the memory format asked for.
+        """The batch as float32, images as N x C x H x W in the memory format asked for; tokens as int64.
 
         The identity gives the batch itself where nothing has to change; do not write to it.
         """
         layout = torch.channels_last if channels_last and x.ndim == 4 else torch.contiguous_format
         if not self.mean:
-            return x.to(torch.float32).contiguous(memory_format=layout)
+            kind = torch.int64 if is_integer(x) else torch.float32
+            return x.to(kind).contiguous(memory_format=layout)
         n, height, width, channels = self._check(x)
         if not channels_last:
             scale, shift = _constants(self, x.device, 1)
@@ -112,6 +121,11 @@ class Prepare:
                 f"expected uint8 images, n x height x width x {len(self.mean)}."
             )
         return x.shape[0], x.shape[1], x.shape[2], x.shape[3]
+
+
+def is_integer(x: Tensor) -> bool:
+    """Whether a tensor holds integers; truth values are none."""
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
 @lru_cache(maxsize=64)

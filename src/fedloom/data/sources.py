@@ -1,52 +1,19 @@
 """The published data sets: what they are, which files hold them, and where those come from."""
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedloom.data import cifar
+from fedloom.data.content import Content
 from fedloom.data.download import Progress, fetch, unpack
 from fedloom.data.idx import find_idx, read_pair
-from fedloom.data.samples import Prepare, Samples
+from fedloom.data.samples import Prepare
+from fedloom.data.sent140 import SENT140
+from fedloom.data.shakespeare import SHAKESPEARE
+from fedloom.data.source import Source
+from fedloom.data.writers import WRITERS, read_writers
 
 TEN_DIGITS = tuple("0123456789")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source(ABC):
-    """A data set that lives in files of one folder."""
-
-    name: str
-    summary: str
-    shape: tuple[int, ...]
-    train: int
-    """How many training samples were published."""
-    test: int
-    prepare: Prepare
-    class_names: tuple[str, ...]
-    folders: tuple[str, ...]
-    """What the folder may be called; a download makes the first."""
-    system: tuple[Path, ...] = ()
-    """Where packages of the operating system put it."""
-    home: str
-    """The address that its files are under."""
-
-    @property
-    @abstractmethod
-    def files(self) -> tuple[str, ...]:
-        """The names of the files a person would put in place by hand."""
-
-    @abstractmethod
-    def complete(self, folder: Path) -> bool:
-        """Whether `folder` holds all files."""
-
-    @abstractmethod
-    def read(self, folder: Path) -> tuple[Samples, Samples]:
-        """The training and the test samples, everything checked."""
-
-    @abstractmethod
-    def download(self, folder: Path, progress: Progress | None) -> None:
-        """Makes `folder` complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +30,14 @@ class IdxSource(Source):
     def complete(self, folder: Path) -> bool:
         return all(find_idx(folder, name) for name in self.files)
 
-    def read(self, folder: Path) -> tuple[Samples, Samples]:
+    def read(self, folder: Path) -> Content:
         official = {name: (count, digest) for name, (count, digest, _) in self.checksums.items()}
         images, labels, test_images, test_labels = (find_idx(folder, name) or folder / name for name in self.files)
         classes = len(self.class_names)
-        return read_pair(images, labels, classes, official), read_pair(test_images, test_labels, classes, official)
+        train = read_pair(images, labels, classes, official)
+        test = read_pair(test_images, test_labels, classes, official)
+        writers, names = read_writers(folder / WRITERS, len(train))
+        return Content(train, test, self.class_names, writers, names)
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         for name, (_, _, md5) in self.checksums.items():
@@ -76,25 +46,32 @@ class IdxSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class CifarSource(Source):
-    """CIFAR-10's binary version."""
+    """CIFAR's binary version."""
 
-    archive: str = "cifar-10-binary.tar.gz"
-    md5: str = "c32a1d4ab5d03f1284b67883e8d87530"
+    archive: str
+    md5: str
+    records: cifar.Records
 
     @property
     def files(self) -> tuple[str, ...]:
-        return (*cifar.TRAIN, *cifar.TEST)
+        return (*self.records.train, *self.records.test)
 
     def complete(self, folder: Path) -> bool:
         return all((folder / name).is_file() for name in self.files)
 
-    def read(self, folder: Path) -> tuple[Samples, Samples]:
-        return cifar.read_cifar10(folder, cifar.TRAIN), cifar.read_cifar10(folder, cifar.TEST)
+    def read(self, folder: Path) -> Content:
+        train, test = (self.records.read(folder, files) for files in (self.records.train, self.records.test))
+        return Content(train, test, self.class_names)
+
+    def inputs(self, folder: Path) -> list[Path]:
+        return [folder / name for name in self.files]
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         archive = folder / self.archive
         fetch(f"{self.home}/{self.archive}", archive, self.md5, progress)
-        unpack(archive, folder, self.files, cifar.RECORD * cifar.RECORDS)
+        sizes = self.records.sizes()
+        for size in set(sizes.values()):
+            unpack(archive, folder, [name for name in sizes if sizes[name] == size], size)
         archive.unlink()
 
 
@@ -183,6 +160,34 @@ CIFAR10 = CifarSource(
     ),
     folders=("cifar-10-batches-bin", "cifar10"),
     home="https://www.cs.toronto.edu/~kriz",
+    archive="cifar-10-binary.tar.gz",
+    md5="c32a1d4ab5d03f1284b67883e8d87530",
+    records=cifar.TEN,
 )
 
-SOURCES: dict[str, Source] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10)}
+CIFAR100 = CifarSource(
+    name="cifar100",
+    summary="photographs of a hundred kinds of things, colour, 32 x 32",
+    shape=(3, 32, 32),
+    train=50_000,
+    test=10_000,
+    prepare=Prepare((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    class_names=cifar.FINE,
+    folders=("cifar-100-binary", "cifar100"),
+    home="https://www.cs.toronto.edu/~kriz",
+    archive="cifar-100-binary.tar.gz",
+    md5="03b5dce01913d631647c71ecec9e9cb8",
+    records=cifar.HUNDRED,
+)
+
+CIFAR100_COARSE = replace(
+    CIFAR100,
+    name="cifar100-coarse",
+    summary="the photographs of cifar100 with its 20 coarse labels",
+    class_names=cifar.COARSE,
+    records=cifar.TWENTY,
+)
+
+SOURCES: dict[str, Source] = {
+    source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10, CIFAR100, CIFAR100_COARSE, SHAKESPEARE, SENT140)
+}

@@ -1,5 +1,5 @@
 """The papers' networks, by name."""
 
-from fedloom.models.networks import ModelInfo, build, catalogue
+from fedloom.models.networks import ModelInfo, build, catalogue, count
 
-__all__ = ["ModelInfo", "build", "catalogue"]
+__all__ = ["ModelInfo", "build", "catalogue", "count"]

@@ -7,17 +7,15 @@ body is in memory once, whatever the number of worker processes.
 A model's name may carry options: `vit-tiny-lora:rank=4,alpha=8`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from fedloom.errors import InputError, unknown
-from fedloom.settings import Settings, validated
-
-Shape = tuple[int, ...]
+from fedloom.errors import InputError
+from fedloom.models.base import Network, Wanted
+from fedloom.settings import Settings
 
 
 class Geometry(Settings):
@@ -35,6 +33,12 @@ class Geometry(Settings):
     """side that images are resized to; 0 takes them as they are"""
     colour: bool = False
     """three channels whatever the data have; grey images are repeated"""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "Geometry":
+        if self.width % self.heads:
+            raise ValueError(f"a width of {self.width} cannot be shared among {self.heads} heads.")
+        return self
 
 
 class BaseGeometry(Geometry):
@@ -63,7 +67,12 @@ class Lora(Settings):
     """dropout before A"""
 
 
-GEOMETRIES: dict[str, type[Geometry]] = {"vit-tiny": Geometry, "vit-b16": BaseGeometry}
+class AdaptedGeometry(Lora, Geometry):
+    """ViT-Ti with LoRA."""
+
+
+class AdaptedBaseGeometry(Lora, BaseGeometry):
+    """ViT-B/16 with LoRA."""
 
 
 class VisionTransformer(nn.Module):
@@ -98,11 +107,10 @@ class VisionTransformer(nn.Module):
         return scores
 
 
-def make(name: str, shape: Shape, classes: int) -> nn.Module:
-    """The vision transformer `name`, with its options, for images of `shape`."""
-    base, geometry, lora = _parse(name)
-    channels, (height, width) = _input(name, base, geometry, shape)
-    transformers, peft = _libraries(base)
+def make(wanted: Wanted, geometry: Geometry) -> nn.Module:
+    """The vision transformer, with LoRA if the options have it."""
+    channels, (height, width) = _input(wanted, geometry)
+    transformers, peft = _libraries(wanted)
     settings = transformers.ViTConfig(
         hidden_size=geometry.width,
         num_hidden_layers=geometry.depth,
@@ -115,86 +123,69 @@ def make(name: str, shape: Shape, classes: int) -> nn.Module:
         num_channels=channels,
     )
     body = transformers.ViTModel(settings, add_pooling_layer=False)
-    if lora is not None:
+    if isinstance(geometry, Lora):
         leaves = {path.rpartition(".")[2] for path, _ in body.named_modules()}
         targets = ["q_proj", "v_proj"] if "q_proj" in leaves else ["query", "value"]  # transformers 5, and before
         adapted = peft.LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, bias="none"
+            r=geometry.rank,
+            lora_alpha=geometry.alpha,
+            lora_dropout=geometry.dropout,
+            target_modules=targets,
+            bias="none",
         )
         body = peft.inject_adapter_in_model(adapted, body)  # which also freezes the rest of the body
-    return VisionTransformer(body, geometry.width, classes, channels, geometry.size)
+    return VisionTransformer(body, geometry.width, wanted.classes, channels, geometry.size)
 
 
-def count(name: str, shape: Shape, classes: int) -> int:
+def count(wanted: Wanted, geometry: Geometry) -> int:
     """How many trainable parameters `make` gives, without the libraries it needs."""
-    base, geometry, lora = _parse(name)
-    channels, (height, width) = _input(name, base, geometry, shape)
+    channels, (height, width) = _input(wanted, geometry)
     w, d, p = geometry.width, geometry.depth, geometry.patch
-    head = w * classes + classes
-    if lora is not None:
-        return 4 * d * w * lora.rank + head
+    head = w * wanted.classes + wanted.classes
+    if isinstance(geometry, Lora):
+        return 4 * d * w * geometry.rank + head
     tokens = (height // p) * (width // p) + 1
     embedding = w + tokens * w + channels * p * p * w + w
     block = 4 * (w * w + w) + 2 * 2 * w + (4 * w * w + 4 * w) + (4 * w * w + w)
     return embedding + d * block + 2 * w + head
 
 
-def _parse(name: str) -> tuple[str, Geometry, Lora | None]:
-    """`vit-tiny-lora:rank=4` as its parts."""
-    base, _, text = name.partition(":")
-    given: dict[str, Any] = {}
-    for pair in text.split(",") if text else ():
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not (key and equals and value):
-            raise InputError(f"options of a model are given as {base}:NAME=VALUE,NAME=VALUE, not {name!r}.")
-        given[key] = value
-    plain = base.removesuffix("-lora")
-    kinds: list[type[Settings]] = [GEOMETRIES[plain], *([Lora] if plain != base else [])]
-    for key in given:
-        if not any(key in kind.model_fields for kind in kinds):
-            raise unknown(f"option of {base}", key, [field for kind in kinds for field in kind.model_fields])
-    shares = [{key: value for key, value in given.items() if key in kind.model_fields} for kind in kinds]
-    try:
-        geometry = validated(GEOMETRIES[plain], shares[0])
-        lora = validated(Lora, shares[1]) if plain != base else None
-    except InputError as error:
-        raise InputError(f"model {base!r}: {error}") from None
-    if geometry.width % geometry.heads:
-        raise InputError(f"model {base!r} cannot share a width of {geometry.width} among {geometry.heads} heads.")
-    return base, geometry, lora
-
-
-def _input(name: str, base: str, geometry: Geometry, shape: Shape) -> tuple[int, tuple[int, int]]:
+def _input(wanted: Wanted, geometry: Geometry) -> tuple[int, tuple[int, int]]:
     """Channels and sides of what enters the body."""
-    if len(shape) != 3:
-        raise InputError(f"model {base!r} cannot take inputs of shape {shape}; it wants images, (C, H, W).")
-    channels = 3 if geometry.colour else shape[0]
-    if shape[0] not in (1, channels):
-        raise InputError(f"model {base!r} cannot take images of {shape[0]} channels; it takes 1 or {channels}.")
-    height, width = (geometry.size, geometry.size) if geometry.size else shape[1:]
+    given, height, width = wanted.images()
+    channels = 3 if geometry.colour else given
+    if given not in (1, channels):
+        raise InputError(f"model {wanted.name!r} cannot take images of {given} channels; it takes 1 or {channels}.")
+    if geometry.size:
+        height = width = geometry.size
     if height % geometry.patch or width % geometry.patch:
+        base, size = wanted.name.partition(":")[0], geometry.patch * max(1, round(height / geometry.patch))
         raise InputError(
-            f"model {name!r} cannot cut images of {height} x {width} pixels into patches of {geometry.patch}; give "
-            f"another size, such as {base}:size={geometry.patch * max(1, round(height / geometry.patch))}."
+            f"model {wanted.name!r} cannot cut images of {height} x {width} pixels into patches of {geometry.patch}; "
+            f"give another size, such as {base}:size={size}."
         )
     return channels, (height, width)
 
 
-def _libraries(base: str) -> tuple[Any, Any]:
+def _libraries(wanted: Wanted) -> tuple[Any, Any]:
     try:
         import peft
         import transformers
     except ImportError as error:
         missing = error.name or "transformers"
         raise InputError(
-            f"model {base!r} needs {missing}, which is not installed: pip install 'fedloom[vit]'."
+            f"model {wanted.name!r} needs {missing}, which is not installed: pip install 'fedloom[vit]'."
         ) from None
     return transformers, peft
 
 
-NETWORKS: dict[str, tuple[str, Callable[[str, Shape, int], nn.Module]]] = {
-    "vit-tiny": ("ViT-Ti: 12 blocks of width 192, patches of 4 pixels", make),
-    "vit-tiny-lora": ("the same, frozen, with LoRA of rank 8 on queries and values", make),
-    "vit-b16": ("ViT-B/16 on images resized to 224", make),
-    "vit-b16-lora": ("the same, frozen, with LoRA of rank 8 on queries and values", make),
+NETWORKS: dict[str, Network[Any]] = {
+    "vit-tiny": Network("ViT-Ti: 12 blocks of width 192, patches of 4 pixels", make, Geometry, count=count),
+    "vit-tiny-lora": Network(
+        "the same, frozen, with LoRA of rank 8 on queries and values", make, AdaptedGeometry, count=count
+    ),
+    "vit-b16": Network("ViT-B/16 on images resized to 224", make, BaseGeometry, count=count),
+    "vit-b16-lora": Network(
+        "the same, frozen, with LoRA of rank 8 on queries and values", make, AdaptedBaseGeometry, count=count
+    ),
 }

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from fedloom.report.measure import Group
-from fedloom.report.records import Record
+from fedloom.report.records import Counts, Record
 
 METRICS = {
     "accuracy": "accuracy",
     "client_accuracy_worst10": "worst 10 % of clients",
+    "personal_accuracy_mean": "clients' own models",
+    "personal_accuracy_worst10": "worst 10 % of own models",
     "loss": "loss",
     "train_loss": "training loss",
 }
@@ -86,20 +88,22 @@ def partitions(groups: Sequence[Group]) -> list[Data]:
         for run in group.runs:
             if run.counts is None or run.counts.size == 0:
                 continue
-            key = (group.task, run.counts.tobytes())
-            shown = run.counts[:MOST_CLIENTS]
-            client, label = np.nonzero(shown)
-            found.setdefault(
-                key,
-                {
-                    "title": (f"{group.task}, " if several else "") + f"seed {run.seed}",
-                    "clients": len(shown),
-                    "of": len(run.counts),
-                    "classes": list(run.class_names),
-                    "client": client.tolist(),
-                    "label": label.tolist(),
-                    "count": shown[client, label].tolist(),
-                    "totals": shown.sum(axis=1).tolist(),
-                },
-            )
+            title = (f"{group.task}, " if several else "") + f"seed {run.seed}"
+            found.setdefault((group.task, run.counts.tobytes()), bubbles(title, run.counts, run.class_names))
     return list(found.values())[:MOST_PARTITIONS]
+
+
+def bubbles(title: str, counts: Counts, class_names: Sequence[str]) -> Data:
+    """A circle for each class that a client holds; `counts` has a row for each client."""
+    shown = counts[:MOST_CLIENTS]
+    client, label = np.nonzero(shown)
+    return {
+        "title": title,
+        "clients": len(shown),
+        "of": len(counts),
+        "classes": list(class_names),
+        "client": client.tolist(),
+        "label": label.tolist(),
+        "count": shown[client, label].tolist(),
+        "totals": shown.sum(axis=1).tolist(),
+    }

@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.report.records import Record
 
 NOT_SETTINGS = frozenset(
-    {"seed", "command", "name", "out", "folder", "workers", "made_with", "format"}
+    {"seed", "command", "server_data_used_by", "name", "out", "folder", "workers", "made_with", "format"}
     | {"checkpoint_seconds", "keep_checkpoints", "cache_dir"}
 )
 """Keys of a config that cannot change what is learned, but for the seed, which is what we average over."""
@@ -34,6 +34,9 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
     if "init" in flat:  # a start is its content: its folder differs from machine to machine
         start, checksum = PurePath(flat["init"]), flat.pop("init_sha256", "")
         flat["init"] = f"{start.name} {checksum[:8]}".rstrip()
+    if "partition_sha256" in flat:  # and so is a partition in a file
+        path, checksum = PurePath(flat.get("partition", "").removeprefix("file:")), flat.pop("partition_sha256")
+        flat["partition"] = f"{path.name} {checksum[:8]}"
     return flat
 
 

@@ -90,6 +90,7 @@ def span(gap: Difference, metric: str) -> str:
 def notes(groups: Sequence[Group]) -> list[str]:
     """What would mislead if it were not said."""
     said = [note for group in groups for note in _about(group)]
+    said += _server_data([group.runs[0] for group in groups])
     causes: dict[str, None] = {}
     for name in dict.fromkeys(group.task for group in groups):
         tables = [settings(group.runs[0].config) for group in groups if group.task == name]
@@ -117,6 +118,20 @@ def _about(group: Group) -> list[str]:
     if void and group.result:
         said.append(f"{group.label}: no final {group.metric} with seed {listed(void)}; left out of its mean.")
     return said
+
+
+def _server_data(runs: Sequence[Record]) -> list[str]:
+    """Which methods saw data that others do without, where some did."""
+    users: dict[str, dict[str, None]] = {}
+    for run in runs:
+        names = run.config.get("server_data_used_by")
+        if isinstance(names, list) and names:
+            users.setdefault(str(run.config.get("server_data", "?")), {}).update(dict.fromkeys(map(str, names)))
+    said = {source: " (samples that no client holds)" if source.startswith("split:") else "" for source in users}
+    return [
+        f"{listed(list(names))} used data on the server, {source}{said[source]}; other methods do without."
+        for source, names in users.items()
+    ]
 
 
 def _where(run: Record) -> str:

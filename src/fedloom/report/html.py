@@ -38,7 +38,11 @@ def write_report(
     if grid:  # so that the baselines come first, in whatever order folders were read
         order = {method: at for at, method in enumerate(grid.methods)}
         records = sorted(records, key=lambda record: order.get(record.method, len(order)))
-    page = render(compare(records, target), title, grid)
+    write_page(path, render(compare(records, target), title, grid))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page: whole or, if anything goes wrong, not at all."""
     name = ""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -54,14 +58,11 @@ def write_report(
 
 def render(comparison: Comparison, title: str | None = None, grid: Grid | None = None) -> str:
     """The page as text."""
-    from plotly.offline import get_plotlyjs
-
     groups = comparison.groups
     data = figures(groups)
     effects = analyse(grid, groups) if grid else None
     if effects and effects.scores:
         data["grid"] = heat_maps(effects)
-    scripts = [get_plotlyjs(), _asset("report.js")]
     title = title or _title(comparison, grid)
     count = sum(len(group.members) for group in groups)
     tasks = data["tasks"][0] if len(data["tasks"]) == 1 else plural(len(data["tasks"]), "task")
@@ -80,13 +81,24 @@ def render(comparison: Comparison, title: str | None = None, grid: Grid | None =
         _curves(data),
         costs(comparison),
         durations(groups),
-        _partition(data),
+        who_holds_what(data),
         _diagnostics(data),
         pictures(groups),
         losses(groups),
         setup(groups),
         starts(groups),
         runs(groups),
+    ]
+    return whole_page(title, body, data)
+
+
+def whole_page(title: str, body: Sequence[str], data: Data) -> Safe:
+    """A page with this body, and the figures that the script draws from the data."""
+    from plotly.offline import get_plotlyjs
+
+    scripts = [get_plotlyjs(), _asset("report.js")]
+    body = [
+        *body,
         tag("script", Safe(_inert(data)), type="application/json", id="data"),
         *(tag("script", Safe(script)) for script in scripts),
     ]
@@ -120,7 +132,8 @@ def _curves(data: Data) -> Safe:
     )
 
 
-def _partition(data: Data) -> Safe:
+def who_holds_what(data: Data) -> Safe:
+    """The section with the circles; nothing if no partition is known."""
     if not data["partitions"]:
         return Safe("")
     hint = "The area of a circle is the number of examples of a class that a client holds."

@@ -83,6 +83,9 @@ class Group:
     late_accuracy: Spread | None
     best_accuracy: Spread | None
     worst_clients: Spread | None
+    personal: Spread | None
+    """Accuracy of the clients' own models, mean over clients, where the method makes such models."""
+    personal_worst: Spread | None
     loss: Spread | None
     bytes_down: Spread | None
     bytes_up: Spread | None
@@ -147,6 +150,8 @@ def measure(name: Named) -> Group:
         late_accuracy=every("accuracy", lambda values: np.mean(values[-LATE:]), LATE + 1),
         best_accuracy=every("accuracy", np.max),
         worst_clients=over(lambda run: final(run, "client_accuracy_worst10")),
+        personal=over(lambda run: final(run, "personal_accuracy_mean")),
+        personal_worst=over(lambda run: final(run, "personal_accuracy_worst10")),
         loss=over(lambda run: final(run, "loss")),
         bytes_down=over(lambda run: run.total("bytes_down")),
         bytes_up=over(lambda run: run.total("bytes_up")),

@@ -56,6 +56,11 @@ class Comparison:
             said.append(f"“Last {LATE}”: mean of the last {LATE} evaluations.")
         if any(group.worst_clients for group in self.groups):
             said.append("“Worst clients”: mean over the tenth of the clients it serves worst.")
+        if any(group.personal for group in self.groups):
+            said.append(
+                "“Own models”: those that clients of a personalised method would use, each on its client's mixture of "
+                "classes, mean over clients; “worst own”: over the tenth that fares worst."
+            )
         if any(group.best_accuracy for group in self.groups):
             said.append("“Best round” is chosen on the test data, so it flatters and is no result.")
         return " ".join(said)
@@ -99,6 +104,8 @@ def _columns(groups: Sequence[Group]) -> list[tuple[str, Callable[[Group], str],
         (against, lambda group: _gap(group.difference, group.metric), "result", "brief"),
         (f"last {LATE} %", lambda group: _spread(group.late_accuracy, 100), "result"),
         ("worst clients %", lambda group: _spread(group.worst_clients, 100), "result"),
+        ("own models %", lambda group: _spread(group.personal, 100), "result", "brief"),
+        ("worst own %", lambda group: _spread(group.personal_worst, 100), "result"),
         ("loss", lambda group: _spread(group.loss, 1, 3), "result", only),
         ("best round %", lambda group: _spread(group.best_accuracy, 100), "result"),
         (to, lambda group: _reached(group, several=to.endswith("target")), "cost", "brief"),

@@ -1,0 +1,81 @@
+"""LEAF's JSON files: users, and for each the lists x and y."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import InputError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a folder of LEAF's holds: of each user the pairs (x, y). `test` is None where it was not split yet."""
+
+    train: dict[str, tuple[list[Any], list[Any]]]
+    test: dict[str, tuple[list[Any], list[Any]]] | None
+
+
+def leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
+    """The files for training and for testing: of `train/` and `test/`, or of `all_data/`, also under `data/`."""
+    for root in (folder, folder / "data"):
+        train, test = (sorted((root / part).glob("*.json")) for part in ("train", "test"))
+        if train and test:
+            return train, test
+    for root in (folder, folder / "data"):
+        everything = sorted((root / "all_data").glob("*.json")) or sorted(root.glob("all_data*.json"))
+        if everything:
+            return everything, []
+    return None
+
+
+def read_leaf(train: list[Path], test: list[Path]) -> Leaf:
+    """The users of these files, checked."""
+    return Leaf(_users(train), _users(test) if test else None)
+
+
+def _users(paths: list[Path]) -> dict[str, tuple[list[Any], list[Any]]]:
+    users: dict[str, tuple[list[Any], list[Any]]] = {}
+    for path in paths:
+        for user, x, y in _read(path):
+            if user in users:
+                raise InputError(f"{path} holds the user {user!r}, whom another file holds already.")
+            users[user] = x, y
+    if not any(x for x, _ in users.values()):
+        raise InputError(f"{paths[0].parent} holds no samples; expected some in {paths[0].name}.")
+    return users
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply to be a data set.") from None
+    except ValueError as error:  # of which bytes that are no text are one kind
+        raise InputError(f"{path} is truncated, or not JSON: {error}.") from error
+
+
+def _read(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    content = read_json(path)
+    users = content.get("users") if isinstance(content, dict) else None
+    data = content.get("user_data") if isinstance(content, dict) else None
+    if not isinstance(users, list) or not isinstance(data, dict):
+        raise InputError(f"{path} is not one of LEAF's files; expected 'users' and 'user_data'.")
+    if not all(isinstance(user, str) for user in users) or len(set(users)) < len(users):
+        raise InputError(f"{path} has 'users' that are not different names.")
+    sizes = content.get("num_samples")
+    if sizes is not None and (not isinstance(sizes, list) or len(sizes) != len(users)):
+        raise InputError(f"{path} has {len(users)} users, but 'num_samples' does not have one number for each.")
+    for number, user in enumerate(users):
+        held = data.get(user)
+        x, y = (held.get("x"), held.get("y")) if isinstance(held, dict) else (None, None)
+        if not isinstance(x, list) or not isinstance(y, list):
+            raise InputError(f"{path} has no lists x and y for the user {user!r}.")
+        if len(x) != len(y) or (sizes is not None and sizes[number] != len(y)):
+            said = "" if sizes is None else f" where num_samples says {sizes[number]!r}"
+            raise InputError(f"{path} has {len(x)} x and {len(y)} y for the user {user!r}{said}; expected as many.")
+        yield user, x, y

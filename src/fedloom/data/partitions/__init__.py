@@ -1,0 +1,1 @@
+"""The schemes behind `fedloom.data.partition`: one file for each way of deciding who holds what."""

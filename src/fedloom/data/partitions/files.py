@@ -1,0 +1,132 @@
+"""Partitions in files: lists of positions, as JSON or as an npz of integer arrays, read without unpickling."""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.data.npz import read_npz
+from fedloom.data.partitions.request import Indices, Labels, Pool, Request
+from fedloom.errors import InputError
+from fedloom.storage import write_atomically
+
+HEADER = 4096
+"""Bytes that an array in an npz may need besides its numbers."""
+
+
+def from_file(request: Request) -> list[Indices]:
+    """The parts that a file lists; samples in none of them are left out, and a client may be empty."""
+    if not request.value:
+        raise InputError("partition 'file' wants the path of a file, as in file:split.json.")
+    parts = read_parts(Path(request.value), request.pool)
+    if request.asked not in (None, len(parts)):
+        raise InputError(f"{request.value} has {len(parts)} clients, but {request.asked} were asked for.")
+    return parts
+
+
+def read_parts(path: Path, pool: Pool) -> list[Indices]:
+    """The parts listed in `path`, each sorted; checked to be disjoint positions in `pool`.
+
+    A JSON file holds a list with a list of positions for each client, or an object with these by client ("0", "1",
+    ...), or such a list or object as its `clients`; an npz file holds an array for each client, named "0", "1", ...
+    A file that `write_parts` wrote is refused for other labels than those it was written for.
+    """
+    try:
+        found = _read_npz(path, len(pool)) if path.suffix == ".npz" else _read_json(path, pool)
+    except OSError as error:
+        raise InputError(f"cannot read the partition {path}: {error.strerror or error}.") from None
+    lists = _in_order(path, found) if isinstance(found, Mapping) else found
+    if not isinstance(lists, list) or not lists:
+        raise InputError(f"{path} is not a partition; expected a list of positions for each client.")
+    seen = np.zeros(len(pool), dtype=np.bool_)
+    return [_checked(path, client, part, seen) for client, part in enumerate(lists)]
+
+
+def write_parts(path: Path, parts: Sequence[Indices], labels: Labels, about: Mapping[str, Any]) -> None:
+    """Write parts to a file that `read_parts` reads, as npz or JSON by the ending of its name.
+
+    JSON also keeps `about`, and a checksum of the labels by which a mistaken use with other data is found out.
+    """
+    if path.suffix not in (".json", ".npz"):
+        raise InputError(f"a partition is written as .json or .npz, not as {path.name!r}.")
+    if path.suffix == ".npz":
+        content = io.BytesIO()
+        # np.savez would do, but it stamps the time of day, and the same partition must be the same file.
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+            for client, part in enumerate(parts):
+                with archive.open(zipfile.ZipInfo(f"{client}.npy"), "w") as file:
+                    np.lib.format.write_array(file, part, allow_pickle=False)
+        write_atomically(path, content.getvalue())
+        return
+    head = {**about, "samples": len(labels), "labels_sha256": _checksum(labels)}
+    lines = ",\n".join(json.dumps(part.tolist(), separators=(",", ":")) for part in parts)
+    text = f'{json.dumps(head, indent=1)[:-2]},\n "clients": [\n{lines}\n]}}\n'
+    write_atomically(path, text.encode())
+
+
+def _checksum(labels: Labels) -> str:
+    return hashlib.sha256(np.ascontiguousarray(labels, dtype="<f8").tobytes()).hexdigest()
+
+
+def _read_json(path: Path, pool: Pool) -> Any:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0] if isinstance(error, ValueError) else "it is nested too deeply"
+        raise InputError(f"{path} is not JSON: {reason}.") from None
+    if not isinstance(found, dict) or "clients" not in found:
+        return found
+    if found.get("samples", len(pool)) != len(pool):
+        raise InputError(
+            f"{path} is a partition of {found['samples']!r} samples, but {pool.name!r} has {len(pool)} to share."
+        )
+    if found.get("labels_sha256", None) not in (None, _checksum(pool.labels)):
+        raise InputError(f"{path} is a partition of other data: the labels of {pool.name!r} have another checksum.")
+    return found["clients"]
+
+
+def _read_npz(path: Path, samples: int) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile knows many ways to say that bytes are wrong
+        raise InputError(f"{path} is not an npz file: {str(error).rstrip('.') or type(error).__name__}.") from None
+    # Disjoint positions of 8 bytes cannot take more; what says it does is not even unpacked.
+    if sum(member.file_size for member in members) > 8 * samples + HEADER * len(members):
+        raise InputError(f"{path} lists more positions than the {samples} samples there are.")
+    names = [member.filename.removesuffix(".npy") for member in members]
+    return dict(read_npz(path, dict.fromkeys(names, ("ui", 1))))
+
+
+def _in_order(path: Path, found: Mapping[str, Any]) -> list[Any]:
+    """The values of an object by client, whose keys are the numbers from 0 on."""
+    try:
+        return [found[str(client)] for client in range(len(found))]
+    except KeyError as error:
+        raise InputError(f"{path} has {len(found)} entries but none called {error}; expected 0, 1, 2, ...") from None
+
+
+def _checked(path: Path, client: int, listed: Any, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Indices:
+    """One client's positions, sorted, and marked as seen."""
+    if isinstance(listed, list):
+        whole = all(type(one) is int and abs(one) < 2**63 for one in listed)
+        listed = np.array(listed, dtype=np.int64) if whole else None
+    if not isinstance(listed, np.ndarray) or listed.ndim != 1 or not np.issubdtype(listed.dtype, np.integer):
+        raise InputError(f"client {client} of {path} does not hold a list of whole numbers.")
+    part = listed
+    if part.size and (part.min() < 0 or part.max() >= len(seen)):
+        span = f"positions from {part.min()} to {part.max()}"
+        raise InputError(f"client {client} of {path} holds {span}, but there are {len(seen)} samples.")
+    part = np.sort(part.astype(np.int64))
+    twice = part[seen[part] | (np.diff(part, prepend=-1) == 0)]
+    if twice.size:
+        raise InputError(f"client {client} of {path} holds sample {twice[0]}, which is held already.")
+    seen[part] = True
+    return part

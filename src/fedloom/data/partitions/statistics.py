@@ -1,0 +1,137 @@
+"""How uneven a partition is, in numbers."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.partitions.request import Indices, Labels
+
+Floats = NDArray[np.float64]
+
+HELD = 0.01
+"""A client counts as holding a class from this share of its samples on: the odd sample is not a class."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many samples clients hold."""
+
+    smallest: int
+    median: float
+    mean: float
+    largest: int
+    std: float
+    gini: float
+    """0 where all hold equally many, towards 1 where one holds everything."""
+
+
+@dataclass(frozen=True)
+class LabelSkew:
+    """How much the label distributions of clients differ; clients without samples do not count."""
+
+    entropy: float
+    """Of a client's labels in bits, the mean over clients."""
+    entropy_of_all: float
+    classes_fewest: int
+    """Classes with more than 1 % of a client's samples."""
+    classes_mean: float
+    classes_most: int
+    distance_to_all: float
+    """Total variation (0 the same, 1 nothing in common) between a client's and all clients' labels, mean."""
+    distance_between: float
+    """The same between two clients, mean over all pairs; 0 for a single client."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A partition in numbers."""
+
+    clients: int
+    empty: int
+    """Clients without any sample."""
+    samples: int
+    """How many are held by some client."""
+    left_out: int
+    sizes: Sizes
+    labels: LabelSkew | None
+    """None where the labels are no classes."""
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is said of it and how much it is, for a table."""
+        sizes, found = self.sizes, self.labels
+        rows = [
+            ("clients", f"{self.clients:,}" + (f", {self.empty:,} of them empty" if self.empty else "")),
+            ("samples", f"{self.samples:,}" + (f"; {self.left_out:,} are left out" if self.left_out else "")),
+            ("samples of a client", f"{sizes.smallest:,} to {sizes.largest:,}, median {sizes.median:,g}"),
+            ("mean ± std, Gini", f"{sizes.mean:,.1f} ± {sizes.std:,.1f}, {sizes.gini:.3f}"),
+        ]
+        if found is None:
+            return rows
+        few, most = found.classes_fewest, found.classes_most
+        return [
+            *rows,
+            ("classes of a client", f"{few} to {most}, mean {found.classes_mean:.1f} (with more than 1 % of it)"),
+            ("label entropy", f"{found.entropy:.3f} bits, mean over clients; {found.entropy_of_all:.3f} of all"),
+            ("distance to all", f"{found.distance_to_all:.3f} (total variation of labels: 0 the same, 1 disjoint)"),
+            ("distance of a pair", f"{found.distance_between:.3f} (the same between two clients, mean)"),
+        ]
+
+
+def count_labels(parts: Sequence[Indices], labels: Labels, classes: int) -> Indices:
+    """How often each client (row) has each class (column)."""
+    counts = np.zeros((len(parts), classes), dtype=np.int64)
+    for client, part in enumerate(parts):
+        counts[client] = np.bincount(labels[part].astype(np.int64), minlength=classes)
+    return counts
+
+
+def describe(parts: Sequence[Indices], labels: Labels, classes: int) -> Statistics:
+    """The statistics of a partition; `classes` is 0 where labels are numbers to be predicted."""
+    held = np.array([len(part) for part in parts])
+    sizes = Sizes(
+        smallest=int(held.min()),
+        median=float(np.median(held)),
+        mean=float(held.mean()),
+        largest=int(held.max()),
+        std=float(held.std()),
+        gini=_spread(held.astype(np.float64)) / (2 * held.mean()) if held.any() else 0.0,
+    )
+    skew = _label_skew(count_labels(parts, labels, classes)) if classes and held.any() else None
+    left_out = len(labels) - int(held.sum())
+    return Statistics(len(parts), int(np.sum(held == 0)), int(held.sum()), left_out, sizes, skew)
+
+
+def _label_skew(counts: Indices) -> LabelSkew:
+    counts = counts[counts.sum(axis=1) > 0]
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    overall = counts.sum(axis=0) / counts.sum()
+    held = np.sum(shares > HELD, axis=1)
+    clients = len(counts)
+    # Half the sum over classes of the mean difference between two clients. `_spread` also counts each with itself.
+    pairs = sum(_spread(column) for column in shares.T) * clients / max(clients - 1, 1)
+    return LabelSkew(
+        entropy=float(_entropy(shares).mean()),
+        entropy_of_all=float(_entropy(overall)),
+        classes_fewest=int(held.min()),
+        classes_mean=float(held.mean()),
+        classes_most=int(held.max()),
+        distance_to_all=float(np.abs(shares - overall).sum(axis=1).mean() / 2),
+        distance_between=float(pairs / 2),
+    )
+
+
+def _spread(values: Floats) -> float:
+    """The mean of |a - b| over all ordered pairs, in n log n: sorted, a value is above all before it."""
+    n = len(values)
+    return float(2 * np.sum((2 * np.arange(n) - n + 1) * np.sort(values)) / n**2)
+
+
+def _entropy(shares: Floats) -> Floats:
+    return np.asarray(-np.sum(shares * np.log2(np.where(shares > 0, shares, 1.0)), axis=-1) + 0.0)

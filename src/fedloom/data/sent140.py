@@ -1,0 +1,110 @@
+"""Sent140 by user: is a tweet cheerful? From LEAF's JSON files."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.characters import first_of_each
+from fedloom.data.content import Content
+from fedloom.data.leaf import leaf_files, read_leaf
+from fedloom.data.samples import Prepare, Samples
+from fedloom.data.source import Source
+from fedloom.data.spec import Spec
+from fedloom.data.words import LENGTH, Wording
+from fedloom.errors import InputError
+
+NAMES = ("negative", "positive")
+TEXT = 4
+"""Where the text stands in one of LEAF's samples: id, date, query, user, text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent140Source(Source):
+    """Tweets, and how they become tokens."""
+
+    wording: Wording = field(default_factory=Wording)
+    least: int = 1
+    """Users with fewer tweets are left out (LEAF's -k)."""
+    share: float = 0.1
+    """How much of each user's tweets is for testing, where LEAF has not split them."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ("train/*.json and test/*.json of LEAF",)
+
+    def complete(self, folder: Path) -> bool:
+        return leaf_files(folder) is not None
+
+    def inputs(self, folder: Path) -> list[Path]:
+        return super().inputs(folder) + ([self.wording.vocabulary] if self.wording.vocabulary else [])
+
+    def having(self, spec: Spec) -> "Sent140Source":
+        wording = Wording.of(spec)
+        least, share = spec.whole("min", 1, 1), spec.share("test", 0.1)
+        return replace(self, wording=wording, least=least, share=share, shape=(wording.length,))
+
+    def recipe(self) -> str:
+        return f"{super().recipe()} {self.wording} {self.least} {self.share}"
+
+    def read(self, folder: Path) -> Content:
+        found = leaf_files(folder)
+        if found is None:
+            raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
+        leaf = read_leaf(*found)
+        tested = leaf.test or {}
+        sizes = {user: len(y) + len(tested.get(user, ((), ()))[1]) for user, (_, y) in leaf.train.items()}
+        sizes |= {user: len(y) for user, (_, y) in tested.items() if user not in sizes}
+        chosen = {user for user, size in sizes.items() if size >= self.least}
+        names = tuple(user for user, (x, _) in leaf.train.items() if user in chosen and x)
+        texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
+        if leaf.test is None:
+            first = first_of_each(owners, 1 - self.share)
+            test_texts, test_labels = [texts[i] for i in np.flatnonzero(~first)], labels[~first]
+            texts, labels, owners = [texts[i] for i in np.flatnonzero(first)], labels[first], owners[first]
+        else:
+            test_texts, test_labels, _ = _flat({user: tested[user] for user in tested if user in chosen}, folder)
+        if not texts or not test_texts:
+            raise InputError(
+                f"{folder} leaves no tweets to train or to test with, when users have {self.least} or more."
+            )
+        x, test_x, tokens, note = self.wording.tokens(texts, test_texts, "sent140")
+        train = Samples(torch.from_numpy(x), torch.from_numpy(labels))
+        test = Samples(torch.from_numpy(test_x), torch.from_numpy(test_labels))
+        return Content(train, test, NAMES, owners, names, notes=(note,), tokens=tokens)
+
+
+def _flat(
+    users: dict[str, tuple[list[Any], list[Any]]], folder: Path
+) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
+    """All texts and labels of these users, and whose they are."""
+    texts: list[str] = []
+    labels: list[int] = []
+    for user, (xs, ys) in users.items():
+        for x, y in zip(xs, ys, strict=True):
+            text = x[TEXT] if isinstance(x, list) and len(x) > TEXT else x
+            if not isinstance(text, str):
+                raise InputError(f"{folder} has a sample of {user!r} without a text as its fifth entry.")
+            if isinstance(y, bool) or y not in (0, 1):
+                raise InputError(f"{folder} has a sample of {user!r} with the label {y!r}; expected 0 or 1.")
+            texts.append(text)
+            labels.append(int(y))
+    owners = np.repeat(np.arange(len(users)), np.array([len(y) for _, y in users.values()], dtype=np.int64))
+    return texts, np.array(labels, dtype=np.int64), owners
+
+
+SENT140 = Sent140Source(
+    name="sent140",
+    summary="whether a tweet is cheerful, by user",
+    shape=(LENGTH,),
+    train=None,
+    test=None,
+    prepare=Prepare.identity(),
+    class_names=NAMES,
+    folders=("sent140",),
+    home="https://github.com/TalwalkarLab/leaf",
+    by_hand="run LEAF's data/sent140/preprocess.sh",
+)

@@ -1,0 +1,75 @@
+"""VGG-16: thirteen 3 x 3 convolutions in five stages, and one of four classifiers.
+
+Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015. Each of the
+classifiers is what some code calls VGG-16: `4096` with batch norm is that of FedCross's and FedMR's code, `7x7` that of
+ImageNet (the only one with over 130 million parameters), `512` and `linear` are usual for CIFAR.
+
+A stage ends in a halving of the sides; where a side is 1 already, as in the fifth stage at 28 x 28 pixels, it is left
+out. What remains is averaged to one number a channel, or for `7x7` spread over 7 x 7.
+"""
+
+from collections import OrderedDict
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedloom.models.base import Network, Wanted
+from fedloom.models.dense import dense
+from fedloom.models.norms import NormOptions
+
+STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
+"""Channels, as a multiple of the width, and convolutions of each stage."""
+
+HIDDEN = {"linear": (), "512": (512, 512), "4096": (4096, 4096), "7x7": (4096, 4096)}
+"""The hidden layers of each classifier."""
+
+
+class VggOptions(NormOptions):
+    classifier: Literal["linear", "512", "4096", "7x7"] = "4096"
+    """dense layers at the end: one, or two more of 512 or 4096 before it, or those of 4096 on maps of 7 x 7"""
+    dropout: float = Field(0.5, ge=0, lt=1)
+    """dropout behind the hidden dense layers"""
+    width: int = Field(64, ge=1)
+    """channels of the first stage; the last has eight times as many"""
+
+
+class Spread(nn.Module):
+    """Maps of any size as maps of 7 x 7."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2:] == (1, 1):  # the same as the general way, whose gradient is not repeatable on a GPU
+            return x.expand(-1, -1, 7, 7)
+        return F.adaptive_avg_pool2d(x, 7)
+
+
+def vgg16(wanted: Wanted, options: VggOptions) -> nn.Module:
+    """VGG-16 for images of any size."""
+    planes, height, width = wanted.images()
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    i = 0
+    for factor, count in STAGES:
+        for _ in range(count):
+            i += 1
+            convolution = nn.Conv2d(planes, factor * options.width, 3, padding=1)
+            layers[f"conv{i}"], planes = convolution, factor * options.width
+            if options.norm != "none":
+                layers[f"conv{i}_norm"] = options.make(wanted, planes, (height, width))
+            else:  # with torch's usual weights nothing of the images would arrive at the end of so many layers
+                nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            layers[f"conv{i}_relu"] = nn.ReLU()
+        if min(height, width) > 1:
+            # The pool before ReLU: the two commute exactly, and this way there is less to do.
+            relu = layers.pop(f"conv{i}_relu")
+            layers[f"conv{i}_pool"], layers[f"conv{i}_relu"] = nn.MaxPool2d(2), relu
+            height, width = height // 2, width // 2
+    large = options.classifier == "7x7"
+    layers["mean"] = Spread() if large else nn.AdaptiveAvgPool2d(1)
+    sizes = [planes * 49 if large else planes, *HIDDEN[options.classifier]]
+    return nn.Sequential(layers | dense(sizes, wanted.classes, options.dropout))
+
+
+NETWORKS: dict[str, Network[Any]] = {
+    "vgg16": Network("VGG-16 with batch norm and two dense layers of 4096, as in FedMR's code", vgg16, VggOptions),
+}

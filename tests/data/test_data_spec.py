@@ -1,0 +1,106 @@
+"""Names of data sets with a path and options."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.config import Config, absolute_data, make_config
+from fedloom.data import load
+from fedloom.data.spec import Spec, parse
+from fedloom.errors import InputError
+
+
+def test_the_parts_of_a_name() -> None:
+    spec = parse("table:some/people.csv, label = income,owner=a=b", takes_path=True)
+    assert (spec.name, spec.path) == ("table", Path("some/people.csv"))
+    assert spec.options == {"label": "income", "owner": "a=b"}
+    assert parse("shakespeare:min=3", takes_path=False).options == {"min": "3"}
+    assert parse("shakespeare", takes_path=False).options == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("table", "'table' wants a path, as in table:PATH"),
+        ("table: ,label=x", "wants a path"),
+        ("table:x.csv,label", "cannot read 'label'.* expected KEY=VALUE"),
+        ("table:x.csv,label=", "cannot read 'label='"),
+        ("table:x.csv,,label=y", "cannot read ''"),
+        ("table:x.csv,label=y,label=z", "says label twice"),
+        ("table:a\0b.csv,label=y", "zero byte"),
+    ],
+)
+def test_names_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse(text, takes_path=True)
+
+
+def spec(**options: str) -> Spec:
+    return Spec("table", None, options, [])
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "1_0", "٣", "9999999999", "1e3"])
+def test_whole_numbers(text: str) -> None:
+    assert spec(min="17").whole("min", 1, 1) == 17
+    with pytest.raises(InputError, match="expected a whole number of at least 1"):
+        spec(min=text).whole("min", 1, 1)
+
+
+@pytest.mark.parametrize("text", ["0", "1", "-0.5", "nan", "inf", "x"])
+def test_shares(text: str) -> None:
+    assert spec(test="0.25").share("test", 0.1) == 0.25
+    with pytest.raises(InputError, match="expected a share above 0 and below 1"):
+        spec(test=text).share("test", 0.1)
+
+
+def test_yes_and_no() -> None:
+    assert spec(lower="yes").yes("lower")
+    assert not spec().yes("lower")
+    with pytest.raises(InputError, match="lower of 'table' is 'maybe'; expected yes or no"):
+        spec(lower="maybe").yes("lower")
+
+
+def test_an_option_that_nobody_takes() -> None:
+    given = spec(lable="x")
+    assert given.text("label") == ""
+    with pytest.raises(InputError, match="unknown option of 'table' 'lable'; did you mean 'label'"):
+        given.done()
+
+
+@given(st.text(max_size=40))
+def test_any_name_is_read_or_refused_in_a_sentence(text: str) -> None:
+    for takes_path in (True, False):
+        try:
+            parsed = parse(f"table:{text}", takes_path)
+        except InputError:
+            continue
+        assert all(parsed.options.values())
+
+
+def test_paths_in_a_config_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = make_config({"data": "table:d/people.csv,label=income,test=more.csv"})
+    assert named.data == f"table:{tmp_path}/d/people.csv,label=income,test={tmp_path}/more.csv"
+    assert absolute_data("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
+    assert absolute_data("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
+    assert absolute_data(named.data) == named.data
+    for plain in ("digits", "shakespeare:file=a.txt", "table:", "hf", "~no-one"):
+        assert absolute_data(plain) == plain
+    assert absolute_data("table:~no-one/x.csv").endswith("/~no-one/x.csv")
+
+
+def test_folders_are_called_after_the_data() -> None:
+    def called(data: str) -> str:
+        return Config(data=data).data_name
+
+    assert called("table:/some/where/people.csv,label=income") == "people"
+    assert called("shakespeare:every=10") == "shakespeare"
+    assert len(called(f"table:/{'x' * 300}.csv,label=y")) <= 60
+    assert "/" not in called("table:/,label=y")
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(InputError, match="unknown data set 'tabel'; did you mean 'table'"):
+        load("tabel:x.csv,label=y")

@@ -1,0 +1,103 @@
+"""Every network with every kind of method: a round or two on a few samples, or a refusal that says why.
+
+One client holds a single sample, so each network also meets a batch of one.
+"""
+
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.config import make_config
+from fedloom.data import Federation
+from fedloom.errors import InputError
+from fedloom.experiment import Own, build
+from fedloom.models.networks import NETWORKS
+
+VIT = "depth=2,width=16,heads=2"
+CASES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "logreg": ("logreg", (1, 4, 4)),
+    "mlp": ("mlp", (1, 4, 4)),
+    "mlp-128": ("mlp-128", (1, 4, 4)),
+    "lenet": ("lenet", (1, 16, 16)),
+    "lenet-femnist": ("lenet-femnist", (1, 16, 16)),
+    "cnn": ("cnn", (1, 4, 4)),
+    "cnn-valid": ("cnn-valid", (1, 16, 16)),
+    "cnn-leaf": ("cnn-leaf", (1, 4, 4)),
+    "cnn-cifar": ("cnn-cifar:norm=group", (1, 4, 4)),
+    "convnet": ("convnet", (1, 8, 8)),
+    "resnet20": ("resnet20:width=2", (3, 4, 4)),
+    "resnet20-bottleneck": ("resnet20-bottleneck:width=2", (1, 4, 4)),
+    "resnet18": ("resnet18:width=2,norm=batch-stateless", (1, 4, 4)),
+    "resnet50": ("resnet50:width=2,norm=group", (3, 16, 16)),
+    "vgg16": ("vgg16:width=2,classifier=512", (1, 4, 4)),
+    "vit-tiny": (f"vit-tiny:{VIT}", (1, 8, 8)),
+    "vit-tiny-lora": (f"vit-tiny-lora:{VIT}", (1, 8, 8)),
+    "vit-b16": (f"vit-b16:{VIT},patch=4,size=8", (1, 4, 4)),
+    "vit-b16-lora": (f"vit-b16-lora:{VIT},patch=4,size=8", (1, 4, 4)),
+    "lstm-shakespeare": ("lstm-shakespeare:hidden=4,vocabulary=7", (5,)),
+    "lstm-sent140": ("lstm-sent140:hidden=4,embedding=3,vocabulary=6", (5,)),
+}
+"""Each network, as small as it can be, and inputs of the smallest size that makes it whole."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedcross": {},
+    "fedmr": {},
+    "fedcda": {"warmup": 0},
+    "scaffold": {},
+    "lss": {"models": 2},
+    "swa": {},
+    "dynafed": {"L": 2, "s": 1, "inner_steps": 1, "iterations": 1, "images_per_class": 1, "at_once": True},
+}
+"""One of each kind: a mean, many models, swapped layers, a cache, control variates, soups, averages, synthesis."""
+
+REFUSED = {
+    # torch's attention on a CPU has no second derivative
+    **{(name, "dynafed"): "second derivatives" for name in CASES if name.startswith("vit")},
+    ("lstm-shakespeare", "dynafed"): "text cannot be synthesised",
+    ("lstm-sent140", "dynafed"): "text cannot be synthesised",
+}
+
+
+def test_no_network_is_forgotten() -> None:
+    assert set(CASES) == set(NETWORKS)
+
+
+def federation(shape: tuple[int, ...]) -> Federation:
+    """A client with three samples and one with one, of three classes."""
+    draw = np.random.default_rng(0)
+
+    def some(count: int) -> tuple[np.ndarray, np.ndarray]:
+        x: np.ndarray = draw.integers(0, 7, (count, *shape))
+        return (x if len(shape) == 1 else x.astype(np.float32) / 7), np.arange(count) % 3
+
+    return Federation.from_arrays([some(3), some(1)], test=some(3), name="few", classes=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) -> None:
+    if name.startswith("vit"):
+        pytest.importorskip("peft", reason="peft (the extra fedloom[vit]) is not installed")
+        pytest.importorskip("transformers", reason="transformers (the extra fedloom[vit]) is not installed")
+    model, shape = CASES[name]
+    rounds = 2 if method == "dynafed" else 1
+    settings = {"clients": 2, "per_round": 2, "rounds": rounds, "epochs": 1, "batch_size": 3, "lr": 0.01}
+    config = make_config(
+        {**settings, "method": method, "options": {method: METHODS[method]} if METHODS[method] else {}}
+        | {"model": model, "partition": "own", "engine": "plain", "data": "few"}
+    )
+    if (name, method) in REFUSED:
+        with pytest.raises(InputError, match=REFUSED[name, method]):
+            build(config, Own(data=federation(shape)))
+        return
+    with build(config, Own(data=federation(shape))).engine_closed() as experiment:
+        before = experiment.rounds.parts.server.deploy().clone()
+        records = [experiment.rounds.play(round) for round in range(rounds)]
+        after = experiment.rounds.parts.server.deploy()
+    assert experiment.layout.is_finite(after)
+    assert not torch.equal(before, after), "it learned something"
+    assert all(isfinite(record["loss"]) for record in records)

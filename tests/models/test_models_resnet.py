@@ -1,0 +1,116 @@
+"""Residual networks: shortcuts, stems, where norms stand, and files of others as a start."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.initial import Source, begin_with
+from fedloom.models import build
+from fedloom.models.resnet import Block, EarlyNormBottleneck, PaddedShortcut, ResNet
+from fedloom.streams import Streams
+
+
+def resnet(name: str, shape: tuple[int, ...], classes: int = 4) -> ResNet:
+    torch.manual_seed(0)
+    module = build(name, shape, classes)
+    assert isinstance(module, ResNet)
+    return module.eval()
+
+
+def test_shortcut_a_takes_every_other_pixel_and_adds_zeros() -> None:
+    x = torch.arange(2 * 2 * 3 * 3.0).view(2, 2, 3, 3)
+    out = PaddedShortcut(3, 2)(x)
+    assert out.shape == (2, 5, 2, 2)
+    assert torch.equal(out[:, :2], x[:, :, [0, 2]][:, :, :, [0, 2]])
+    assert not out[:, 2:].any()
+
+
+def test_shortcuts_of_resnet20() -> None:
+    kinds = {}
+    for option in "AB":
+        module = resnet(f"resnet20:shortcut={option}", (3, 32, 32))
+        blocks = [part for part in module.modules() if isinstance(part, Block)]
+        assert len(blocks) == 9
+        kinds[option] = [type(block.shortcut) for block in blocks]
+    same = [nn.Identity] * 2
+    assert kinds["A"] == [nn.Identity, *same, PaddedShortcut, *same, PaddedShortcut, *same]
+    assert kinds["B"] == [nn.Identity, *same, nn.Sequential, *same, nn.Sequential, *same]
+
+
+def test_a_block_is_what_the_paper_says() -> None:
+    module = resnet("resnet20:shortcut=B,width=4", (3, 8, 8))
+    block = module.get_submodule("body.layer2.0")
+    assert isinstance(block, Block)
+    x = torch.randn(2, 4, 8, 8)
+    inner = block.norm2(block.conv2(F.relu(block.norm1(block.conv1(x)))))
+    assert torch.equal(block(x), F.relu(inner + block.shortcut(x)))
+    assert block(x).shape == (2, 8, 4, 4)
+
+
+def test_stems() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    sizes = {}
+    for stem in ("cifar", "imagenet"):
+        module = resnet(f"resnet18:stem={stem},width=4", (3, 32, 32))
+        seen: list[Tensor] = []
+        module.body.register_forward_hook(lambda _, given, __, seen=seen: seen.append(given[0]))
+        module(x)
+        sizes[stem] = tuple(seen[0].shape)
+        usual = F.relu(module.norm1(module.conv1(x)))  # the paper's order: ReLU, then the pool
+        assert torch.equal(seen[0], module.pool(usual))
+    assert sizes == {"cifar": (2, 4, 32, 32), "imagenet": (2, 4, 8, 8)}
+
+
+def test_resnet50_strides_in_its_3_by_3_convolutions() -> None:
+    module = resnet("resnet50:width=4", (3, 32, 32))
+    strided = [n for n, m in module.named_modules() if isinstance(m, nn.Conv2d) and m.stride == (2, 2)]
+    assert strided == ["conv1"] + [f"body.layer{i}.0.{part}" for i in (2, 3, 4) for part in ("conv2", "shortcut.conv")]
+
+
+def test_checkpoints_of_torchvision_and_timm_are_a_start() -> None:
+    """Their names: bn1 for norm1, downsample.0 and .1 for the shortcut's parts, fc for the head."""
+    ours = resnet("resnet18:stem=imagenet,width=4", (3, 32, 32), 1000)
+    theirs = {}
+    for name, tensor in resnet("resnet18:stem=imagenet,width=4", (3, 32, 32), 1000).state_dict().items():
+        name = name.removeprefix("body.").replace("norm1", "bn1").replace("norm2", "bn2").replace("head", "fc")
+        name = name.replace("shortcut.conv", "downsample.0").replace("shortcut.norm", "downsample.1")
+        theirs[name] = torch.rand_like(tensor) if tensor.is_floating_point() else tensor
+    assert {"bn1.running_var", "layer2.0.downsample.1.weight", "layer4.1.bn2.bias", "fc.weight"} <= theirs.keys()
+    begun = begin_with(ours, Source(path=Path("theirs"), sha256="", tensors=theirs, about={}), Streams(0))
+    assert (begun.missing, begun.unexpected, begun.replaced) == ((), (), ())
+    assert torch.equal(
+        ours.state_dict()["body.layer3.0.shortcut.norm.running_mean"], theirs["layer3.0.downsample.1.running_mean"]
+    )
+    assert torch.equal(ours.head.weight, theirs["fc.weight"])
+
+
+def test_the_bottleneck_net_of_the_authors_code() -> None:
+    torch.manual_seed(0)
+    module = build("resnet20-bottleneck", (3, 32, 32), 10)
+    assert len(module.state_dict()) == 119, "as many entries as in that code"
+    blocks = [part for part in module.modules() if isinstance(part, EarlyNormBottleneck)]
+    assert [type(block.shortcut) for block in blocks] == [nn.Conv2d, nn.Identity] * 3
+    assert all((norm.weight == 0.5).all() for norm in module.modules() if isinstance(norm, nn.BatchNorm2d))
+    out = module(torch.randn(4, 3, 32, 32))
+    named = dict(module.named_parameters())
+    gradients = torch.autograd.grad(out.sum(), list(named.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(named, gradients, strict=True) if gradient is None]
+    assert unused == ["norm.weight", "norm.bias"], "the norm at the end is made and not used"
+
+
+def test_norms_come_first_in_the_bottleneck_net() -> None:
+    block = build("resnet20-bottleneck", (3, 8, 8), 10).eval().get_submodule("body.layer2.0")
+    assert isinstance(block, EarlyNormBottleneck)
+    x = torch.randn(2, 64, 8, 8)
+    inner = block.conv1(F.relu(block.norm1(x)))
+    inner = block.conv3(F.relu(block.norm3(block.conv2(F.relu(block.norm2(inner))))))
+    assert torch.equal(block(x), inner + block.shortcut(x))
+    assert block(x).shape == (2, 128, 4, 4)
+
+
+def test_grey_images_pass_a_maximum_in_the_bottleneck_net() -> None:
+    pools = [build("resnet20-bottleneck", (c, 8, 8), 10).get_submodule("pool") for c in (1, 3)]
+    assert [type(pool) for pool in pools] == [nn.MaxPool2d, nn.Identity]
+    assert pools[0](torch.zeros(1, 2, 8, 8)).shape == (1, 2, 8, 8)

@@ -1,0 +1,112 @@
+"""A partition as a page and as pictures: every count has its circle, in the right place and of the right area."""
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedloom.errors import FedloomError, InputError
+from fedloom.report.bubbles import LONGEST, SMALLEST, _step, draw, to_svg
+from fedloom.report.figures import MOST_CLIENTS, bubbles
+from fedloom.report.partition import write_plot
+
+COUNTS = np.array([[40, 0, 10], [0, 2000, 0], [500, 1, 0]])
+NAMES = ("cat", "dog & <b>", "a name that is far too long to be shown")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_circles_lie_in_their_cells_and_have_their_areas() -> None:
+    drawing = draw(bubbles("three", COUNTS, NAMES))
+    circles = {(x, y): radius for x, y, radius in drawing.circles}
+    assert len(circles) == np.count_nonzero(COUNTS)
+    columns, rows = (sorted({place[axis] for place in circles}) for axis in (0, 1))
+    assert (len(columns), len(rows)) == (3, 3)
+    assert np.allclose(np.diff(columns), columns[1] - columns[0])
+    largest = circles[columns[1], rows[1]]
+    for (client, label), count in np.ndenumerate(COUNTS):
+        radius = circles.get((columns[client], rows[label]))
+        if count == 0:
+            assert radius is None
+        else:
+            assert radius == pytest.approx(max(largest * (count / 2000) ** 0.5, SMALLEST))
+    assert 2 * largest <= min(columns[1] - columns[0], rows[1] - rows[0])
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (3, 10), (30, 62), (200, 100), (1000, 10)])
+def test_everything_is_on_the_paper(clients: int, classes: int) -> None:
+    counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
+    drawing = draw(bubbles("a title", counts, [f"class {at}" for at in range(classes)]))
+    for x, y, radius in drawing.circles:
+        assert radius < x < drawing.width - radius
+        assert radius < y < drawing.height - radius
+    for text in drawing.texts:
+        assert 0 < text.x < drawing.width
+        assert 0 < text.y < drawing.height
+    said = [text.text for text in drawing.texts]
+    assert any(f"The first {MOST_CLIENTS} of 1,000 clients" in text for text in said) == (clients > MOST_CLIENTS)
+    ticks = [int(text.text) for text in drawing.texts if text.text.isdigit()]
+    assert len(ticks) <= 40 or clients == MOST_CLIENTS
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert [_step(least) for least in (0.1, 1, 1.5, 3, 6, 11, 21, 51)] == [1, 1, 2, 5, 10, 20, 50, 100]
+
+
+def test_the_svg_is_well_formed_whatever_names_hold() -> None:
+    root = ET.fromstring(to_svg(draw(bubbles("<three>", COUNTS, NAMES))))
+    assert len(root.findall(f".//{SVG}circle")) == np.count_nonzero(COUNTS)
+    texts = [node.text for node in root.iter(f"{SVG}text")]
+    assert "<three>" in texts
+    assert "dog & <b>" in texts
+    assert f"{NAMES[2][: LONGEST - 1]}…" in texts
+
+
+def test_the_page_holds_the_numbers_and_the_circles(tmp_path: Path) -> None:
+    write_plot(tmp_path / "p.html", "three <clients>", [("samples", "2,551"), ("a & b", "<x>")], COUNTS, NAMES)
+    page = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "<title>three &lt;clients&gt;</title>" in page
+    assert "2,551" in page
+    assert "a &amp; b" in page
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    (drawn,) = json.loads(found[1])["partitions"]
+    assert drawn["count"] == [40, 10, 2000, 500, 1]
+    assert drawn["classes"] == list(NAMES)
+
+
+def test_the_png_shows_the_circles(tmp_path: Path) -> None:
+    image_of = pytest.importorskip("PIL.Image")
+    write_plot(tmp_path / "p.png", "three", [], COUNTS, ())
+    drawing = draw(bubbles("three", COUNTS, ("0", "1", "2")))
+    with image_of.open(tmp_path / "p.png") as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    assert pixels.shape[:2] == (2 * round(drawing.height), 2 * round(drawing.width))
+    blue = (pixels[..., 2] - pixels[..., 0]) > 40
+    area = sum(np.pi * (2 * radius) ** 2 for _, _, radius in drawing.circles)
+    assert np.count_nonzero(blue) == pytest.approx(area, rel=0.08)
+    x, y, _ = max(drawing.circles, key=lambda one: one[2])
+    assert blue[round(2 * y), round(2 * x)]
+
+
+def test_a_png_without_pillow_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(InputError, match=r"Pillow, which is not installed; pip install 'fedloom\[\w+\]'.*\.svg"):
+        write_plot(tmp_path / "p.png", "three", [], COUNTS, NAMES)
+
+
+@pytest.mark.parametrize("name", ["p.pdf", "p", "p.json"])
+def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"drawn as \.html, \.svg or \.png, not as"):
+        write_plot(tmp_path / name, "three", [], COUNTS, NAMES)
+
+
+@pytest.mark.parametrize("ending", ["html", "svg"])
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FedloomError, match="cannot"):
+        write_plot(tmp_path / "file" / f"p.{ending}", "three", [], COUNTS, NAMES)
