@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fedloom.methods import catalogue
 
-FOLDERS = {"cifar10": "cifar-10-batches-bin"}
+FOLDERS = {"cifar10": "cifar-10-batches-bin", "cifar100": "cifar-100-binary"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +58,15 @@ def command(
         return Outcome(ended.value.code or 0, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache() -> Iterator[None]:
+    """Decoded data of the tests are their own, shared among them, and too large to be left behind."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FEDLOOM_CACHE", raising=False)
+        patch.setenv("XDG_CACHE_HOME", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -128,11 +128,14 @@ def test_lists_are_tables_and_json(command: Command, what: str) -> None:
         assert entry["summary"] in text
 
 
-def test_the_list_of_methods_names_every_option(command: Command) -> None:
-    text = command("list", "methods").out
-    for method in command("list", "methods", "--json").result:
-        for option in method["options"]:
-            assert f"{method['name']}.{option['name']}" in text
+@pytest.mark.parametrize(("what", "sign"), [("methods", "."), ("models", ":")])
+def test_lists_name_every_option(command: Command, what: str, sign: str) -> None:
+    text = command("list", what).out
+    entries = command("list", what, "--json").result
+    assert any(entry["options"] for entry in entries)
+    for entry in entries:
+        for option in entry["options"]:
+            assert f"{entry['name']}{sign}{option['name']} " in text
             assert option["help"] in text
 
 

@@ -34,7 +34,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run FedProx2", ("'fedprox'",)),
     ("run fedprox+scaffold", ("fedprox", "scaffold", "local")),
     ("run fedprox+fedprox", ("twice",)),
-    ("run +", ("fedavg, fedcda",)),
+    ("run +", ("there are: ", "fedavg, ")),
     ("run", ("method",)),
     ("rnu fedavg", ("rnu",)),
     ("run fedavg --data digitz", ("'digitz'", "'digits'")),
@@ -49,6 +49,12 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavg --partition iid:3", ("'3'",)),
     ("run fedavg --partition dirichlet:1,mni=3", ("'mni'",)),
     ("run fedavg --partition own", ("unknown partition",)),
+    ("run fedavg --server-data digitz", ("'digitz'", "'digits'")),
+    ("run fedavg --server-data digits", ("what the clients hold",)),
+    ("run fedavg --server-data own", ("'digits' brings none",)),
+    ("run feddf --server-data split:2.5", ("'split:2.5'", "between 0 and 1")),
+    ("run feddf --server-data split:1438", ("1438", "nothing would be left")),
+    ("run feddf --server-data split:half", ("'split:half'",)),
     ("run fedavg --clients 5000 --partition iid", ("1438", "5000")),
     ("run fedavg --clients 200", ("200", "1438")),
     ("run fedavg --clients 0", ("clients", "1")),
@@ -226,10 +232,9 @@ def test_a_broken_cifar10(
 ) -> None:
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
-    size = cifar.RECORD * cifar.RECORDS + {"cut": -1, "long": 1, "bits": 0}[how]
-    for name in (*cifar.TRAIN, *cifar.TEST):
+    for name, size in cifar.TEN.sizes().items():
         with (folder / name).open("wb") as handle:
-            handle.truncate(size)  # a hole: no bytes are written
+            handle.truncate(size + {"cut": -1, "long": 1, "bits": 0}[how])  # a hole: no bytes are written
     monkeypatch.setenv("FEDLOOM_DATA", str(folder.parent))
     refused(command("run", "fedavg", "--data", "cifar10", *TINY), word, str(folder))
     assert not (tmp_path / "runs").exists()

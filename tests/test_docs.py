@@ -20,6 +20,7 @@ from fedloom.cli import main
 from fedloom.config import RESULT_FREE, Config
 from fedloom.data import datasets as named_data
 from fedloom.data.partition import partition
+from fedloom.data.partitions.request import Pool
 from fedloom.experiment import check
 from fedloom.listing import list_datasets, list_methods, list_models, list_partitions
 from fedloom.methods import catalogue
@@ -108,12 +109,21 @@ class Understood(Exception):
     """The command line made sense up to where the work would begin."""
 
 
+def assert_known(data: str) -> None:
+    """A data set that there is, perhaps with options or a path."""
+    names = {entry["name"] for entry in list_datasets()}
+    assert data.partition(":")[0] in names or f"{data.partition(':')[0]}:PATH" in names
+
+
 def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
     """In place of a run: everything in its config names something that there is."""
     check(config)
-    assert config.data in {entry["name"] for entry in list_datasets()}
+    assert_known(config.data)
     assert config.model.partition(":")[0] in networks.NETWORKS
-    partition(config.partition, np.arange(60_000) % 10, config.clients, np.random.default_rng(0))
+    whose = np.arange(60_000) // 200
+    pool = Pool(np.arange(60_000) % 10, owners=whose, domains=whose // 60)
+    if config.partition_file is None:
+        partition(config.partition, pool, config.clients, np.random.default_rng(0))
     raise Understood
 
 
@@ -124,7 +134,7 @@ def understand_folder(*_: Any, watcher: Any = None, **changes: Any) -> NoReturn:
 
 def understand_pretraining(data: str, out: Path, watcher: Any = None, **settings: Any) -> NoReturn:
     plan = Pretraining(data=data, **settings)
-    assert plan.data in {entry["name"] for entry in list_datasets()}
+    assert_known(plan.data)
     assert plan.model.partition(":")[0] in networks.NETWORKS
     raise Understood
 
@@ -221,11 +231,16 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
             for option in method["options"]:
                 assert f"| `{method['name']}.{option['name']}` | `{option['default']}` |" in pages
     for entry in list_datasets():
-        shape = " x ".join(map(str, entry["shape"]))
-        assert re.search(rf"\| `{entry['name']}` .*\| {shape} \| {entry['training']:,} \| {entry['test']:,} \|", data)
+        shape = " x ".join(map(str, entry["shape"])) or "any"
+        counts = ["varies" if entry[part] is None else f"{entry[part]:,}" for part in ("training", "test")]
+        assert re.search(rf"\| `{entry['name']}` .*\| {shape} \| {counts[0]} \| {counts[1]} \|", data), entry["name"]
     for entry in list_models():
-        counts = [f"{entry[key]:,}" for key in ("parameters, 1 x 28 x 28", "parameters, 3 x 32 x 32")]
-        assert re.search(rf"\| `{entry['name']}` .*\| {counts[0]} \| {counts[1]} \|", data)
+        counts = [f"{value:,}" for key, value in entry.items() if key.startswith("parameters, ") and value is not None]
+        assert counts
+        assert re.search(rf"^\| `{entry['name']}` .* {re.escape('| ' + ' | '.join(counts))} \|$", data, re.MULTILINE)
+        page = _page("pretrained.md") if entry["name"].startswith("vit") else data
+        for option in entry["options"]:
+            assert re.search(rf"^\| [^|]*`{option['name']}`[^|]*\|", page, flags=re.MULTILINE), option["name"]
     for entry in list_partitions():
-        assert f"`{entry['name'].partition(':')[0].partition('[')[0]}" in data
+        assert f"\n| `{entry['name'].partition('[')[0]}` |" in data
     assert named_data.cache_folder().name in data

@@ -40,6 +40,13 @@ def test_classes_that_were_not_tested_do_not_count() -> None:
     assert among == (pytest.approx((0.75 + 0.5) / 2), pytest.approx(0.5)), "a client with untested classes only is out"
 
 
+def test_the_accuracy_for_a_mixture_by_hand() -> None:
+    tested = score([1, 3, 0], [2, 4, 0])
+    assert tested.accuracy_for(np.array([6, 2, 90])) == pytest.approx((6 * 0.5 + 2 * 0.75) / 8)
+    assert tested.accuracy_for(np.array([0, 0, 5])) is None, "the class was not tested"
+    assert tested.accuracy_for(tested.seen) == pytest.approx(4 / 6)
+
+
 def test_empty_clients_are_left_out() -> None:
     counts = np.array([[0, 0], [2, 0], [0, 0]])
     assert client_accuracy(score([1, 1], [2, 1]), counts) == (0.5, 0.5)
@@ -125,7 +132,15 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
         record(0, accuracy=0.1, loss=2.3),
         record(1),
         record(2, accuracy=0.8, loss=0.5, client_accuracy_mean=0.7, client_accuracy_worst10=0.2),
-        record(3, accuracy=0.6, loss=0.9, client_accuracy_mean=0.5, client_accuracy_worst10=0.1),
+        record(
+            3,
+            accuracy=0.6,
+            loss=0.9,
+            client_accuracy_mean=0.5,
+            client_accuracy_worst10=0.1,
+            personal_accuracy_mean=0.7,
+            personal_accuracy_worst10=0.3,
+        ),
         record(4),
     ]
     assert summarise(history) == {
@@ -135,6 +150,8 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
         "best_accuracy": 0.8,
         "client_accuracy_mean": 0.5,
         "client_accuracy_worst10": 0.1,
+        "personal_accuracy_mean": 0.7,
+        "personal_accuracy_worst10": 0.3,
         "bytes_up": 40,
         "bytes_down": 80,
         "models_up": 6.0,

@@ -12,20 +12,50 @@ from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import CHECKS, check_method
 
 NAMES = [
+    "abavg",
+    "clusamp",
     "diwa",
     "dynafed",
+    "fedasam",
+    "fedasam-swa",
     "fedavg",
+    "fedbabu",
+    "fedbe",
+    "fedbn",
     "fedcda",
+    "fedcluster",
     "fedcross",
+    "feddf",
+    "feddyn",
+    "fedexp",
+    "fedfomo",
+    "fedgen",
+    "fedlaw",
+    "fedma",
+    "fedma-layers",
+    "fedmix",
     "fedmr",
+    "fedmut",
     "fedprox",
+    "fedrep",
+    "fedsam",
+    "gamf",
     "indep",
     "lss",
+    "moon",
+    "naivemix",
     "scaffold",
     "soups",
     "swa",
     "swad",
 ]
+
+QUICK = {
+    "feddf": {"feddf": {"steps": 20, "check_every": 5}},
+    # One check wants every client in every round; test_fedcluster.py makes the others with clusters.
+    "fedcluster": {"fedcluster": {"clusters": 1}},
+}
+"""Options of methods that take their time otherwise, or cannot be asked for what a check wants."""
 
 
 def test_all_built_in_methods_are_checked() -> None:
@@ -37,7 +67,7 @@ def test_all_built_in_methods_are_checked() -> None:
 @pytest.mark.parametrize("title", CHECKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance(name: str, title: str) -> None:
-    CHECKS[title](name, {})
+    CHECKS[title](name, QUICK.get(name, {}))
 
 
 @pytest.mark.parametrize("options", [{"scaffold": {"option": "I"}}, {"fedavg": {"server_lr": 0.7}}])

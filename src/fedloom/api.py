@@ -200,9 +200,10 @@ def execute(
     config = replace_config(config, options=composition.stated())
     path = Path(out) if out is not None else free_name(Path(runs), config)
     with build(config, own, watcher.download, start, watcher.work).engine_closed() as experiment:
+        config = experiment.config  # where the data say how many clients there are, it now says so too
         if experiment.beginning is not None:
             config = replace_config(config, init_sha256=experiment.beginning.sha256)
-        folder = RunFolder.create(path, config, own.names)
+        folder = RunFolder.create(path, config, own.names, experiment.composition.use_server_data)
         with folder.alone():
             _begin(folder, experiment, watcher)
             folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
@@ -279,7 +280,9 @@ def verify(
 
 
 def _begin(folder: RunFolder, experiment: Experiment, watcher: Watcher) -> None:
-    """Note down what was taken from a file, if the start came from one just now."""
+    """Say what there is to know about the data, and note down what the start was taken from, if it was just now."""
+    for text in experiment.notes:
+        watcher.note(text)
     if experiment.beginning is not None:
         watcher.note(experiment.beginning.sentence())
         folder.write_beginning(experiment.beginning, experiment.module.state_dict())
@@ -347,7 +350,7 @@ def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: in
             _record(folder, watcher, record)
             if stop and not last:
                 raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")
-        deployed = rounds.parts.server.deploy()
+        deployed = rounds.deployed()
         folder.write_model(experiment.deployed())
         summary = {
             "method": config.method,

@@ -175,7 +175,7 @@ class Bench:
         self._losses: list[tuple[Tensor, int]] = []
         self.row.copy_(self.received)
         if self._shop.stays_home and not self.first_visit:
-            self._own_columns(self.row, self.home[STAYS])
+            put_columns(self.row, self._shop.stays_home, self.home[STAYS])
         self.bind(self.row)
         self.module.train()
         self.new_optimizer()
@@ -192,13 +192,6 @@ class Bench:
             self.home[STAYS].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
             for columns in self._shop.stays_home:
                 self.row[columns] = self.received[columns]
-
-    def _own_columns(self, row: Tensor, values: Tensor) -> None:
-        start = 0
-        for columns in self._shop.stays_home:
-            size = columns.stop - columns.start
-            row[columns] = values[start : start + size]
-            start += size
 
     @property
     def samples(self) -> int:
@@ -428,6 +421,20 @@ class Score:
     def accuracy(self) -> float | None:
         """The share of samples that were classified rightly; None when there are no classes."""
         return float(self.hits.sum() / self.seen.sum()) if self.seen.sum() else None
+
+    def accuracy_for(self, counts: np.ndarray) -> float | None:
+        """The accuracy to expect where classes come as often as `counts` says; None where none of them was tested."""
+        held = np.where(self.seen > 0, counts, 0).astype(np.float64)
+        return float(held @ (self.hits / np.maximum(self.seen, 1)) / held.sum()) if held.sum() else None
+
+
+def put_columns(row: Tensor, stays_home: Sequence[slice], values: Tensor) -> None:
+    """Put what a client keeps as STAYS into the columns of `row` where it belongs."""
+    start = 0
+    for columns in stays_home:
+        size = columns.stop - columns.start
+        row[columns] = values[start : start + size]
+        start += size
 
 
 def score_chunks(test: Samples) -> list[slice]:

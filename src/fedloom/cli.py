@@ -277,12 +277,18 @@ def list_(
     if json_:
         print(json.dumps(entries))
         return
-    titles = [title for title in entries[0] if title not in ("options", "found")]
+    titles = [title for title in entries[0] if title not in ("options", "found", "missing", "get")]
     print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
-    if what == "methods":
-        print("\nOptions (--set METHOD.OPTION=VALUE):")
+    for entry in entries:
+        if entry.get("missing"):
+            print(f"\n{entry['name']} is read without {', '.join(entry['missing'])}.")
+        if entry.get("get"):
+            print(f"\n{entry['name']} must be fetched by hand: {entry['get']}.")
+    if "options" in entries[0]:
+        form, dot = ("--set METHOD.OPTION=VALUE", ".") if what == "methods" else ("--model NAME:OPTION=VALUE,...", ":")
+        print(f"\nOptions ({form}):")
         lines = [
-            [f"{entry['name']}.{option['name']}", _cell(option["default"]), option["help"]]
+            [f"{entry['name']}{dot}{option['name']}", _cell(option["default"]), option["help"]]
             for entry in entries
             for option in entry["options"]
         ]
@@ -326,6 +332,9 @@ def _tell(finished: Any, as_json: bool) -> None:
         del lines[1]
     if summary["lost"]:
         lines.insert(3, ("lost", f"{summary['lost']} answers of clients, see the report"))
+    if summary.get("personal_accuracy_mean") is not None:
+        own, worst = _percent(summary["personal_accuracy_mean"]), _percent(summary["personal_accuracy_worst10"])
+        lines.insert(1, ("own", f"{own} on average with the clients' own models, {worst} for the worst tenth"))
     for name, text in lines:
         print(f"{name:<10}{text}")
 

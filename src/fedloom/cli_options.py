@@ -12,8 +12,8 @@ from fedloom.settings import Settings
 
 PANELS = {
     "Federation": (
-        "data", "classes", "partition", "clients", "per_round", "model", "init", "new_head", "init_sha256", "rounds",
-        "seed",
+        "data", "classes", "normalize", "partition", "client_test", "server_data", "clients", "per_round", "model",
+        "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
     ),
     "Local training": (
         "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov", "weight_decay", "clip",
@@ -27,14 +27,14 @@ PANELS = {
 
 PRETRAINING = {
     "Training": (
-        "model", "classes", "epochs", "batch_size", "optimizer", "lr", "schedule", "momentum", "nesterov",
+        "model", "classes", "normalize", "epochs", "batch_size", "optimizer", "lr", "schedule", "momentum", "nesterov",
         "weight_decay", "clip", "augment", "seed",
     ),
     "Running": ("device", "threads", "channels_last", "checkpoint_seconds"),
 }  # fmt: skip
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", bool: "yes|no"}
-METAVAR_OF = {"init": "FILE", "classes": "LIST", "init_sha256": "HASH"}
+METAVAR_OF = {"init": "FILE", "classes": "LIST", "init_sha256": "HASH", "partition_sha256": "HASH"}
 
 
 def settable(

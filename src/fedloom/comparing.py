@@ -13,7 +13,7 @@ from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
-from fedloom.experiment import Own, check, replace_config
+from fedloom.experiment import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.folder import RunFolder, is_run
 from fedloom.grids import make_grid, options_of
 from fedloom.initial import checksum
@@ -83,7 +83,7 @@ def compare(
     own, described = describe(data, model, loss)
     if grid is not None and not isinstance(grid, Grid):
         grid = plan_grid(grid, options, described | settings, own, watcher)
-    plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings)
+    plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, own)
     path = Path(out) if out is not None else _free_folder(Path(runs), plans[0][1])
     places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
     for place, config in places:
@@ -134,7 +134,11 @@ def plan_grid(
 
 
 def _plans(
-    names: Sequence[str], seeds: int, options: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+    names: Sequence[str],
+    seeds: int,
+    options: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    own: Own,
 ) -> list[tuple[str, Config]]:
     """A config for each method and seed; options of a method go to the runs that it takes part in."""
     if len(set(names)) < len(names):
@@ -145,6 +149,8 @@ def _plans(
     base = make_config(settings)
     if base.init is not None and base.init_sha256 is None:  # one file for all runs, also for those still to come
         base = replace_config(base, init_sha256=checksum(Path(base.init)))
+    # What the server holds is missing at the clients: so that it is in all runs, if one needs it.
+    base = with_server_data(pin_partition(base), own, [compose(name) for name in names])
     used: set[str] = set()
     plans = []
     for name in names:
@@ -163,6 +169,8 @@ def _plans(
 def _same_plan(place: Path, config: Config) -> None:
     before = RunFolder.open(place).config.model_dump(exclude=RESULT_FREE)
     now = config.model_dump(exclude=RESULT_FREE)
+    if config.clients is None:  # the run has counted them
+        del now["clients"]
     for key, value in now.items():
         if before[key] != value:
             raise InputError(
@@ -172,7 +180,7 @@ def _same_plan(place: Path, config: Config) -> None:
 
 def _free_folder(root: Path, config: Config) -> Path:
     for number in range(1, 1_000_000):
-        path = root / f"compare-{config.data}-{number:03d}"
+        path = root / f"compare-{config.data_name}-{number:03d}"
         if not path.exists():
             return path
     raise InputError(f"{root} holds too many comparisons; name one with --out.")

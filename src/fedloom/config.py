@@ -24,10 +24,18 @@ class Config(Training):
     """the data set (`fedloom list datasets`)"""
     classes: str | None = None
     """keep only these classes of the data set, such as 0-4 or 0,2,7; by default all"""
+    normalize: str = "default"
+    """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
     partition: str = "dirichlet:0.3"
     """how samples are spread over clients (`fedloom list partitions`)"""
-    clients: int = Field(20, ge=1)
-    """number of clients"""
+    partition_sha256: str | None = None
+    """with --partition file:...: refuse another file than this SHA-256's; a run notes it down by itself"""
+    client_test: float = Field(0.0, ge=0, lt=1)
+    """merge training and test samples, hold this share of each client's out, and test on all of these; 0: do not"""
+    server_data: str | None = None
+    """what the server holds: split:X, a share or number of samples kept from the clients, or another data set"""
+    clients: int | None = Field(None, ge=1)
+    """number of clients; by default 20, or as many as the partition brings along (natural, domain, file)"""
     per_round: int | None = Field(None, ge=1)
     """clients asked in each round; by default 10, or all if there are fewer"""
     model: str = "mlp"
@@ -75,6 +83,30 @@ class Config(Training):
     imports: list[str] = Field(default_factory=list)
     """Python files to run first, which register methods of one's own"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _counted(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("clients") is not None:
+            return values
+        spec = values.get("partition", cls.model_fields["partition"].default)
+        return {**values, "clients": default_clients(spec)}
+
+    @field_validator("partition")
+    @classmethod
+    def _absolute_partition(cls, spec: str) -> str:
+        name, colon, path = spec.strip().partition(":")
+        return f"file:{Path(path).absolute()}" if (name, colon) == ("file", ":") and path else spec
+
+    @field_validator("data")
+    @classmethod
+    def _absolute_data(cls, name: str) -> str:
+        return absolute_data(name)  # a run may be resumed from another folder
+
+    @field_validator("server_data")
+    @classmethod
+    def _absolute_server_data(cls, name: str | None) -> str | None:
+        return None if name is None else absolute_data(name)
+
     @field_validator("imports")
     @classmethod
     def _absolute(cls, paths: list[str]) -> list[str]:
@@ -85,7 +117,7 @@ class Config(Training):
     def _absolute_init(cls, path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
-    @field_validator("init_sha256")
+    @field_validator("init_sha256", "partition_sha256")
     @classmethod
     def _checksum(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[0-9a-f]{64}", value):
@@ -94,10 +126,14 @@ class Config(Training):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if self.per_round is not None and self.per_round > self.clients:
-            raise ValueError(f"per_round is {self.per_round}, but there are only {self.clients} clients.")
-        if self.min_clients > self.cohort:
-            raise ValueError(f"min_clients is {self.min_clients}, but only {self.cohort} clients are asked in a round.")
+        if self.clients is not None:  # else this is asked again when they have been counted
+            if self.cohort > self.clients:
+                raise ValueError(f"per_round is {self.per_round}, but there are only {self.clients} clients.")
+            if self.min_clients > self.cohort:
+                asked = f"only {self.cohort} clients are asked in a round"
+                raise ValueError(f"min_clients is {self.min_clients}, but {asked}.")
+        if self.partition_sha256 is not None and self.partition_file is None:
+            raise ValueError("partition_sha256 says more about a partition file:PATH, but none is given.")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0, not 0.0.")
         for name in ("init_sha256", "new_head"):
@@ -112,9 +148,58 @@ class Config(Training):
         return self
 
     @property
+    def partition_file(self) -> Path | None:
+        """The file that the partition is read from, if it is."""
+        name, _, path = self.partition.partition(":")
+        return Path(path) if name == "file" and path else None
+
+    @property
+    def data_name(self) -> str:
+        """The data set in the name of a folder: without options, and of a path only its last part."""
+        kind, _, rest = self.data.partition(":")
+        path = rest.split(",")[0] if "" in PATHS.get(kind, ()) else ""
+        return re.sub(r"[^A-Za-z0-9.+_-]", "_", (Path(path).name.split(".")[0] or kind) if path else kind)[:60]
+
+    @property
     def cohort(self) -> int:
-        """Clients asked in a round."""
-        return self.per_round if self.per_round is not None else min(10, self.clients)
+        """Clients asked in a round; `clients` must be known if they may be fewer than ten."""
+        return self.per_round if self.per_round is not None else min(10, self.clients or 10)
+
+
+BRING_CLIENTS = ("natural", "domain", "file")
+"""Partitions that say by themselves how many clients there are; the config says it once the data are read."""
+
+
+def default_clients(spec: object) -> int | None:
+    """How many clients there are where nobody says it; None where the partition does."""
+    name = spec.partition(":")[0].partition(",")[0].strip() if isinstance(spec, str) else ""
+    return None if name in BRING_CLIENTS else 20
+
+
+PATHS = {
+    "table": ("", "test"),
+    "hf": ("", "vocabulary"),
+    "folder": ("",),
+    "domains": ("",),
+    "sent140": ("vocabulary",),
+}
+"""Data sets that are named with paths: behind the colon, which is '' here, or as these options."""
+
+
+def absolute_data(name: str) -> str:
+    """A data set's name with absolute paths, `table:/home/me/people.csv,label=income`."""
+    kind, _, rest = name.partition(":")
+    if kind not in PATHS or not rest or "\0" in rest:
+        return name
+    pieces = rest.split(",")
+    for number, piece in enumerate(pieces):
+        key, equals, value = piece.partition("=") if number or "" not in PATHS[kind] else ("", "", piece)
+        share = re.fullmatch(r"[\d.eE+-]+", value.strip()) and key.strip() == "test"
+        if key.strip() in PATHS[kind] and value.strip() and not share:
+            path = value.strip()
+            home = Path.home() / path[2:] if path.startswith("~/") else Path(path)
+            pieces[number] = f"{key}{equals}{home.absolute()}"
+    return f"{kind}:{','.join(pieces)}"
 
 
 RESULT_FREE = {"engine", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
@@ -131,7 +216,8 @@ def command_of(config: Config) -> str:
     words = ["fedloom", "run", config.method]
     for name, field in Config.model_fields.items():
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
-        if name in ("method", "options", "imports") or value == field.default:
+        default = default_clients(config.partition) if name == "clients" else field.default
+        if name in ("method", "options", "imports") or value == default:
             continue
         if isinstance(value, bool) and field.default is None:
             words += [flag, "yes" if value else "no"]

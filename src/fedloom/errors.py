@@ -22,3 +22,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}."
     return InputError(f"unknown {kind} {name!r}; {hint}")
+
+
+def brief(error: BaseException) -> str:
+    """What another library says is wrong, as the end of a sentence: in one line, and not a page of it."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= 160 else f"{text[:157]}..."

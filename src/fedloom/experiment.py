@@ -1,7 +1,8 @@
 """From a config to something that runs: data, network, method and engine put together."""
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from fedloom import data as datasets
 from fedloom import models
 from fedloom.bench import STAYS, Criterion, Workshop
 from fedloom.config import Config, make_config
-from fedloom.data import Federation, Samples
+from fedloom.data import Federation, PooledFederation, Samples
+from fedloom.data import server as on_server
+from fedloom.data.server import ServerData
 from fedloom.engines import CudaEngine, Engine, Homes, HostEngine, PlainEngine, Shop
 from fedloom.engines.host import available as can_fork
 from fedloom.engines.precision import set_precision
@@ -59,6 +62,8 @@ class Experiment:
     layout: Layout
     engine: Engine
     rounds: Rounds
+    notes: tuple[str, ...] = ()
+    """What a person should know about the data."""
     beginning: Beginning | None = None
     """How the start was taken from the file that `init` names; None where it was not."""
 
@@ -89,7 +94,7 @@ class Experiment:
         """The model that would be deployed now, as a state dict with frozen weights and all."""
         names = set(self.layout.frozen)  # copied, for tied ones share memory, which safetensors does not store
         frozen = {k: v.detach().cpu().clone() for k, v in self.module.state_dict().items() if k in names}
-        return self.layout.state_dict(self.rounds.parts.server.deploy().cpu()) | frozen
+        return self.layout.state_dict(self.rounds.deployed().cpu()) | frozen
 
 
 def check(config: Config) -> Composition:
@@ -112,9 +117,13 @@ def build(
     """
     own = own or Own()
     composition = check(config)
+    config = with_server_data(pin_partition(config), own, [composition])
     streams = Streams(config.seed)
     device = make_device(config.device)
-    federation, class_names = _federation(config, own, streams, progress)
+    federation, class_names, notes, held = _federation(config, own, streams, progress)
+    if held is not None:
+        _refuse_labels(held, federation, composition)
+        notes = (*notes, held.sentence(composition.use_server_data))
     if config.clients is None:
         config = replace_config(config, clients=len(federation))
     elif len(federation) != config.clients:
@@ -153,6 +162,9 @@ def build(
         device=device,
         make_bank=make_bank,
         progress=working,
+        server_data=None if held is None else Samples(held.samples.x.to(device), held.samples.y.to(device)),
+        server_labels=held is not None and held.classes == federation.classes,
+        prepare=federation.prepare,
     )
     parts = composition.build(context)
     stays = parts.local.stays_home(layout)
@@ -175,7 +187,8 @@ def build(
         stays_home=tuple(stays),
     )
     try_out(workshop, federation)
-    shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype))
+    personal = parts.local.personal if parts.personalised(layout) else None
+    shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype), personal)
     set_precision(device, config.precision, not config.fast)
     engine: Engine
     if engine_class is HostEngine:
@@ -183,7 +196,45 @@ def build(
     else:
         engine = CudaEngine(shop, device, config.slots) if engine_class is CudaEngine else PlainEngine(shop, device)
     rounds = Rounds(config, context, parts, engine, federation.label_counts())
-    return Experiment(config, composition, federation, class_names, module, layout, engine, rounds, beginning)
+    return Experiment(config, composition, federation, class_names, module, layout, engine, rounds, notes, beginning)
+
+
+def pin_partition(config: Config) -> Config:
+    """The config with the checksum of the file that its partition is read from, if it is; another file is refused."""
+    path = config.partition_file
+    if path is None:
+        return config
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read the partition {path}: {error.strerror or error}.") from None
+    if config.partition_sha256 not in (None, found):
+        raise InputError(f"{path} is another partition than the one with the SHA-256 {config.partition_sha256}.")
+    return replace_config(config, partition_sha256=found)
+
+
+def with_server_data(config: Config, own: Own, compositions: Sequence[Composition]) -> Config:
+    """The config with data for the server, where one of these methods needs some and nobody has said which."""
+    if config.server_data is not None or not any(one.use_server_data for one in compositions):
+        return config
+    brought = own.data is not None and own.data.server_data is not None
+    return replace_config(config, server_data=on_server.OWN if brought else on_server.DEFAULT)
+
+
+def _refuse_labels(held: ServerData, federation: Federation, composition: Composition) -> None:
+    """Refuse labels of the server's data that are not those of the clients, where a method uses them."""
+    users = [method.name for method in composition.methods if method.server_data == "labels"]
+    if not users:
+        return
+    if held.classes != federation.classes:
+        raise InputError(
+            f"{users[0]} uses the labels of the server's data, but {held.source!r} has {held.classes} classes and "
+            f"{federation.name!r} {federation.classes}."
+        )
+    y = held.samples.y
+    if held.classes and (y.min() < 0 or y.max() >= held.classes):
+        span = f"labels from {y.min()} to {y.max()}"
+        raise InputError(f"the server's data have {span}; expected labels from 0 to {held.classes - 1}.")
 
 
 def make_device(name: str) -> torch.device:
@@ -216,15 +267,40 @@ def _engine_class(config: Config, device: torch.device) -> type[Engine]:
 
 def _federation(
     config: Config, own: Own, streams: Streams, progress: Progress | None
-) -> tuple[Federation, tuple[str, ...]]:
+) -> tuple[Federation, tuple[str, ...], tuple[str, ...], ServerData | None]:
+    """The clients' data, the names of the classes, what a person should know about it, and the server's data."""
+    source, draw = config.server_data, streams.numpy("server data")
+    held: ServerData | None = None
     if own.data is not None:
         if config.partition != "own":
             raise InputError(f"the data {own.data.name!r} is spread over its clients already; leave partition out.")
         if config.classes is not None:
             raise InputError(f"classes are picked from a data set known by name, and {own.data.name!r} is your own.")
-        return own.data, ()
+        if config.normalize != "default":
+            raise InputError(f"{own.data.name!r} is your own and says by `prepare` how it is normalised.")
+        if config.client_test:
+            raise InputError(f"client_test divides a data set known by name, and {own.data.name!r} is your own.")
+        federation = own.data
+        if source is not None and (source == on_server.OWN or on_server.is_split(source)):
+            federation, held = on_server.of_federation(federation, source, draw)
+        elif source is not None:
+            held = on_server.of_another(federation, source, partial(datasets.load, progress=progress))
+        return federation, (), (), held
+    if source == on_server.OWN:
+        raise InputError(f"server_data {source!r} is what data of your own bring along; {config.data!r} brings none.")
     dataset = datasets.keep_classes(datasets.load(config.data, progress=progress), config.classes)
-    return datasets.build(dataset, config.partition, config.clients, streams.numpy("partition")), dataset.class_names
+    dataset = datasets.normalized(dataset, config.normalize)
+    if config.client_test:
+        dataset = datasets.merge(dataset)
+    back = on_server.keep_back(source, len(dataset.train), draw)
+    pooled = datasets.build(dataset, config.partition, config.clients, streams.numpy("partition"), back)
+    if source is not None and len(back):
+        held = ServerData(dataset.train.take(back), source, dataset.classes)
+    elif source is not None:
+        held = on_server.of_another(pooled, source, partial(datasets.load, progress=progress))
+    if config.client_test:
+        pooled = datasets.hold_out(pooled, config.client_test, streams.numpy("client test"))
+    return pooled, dataset.class_names, dataset.notes, held
 
 
 def make_module(
@@ -237,13 +313,14 @@ def make_module(
 ) -> nn.Module:
     """The network `name`, or the user's own; `shared` leaves the frozen weights of a user's module where they are."""
     if own is None:
-        if not federation.classes:
+        outputs = federation.classes or _targets(federation)
+        if not outputs:
             raise InputError(
-                f"{federation.name!r} has no classes, but the network {name!r} is a classifier; give a module of your "
-                "own as the model."
+                f"{federation.name!r} has no classes and no rows of targets, n x 1 or wider, so the network {name!r} "
+                "does not fit; give a module of your own as the model."
             )
         with streams.globally("init"):
-            return models.build(name, federation.shape, federation.classes)
+            return models.build(name, federation.shape, outputs, federation.tokens)
     module: object = own
     if callable(module) and not isinstance(module, nn.Module):
         with streams.globally("init"):
@@ -253,6 +330,12 @@ def make_module(
     # A copy, because training binds a module's tensors to rows. Frozen weights stay shared, they never change; on
     # another device, or where a file is read into them, they must not be, or the user's own would change.
     return _copy(module, share_frozen=shared)
+
+
+def _targets(federation: Federation) -> int:
+    """How many numbers a regression is to tell; 0 where the targets are no rows of numbers."""
+    samples = _some_samples(federation)
+    return samples.y.shape[1] if samples is not None and samples.y.ndim == 2 else 0
 
 
 def _copy(module: nn.Module, *, share_frozen: bool) -> nn.Module:
@@ -283,7 +366,8 @@ def try_out(workshop: Workshop, federation: Federation) -> None:
         raise
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"the model cannot be trained on {federation.name!r}: {first}.") from error
+        hint = "; its inputs are whole numbers, tokens, so it wants a network for text" if samples.are_tokens else ""
+        raise InputError(f"the model cannot be trained on {federation.name!r}: {first.rstrip('.')}{hint}.") from error
     if loss.dim() != 0:
         raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
     if federation.classes and output.shape[-1] < federation.classes:
@@ -293,8 +377,14 @@ def try_out(workshop: Workshop, federation: Federation) -> None:
 
 
 def _some_samples(federation: Federation) -> Samples | None:
-    if federation.test is not None and len(federation.test):
-        return federation.test[:2]
+    held = [federation.test] if federation.test is not None and len(federation.test) else []
+    if isinstance(federation, PooledFederation) and len(federation.pool):
+        held.append(federation.pool)
+    if held and held[0].are_tokens:  # and the largest token, which no network may be too small for
+        largest = [samples.take(samples.x.flatten(1).amax(1).argmax(keepdim=True)) for samples in held]
+        return Samples(torch.cat([s.x for s in largest]), torch.cat([s.y for s in largest]))
+    if held:
+        return held[0][:2]
     for client in range(min(len(federation), 1000)):
         samples = federation.client(client)
         if len(samples):

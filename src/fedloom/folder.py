@@ -39,6 +39,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
+USE = "server_data_used_by"
+"""Where config.toml names the methods that use the server's data."""
 PATIENCE = 30
 
 
@@ -53,8 +55,13 @@ class RunFolder:
         self.checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
 
     @classmethod
-    def create(cls, path: Path, config: Config, own: tuple[str, ...] = ()) -> "RunFolder":
-        """Make the folder; one that already holds something is left alone and refused."""
+    def create(
+        cls, path: Path, config: Config, own: tuple[str, ...] = (), use_server_data: tuple[str, ...] = ()
+    ) -> "RunFolder":
+        """Make the folder; one that already holds something is left alone and refused.
+
+        `use_server_data` names the methods that use the server's data, for the report.
+        """
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(entry.name != ".config.toml.part" for entry in path.iterdir()):  # left by a run that died at once
@@ -71,6 +78,7 @@ class RunFolder:
                 "format": FORMAT,
                 "command": None if own else command_of(config),
                 "own": list(own),
+                USE: list(use_server_data) or None,
                 **config.model_dump(mode="json", exclude={"options"}),
                 "options": config.options,
                 "made_with": {
@@ -100,6 +108,7 @@ class RunFolder:
             )
         values.pop("made_with", None)
         values.pop("command", None)
+        values.pop(USE, None)
         own = tuple(values.pop("own", ()))
         try:
             return cls(path, make_config(values), own)
@@ -226,7 +235,7 @@ def is_run(path: Path) -> bool:
 
 def free_name(root: Path, config: Config) -> Path:
     """A folder in `root` that is not there yet, named after the run."""
-    stem = re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data}-seed{config.seed}")
+    stem = re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data_name}-seed{config.seed}")
     for number in range(1, 1_000_000):
         path = root / f"{stem}-{number:03d}"
         if not path.exists():

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.config import Config
 from fedloom.errors import InputError, unknown
-from fedloom.experiment import Own, Progress, build, replace_config
+from fedloom.experiment import Own, Progress, build, replace_config, with_server_data
 from fedloom.methods import Composition, Method, compose, methods
 from fedloom.methods.catalogue import Clash
 from fedloom.report.grid import Cell, Factor, Grid
@@ -77,6 +77,9 @@ def make_grid(
     is wrong without any method (a data set that is not there, an option that no method has) is an error as always.
     """
     factors = parse(given)
+    known = methods()
+    named = [known[name] for factor in factors for name in factor.levels if name in known]
+    config = with_server_data(config, own or Own(), [Composition("", tuple(named), {})])  # as all its runs have it
     with build(replace_config(config, method="fedavg", options={}, engine="plain"), own, progress).engine_closed() as e:
         context = e.rounds.context
 

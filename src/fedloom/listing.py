@@ -14,6 +14,7 @@ def list_methods() -> list[dict[str, Any]]:
             "brings": list(method.parts),
             "summary": method.summary,
             "models a round": method.models_sent,
+            "server data": method.server_data or "no",
             "reference": method.reference,
             "options": [
                 {"name": name, "default": field.default, "help": field.description}
@@ -38,13 +39,15 @@ def list_datasets() -> list[dict[str, Any]]:
             "test": info.test_samples,
             "state": info.state,
             "found": str(info.found) if info.found else None,
+            "missing": list(info.missing),
+            "get": info.get or None,
         }
         for info in catalogue()
     ]
 
 
 def list_models() -> list[dict[str, Any]]:
-    """The networks and their sizes."""
+    """The networks, their sizes, and their options."""
     from fedloom.models import catalogue
 
     return [
@@ -53,6 +56,10 @@ def list_models() -> list[dict[str, Any]]:
             "summary": info.summary,
             "parameters, 1 x 28 x 28": info.parameters_1x28x28,
             "parameters, 3 x 32 x 32": info.parameters_3x32x32,
+            "parameters, text": info.parameters_text,
+            "options": [
+                {"name": option.name, "default": option.default, "help": option.help} for option in info.options
+            ],
         }
         for info in catalogue()
     ]

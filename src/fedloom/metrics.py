@@ -1,12 +1,13 @@
 """What is measured in a round, and what the numbers mean."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedloom.bench import Score
 
@@ -23,10 +24,14 @@ def client_accuracy(score: Score, counts: np.ndarray | None) -> tuple[float, flo
     by_class = score.hits[tested] / score.seen[tested]
     held = counts[:, tested].astype(np.float64)
     totals = held.sum(axis=1)
-    accuracies = np.sort((held @ by_class)[totals > 0] / totals[totals > 0])
-    if not len(accuracies):
-        return None
-    return float(accuracies.mean()), float(accuracies[: ceil(len(accuracies) / 10)].mean())
+    accuracies = (held @ by_class)[totals > 0] / totals[totals > 0]
+    return mean_and_worst(accuracies) if len(accuracies) else None
+
+
+def mean_and_worst(accuracies: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    """The mean over clients, and the mean over the worst 10 % of them, rounded up."""
+    ordered = np.sort(accuracies)
+    return float(ordered.mean()), float(ordered[: ceil(len(ordered) / 10)].mean())
 
 
 class Clock:
@@ -80,6 +85,8 @@ def summarise(history: list[dict[str, Any]]) -> dict[str, Any]:
         "best_accuracy": max(accuracies, default=None),
         "client_accuracy_mean": last.get("client_accuracy_mean"),
         "client_accuracy_worst10": last.get("client_accuracy_worst10"),
+        "personal_accuracy_mean": last.get("personal_accuracy_mean"),
+        "personal_accuracy_worst10": last.get("personal_accuracy_worst10"),
         "bytes_up": sum(record["bytes_up"] for record in trained),
         "bytes_down": sum(record["bytes_down"] for record in trained),
         "models_up": sum(record["models_up"] for record in trained),

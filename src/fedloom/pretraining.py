@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from fedloom import data as datasets
@@ -26,6 +26,7 @@ from fedloom._version import __version__
 from fedloom.api import Silent, Stopped
 from fedloom.bench import Batch, Bench, Pass, Workshop
 from fedloom.checkpoints import Checkpoints
+from fedloom.config import absolute_data
 from fedloom.data import Dataset, PooledFederation
 from fedloom.engines import Homes, PlainEngine, Shop
 from fedloom.engines.host import core_count
@@ -51,6 +52,8 @@ class Pretraining(Settings):
     """the network (`fedloom list models`)"""
     classes: str | None = None
     """train on these classes only, such as 0-4 or 0,2,7; by default all"""
+    normalize: str = "default"
+    """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
     epochs: int = Field(10, ge=1)
     """passes over the training samples"""
     batch_size: int = Field(64, ge=1)
@@ -82,6 +85,11 @@ class Pretraining(Settings):
     """keep images and convolution weights in channels-last order, which is faster on CPUs"""
     checkpoint_seconds: float = Field(30.0, ge=0)
     """seconds between two checkpoints; 0 writes one after every epoch"""
+
+    @field_validator("data")
+    @classmethod
+    def _absolute_data(cls, spec: str) -> str:
+        return absolute_data(spec)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Pretraining":
@@ -232,7 +240,7 @@ class _Pretrainer:
         self.plan, self.watcher = plan, watcher
         device, streams, training = make_device(plan.device), Streams(plan.seed), plan.training()
         loaded = datasets.load(plan.data, progress=watcher.download)
-        self.dataset = datasets.keep_classes(loaded, plan.classes)
+        self.dataset = datasets.normalized(datasets.keep_classes(loaded, plan.classes), plan.normalize)
         federation = _one_client(self.dataset)
         self.module = make_module(plan.model, None, federation, streams, shared=True)
         channels_last = plan.channels_last and len(self.dataset.shape) == 3

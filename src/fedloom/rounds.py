@@ -5,25 +5,31 @@
     updates = engine.train(jobs)                   # answers come as clients finish
     server.collect(round, updates)                 # new state of the server
     refine(server)                                 # optional
-    record(score(server.deploy()))                 # metrics
+    record(score(server.deploy()))                 # metrics, and the clients' own models where they have some
 
 Rounds count from 0 inside, and a record says after how many rounds it was taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from fedloom.bench import STAYS, put_columns
 from fedloom.config import Config
 from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
 from fedloom.exchange import Job, Lost, Shapes, Update
 from fedloom.methods.base import Context
 from fedloom.methods.catalogue import Parts
-from fedloom.metrics import Clock, client_accuracy
-from fedloom.rows import Layout, all_finite
+from fedloom.metrics import Clock, client_accuracy, mean_and_worst
+from fedloom.rows import Kind, Layout, all_finite
+
+MOST_PERSONAL = 100
+"""Clients whose own models are scored in one evaluation; where there are more, as many are drawn once for the run."""
 
 
 @dataclass
@@ -143,16 +149,60 @@ class Rounds:
         chance = self.config.lost
         return bool(chance and self.context.streams.numpy("lost", round, job.client).random() < chance)
 
+    def deployed(self) -> Tensor:
+        """The model that would be deployed now. What stays with the clients is the mean, by samples, of theirs.
+
+        Without that a network would be deployed with columns that nobody ever trained. It is a simulation's privilege
+        to look at them; nothing of it is sent to anybody.
+        """
+        row, layout, homes = self.parts.server.deploy(), self.context.layout, self.engine.homes
+        stays = self.parts.local.stays_home(layout)
+        if not stays or not len(homes):
+            return row
+        mean, theirs, total = row.clone(), row.clone(), 0
+        for client in homes.clients():
+            count = self.context.samples(client)
+            total += count
+            put_columns(theirs, stays, homes.get(client)[STAYS])
+            for columns in stays if count else ():
+                floats = slice(columns.start, min(columns.stop, layout.floats))
+                mean[floats].lerp_(theirs[floats], count / total)
+            for counter, other in zip(*(layout.views(each, Kind.INTEGER) for each in (mean, theirs)), strict=True):
+                torch.maximum(counter, other, out=counter)
+        return mean
+
     def _score(self, record: dict[str, Any], clock: Clock) -> dict[str, Any]:
         with clock.part("evaluate"):
-            score = self.engine.score(self.parts.server.deploy())
+            row = self.deployed()
+            score = self.engine.score(row)
         if score is None:
             return record
         # A loss may overflow where the model is finite; JSON has no number for that.
         record = {**record, "accuracy": score.accuracy, "loss": score.loss if np.isfinite(score.loss) else None}
         if among_clients := client_accuracy(score, self.label_counts):
             record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
+        if self.engine.shop.personal is not None and self.context.classes:
+            with clock.part("evaluate"):
+                record.update(self._score_personal(record["round"], row))
         return record
+
+    def _score_personal(self, played: int, row: Tensor) -> dict[str, Any]:
+        """How clients fare with models of their own; the same clients at every evaluation."""
+        count = self.context.clients
+        clients: Sequence[int] = range(count)
+        if count > MOST_PERSONAL:
+            draw = self.context.streams.numpy("personal")
+            clients = sorted(int(c) for c in draw.choice(count, MOST_PERSONAL, replace=False))
+        server, rows = self.parts.server, dict[int, Tensor]()
+        for client in clients:
+            own = server.own_model(client)
+            rows[client] = row if own is None else own
+        accuracies = self.engine.score_clients(played, [Job(client, rows[client]) for client in clients])
+        known = [accuracy for accuracy in accuracies if accuracy is not None]
+        if not known:
+            return {}
+        mean, worst = mean_and_worst(known)
+        return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
 
 
 def fault_of(update: Update, layout: Layout, uploads: Shapes) -> str | None:
@@ -168,6 +218,9 @@ def fault_of(update: Update, layout: Layout, uploads: Shapes) -> str | None:
             return f"its {name} has shape {tuple(tensor.shape)}, not {tuple(uploads[name])}"
         if not all_finite(tensor):
             return f"its {name} is not finite"
+    for name, tensor in update.home.items():
+        if not all_finite(tensor):
+            return f"the {name.removeprefix('@')} that it keeps is not finite"
     if update.samples < 0:
         return f"it claims {update.samples} samples"
     return None

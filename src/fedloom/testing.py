@@ -56,8 +56,8 @@ class SmallFederation(Federation):
     shape = (64,)
 
     def __init__(self, sizes: Mapping[int, int] | None = None, poisoned: int | None = None) -> None:
-        x, y, test, parts = _small_digits()
-        self.test = test
+        x, y, test, parts, server = _small_digits()
+        self.test, self.server_data = test, server
         self.prepare = Prepare.identity()
         self._clients = [Samples(x[part], y[part]) for part in parts]
         for client, size in (sizes or {}).items():
@@ -81,11 +81,12 @@ class SmallFederation(Federation):
 
 
 @lru_cache(maxsize=1)
-def _small_digits() -> tuple[Tensor, Tensor, Samples, list[np.ndarray]]:
+def _small_digits() -> tuple[Tensor, Tensor, Samples, list[np.ndarray], Samples]:
     digits = load("digits")
+    server = Samples(digits.prepare(digits.train.x[320:400]).flatten(1), digits.train.y[320:400])
     x, y = digits.prepare(digits.train.x[:320]).flatten(1), digits.train.y[:320]
     parts = partition("dirichlet:0.5,min=4", y.numpy(), 8, np.random.default_rng(0))
-    return x, y, Samples(digits.prepare(digits.test.x).flatten(1), digits.test.y), parts
+    return x, y, Samples(digits.prepare(digits.test.x).flatten(1), digits.test.y), parts, server
 
 
 def normed_network() -> nn.Module:
@@ -194,11 +195,16 @@ def order_of_clients_does_not_matter(method: str, options: Given) -> None:
 
 
 def weights_sum_to_one(method: str, options: Given) -> None:
-    """Clients that return what they received leave the deployed model as it was."""
+    """Clients that return what they received leave the deployed model as it was (or scaled, if a method says so)."""
     with small_experiment(method, options).engine_closed() as experiment:
-        floats = experiment.layout.floats
+        floats, trainable = experiment.layout.floats, experiment.layout.trainable
         before = experiment.rounds.parts.server.deploy().clone()
         after = one_round(experiment, lambda updates: updates, change=0.0)
+        server = experiment.composition.owner("server")
+    if server is not None and server.rescales:  # then it is a multiple of what it was
+        factor = (before[:trainable] @ after[:trainable]) / before[:trainable].square().sum()
+        assert factor > 0, "the factor on the mean is not positive"
+        after[:trainable] /= factor
     assert torch.allclose(before[:floats], after[:floats], rtol=1e-5, atol=1e-7), "the weights do not sum to one"
 
 
@@ -294,10 +300,12 @@ def leaves_inputs_alone(method: str, options: Given) -> None:
     with small_experiment(method, options).engine_closed() as experiment:
         server, companion = experiment.rounds.parts.server, experiment.rounds.parts.companion
         extras = companion.send(0, 0) if companion is not None else {}
-        jobs = [Job(job.client, job.row, job.slot, extras) for job in server.dispatch(0, server.select(0))]
-        rows = [digest(job.row) for job in jobs] + [digest(tensor) for tensor in extras.values()]
+        asked = server.dispatch(0, server.select(0))
+        jobs = [Job(job.client, job.row, job.slot, {**job.extras, **extras}) for job in asked]
+        sent = [tensor for job in jobs for tensor in (job.row, *job.extras.values())]
+        rows = [digest(tensor) for tensor in sent]
         assert sum(1 for _ in experiment.engine.train(0, jobs)) == len(jobs)
-        now = [digest(job.row) for job in jobs] + [digest(tensor) for tensor in extras.values()]
+        now = [digest(tensor) for tensor in sent]
         assert rows == now, "training changed what the server had sent"
 
 

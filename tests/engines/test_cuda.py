@@ -30,7 +30,7 @@ def dense(dropout: float = 0.0) -> nn.Module:
 def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:
     companion = experiment.rounds.parts.companion
     jobs = experiment.rounds.parts.server.dispatch(0, clients)
-    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else {}) for j in jobs]
+    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
 
 
 def cuda_of(experiment: Experiment, slots: int = 0) -> CudaEngine:
@@ -66,7 +66,7 @@ def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -
 @pytest.mark.parametrize("method", LOCALS)
 def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> None:
     clients = [5, 0, 7, 2, 1, 6]
-    with small_experiment(method, {}, engine="plain", momentum=0.5, lr_decay=0.9).engine_closed() as plain:
+    with small_experiment(method, {}, engine="plain", per_round=8, momentum=0.5, lr_decay=0.9).engine_closed() as plain:
         for round in (0, 1):  # the second shows what a slot keeps from the first
             jobs = jobs_for(plain, clients[round:])
             expected = answers(plain.engine, jobs, round)
@@ -80,7 +80,7 @@ def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.Mon
     """With recordings that keep addresses and numbers, as CUDA graphs do."""
     monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
     monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
-    settings = {"engine": "plain", "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
+    settings = {"engine": "plain", "per_round": 8, "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
     with small_experiment(method, {}, **settings).engine_closed() as plain:
         engine = cuda_of(plain, 2)
         for round in range(3):

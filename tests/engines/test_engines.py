@@ -20,7 +20,7 @@ from fedloom.testing import small_experiment
 def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:
     companion = experiment.rounds.parts.companion
     jobs = experiment.rounds.parts.server.dispatch(0, clients)
-    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else {}) for j in jobs]
+    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
 
 
 def results(experiment: Experiment, clients: list[int]) -> list[tuple[int, Tensor, dict[str, Tensor], int, float]]:

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.banks import Bank
-from fedloom.bench import Bench, Pass, Score, Workshop
-from fedloom.data import Federation
+from fedloom.bench import Bench, Pass, Score, Workshop, score_chunks
+from fedloom.data import Federation, Samples
 from fedloom.exchange import Job, Lost, Shapes, Update
 
 Train = Callable[[Bench], Iterator[Pass]]
@@ -49,6 +51,12 @@ class Homes:
         """What `client` keeps; empty when it has not been seen (then it starts from zeros)."""
         return self._kept.get(client, {})
 
+    def copy_for(self, client: int, device: torch.device) -> dict[str, Tensor]:
+        """A copy of what `client` keeps, zeros where that is nothing yet, to work with on `device`."""
+        kept = self.get(client)
+        zeros = {name: torch.zeros(shape, dtype=self.dtype) for name, shape in self.shapes.items()}
+        return {name: kept.get(name, zero).to(device, copy=True) for name, zero in zeros.items()}
+
     def keep(self, client: int, values: Mapping[str, Tensor]) -> None:
         """Copy `values` into the client's state."""
         if not self.shapes:
@@ -70,6 +78,8 @@ class Shop:
     federation: Federation
     train: Train
     homes: Homes
+    personal: Train | None = None
+    """A `Local`'s personal; None where clients have no models of their own."""
 
 
 class Engine(ABC):
@@ -89,6 +99,14 @@ class Engine(ABC):
     @abstractmethod
     def score(self, row: Tensor) -> Score | None:
         """How a model does on the test set; None when there is none."""
+
+    @abstractmethod
+    def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
+        """The accuracy of each client's own model, made from the model in its job after `round` rounds.
+
+        It is that on the client's own test samples or, where it has none, what to expect on its mixture of classes.
+        None for a client whose model cannot be made or has nothing to be tested on.
+        """
 
     @staticmethod
     def make_bank(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Bank:
@@ -132,6 +150,59 @@ def train_client(
         bench.finish()
     conclude(bench, row, places)
     return bench.samples, bench.mean_loss, bench.steps
+
+
+def score_client(
+    bench: Bench,
+    shop: Shop,
+    round: int,
+    client: int,
+    row: Tensor,
+    received: Tensor,
+    home: dict[str, Tensor],
+    first_visit: bool,
+) -> float | None:
+    """The accuracy of one client's own model, alike in every engine. `home` is a copy: nothing of this is kept."""
+    samples = shop.federation.client(client)
+    test, counts = _test_of(shop.federation, client, samples)
+    if shop.personal is None or not len(test):
+        return None
+    with shop.workshop.streams.globally("noise", round, client, bench.device):
+        bench.begin(round, client, samples, row, received, {}, home, {}, first_visit)
+        for piece in shop.personal(bench):
+            bench.run(piece)
+        if bench.steps and bench.training.statistics == "estimated":
+            bench.estimate_statistics()
+    pieces = [bench.score(bench.row, test[chunk]) for chunk in score_chunks(test)]
+    return sum(pieces[1:], start=pieces[0]).accuracy_for(counts)
+
+
+def _test_of(federation: Federation, client: int, samples: Samples) -> tuple[Samples, NDArray[np.int64]]:
+    """What a client's own model is tested on, and how often each class counts."""
+    test = federation.test
+    assert test is not None, "clients are scored only where there is a test set"
+    owners = federation.test_owners
+    if owners is not None:
+        own = test.take(np.flatnonzero(owners == client))
+        return own, np.bincount(own.y.cpu().numpy(), minlength=federation.classes)
+    # Other classes would not count, and a client that has two of ten is scored five times as fast without them.
+    counts = np.bincount(samples.y.cpu().numpy(), minlength=federation.classes)
+    return test.take(np.flatnonzero(counts[test.y.cpu().numpy()])), counts
+
+
+def score_in_turn(bench: Bench, shop: Shop, homes: Homes, round: int, jobs: Sequence[Job]) -> list[float | None]:
+    """`Engine.score_clients` with one bench."""
+    row, found = shop.workshop.layout.empty(bench.device), list[float | None]()
+    for job in jobs:
+        home, new = homes.copy_for(job.client, bench.device), job.client not in homes
+        try:
+            received = job.row.to(bench.device)
+            found.append(score_client(bench, shop, round, job.client, row, received, home, new))
+        except (Exception, SystemExit) as error:  # as in training, a client that fails is left out
+            if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+                raise
+            found.append(None)
+    return found
 
 
 def conclude(bench: Bench, row: Tensor, places: Mapping[str, Mapping[str, Tensor]]) -> None:

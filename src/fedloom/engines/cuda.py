@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fedloom.banks import Bank
-from fedloom.bench import Score
+from fedloom.bench import Bench, Score
 from fedloom.data import PooledFederation, Samples
-from fedloom.engines.base import Engine, Shop, conclude, reason_of
+from fedloom.engines.base import Engine, Shop, conclude, reason_of, score_in_turn
 from fedloom.engines.judge import Judge
 from fedloom.engines.order import LargestFirst, work_of
-from fedloom.engines.slot import Positions, SlotBench
+from fedloom.engines.slot import Positions, SlotBench, apart
 from fedloom.engines.worker import Slots
 from fedloom.errors import FedloomError
 from fedloom.exchange import Job, Lost, Update
@@ -68,6 +68,7 @@ class CudaEngine(Engine):
         self.slots: list[SlotBench] = []
         self._results: Slots | None = None
         self._judge: Judge | None = None
+        self._fitting: Bench | None = None
         self._pool: Samples | None = None
         if isinstance(shop.federation, PooledFederation):
             pool = shop.federation.pool
@@ -202,11 +203,17 @@ class CudaEngine(Engine):
             self._judge = Judge(SlotBench(self.shop.workshop, self.device), self.shop.workshop, test)
         return self._judge.score(row)
 
+    def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
+        """One after the other, step by step: there are few of them, and only when there is an evaluation."""
+        if self._fitting is None:
+            self._fitting = Bench(apart(self.shop.workshop), self.device)
+        return score_in_turn(self._fitting, self.shop, self.homes, round, jobs)
+
     def close(self) -> None:
         for slot in self.slots:
             slot.close()
         self.slots.clear()
         if self._judge is not None:
             self._judge.close()
-        self._judge = self._results = self._pool = None
+        self._judge = self._fitting = self._results = self._pool = None
         torch.set_num_threads(self._threads)

@@ -26,7 +26,9 @@ from fedloom.engines.worker import (
     CANNOT_TRAIN,
     SIGNALS,
     Failed,
+    Fared,
     Order,
+    PersonalOrder,
     Place,
     Reply,
     Scored,
@@ -126,9 +128,7 @@ class HostEngine(Engine):
             slot = slot_of.get(index)
             if slot is None:
                 slot = slot_of[index] = free.pop()
-            kept = self.homes.get(job.client)
-            for name, tensor in self._slots.group(slot, "home").items():
-                tensor.copy_(kept[name]) if name in kept else tensor.zero_()
+            self._bring_home(job.client, slot)
             extras = tuple((name, places[_key(tensor)]) for name, tensor in job.extras.items())
             return TrainOrder(
                 index, round, job.client, slot, places[_key(job.row)], extras, job.client not in self.homes
@@ -172,6 +172,34 @@ class HostEngine(Engine):
                 raise FedloomError(f"the model cannot be scored: {reason}.")
             scores.append(reply.score)
         return sum(scores[1:], start=scores[0])
+
+    def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
+        places = self._publish([job.row for job in jobs], len(jobs))
+        free, slot_of = list(range(len(self._slots))), dict[int, int]()
+        waiting = LargestFirst([work_of(self.shop.federation, job) for job in jobs], window=len(jobs))
+        replies: dict[int, Reply] = {}
+
+        def make(index: int) -> Order:
+            job = jobs[index]
+            slot = slot_of[index] if index in slot_of else slot_of.setdefault(index, free.pop())
+            self._bring_home(job.client, slot)
+            new = job.client not in self.homes
+            return PersonalOrder(index, round, job.client, slot, places[_key(job.row)], new)
+
+        try:
+            while len(replies) < len(jobs):
+                self._advance(waiting, make, replies)
+                free += [slot_of.pop(index) for index in list(slot_of) if index in replies]
+        finally:
+            self._abandon()
+        found = [replies[index] for index in range(len(jobs))]
+        return [reply.accuracy if isinstance(reply, Fared) else None for reply in found]
+
+    def _bring_home(self, client: int, slot: int) -> None:
+        """Lay out a copy of what the client keeps."""
+        kept = self.homes.get(client)
+        for name, tensor in self._slots.group(slot, "home").items():
+            tensor.copy_(kept[name]) if name in kept else tensor.zero_()
 
     def close(self) -> None:
         for worker in self._workers:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.bench import Bench, Score, score_chunks
-from fedloom.engines.base import Engine, Shop, reason_of, train_client
+from fedloom.engines.base import Engine, Shop, reason_of, score_in_turn, train_client
 from fedloom.exchange import Job, Lost, Update
 
 
@@ -30,9 +30,7 @@ class PlainEngine(Engine):
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
         shop = self.shop.workshop
         for job in jobs:
-            kept = self.homes.get(job.client)
-            home = {name: torch.zeros(shape, dtype=shop.layout.dtype) for name, shape in shop.home.items()}
-            home = {name: kept.get(name, zero).to(self.device, copy=True) for name, zero in home.items()}
+            home = self.homes.copy_for(job.client, self.device)
             uploads = {
                 name: torch.zeros(shape, dtype=shop.layout.dtype, device=self.device)
                 for name, shape in shop.uploads.items()
@@ -61,6 +59,9 @@ class PlainEngine(Engine):
             return None
         pieces = [self._bench.score(row, test[chunk]) for chunk in score_chunks(test)]
         return sum(pieces[1:], start=pieces[0])
+
+    def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
+        return score_in_turn(self._bench, self.shop, self.homes, round, jobs)
 
     def close(self) -> None:
         torch.set_num_threads(self._threads)

@@ -60,9 +60,7 @@ class SlotBench(Bench):
     def __init__(self, shop: Workshop, device: torch.device) -> None:
         self.host: dict[str, Any] = {}
         self.listening: set[str] | None = None
-        frozen = {id(p): p for p in shop.module.parameters() if not p.requires_grad}  # one copy serves all slots
-        module = copy.deepcopy(shop.module, frozen)
-        super().__init__(replace(shop, module=module), device)
+        super().__init__(apart(shop), device)
         layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
         self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
         self.tape = make_tape(self.device, (self._noise,))
@@ -291,6 +289,12 @@ class SlotBench(Bench):
         trained = tuple(p.requires_grad for p in self.module.parameters())
         optimizer = (type(self.optimizer), _summary(vars(self.optimizer)))
         return tuple(map(_address, tensors)), names, modes, trained, optimizer, self.training.clip
+
+
+def apart(shop: Workshop) -> Workshop:
+    """The same with a network of its own; frozen weights are shared, for one copy serves all."""
+    frozen = {id(p): p for p in shop.module.parameters() if not p.requires_grad}
+    return replace(shop, module=copy.deepcopy(shop.module, frozen))
 
 
 def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

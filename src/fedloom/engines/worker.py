@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.banks import Bank, at_address, stride_of
 from fedloom.bench import Bench, Score, Workshop, score_chunks
-from fedloom.engines.base import Shop, reason_of, train_client
+from fedloom.engines.base import Shop, reason_of, score_client, train_client
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,18 @@ class ScoreOrder:
 
 
 @dataclass(frozen=True)
+class PersonalOrder:
+    """Score one client's own model, which is made in a slot."""
+
+    index: int
+    round: int
+    client: int
+    slot: int
+    row: Place
+    first_visit: bool
+
+
+@dataclass(frozen=True)
 class Trained:
     index: int
     samples: int
@@ -75,14 +87,20 @@ class Scored:
     score: Score
 
 
+@dataclass(frozen=True)
+class Fared:
+    index: int
+    accuracy: float | None
+
+
 CANNOT_TRAIN = 77
 """Exit code of a worker in which autograd does not work: torch's threads for GPUs do not survive a fork."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Held back while a worker is forked: Python loses what is raised in its fork hooks, and the child has our handlers."""
 
-Order = TrainOrder | ScoreOrder
-Reply = Trained | Failed | Scored
+Order = TrainOrder | ScoreOrder | PersonalOrder
+Reply = Trained | Failed | Scored | Fared
 
 
 class Slots:
@@ -149,6 +167,11 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         test = shop.federation.test
         assert test is not None, "the coordinator asks for scores only where there is a test set"
         return Scored(order.index, bench.score(order.row.tensor(), test[score_chunks(test)[order.index]]))
+    if isinstance(order, PersonalOrder):
+        row, home = slots.row(order.slot), slots.group(order.slot, "home")
+        received = order.row.tensor()
+        accuracy = score_client(bench, shop, order.round, order.client, row, received, home, order.first_visit)
+        return Fared(order.index, accuracy)
     uploads = slots.group(order.slot, "uploads")
     for tensor in uploads.values():
         tensor.zero_()

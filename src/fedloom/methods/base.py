@@ -13,7 +13,7 @@ the method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fedloom.banks import Bank
 from fedloom.bench import Batch, Bench, Criterion, Pass
+from fedloom.data import Prepare, Samples
 from fedloom.exchange import Job, Shapes, Update
 from fedloom.rows import Layout
 from fedloom.settings import Settings
@@ -70,6 +71,12 @@ class Context:
     device: torch.device
     make_bank: Callable[[int, int], Bank]
     """(count, width) -> rows where the engine can read them without copying."""
+    server_data: Samples | None = None
+    """What the server holds for methods that declare that they need it, as it is stored, on `device`; else None."""
+    server_labels: bool = False
+    """Whether its labels are those of the run: as many classes, or targets of the same kind."""
+    prepare: Callable[[Tensor], Tensor] = field(default_factory=Prepare.identity)
+    """Makes network input of stored samples, such as `server_data.x`."""
     progress: Progress = nobody
     """For work of a part that takes much longer than a round usually does; costs nothing to call often."""
 
@@ -143,6 +150,10 @@ class Server(Part[O], ABC):
     def deploy(self) -> Tensor:
         """The model the server would hand out now, as a row. It never feeds back into training."""
 
+    def own_model(self, client: int) -> Tensor | None:
+        """The model that a personalised method keeps for this client alone; None where it has the deployed one."""
+        return None
+
     @abstractmethod
     def models(self) -> Tensor:
         """The models the next round starts from, as a matrix of rows; a refiner may change them in place."""
@@ -173,6 +184,13 @@ class Local(Part[O]):
     def train(self, bench: Bench) -> Iterator[Pass]:
         """Train the model on the bench: yield passes, and do what is to be done before, between and after them."""
         yield Pass(self.step)
+
+    def personal(self, bench: Bench) -> Iterator[Pass]:
+        """Turn the deployed model on the bench into the one this client would use, as `train` does; it is then scored.
+
+        What stays home is the client's own already. Nothing came beside the model, and what is done here is forgotten.
+        """
+        yield from ()
 
     def step(self, bench: Bench, batch: Batch) -> Tensor:
         """One step on one batch; returns the loss."""

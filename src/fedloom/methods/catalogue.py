@@ -8,24 +8,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from fedloom.errors import FedloomError, InputError, unknown
 from fedloom.methods.base import Companion, Context, Local, Options, Part, Refiner, Server
+from fedloom.rows import Layout
 from fedloom.settings import explain
 
 BUILT_IN = {
+    "abavg": "abavg",
+    "clusamp": "clusamp",
     "diwa": "diwa",
     "dynafed": "dynafed",
+    "fedasam": "fedasam",
+    "fedasam-swa": "fedasam",
     "fedavg": "fedavg",
+    "fedbabu": "fedbabu",
+    "fedbe": "fedbe",
+    "fedbn": "fedbn",
     "fedcda": "fedcda",
+    "fedcluster": "fedcluster",
     "fedcross": "fedcross",
+    "feddf": "feddf",
+    "feddyn": "feddyn",
+    "fedexp": "fedexp",
+    "fedfomo": "fedfomo",
+    "fedgen": "fedgen",
+    "fedlaw": "fedlaw",
+    "fedma": "fedma",
+    "fedma-layers": "fedma_layers",
+    "fedmix": "fedmix",
     "fedmr": "fedmr",
+    "fedmut": "fedmut",
     "fedprox": "fedprox",
+    "fedrep": "fedrep",
+    "fedsam": "fedsam",
+    "gamf": "gamf",
     "indep": "fedmr",
     "lss": "lss",
+    "moon": "moon",
+    "naivemix": "naivemix",
     "scaffold": "scaffold",
     "soups": "soups",
     "swa": "swa",
@@ -54,6 +78,10 @@ class Method:
     """Options with which the method must equal FedAvg bit for bit, where there are such."""
     models_sent: str = ""
     """Models sent in a round with K clients, down and up together, as papers count it."""
+    server_data: Literal["inputs", "labels"] | None = None
+    """What it needs of data on the server: inputs alone, or their labels too; None: no such data."""
+    rescales: bool = False
+    """Whether its server scales the mean of the clients' models by a factor of its own."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -144,6 +172,11 @@ class Composition:
                 return method
         return methods()["fedavg"] if part in ("server", "local") else None
 
+    @property
+    def use_server_data(self) -> tuple[str, ...]:
+        """The methods that need data on the server."""
+        return tuple(method.name for method in self.methods if method.server_data)
+
     def build(self, context: Context) -> "Parts":
         """The parts, ready to run."""
         made: dict[str, Part[Any] | None] = {}
@@ -170,6 +203,11 @@ class Parts:
     local: Local[Any]
     companion: Companion[Any] | None = None
     refiner: Refiner[Any] | None = None
+
+    def personalised(self, layout: Layout) -> bool:
+        """Whether a client uses another model than the deployed one."""
+        own = type(self.local).personal is not Local.personal or type(self.server).own_model is not Server.own_model
+        return own or bool(self.local.stays_home(layout))
 
     def items(self) -> list[tuple[str, Part[Any]]]:
         """Name and part, of those there are."""

@@ -1,0 +1,67 @@
+"""ABAVG: clients count in the mean by how well their models do on the server's validation set.
+
+Xiao et al., "A novel server-side aggregation strategy for federated learning in non-i.i.d. situations", ISPDC 2021.
+The server holds labelled samples; a_k is the accuracy of client k's model on all of them, and
+
+    w <- sum_k (a_k / sum_j a_j) w_k.
+
+We do not know whether the paper also multiplies a_k by the client's samples; others' code does not, and `samples` does.
+A model that gets nothing right has no weight; if that is true of all, they count alike. Public code (DynaFed's) keeps
+the accuracy of the last batch only; here it is that of the whole set.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from fedloom.exchange import Update
+from fedloom.methods.base import Context, Options
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.proxy import Proxy, SingleServer
+from fedloom.rows import Mean
+
+
+class ABAVGOptions(Options):
+    samples: bool = False
+    """weight by accuracy times the client's samples, and not by accuracy alone"""
+
+
+class ABAVGServer(SingleServer[ABAVGOptions]):
+    """One model, averaged by accuracy."""
+
+    def __init__(self, context: Context, options: ABAVGOptions) -> None:
+        super().__init__(context, options)
+        self._proxy = Proxy(context, "abavg")
+        self._accuracies: list[float] = []
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        self._accuracies = []
+        by_accuracy, alike = Mean(self.context.layout), Mean(self.context.layout)
+        y = self._proxy.samples.y
+        for update in updates:
+            count = update.samples if self.options.samples else 1
+            right = int(torch.count_nonzero(self._proxy.outputs(update.row).argmax(1) == y))
+            by_accuracy.add(update.row, right * count)
+            alike.add(update.row, count)
+            self._accuracies.append(right / len(y))
+        if not by_accuracy.into(self.bank.rows[0]):
+            alike.into(self.bank.rows[0])
+
+    def diagnostics(self) -> dict[str, float]:
+        if not self._accuracies:
+            return {}
+        return {"lowest accuracy": min(self._accuracies), "highest accuracy": max(self._accuracies)}
+
+
+register(
+    Method(
+        name="abavg",
+        title="ABAVG",
+        summary="average by the accuracy of each client's model on the server's samples",
+        reference="Xiao et al., ISPDC 2021",
+        options=ABAVGOptions,
+        server=ABAVGServer,
+        models_sent="2K",
+        server_data="labels",
+    )
+)

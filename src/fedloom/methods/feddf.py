@@ -1,0 +1,149 @@
+"""FedDF: the mean of the clients' models learns what their ensemble says of unlabelled data on the server.
+
+Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020. The student starts as
+the fresh model (FedAvg's mean) and becomes that of the next round. For batches x of the server's data
+
+    teacher = softmax(mean_k logits_k(x)),    loss = KL(teacher || student(x)).
+
+From the authors' code: Adam, made anew each round, its rate annealed by a cosine over at most 10,000 batches of 128,
+and an end after 1,000 batches without a gain, looked for every 100. They look at the accuracy on a labelled set. We
+need no labels: a tenth of the server's data is held out, a gain is a lower divergence from the ensemble there, and the
+best student is kept, be it the one it started from. With `validation=0` all batches are done and the last is kept.
+
+Our own choices. Teachers' logits are computed once, as their models arrive, so no client's model is kept. Every model
+that the next round starts from is distilled, whatever the server. `drop` (optional in the paper) leaves out clients no
+better than chance on the server's samples, and so needs their labels; if that is all of them, all are heard.
+"""
+
+from itertools import chain, count, islice
+from math import cos, pi
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.errors import InputError
+from fedloom.exchange import Update
+from fedloom.methods.base import Context, Options, Refiner, Server
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.proxy import Proxy, divergence
+from fedloom.optim import Adam
+
+GAIN = 1e-6
+"""A smaller step of the divergence is rounding, and no gain."""
+
+
+class FedDFOptions(Options):
+    steps: int = Field(10_000, ge=0)
+    """batches of the distillation at most, in each round; 0 is FedAvg"""
+    batch_size: int = Field(128, ge=0)
+    """samples in a batch; 0 takes all"""
+    lr: float = Field(0.001, ge=0)
+    """learning rate of Adam at first; it falls to 0 over `steps` by a cosine"""
+    temperature: float = Field(1.0, gt=0)
+    """by which the logits of teacher and student are divided"""
+    validation: float = Field(0.1, ge=0, lt=1)
+    """share of the server's data held out, to end early and to choose the best student"""
+    check_every: int = Field(100, ge=1)
+    """batches between two looks at the samples held out"""
+    patience: int = Field(1000, ge=1)
+    """batches without a gain there, after which the distillation ends"""
+    drop: bool = False
+    """leave out clients that are no better than chance on the server's samples (needs their labels)"""
+
+
+class FedDFRefiner(Refiner[FedDFOptions]):
+    """Hears the clients' models as they come, then distils."""
+
+    def __init__(self, context: Context, options: FedDFOptions) -> None:
+        super().__init__(context, options)
+        self._proxy = proxy = Proxy(context, "feddf")
+        if options.drop and not context.server_labels:
+            raise InputError("feddf.drop needs labels of the server's data, and these have not the clients' classes.")
+        order = torch.from_numpy(context.streams.numpy("feddf validation").permutation(len(proxy)))
+        held = min(int(options.validation * len(proxy) + 0.5), len(proxy) - 1)
+        self._held, self._used = order[:held].to(context.device), order[held:]
+        self._heard = 0
+        self._all: Tensor | None = None  # the mean logits of all clients, and of those better than chance
+        self._good: Tensor | None = None
+        self._good_weight = torch.zeros((), dtype=context.layout.dtype, device=context.device)
+        self._last: dict[str, float] = {}
+
+    def take(self, round: int, update: Update) -> None:
+        if not self.options.steps:
+            return
+        logits = self._proxy.outputs(update.row)
+        if self._all is None or self._good is None:
+            self._heard, self._all, self._good = 0, torch.zeros_like(logits), torch.zeros_like(logits)
+            self._good_weight.zero_()
+        self._heard += 1
+        self._all.lerp_(logits, 1 / self._heard)
+        if self.options.drop:
+            right = (logits.argmax(1) == self._proxy.samples.y).to(logits.dtype).mean()
+            good = (right > 1 / self.context.classes).to(logits.dtype)
+            self._good_weight += good
+            self._good += (logits - self._good) * good / self._good_weight.clamp_min(1)
+
+    def teacher(self) -> Tensor | None:
+        """The ensemble's probabilities for every sample of the server; None if no client has answered."""
+        if self._all is None or self._good is None:
+            return None
+        logits = torch.where(self._good_weight > 0, self._good, self._all)
+        return F.softmax(logits / self.options.temperature, dim=1)
+
+    def refine(self, round: int, server: Server[Any]) -> None:
+        self._last = {}
+        teacher = self.teacher()
+        self._all = self._good = None
+        if teacher is None:
+            return
+        for slot, row in enumerate(server.models()):
+            self.distil(round, slot, row, teacher)
+
+    def distil(self, round: int, slot: int, row: Tensor, teacher: Tensor) -> None:
+        """Teach the model in `row`, in place."""
+        options, proxy, held = self.options, self._proxy, self._held
+        draw = self.context.streams.numpy("feddf", round, slot)
+        optimizer, weights = Adam(), row[: self.context.layout.trainable]
+
+        def look() -> float:
+            return float(divergence(teacher[held], proxy.outputs(row, held) / options.temperature))
+
+        best = first = look() if len(held) else float("inf")
+        kept, gained, step = weights.clone(), 0, 0
+        batches = chain.from_iterable(proxy.batches(draw, options.batch_size, self._used) for _ in count())
+        for step, index in enumerate(islice(batches, options.steps), start=1):
+            self.context.progress("distillation", step - 1, options.steps)
+            lr = options.lr * (1 + cos(pi * (step - 1) / options.steps)) / 2
+            proxy.distil(row, index, teacher, optimizer, lr, options.temperature)
+            if len(held) and (step % options.check_every == 0 or step == options.steps):
+                if (now := look()) < best - GAIN:
+                    best, gained = now, step
+                    kept.copy_(weights)
+                elif step - gained >= options.patience:
+                    break
+        self._last = {"steps": float(step)}
+        if len(held):
+            weights.copy_(kept)
+            self._last |= {"divergence before": first, "divergence after": best}
+        proxy.check(round, row, "feddf.lr")
+
+    def diagnostics(self) -> dict[str, float]:
+        return dict(self._last)
+
+
+register(
+    Method(
+        name="feddf",
+        title="FedDF",
+        summary="the mean learns what the ensemble of clients says of the server's unlabelled samples",
+        reference="Lin et al., NeurIPS 2020",
+        options=FedDFOptions,
+        refiner=FedDFRefiner,
+        neutral={"steps": 0},
+        models_sent="2K",
+        server_data="inputs",
+    )
+)

@@ -1,0 +1,150 @@
+"""GAMF: align whole networks by graph matching, then average.
+
+Liu et al., "Deep Neural Network Fusion via Graph Matching with Applications to Model Ensemble and Federated Learning",
+ICML 2022. Channels are nodes, weights are edges: a channel is like another if its incoming *and* its outgoing weights
+are, under the matchings of the layers before and after it. That is a quadratic assignment, solved by graduated
+assignment: soft matchings P_l start uniform; in each sweep over the layers
+
+    M_l = A(weights into l, under P_{l-1}) + A(weights out of l, under P_{l+1})
+    P_l = Sinkhorn(M_l / temperature),      A = exp(-||difference||_4 / 2), divided by its mean
+
+and the temperature falls after each sweep, so that the matchings harden. All models are matched to one, that of the
+largest client, which makes the matchings consistent.
+
+As in the authors' code biases and norms do not take part in A; they move with their channels. That code averages with
+the soft matchings, `output=soft`; by default a last assignment makes them permutations, so that every aligned model
+computes what it did before. Sinkhorn ends when it has converged, and the sweeps when all matchings are as good as hard
+and stay so.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.methods.aligning import AligningOptions, AligningServer, assign
+from fedloom.methods.catalogue import Method, register
+from fedloom.methods.symmetries import Group, Symmetries, Tie
+from fedloom.rows import Kind
+
+
+class GAMFOptions(AligningOptions):
+    sweeps: int = Field(50, ge=1)
+    """sweeps over the layers at most"""
+    temperature: float = Field(10.0, gt=0)
+    """of the first sweep; higher is softer"""
+    cooling: float = Field(0.8, gt=0, le=1)
+    """factor on the temperature after each sweep"""
+    coldest: float = Field(0.01, gt=0)
+    """where the temperature stops falling"""
+    output: Literal["hard", "soft"] = "hard"
+    """hard: units change places; soft: each becomes a mixture of units, as in the authors' code"""
+
+
+class GAMFServer(AligningServer[GAMFOptions]):
+    """The mean of models aligned to the largest client's."""
+
+    def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
+        anchor = rows[0]
+        for row in rows[1:]:
+            matching = graduated(self.symmetries, anchor, row, self.options)
+            for group, P in zip(self.symmetries.groups, matching, strict=True):
+                if self.options.output == "hard":
+                    group.permute_(row, assign(-P).to(row.device))
+                else:
+                    group.transport_(row, P)
+
+
+class Edges:
+    """The weights between one group and the others, in one tensor."""
+
+    def __init__(self, symmetries: Symmetries, group: Group, tie: Tie) -> None:
+        self.group, self.tie = group, tie
+        self.others = [
+            (number, theirs)
+            for number, other in enumerate(symmetries.groups)
+            for theirs in other.ties
+            if theirs.entry.offset == tie.entry.offset and theirs.axis != tie.axis
+        ]
+
+    def affinity(self, anchor: Tensor, row: Tensor, P: list[Tensor]) -> Tensor:
+        """A[i, j]: how alike unit i of the anchor and unit j of the model are, under the other matchings."""
+        moved = self.tie.entry.view(row).double().clone()
+        for number, theirs in self.others:
+            block = moved.narrow(theirs.axis, theirs.start, len(P[number]) * theirs.inner)
+            block = torch.unflatten(block, theirs.axis, (-1, theirs.inner))
+            block.copy_(torch.tensordot(P[number], block, dims=([1], [theirs.axis])).movedim(0, theirs.axis))
+        a, b = (self._vectors(each) for each in (self.tie.entry.view(anchor).double(), moved))
+        A = torch.exp(-0.5 * fourth_norms(a, b))
+        return A / A.mean()
+
+    def _vectors(self, tensor: Tensor) -> Tensor:
+        tie, size = self.tie, self.group.size
+        return tensor.narrow(tie.axis, tie.start, size * tie.inner).movedim(tie.axis, 0).reshape(size, -1)
+
+
+def graduated(symmetries: Symmetries, anchor: Tensor, row: Tensor, options: GAMFOptions) -> list[Tensor]:
+    """The soft matching P of each group: P[i, j] says how much unit j of the model is unit i of the anchor."""
+    graph = [[Edges(symmetries, group, tie) for tie in group.ties if _is_weight(tie)] for group in symmetries.groups]
+    P = [torch.full((g.size, g.size), 1 / g.size, dtype=torch.float64, device=row.device) for g in symmetries.groups]
+    # Where the other side is fixed (pixels, classes), likeness does not change from sweep to sweep.
+    constant = {edges: edges.affinity(anchor, row, P) for each in graph for edges in each if not edges.others}
+    temperature = options.temperature
+    for sweep in range(options.sweeps):
+        change, surest = 0.0, 1.0
+        for number, each in enumerate(graph):
+            if not each:
+                continue
+            parts = [constant[e] if e in constant else e.affinity(anchor, row, P) for e in each]
+            new = sinkhorn(torch.stack(parts).sum(0) / temperature, 20 + 50 * sweep)
+            change = max(change, float((new - P[number]).abs().max()))
+            surest = min(surest, float(new.amax(1).min()))
+            P[number] = new
+        if change < 1e-2 and surest > 0.99:
+            break
+        temperature = max(options.coldest, temperature * options.cooling)
+    return P
+
+
+def _is_weight(tie: Tie) -> bool:
+    return tie.entry.kind is Kind.PARAMETER and len(tie.entry.shape) > 1
+
+
+def sinkhorn(logits: Tensor, iterations: int, tolerance: float = 1e-6) -> Tensor:
+    """The doubly stochastic matrix exp(logits[i, j] + u_i + v_j), or as near as so many iterations come to it."""
+    # The largest number of every row and column is brought to 0 first. What is then below -300 is as good as nothing,
+    # and the exponentials fit a double: so an iteration is two products with a vector instead of many logarithms.
+    logits = logits.double()
+    logits = logits - logits.amax(1, keepdim=True)
+    logits = logits - logits.amax(0, keepdim=True)
+    K = logits.clamp(min=-300).exp()
+    KT = K.T.contiguous()
+    v = torch.ones(len(K), dtype=K.dtype, device=K.device)
+    for i in range(iterations):
+        u = 1 / (K @ v)
+        v = 1 / (KT @ u)
+        if i % 10 == 9 and float((u * (K @ v) - 1).abs().max()) < tolerance:
+            break
+    return u[:, None] * K * v
+
+
+def fourth_norms(a: Tensor, b: Tensor) -> Tensor:
+    """(sum_x (a_ix - b_jx)^4)^(1/4), by three products of matrices."""
+    a2, b2 = a * a, b * b
+    powers = (a2 * a2).sum(1)[:, None] + (b2 * b2).sum(1)
+    powers = powers - 4 * (a2 * a) @ b.T + 6 * a2 @ b2.T - 4 * a @ (b2 * b).T
+    return powers.clamp_(min=0) ** 0.25
+
+
+register(
+    Method(
+        name="gamf",
+        title="GAMF",
+        summary="align whole networks by graph matching, then average",
+        reference="Liu et al., ICML 2022",
+        options=GAMFOptions,
+        server=GAMFServer,
+        models_sent="2K",
+    )
+)

@@ -1,0 +1,84 @@
+"""Matching neurons where a layer may grow: the maximum a posteriori estimate of a beta-Bernoulli process.
+
+Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, whose matching FedMA uses.
+A neuron of a client is a global neuron plus noise of variance sigma^2; global neurons are drawn around 0 with variance
+sigma0^2; how many there are is not known. With s = 1/sigma^2, s0 = 1/sigma0^2, and for global neuron i the number n_i
+of clients that have it, S_i = s0 + n_i s and G_i = s (sum of theirs), a client's neuron u gains
+
+    ||s u + G_i||^2 / (S_i + s) - ||G_i||^2 / S_i + log(n_i / (J - n_i))     by being neuron i,
+    ||s u||^2 / (s0 + s) + 2 log(gamma / J) - 2 log e                        by being the e-th new one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+COUNT_LIMIT = 10
+"""A neuron counts as one of at most so many clients, as in the authors' code."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is believed about neurons before any is seen."""
+
+    sigma: float
+    sigma0: float
+    gamma: float
+
+    def gains(self, u: Tensor, total: Tensor, counts: Tensor, clients: int, new: int) -> Tensor:
+        """What each neuron of `u` gains by being one of those with `total` and `counts`, or one of `new` more."""
+        s, s0 = 1 / self.sigma**2, 1 / self.sigma0**2
+        G, S = s * total, s0 + s * counts
+        squares = (s * u).square().sum(1)
+        cross = squares[:, None] + 2 * s * u @ G.T + G.square().sum(1)
+        capped = counts.clamp(
+            max=min(COUNT_LIMIT, clients - 1)
+        )  # all clients but this one at most, so never log(x / 0)
+        known = cross / (S + s) - G.square().sum(1) / S + torch.log(capped / (clients - capped))
+        e = torch.arange(1, new + 1, dtype=u.dtype)
+        fresh = squares[:, None] / (s0 + s) + 2 * log(self.gamma / clients) - 2 * torch.log(e)
+        return torch.cat([known, fresh], dim=1)
+
+
+def grow(
+    vectors: Sequence[Tensor], first: Tensor, width: int, prior: Prior, sweeps: int, draw: np.random.Generator
+) -> list[Tensor]:
+    """The place, of `width`, of each neuron of each client; those of the first client begin in the places `first`."""
+    clients = len(vectors)
+    total = torch.zeros(width, vectors[0].shape[1], dtype=torch.float64)
+    counts = torch.zeros(width, dtype=torch.float64)
+    places = [first]
+    total[places[0]], counts[places[0]] = vectors[0].double(), 1.0
+    places += [torch.empty(0, dtype=torch.int64)] * (clients - 1)
+    once = (1 + draw.permutation(clients - 1)).tolist()
+    again = [k for _ in range(sweeps) for k in draw.permutation(clients).tolist()] if clients > 1 else []
+    for k in (*once, *again):
+        u = vectors[k].double()
+        if len(places[k]):
+            total[places[k]] -= u
+            counts[places[k]] -= 1
+        known = torch.nonzero(counts > 0).flatten()
+        empty = torch.nonzero(counts == 0).flatten()
+        gains = prior.gains(u, total[known], counts[known], clients, min(len(empty), len(u)))
+        chosen = linear_sum_assignment(gains.numpy(), maximize=True)[1].tolist()
+        # Which of the empty places a new neuron takes is all the same: its own, if it was alone there before.
+        free = set(empty.tolist())
+        before = places[k].tolist() or [-1] * len(u)
+        stays = [pick >= len(known) and place in free for pick, place in zip(chosen, before, strict=True)]
+        kept = {place for place, stay in zip(before, stays, strict=True) if stay}
+        room = iter(sorted(free - kept))
+        places[k] = torch.tensor(
+            [
+                int(known[pick]) if pick < len(known) else place if stay else next(room)
+                for pick, place, stay in zip(chosen, before, stays, strict=True)
+            ]
+        )
+        total[empty] = 0.0  # what rounding left there
+        total[places[k]] += u
+        counts[places[k]] += 1
+    return places

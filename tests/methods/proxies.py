@@ -1,0 +1,76 @@
+"""Parts of methods that use the server's data, put together around made-up answers of clients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.config import make_config
+from fedloom.data import Samples
+from fedloom.exchange import Job, Update
+from fedloom.experiment import Experiment, Own, build
+from fedloom.testing import SETTINGS, SmallFederation, plain_network
+
+
+@contextmanager
+def put_together(
+    method: str,
+    options: dict[str, Any],
+    model: Callable[[], nn.Module] = plain_network,
+    server_data: Samples | None = None,
+) -> Iterator[Experiment]:
+    """The parts of a method, on the small federation with this data on the server."""
+    federation = SmallFederation()
+    if server_data is not None:
+        federation.server_data = server_data
+    values = {**SETTINGS, "method": method, "options": {method.split("+")[-1]: options}, "clients": len(federation)}
+    config = make_config({**values, "data": "small", "partition": "own", "model": "small"})
+    with build(config, Own(federation, model)).engine_closed() as experiment:
+        yield experiment
+
+
+def answers(experiment: Experiment, rows: Sequence[Tensor], samples: Sequence[int] | None = None) -> list[Update]:
+    """Updates with these models, of clients 0, 1, ..."""
+    received = experiment.rounds.parts.server.deploy().clone()
+    sizes = samples or [10] * len(rows)
+    return [
+        Update(Job(client, received), row, samples=size, loss=1.0, steps=1)
+        for client, (row, size) in enumerate(zip(rows, sizes, strict=True))
+    ]
+
+
+def noisy(experiment: Experiment, count: int, scale: float = 0.1) -> list[Tensor]:
+    """Models around the initial one; integer buffers as they were, running variances above zero."""
+    rows = []
+    for number in range(count):
+        row = experiment.rounds.context.initial.clone()
+        noise = torch.randn(experiment.layout.floats, generator=torch.Generator().manual_seed(number))
+        row[: experiment.layout.trainable] += scale * noise[: experiment.layout.trainable]
+        row[experiment.layout.trainable : experiment.layout.floats] += (number + 1) * 0.1
+        rows.append(row)
+    return rows
+
+
+def always(experiment: Experiment, label: int) -> Tensor:
+    """A model of `plain_network` that says `label` to everything."""
+    row = torch.zeros_like(experiment.rounds.context.initial)
+    experiment.layout.views(row)[-1][label] = 1
+    return row
+
+
+def play(experiment: Experiment, updates: list[Update], round: int = 0) -> Tensor:
+    """One round with these answers, refiner and all; the deployed model."""
+    parts = experiment.rounds.parts
+
+    def handed() -> Iterator[Update]:
+        for update in updates:
+            if parts.refiner is not None:
+                parts.refiner.take(round, update)
+            yield update
+
+    parts.server.collect(round, handed())
+    if parts.refiner is not None:
+        parts.refiner.refine(round, parts.server)
+    return parts.server.deploy().clone()

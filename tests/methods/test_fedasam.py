@@ -1,0 +1,151 @@
+"""FedASAM: a radius with the scale of the weights, and the mean of late models on the server."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom.exchange import Update
+from fedloom.experiment import Experiment
+from fedloom.methods.fedasam import SwaOptions, place_in_cycle
+from fedloom.rows import Kind
+from fedloom.testing import check_method, plain_network, small_experiment, small_run
+
+
+def ascent(v: Tensor, g: Tensor, model: object = plain_network, **options: float) -> Tensor:
+    """The way to the worst point from v, with the gradient g."""
+    with small_experiment("fedasam", {"fedasam": options}, model=model).engine_closed() as experiment:
+        bench, local = experiment.engine._bench, experiment.rounds.parts.local
+        row = experiment.layout.empty()
+        bench.begin(0, 1, experiment.federation.client(1), row, row.clone(), {}, {}, {}, True)
+        next(iter(local.train(bench)))
+        bench.weights.copy_(v)
+        bench.gradient.copy_(g)
+        return local.ascent(bench)
+
+
+def entries(model: nn.Module) -> dict[str, slice]:
+    from fedloom.rows import Layout
+
+    return {entry.name: entry.columns for entry in Layout.of(model).entries if entry.kind is Kind.PARAMETER}
+
+
+SIZE = sum(p.numel() for p in plain_network().parameters())
+
+
+def test_the_ascent_is_the_papers() -> None:
+    v, g = torch.randn(SIZE), torch.randn(SIZE)
+    t = torch.ones(SIZE)
+    for name, columns in entries(plain_network()).items():
+        if name.endswith("weight"):
+            t[columns] = v[columns].abs() + 0.2
+    expected = 0.7 * t**2 * g / (t * g).norm()
+    torch.testing.assert_close(ascent(v, g), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_without_eta_a_zero_weight_is_never_moved_and_a_zero_bias_is() -> None:
+    v, g = torch.randn(SIZE), torch.randn(SIZE)
+    places = entries(plain_network())
+    v[places["0.weight"]] = 0.0
+    v[places["0.bias"]] = 0.0
+    way = ascent(v, g, eta=0.0)
+    assert torch.equal(way[places["0.weight"]], torch.zeros_like(way[places["0.weight"]]))
+    assert bool((way[places["0.bias"]] != 0).all())
+    assert bool((ascent(v, g, eta=0.2)[places["0.weight"]] != 0).all())
+
+
+def test_scaling_one_weight_up_and_the_next_down_scales_the_ascent_alike() -> None:
+    v, g, a = torch.randn(SIZE), torch.randn(SIZE), 8.0
+    scale = torch.ones(SIZE)
+    places = entries(plain_network())
+    scale[places["0.weight"]], scale[places["2.weight"]] = a, 1 / a
+    plain, scaled = ascent(v, g, eta=0.0), ascent(v * scale, g / scale, eta=0.0)
+    torch.testing.assert_close(scaled, plain * scale, rtol=1e-4, atol=1e-7)
+
+
+class Nameless(nn.Module):
+    """A network none of whose parameters is called a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 640).view(10, 64))
+        self.shift = nn.Parameter(torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.T + self.shift
+
+
+def test_where_nothing_is_a_weight_it_is_fedsam() -> None:
+    own = small_run("fedasam", {"fedasam": {"rho": 0.3}}, model=Nameless)
+    assert own.digest == small_run("fedsam", {"fedsam": {"rho": 0.3}}, model=Nameless).digest
+
+
+@pytest.mark.parametrize("name", ["fedasam", "fedasam-swa"])
+def test_without_rho_it_is_fedavg(name: str) -> None:
+    start = {"start": 1.0} if name == "fedasam-swa" else {}
+    assert small_run(name, {name: {"rho": 0.0, **start}}).digest == small_run("fedavg", {}).digest
+
+
+def test_no_gradient_no_ascent() -> None:
+    assert torch.equal(ascent(torch.randn(SIZE), torch.zeros(SIZE)), torch.zeros(SIZE))
+
+
+def test_cycles_begin_after_their_share_of_the_rounds_and_end_in_one() -> None:
+    options = SwaOptions(start=0.75, cycle=2)
+    assert [place_in_cycle(round, 8, options) for round in range(8)] == [None] * 6 + [0.5, 1.0]
+    assert [place_in_cycle(round, 3, SwaOptions(start=0.0, cycle=1)) for round in range(3)] == [1.0] * 3
+    assert [place_in_cycle(round, 4, SwaOptions(start=1.0)) for round in range(4)] == [None] * 4
+
+
+def swa(**options: float) -> Experiment:
+    given = {"rho": 0.0, "start": 0.5, "cycle": 2, "lr_end": 0.1, **options}
+    return small_experiment("fedasam-swa", {"fedasam-swa": given}, rounds=8)
+
+
+def test_the_mean_of_models_at_the_ends_of_cycles_is_deployed_and_feeds_nothing() -> None:
+    with swa().engine_closed() as experiment:
+        server, floats, ends = experiment.rounds.parts.server, experiment.layout.floats, []
+        plain = small_experiment("fedavg", {}, rounds=8)
+        with plain.engine_closed():
+            for number in range(8):
+                experiment.rounds.play(number)
+                plain.rounds.play(number)
+                w = server.bank.rows[0]
+                # The rate ends at the run's own, so the clients train as in FedAvg.
+                assert torch.equal(w, plain.rounds.parts.server.deploy())
+                if number in (5, 7):
+                    ends.append(w[:floats].clone())
+                expected = torch.stack(ends).mean(0) if ends else w[:floats]
+                torch.testing.assert_close(server.deploy()[:floats], expected, rtol=1e-5, atol=1e-6)
+        assert len(ends) == 2
+        assert not torch.equal(server.deploy(), server.bank.rows[0])
+
+
+def test_what_a_refiner_made_of_a_model_is_what_is_averaged() -> None:
+    with swa(start=0.0, cycle=1).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        for number, value in enumerate((1.0, 4.0, 7.0)):
+            experiment.rounds.play(number)
+            server.models()[:, 0] = value
+            assert server.deploy()[0] == pytest.approx((1.0 + value) / 2)
+
+
+def test_the_learning_rate_falls_in_each_cycle() -> None:
+    with swa(start=0.25, cycle=3, lr_end=0.01).engine_closed() as experiment:
+        local, bench, rates = experiment.rounds.parts.local, experiment.engine._bench, []
+        for round in range(8):
+            (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [1])))
+            assert isinstance(update, Update), update
+            rates.append(bench.lr)
+        assert local.options.lr_end == 0.01
+        falling = [0.07, 0.04, 0.01]
+        assert rates == pytest.approx([0.1, 0.1, *falling, *falling])
+
+
+def test_a_rate_below_the_end_is_not_raised() -> None:
+    with swa(start=0.0, lr_end=5.0).engine_closed() as experiment:
+        (_,) = experiment.engine.train(1, list(experiment.rounds.parts.server.dispatch(1, [1])))
+        assert experiment.engine._bench.lr == pytest.approx(0.1)
+
+
+def test_it_keeps_the_contract_while_it_averages() -> None:
+    check_method("fedasam-swa", {"fedasam-swa": {"start": 0.0, "cycle": 2}})

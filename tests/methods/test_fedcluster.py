@@ -1,0 +1,84 @@
+"""FedCluster: who is asked when, and what it equals at either end."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.testing import CHECKS, SmallFederation, small_experiment, small_run
+
+
+def test_one_cluster_is_fedavg_bit_for_bit() -> None:
+    assert small_run("fedcluster", {"fedcluster": {"clusters": 1}}).digest == small_run("fedavg", {}).digest
+    assert small_run("fedcluster", {"fedcluster": {"clusters": 2}}).digest != small_run("fedavg", {}).digest
+
+
+@given(st.integers(1, 12))
+@settings(max_examples=12, deadline=None)
+def test_clusters_share_the_clients_and_each_has_one_turn_in_a_cycle(clusters: int) -> None:
+    given_options = {"fedcluster": {"clusters": clusters}}
+    with small_experiment("fedcluster", given_options, per_round=8).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        count = min(clusters, 8)
+        assert sorted(client for cluster in server.clusters for client in cluster) == list(range(8))
+        sizes = [len(cluster) for cluster in server.clusters]
+        assert len(sizes) == count
+        assert max(sizes) - min(sizes) <= 1
+        for cycle in range(3):
+            asked = [client for turn in range(count) for client in server.select(cycle * count + turn)]
+            assert sorted(asked) == list(range(8))
+
+
+def test_the_order_of_clusters_is_drawn_anew_in_each_cycle() -> None:
+    with small_experiment("fedcluster", {"fedcluster": {"clusters": 8}}).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        orders = {tuple(server.cluster_at(8 * cycle + turn) for turn in range(8)) for cycle in range(5)}
+        assert len(orders) > 1
+
+
+def test_no_more_clients_are_asked_than_the_run_allows() -> None:
+    with small_experiment("fedcluster", {"fedcluster": {"clusters": 2}}, per_round=3).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        for number in range(6):
+            asked = server.select(number)
+            assert len(asked) == len(set(asked)) == 3
+            assert set(asked) <= set(server.clusters[server.cluster_at(number)])
+
+
+def test_a_cluster_for_each_client_is_training_in_sequence() -> None:
+    with small_experiment("fedcluster", {"fedcluster": {"clusters": 8}}).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        row = experiment.rounds.context.initial.clone()
+        for number in range(8):
+            (client,) = server.select(number)
+            jobs = list(server.dispatch(number, [client]))
+            assert torch.equal(jobs[0].row, row), "each goes on where the one before it stopped"
+            (update,) = experiment.engine.train(number, jobs)
+            row = update.row.clone()
+            experiment.rounds.play(number)
+            assert torch.equal(server.deploy(), row)
+
+
+def test_a_cluster_without_samples_leaves_the_model_alone() -> None:
+    federation = SmallFederation(sizes={3: 0})
+    finished = small_run("fedcluster", {"fedcluster": {"clusters": 8}}, federation=federation, rounds=8)
+    assert sum(record["idle"] for record in finished.records) == 1
+    assert sum("note" in record for record in finished.records) == 1
+
+
+TWO = {"fedcluster": {"clusters": 2}}
+WANTS_ALL = "refuses what is not finite"
+"""The check that wants every client in every round."""
+
+
+@pytest.mark.parametrize("title", [title for title in CHECKS if title != WANTS_ALL])
+def test_it_keeps_the_contract_with_clusters(title: str) -> None:
+    CHECKS[title]("fedcluster", TWO)
+
+
+def test_what_is_not_finite_is_refused_whenever_its_cluster_has_its_turn() -> None:
+    finished = small_run("fedcluster", TWO, federation=SmallFederation(poisoned=3), per_round=8)
+    reasons = [record["lost_clients"]["3"] for record in finished.records if record["lost_clients"]]
+    assert len(reasons) == 2
+    assert all("refused" in reason for reason in reasons)
+    assert finished.loss == finished.loss

@@ -1,0 +1,121 @@
+"""FedDyn: its invariants, its first round, and what it is for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedloom
+from fedloom.data import Federation, Samples
+from fedloom.rows import Kind
+from fedloom.testing import SmallFederation, check_method, small_experiment, small_run
+
+UNIFORM = {"fedavg": {"weighting": "uniform"}}
+
+
+def test_h_is_always_the_mean_of_all_g() -> None:
+    with small_experiment("feddyn", {"feddyn": {"alpha": 0.1}}).engine_closed() as experiment:
+        for number in range(5):
+            experiment.rounds.play(number)
+            homes = experiment.engine.homes
+            total = sum(homes.get(client)["g"].double() for client in homes.clients())
+            h = experiment.rounds.parts.server.h.double()
+            torch.testing.assert_close(h, total / len(experiment.federation), rtol=1e-4, atol=1e-7)
+        assert len(homes) > 4
+        assert h.norm() > 0
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.5])
+def test_in_the_first_round_clients_do_what_fedprox_does(alpha: float) -> None:
+    def run(method: str, options: dict, rounds: int) -> str:
+        return small_run(method, options, rounds=rounds, epochs=2).digest
+
+    own, prox = {"feddyn": {"alpha": alpha}}, {"fedprox": {"mu": alpha}, **UNIFORM}
+    assert run("feddyn", own, 1) == run("fedprox", prox, 1)
+    assert run("feddyn", own, 2) != run("fedprox", prox, 2)
+
+
+@pytest.mark.parametrize("per_round", [4, 8])
+def test_after_the_first_round_the_model_runs_ahead_of_the_mean_by_the_share_of_clients(per_round: int) -> None:
+    with small_experiment("feddyn", {}, per_round=per_round).engine_closed() as experiment:
+        server, layout = experiment.rounds.parts.server, experiment.layout
+        start = experiment.rounds.context.initial[: layout.trainable]
+        experiment.rounds.play(0)
+        w, m = server.bank.rows
+        ahead = m[: layout.trainable] + per_round / 8 * (m[: layout.trainable] - start)
+        torch.testing.assert_close(w[: layout.trainable], ahead, rtol=1e-4, atol=1e-6)
+        assert torch.equal(w[layout.trainable :], m[layout.trainable :]), "buffers are the plain mean"
+        assert torch.equal(server.deploy(), m)
+
+
+class Quadratics(Federation):
+    """Client k has f_k(v) = |a (v - b)|^2 / 2 with a, b of its own."""
+
+    classes = 0
+    shape = (2,)
+    name = "quadratics"
+    slopes = torch.tensor([[1.0, 0.5], [2.0, 1.0], [0.5, 3.0]])
+    optima = torch.tensor([[1.0, -1.0], [-2.0, 3.0], [4.0, 0.0]])
+
+    def __len__(self) -> int:
+        return 3
+
+    def client(self, k: int) -> Samples:
+        return Samples(self.slopes[k : k + 1], self.slopes[k : k + 1] * self.optima[k])
+
+
+class Point(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.v
+
+
+def test_it_finds_the_minimum_of_clients_that_disagree_and_fedavg_does_not(tmp_path: Path) -> None:
+    curvature = Quadratics.slopes**2
+    best = (curvature * Quadratics.optima).sum(0) / curvature.sum(0)
+    found = {}
+    for method, options in (("feddyn", {"feddyn": {"alpha": 1.0}}), ("fedavg", UNIFORM)):
+        settings = {"rounds": 60, "epochs": 100, "lr": 0.1, "batch_size": 0, "engine": "plain", "report": False}
+        run = fedloom.run(method, Quadratics(), Point, options=options, out=tmp_path / method, **settings)
+        found[method] = run.model().v.detach()
+    torch.testing.assert_close(found["feddyn"], best, rtol=1e-3, atol=1e-3)
+    assert (found["fedavg"] - best).norm() > 0.1
+
+
+def test_a_refused_update_leaves_g_alone() -> None:
+    experiment = small_experiment("feddyn", {})
+    with experiment.engine_closed():
+        experiment.engine.shop.federation._clients = SmallFederation(poisoned=3)._clients
+        for number in range(3):
+            experiment.rounds.play(number)
+        assert 3 not in experiment.engine.homes
+        assert experiment.layout.is_finite(experiment.rounds.parts.server.deploy())
+
+
+def test_running_variances_stay_positive_where_the_model_overshoots() -> None:
+    with small_experiment("feddyn", {"feddyn": {"alpha": 1e-3}}, per_round=8, lr=0.5).engine_closed() as experiment:
+        for number in range(4):
+            experiment.rounds.play(number)
+        layout, (w, _) = experiment.layout, experiment.rounds.parts.server.bank.rows
+        variances = [e.view(w) for e in layout.entries if e.kind is Kind.BUFFER and "var" in e.name]
+        assert variances
+        assert all(bool((variance > 0).all()) for variance in variances)
+
+
+def test_the_model_that_trains_on_may_be_deployed_instead() -> None:
+    check_method("feddyn", {"feddyn": {"deploy": "model"}})
+
+
+def test_a_refiner_sees_what_is_deployed() -> None:
+    for deploy, rows in (("mean", 2), ("model", 1)):
+        with small_experiment("feddyn", {"feddyn": {"deploy": deploy}}).engine_closed() as experiment:
+            server = experiment.rounds.parts.server
+            experiment.rounds.play(0)
+            assert len(server.models()) == rows
+            server.models()[:, 0] = 7.0
+            assert server.deploy()[0] == 7.0
+            assert next(iter(server.dispatch(1, [0]))).row[0] == 7.0

@@ -1,0 +1,159 @@
+"""FedGen: the generator, what it is taught, and where the clients must be FedAvg's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.errors import InputError
+from fedloom.exchange import Job, Update
+from fedloom.experiment import Experiment
+from fedloom.methods.generator import Generator, diversity, generator_loss, label_weights
+from fedloom.rows import Layout
+from fedloom.testing import SmallFederation, small_experiment, small_run
+
+
+def test_the_authors_generator_has_the_authors_size() -> None:
+    layout = Layout.of(Generator(32, 10, 256, 32, torch.float32))
+    assert layout.trainable == 19_744
+    assert layout.floats == layout.trainable + 2 * 256
+
+
+def test_shares_of_an_owned_class_sum_to_one_and_nobodys_is_zero() -> None:
+    a = label_weights(torch.tensor([[3.0, 0.0, 5.0], [1.0, 0.0, 0.0]]))
+    torch.testing.assert_close(a, torch.tensor([[0.75, 0.0, 1.0], [0.25, 0.0, 0.0]]))
+
+
+def test_diversity_is_the_papers_and_one_where_all_is_the_same() -> None:
+    noise, made = torch.rand(4, 3), torch.randn(4, 5)
+    total = sum(
+        float((noise[i] - noise[j]).square().mean() * (made[i] - made[j]).abs().mean())
+        for i in range(4)
+        for j in range(4)
+    )
+    torch.testing.assert_close(diversity(noise, made), torch.tensor(-total / 16).exp())
+    assert diversity(noise, made[:1].expand(4, -1)) == 1.0
+
+
+def test_the_loss_weighs_heads_by_who_owns_a_label() -> None:
+    made, noise, y = torch.randn(6, 5), torch.rand(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    heads = [{"weight": torch.randn(3, 5), "bias": torch.randn(3)} for _ in range(2)]
+    counts = torch.tensor([[4.0, 0.0, 1.0], [0.0, 2.0, 3.0]])
+    expected = diversity(noise, made)
+    for head, a in zip(heads, ([1.0, 0.0, 0.25], [0.0, 1.0, 0.75]), strict=True):
+        logits = made @ head["weight"].T + head["bias"]
+        expected = expected + sum(
+            a[int(label)] * F.cross_entropy(logits[i : i + 1], y[i : i + 1]) for i, label in enumerate(y)
+        ) / len(y)
+    torch.testing.assert_close(generator_loss(made, noise, y, heads, counts), expected)
+
+
+def test_the_first_round_is_fedavg_and_later_ones_are_not() -> None:
+    assert small_run("fedgen", {}, rounds=1).digest == small_run("fedavg", {}, rounds=1).digest
+    assert small_run("fedgen", {}, rounds=2).digest != small_run("fedavg", {}, rounds=2).digest
+
+
+def test_without_its_two_terms_it_is_fedavg_for_ever() -> None:
+    assert small_run("fedgen", {"fedgen": {"alpha": 0.0, "beta": 0.0}}).digest == small_run("fedavg", {}).digest
+    for term in ("alpha", "beta"):
+        assert small_run("fedgen", {"fedgen": {term: 0.0}}).digest != small_run("fedavg", {}).digest
+
+
+def sent(experiment: Experiment, round: int, client: int) -> Update:
+    companion = experiment.rounds.parts.companion
+    (job,) = experiment.rounds.parts.server.dispatch(round, [client])
+    (update,) = experiment.engine.train(round, [Job(job.client, job.row, job.slot, companion.send(round, client))])
+    assert isinstance(update, Update), update
+    return update
+
+
+def test_clients_count_the_labels_of_their_steps() -> None:
+    with small_experiment("fedgen", {}, epochs=2).engine_closed() as experiment:
+        counts = torch.bincount(experiment.federation.client(2).y, minlength=10)
+        assert torch.equal(sent(experiment, 0, 2).extras["labels"], 2.0 * counts)
+
+
+def test_the_generator_travels_once_it_has_learned_and_is_counted() -> None:
+    with small_experiment("fedgen", {}).engine_closed() as experiment:
+        first, second = (experiment.rounds.play(number) for number in range(2))
+        row = experiment.rounds.parts.companion.row
+        assert first["bytes_down"] == 4 * experiment.layout.nbytes
+        assert second["bytes_down"] == 4 * (experiment.layout.nbytes + row.nbytes)
+        assert first["bytes_up"] == 4 * (experiment.layout.nbytes + 4 * 10)
+
+
+def test_the_generator_learns_what_the_heads_know() -> None:
+    with small_experiment("fedgen", {"fedgen": {"steps": 300, "lr": 3e-3}}).engine_closed() as experiment:
+        companion = experiment.rounds.parts.companion
+        experiment.rounds.play(0)
+        y, noise = torch.arange(10).repeat(20), torch.rand(200, 32)
+        generator = companion.generator.eval()
+        made = generator.at(companion.row, companion.row, noise, y)
+        module = experiment.rounds.context.make_module()
+        experiment.layout.bind(module, experiment.rounds.parts.server.deploy())
+        assert float((module[-1](made).argmax(1) == y).float().mean()) > 0.8
+
+
+def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> None:
+    with small_experiment("fedgen", {}).engine_closed() as experiment:
+        companion, layout = experiment.rounds.parts.companion, experiment.layout
+        before, drawn = companion.row.clone(), []
+        plain = companion.generator.lesson
+
+        def note(row: Tensor, noise: Tensor, y: Tensor, *given: object) -> tuple[float, Tensor]:
+            drawn.extend(y.tolist())
+            return plain(row, noise, y, *given)
+
+        companion.generator.lesson = note
+
+        def answer(labels: list[float]) -> None:
+            row = experiment.rounds.context.initial.clone()
+            companion.take(0, Update(Job(0, row), row, 5, 1.0, 1, {"labels": torch.tensor(labels)}))
+            companion.finish(0)
+
+        answer([1.0] * 10)
+        assert torch.equal(companion.row, before), "nothing to learn from"
+        assert companion.send(1, 0) == {}
+        answer([0.0, 3.0, 1.0, 0.0, 2.0, *[0.0] * 5])
+        assert set(drawn) == {1, 4}
+        assert torch.isfinite(companion.row).all()
+        assert layout.is_finite(experiment.rounds.parts.server.deploy())
+        assert list(companion.send(1, 0)) == ["generator"]
+
+
+def test_clients_leave_the_generator_and_its_statistics_alone() -> None:
+    with small_experiment("fedgen", {}).engine_closed() as experiment:
+        experiment.rounds.play(0)
+        row = experiment.rounds.parts.companion.row
+        before = row.clone()
+        sent(experiment, 1, 2)
+        assert torch.equal(row, before)
+        local = experiment.rounds.parts.local.generator
+        assert not local.training
+        assert int(local.norm.num_batches_tracked) == 0
+
+
+def test_generated_representations_teach_the_head_and_not_the_rest() -> None:
+    """With alpha alone and no samples' loss, only the head would move: the difference to FedAvg in one step."""
+    rows = []
+    for alpha in (0.0, 5.0):
+        options = {"fedgen": {"alpha": alpha, "beta": 1e-30}}
+        with small_experiment("fedgen", options, steps=1).engine_closed() as experiment:
+            experiment.rounds.play(0)
+            rows.append(sent(experiment, 1, 2).row.clone())
+            layout = experiment.layout
+    moved = {e.unit: bool((e.view(rows[0]) != e.view(rows[1])).any()) for e in layout.entries if e.unit != "1"}
+    assert moved == {"0": False, "3": True}
+
+
+def test_classes_of_nobody_and_a_client_of_one_sample_are_no_trouble() -> None:
+    federation = SmallFederation(sizes={0: 0, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
+    finished = small_run("fedgen", {}, federation=federation, per_round=8)
+    assert not any(record["lost"] for record in finished.records)
+
+
+def test_data_without_classes_are_refused() -> None:
+    federation = SmallFederation()
+    federation.classes = 0
+    with pytest.raises(InputError, match="these data have none"):
+        small_run("fedgen", {}, federation=federation)

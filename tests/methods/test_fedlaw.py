@@ -1,0 +1,135 @@
+"""FedLAW: the weights and the factor that are learned, and what they may touch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from proxies import always, answers, noisy, play, put_together
+from torch import Tensor, nn
+
+from fedloom.experiment import Experiment
+from fedloom.methods.fedlaw import FedLAWServer
+from fedloom.rows import Kind, Mean
+from fedloom.testing import check_method, normed_network, plain_network
+
+
+def server_of(experiment: Experiment) -> FedLAWServer:
+    server = experiment.rounds.parts.server
+    assert isinstance(server, FedLAWServer)
+    return server
+
+
+def mean_of(experiment: Experiment, rows: list[Tensor], weights: list[float]) -> Tensor:
+    mean, made = Mean(experiment.layout), torch.empty_like(rows[0])
+    for row, weight in zip(rows, weights, strict=True):
+        mean.add(row, weight)
+    mean.into(made)
+    return made
+
+
+def loss_of(experiment: Experiment, row: Tensor) -> float:
+    proxy = server_of(experiment)._proxy
+    return float(F.cross_entropy(proxy.outputs(row), proxy.samples.y))
+
+
+@pytest.mark.parametrize("form", ["exp", "quad"])
+def test_without_steps_it_starts_at_the_shares_of_samples_and_factor_one(form: str) -> None:
+    with put_together("fedlaw", {"form": form, "lr": 0.0, "epochs": 1}) as experiment:
+        rows = noisy(experiment, 3)
+        weights, gamma = server_of(experiment).learn(0, torch.stack(rows), [1, 2, 5])
+        assert weights == pytest.approx([1 / 8, 2 / 8, 5 / 8])
+        assert gamma == pytest.approx(1)
+
+
+@pytest.mark.parametrize("form", ["exp", "quad"])
+def test_the_weights_lie_on_the_simplex_and_the_factor_is_positive(form: str) -> None:
+    with put_together("fedlaw", {"form": form, "lr": 0.3, "epochs": 30}) as experiment:
+        weights, gamma = server_of(experiment).learn(0, torch.stack(noisy(experiment, 4, 0.5)), [1, 2, 3, 4])
+        assert sum(weights) == pytest.approx(1)
+        assert min(weights) >= 0
+        assert gamma > 0
+        assert weights != pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.05)
+
+
+@pytest.mark.parametrize("network", [plain_network, normed_network])
+def test_what_is_learned_lowers_the_loss_on_the_servers_data(network: Callable[[], nn.Module]) -> None:
+    with put_together("fedlaw", {"lr": 0.1}, network) as experiment:
+        rows, sizes = noisy(experiment, 5, 0.3), [5, 4, 3, 2, 1]
+        plain = mean_of(experiment, rows, [float(size) for size in sizes])
+        merged = play(experiment, answers(experiment, rows, sizes))
+        assert loss_of(experiment, merged) < loss_of(experiment, plain) - 0.01
+
+
+def test_the_factor_scales_trainable_parameters_only() -> None:
+    with put_together("fedlaw", {"lr": 0.1}, normed_network) as experiment:
+        rows, layout = noisy(experiment, 3), experiment.layout
+        for number, row in enumerate(rows):
+            layout.views(row, Kind.INTEGER)[0].fill_(number + 4)
+        weights, gamma = server_of(experiment).learn(0, torch.stack(rows), [10] * 3)
+        merged, mean = play(experiment, answers(experiment, rows)), mean_of(experiment, rows, weights)
+        assert abs(gamma - 1) > 0.01
+        assert torch.allclose(merged[: layout.trainable], gamma * mean[: layout.trainable])
+        assert torch.equal(merged[layout.trainable :], mean[layout.trainable :])
+        assert int(layout.views(merged, Kind.INTEGER)[0]) == 6
+
+
+def test_without_shrinking_the_factor_stays_one() -> None:
+    with put_together("fedlaw", {"lr": 0.1, "shrink": False}) as experiment:
+        weights, gamma = server_of(experiment).learn(0, torch.stack(noisy(experiment, 3, 0.5)), [10] * 3)
+        assert gamma == 1
+        assert max(weights) > 0.34
+
+
+def test_a_client_that_does_harm_loses_its_weight() -> None:
+    with put_together("fedlaw", {"lr": 0.5, "epochs": 60, "shrink": False}) as experiment:
+        data = experiment.rounds.context.server_data
+        assert data is not None
+        data.y.fill_(2)
+        rows = torch.stack([always(experiment, 2), always(experiment, 3), always(experiment, 2)])
+        weights, _ = server_of(experiment).learn(0, rows, [10] * 3)
+        assert weights[1] < 0.01
+        assert weights[0] == pytest.approx(weights[2])
+
+
+@pytest.mark.parametrize("form", ["exp", "quad"])
+def test_one_step_follows_the_gradient_of_the_merged_models_loss(form: str) -> None:
+    """Adam's first step has the sign of the gradient, which finite differences of (u, s) give too."""
+    with put_together("fedlaw", {"form": form, "epochs": 1, "batch_size": 0, "lr": 1e-3}) as experiment:
+        server, rows, layout = server_of(experiment), torch.stack(noisy(experiment, 3, 0.5)), experiment.layout
+        p = torch.tensor([1.0, 2.0, 5.0]) / 8
+        start = torch.cat([p.sqrt() if form == "quad" else p.log(), torch.ones(1) * (form == "quad")])
+
+        def loss(z: Tensor) -> float:
+            weights, gamma = server.merge(z)
+            row = mean_of(experiment, list(rows), weights.tolist())
+            row[: layout.trainable] *= gamma
+            return loss_of(experiment, row)
+
+        slopes = [loss(start + step) - loss(start - step) for step in 0.01 * torch.eye(4)]
+        learned = torch.stack([start - 1e-3 * torch.sign(torch.tensor(slopes))])[0]
+        weights, gamma = server.learn(0, rows, [1, 2, 5])
+        expected, factor = server.merge(learned)
+        assert weights == pytest.approx(expected.tolist(), abs=2e-6)
+        assert gamma == pytest.approx(float(factor), abs=2e-6)
+
+
+def test_clients_without_samples_change_nothing() -> None:
+    merged = []
+    for empty in (False, True):
+        with put_together("fedlaw", {}) as experiment:
+            rows = noisy(experiment, 4)
+            sizes = [3, 4, 5, 0] if empty else [3, 4, 5]
+            merged.append(play(experiment, answers(experiment, rows[: len(sizes)], sizes)))
+    assert torch.equal(merged[0], merged[1])
+
+
+@pytest.mark.parametrize("options", [{"form": "quad"}, {"shrink": False}, {"batch_size": 16, "halve_every": 1}])
+def test_conformance_with_other_options(options: dict[str, Any]) -> None:
+    check_method("fedlaw", {"fedlaw": {**options, "epochs": 2}})
+
+
+@pytest.mark.parametrize("method", ["fedlaw+fedprox", "fedlaw+scaffold", "abavg+lss"])
+def test_conformance_together(method: str) -> None:
+    check_method(method, {"lss": {"models": 2}} if "lss" in method else {})

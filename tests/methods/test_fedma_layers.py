@@ -1,0 +1,243 @@
+"""FedMA layer by layer: what rests and what trains, how layers grow, and what a pass makes of its clients."""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+from math import log
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom import Layout, Update
+from fedloom.banks import Bank
+from fedloom.errors import InputError
+from fedloom.methods import Context
+from fedloom.methods.fedma_layers import FedMALayersOptions, FedMALayersServer, columns, stages
+from fedloom.methods.growing import Prior, grow
+from fedloom.methods.symmetries import find
+from fedloom.models.networks import build
+from fedloom.rows import Kind
+from fedloom.testing import check_method, normed_network, small_experiment
+
+CLASSES = 10
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+@lru_cache(maxsize=1)
+def some_context() -> Context:
+    with small_experiment("fedavg", {}).engine_closed() as experiment:
+        return experiment.rounds.context
+
+
+def make(module: nn.Module, clients: int = 3, shape: tuple[int, ...] = (6,), **options: Any) -> FedMALayersServer:
+    layout = Layout.of(module)
+    context = replace(
+        some_context(),
+        layout=layout,
+        initial=layout.read(module),
+        per_round=clients,
+        make_module=lambda: deepcopy(module),
+        shape=shape,
+        classes=CLASSES,
+        samples=lambda client: 9 - client,
+        make_bank=Bank.memory,
+    )
+    return FedMALayersServer(context, FedMALayersOptions(**options))
+
+
+def play(server: FedMALayersServer, rounds: range, change: Any = lambda slot, row: row, counts: Any = None) -> None:
+    """Rounds in which the client of slot i turns its row into change(i, row)."""
+    for round in rounds:
+        updates = []
+        for job in server.dispatch(round, list(range(server.context.per_round))):
+            extras = {"counts": torch.tensor(counts[job.slot])} if counts else {}
+            updates.append(Update(job, change(job.slot, job.row.clone()), 9 - job.client, 1.0, 1, extras))
+        server.collect(round, iter(updates))
+
+
+def test_a_pass_puts_permuted_clients_back() -> None:
+    torch.manual_seed(0)
+    module = perceptron()
+    server = make(module)
+    row = server.bank.rows[0].clone()
+    draw = torch.Generator().manual_seed(1)
+    copies = [row, *(server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2))]
+    assert server.length == 3
+    play(server, range(1), lambda slot, _: copies[slot])
+    assert torch.equal(server.deploy(), row)  # the last pass's, which is the beginning
+    first = columns(server.context.layout, server.stage, 0, 1)
+    for slot in server.slots.rows:
+        assert torch.equal(slot[: len(first)][first], row[: len(first)][first])
+    assert not torch.equal(server.slots.rows[0], server.slots.rows[1])
+    server.bank.rows[0] = 0
+    play(server, range(1, 3))
+    assert torch.equal(server.deploy(), row)
+
+
+def test_a_pass_puts_a_permuted_resnet_back() -> None:
+    torch.manual_seed(0)
+    server = make(build("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), clients=2, shape=(1, 8, 8))
+    layout, row = server.context.layout, server.bank.rows[0].clone()
+    row[: layout.floats] += 0.1 * torch.rand(layout.floats)
+    copy = server.symmetries.permuted(row, server.symmetries.random(torch.Generator().manual_seed(1)))
+    play(server, range(1), lambda slot, _: (row, copy)[slot])
+    play(server, range(1, server.length))
+    assert server.length == 13
+    assert torch.equal(server.deploy(), row)
+
+
+def test_a_norm_rests_with_the_convolution_before_it() -> None:
+    module = build("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES)
+    layout = Layout.of(module)
+    symmetries = find(module, layout, (1, 8, 8))
+    order = stages(layout, symmetries)
+    stage = {entry.name: order[entry.offset] for entry in layout.entries}
+    assert stage["conv1.weight"] == stage["norm1.running_mean"] == 0
+    assert stage["body.layer1.0.conv1.weight"] == stage["body.layer1.0.norm1.weight"] == 1
+    assert stage["body.layer1.0.conv2.weight"] == stage["body.layer1.0.norm2.running_var"] == 1
+    assert stage["body.layer1.2.conv2.weight"] == stage["body.layer1.2.norm2.weight"] == 3
+    assert stage["head.weight"] == stage["head.bias"] == len(symmetries.groups)
+
+
+def test_the_same_clients_stay_for_a_pass() -> None:
+    server = make(perceptron(), clients=4)
+    chosen = [server.select(round) for round in range(6)]
+    assert chosen[0] == chosen[1] == chosen[2]
+    assert chosen[3] == chosen[4] == chosen[5]
+    assert chosen[0] != chosen[3]
+
+
+def test_matched_layers_rest_while_the_others_train() -> None:
+    options = {"fedma-layers": {}}
+    with small_experiment("fedma-layers", options, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
+        server, layout = experiment.rounds.parts.server, experiment.layout
+        assert isinstance(server, FedMALayersServer)
+        clients = server.select(0)
+        for round in (0, 1):
+            rests = columns(layout, server.stage, 0, round)
+            jobs = list(server.dispatch(round, clients))
+            updates = []
+            for update in experiment.engine.train(round, jobs):
+                before, after = update.job.row[: layout.floats], update.row[: layout.floats]
+                assert torch.equal(before[rests], after[rests])
+                assert not torch.equal(before[~rests], after[~rests])
+                assert float(update.extras["counts"].sum()) == update.samples
+                updates.append(replace(update, row=update.row.clone(), extras={}))
+            assert int(rests.sum()) == (0 if round == 0 else 64 * 16 + 5 * 16)
+            server.collect(round, iter(updates))
+
+
+def test_classes_count_by_who_has_them() -> None:
+    torch.manual_seed(0)
+    server = make(perceptron(), clients=2)
+    counts = [[4.0, 1.0, 0.0] + [1.0] * 7, [0.0, 3.0, 0.0] + [1.0] * 7]
+    head = server.context.layout.entries[-1]
+
+    def shift(slot: int, row: Tensor) -> Tensor:
+        head.view(row).fill_(float(slot))
+        return row
+
+    play(server, range(3), shift, counts)
+    mean = head.view(server.deploy())
+    # Nobody has class 2: there clients count by their samples, 9 and 8.
+    torch.testing.assert_close(mean[:4], torch.tensor([0.0, 0.75, 8 / 17, 0.5]))
+
+
+def test_a_layer_that_nobody_answered_for_is_matched_with_the_next() -> None:
+    torch.manual_seed(0)
+    server = make(perceptron())
+    row = server.bank.rows[0].clone()
+    draw = torch.Generator().manual_seed(1)
+    copies = [row, *(server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2))]
+    list(server.dispatch(0, [0, 1, 2]))
+    server.collect(0, iter([]))
+    assert server.done == 0
+    play(server, range(1, 2), lambda slot, _: copies[slot])
+    assert server.done == 2
+    play(server, range(2, 3))
+    assert torch.equal(server.deploy(), row)
+
+
+# Growing
+
+
+def output(module: nn.Module, row: Tensor) -> Tensor:
+    copy = deepcopy(module)
+    Layout.of(copy).bind(copy, row.clone())
+    x = torch.rand(7, 6, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        result: Tensor = copy.eval()(x)
+    return result
+
+
+@pytest.mark.parametrize("gamma", [1e-9, 7.0])
+def test_equal_clients_grow_into_a_network_of_the_same_function(gamma: float) -> None:
+    torch.manual_seed(0)
+    module = perceptron()
+    server = make(module, start=0.5, gamma=gamma)
+    small = server.deploy().clone()
+    assert float(server.diagnostics()["units"]) == 10
+    play(server, range(3))
+    units = server.diagnostics()["units"]
+    torch.testing.assert_close(output(module, server.deploy()), output(module, small))
+    if gamma < 1:
+        assert units == 10
+        assert torch.equal(server.deploy(), small)
+    else:
+        assert 10 < units <= 20
+    # In the next pass a client has as many units as it began with, and what it has not is zero.
+    jobs = list(server.dispatch(3, [0, 1, 2]))
+    first = server.context.layout.entries[0]
+    for job in jobs:
+        assert int(first.view(job.row).abs().sum(1).count_nonzero()) == 6
+
+
+def test_gains_are_those_of_the_formula() -> None:
+    u, total = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.tensor([[2.0, 0.0]], dtype=torch.float64)
+    gains = Prior(sigma=1, sigma0=1, gamma=7).gains(u, total, torch.tensor([2.0]), clients=4, new=2)
+    # s = s0 = 1, G = (2, 0), S = 3: |u + G|^2 / 4 - |G|^2 / 3 + log(2 / 2), and |u|^2 / 2 + 2 log(7 / 4) - 2 log e.
+    expected = [13 / 4 - 4 / 3, 5 / 2 + 2 * log(7 / 4), 5 / 2 + 2 * log(7 / 4) - 2 * log(2)]
+    torch.testing.assert_close(gains[0], torch.tensor(expected, dtype=torch.float64))
+    everyone = Prior(1, 1, 7).gains(u, total, torch.tensor([40.0]), clients=3, new=0)
+    assert bool(torch.isfinite(everyone).all())
+
+
+def test_neurons_that_differ_open_new_places_and_equal_ones_do_not() -> None:
+    a = 10 * torch.eye(3, 8, dtype=torch.float64)
+    b = 10 * torch.eye(8, dtype=torch.float64)[[2, 5, 6]]
+    places = grow([a, b], torch.tensor([1, 4, 7]), 8, Prior(1, 1, 1), 5, np.random.default_rng(0))
+    assert places[0].tolist() == [1, 4, 7]
+    assert places[1][0] == 7
+    assert len({*places[0].tolist(), *places[1].tolist()}) == 5
+    full = grow([a, b], torch.arange(3), 4, Prior(1, 1, 1), 5, np.random.default_rng(0))
+    assert len({*full[0].tolist(), *full[1].tolist()}) <= 4
+    assert all(len(set(each.tolist())) == 3 for each in full)
+
+
+def test_layers_that_are_normalised_together_cannot_grow() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    with pytest.raises(InputError, match="the layer '0' cannot grow"):
+        make(module, start=0.5)
+    make(module)
+
+
+def test_a_growing_run_keeps_the_contract() -> None:
+    check_method("fedma-layers", {"fedma-layers": {"start": 0.5}})
+
+
+def test_units_that_a_client_has_not_stay_zero_in_its_training() -> None:
+    options = {"fedma-layers": {"start": 0.5}}
+    with small_experiment("fedma-layers", options, model=normed_network).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        assert isinstance(server, FedMALayersServer)
+        group = server.symmetries.groups[0]
+        for update in experiment.engine.train(0, list(server.dispatch(0, server.select(0)))):
+            numbers = group.vectors(update.row, [tie for tie in group.ties if tie.entry.kind is Kind.PARAMETER])
+            assert float(numbers[8:].abs().max()) == 0
+            assert bool((numbers[:8].abs().sum(1) > 0).all())

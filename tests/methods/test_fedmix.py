@@ -1,0 +1,150 @@
+"""FedMix and NaiveMix: the means, the losses, and where they must equal FedAvg."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.bench import Batch
+from fedloom.errors import InputError
+from fedloom.exchange import Job, Update
+from fedloom.experiment import Experiment
+from fedloom.methods.fedmix import fedmix_loss
+from fedloom.testing import SmallFederation, check_method, normed_network, plain_network, small_experiment, small_run
+
+NAMES = ["fedmix", "naivemix"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_lambda_it_is_fedavg_bit_for_bit(name: str) -> None:
+    assert small_run(name, {name: {"lam": 0.0}}).digest == small_run("fedavg", {}).digest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_round_has_no_means_yet_and_is_fedavg(name: str) -> None:
+    assert small_run(name, {}, rounds=1).digest == small_run("fedavg", {}, rounds=1).digest
+    assert small_run(name, {}, rounds=2).digest != small_run("fedavg", {}, rounds=2).digest
+
+
+def test_the_two_differ() -> None:
+    assert small_run("fedmix", {}).digest != small_run("naivemix", {}).digest
+
+
+def visit(experiment: Experiment, client: int) -> Update:
+    companion = experiment.rounds.parts.companion
+    jobs = experiment.rounds.parts.server.dispatch(0, [client])
+    (update,) = experiment.engine.train(0, [Job(j.client, j.row, j.slot, companion.send(0, client)) for j in jobs])
+    assert isinstance(update, Update), update
+    return update
+
+
+def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
+    with small_experiment("fedmix", {}).engine_closed() as experiment:
+        update, samples = visit(experiment, 2), experiment.federation.client(2)
+        torch.testing.assert_close(update.extras["x"][0], samples.x.mean(0), rtol=1e-4, atol=1e-5)
+        shares = F.one_hot(samples.y, 10).float().mean(0)
+        torch.testing.assert_close(update.extras["y"][0], shares, rtol=1e-4, atol=1e-6)
+        assert update.extras["count"].tolist() == [len(samples)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 10, 11])
+def test_groups_share_the_samples_evenly_and_empty_ones_are_left_out(size: int) -> None:
+    with small_experiment("fedmix", {"fedmix": {"groups": 3}}).engine_closed() as experiment:
+        experiment.engine.shop.federation._clients = SmallFederation(sizes={2: size})._clients
+        update, companion = visit(experiment, 2), experiment.rounds.parts.companion
+        samples, counts = experiment.engine.shop.federation.client(2), update.extras["count"]
+        assert counts.sum() == len(samples) == size
+        assert counts.max() - counts.min() <= 1
+        whole = (counts[:, None] * update.extras["x"]).sum(0) / counts.sum()
+        torch.testing.assert_close(whole, samples.x.mean(0), rtol=1e-4, atol=1e-5)
+        companion.take(0, update)
+        companion.take(0, update)
+        assert companion.owners == [2] * min(size, 3), "each client is in the pool once"
+        pool = companion.send(1, 0)
+        torch.testing.assert_close(pool["y"].sum(1), torch.ones(min(size, 3)))
+
+
+def bilinear(output: Tensor, y: Tensor) -> Tensor:
+    """A loss that is linear in the output: with a linear network, affine in the input."""
+    return (output * y).sum(1).mean()
+
+
+def test_for_an_affine_loss_it_is_mixup_to_first_order() -> None:
+    torch.manual_seed(0)
+    f, x, y = nn.Linear(5, 3), torch.randn(4, 5), torch.randn(4, 3)
+    x_, y_ = torch.randn(1, 5), torch.randn(1, 3).expand(4, -1)
+
+    def mixup(lam: float) -> Tensor:
+        output = f((1 - lam) * x + lam * x_)
+        return (1 - lam) * bilinear(output, y) + lam * bilinear(output, y_)
+
+    gaps = {}
+    for lam in (0.2, 0.02):
+        gaps[lam] = (mixup(lam) - fedmix_loss(f, bilinear, Batch(x, y), x_, y_, lam)).item()
+        # What is left over is lambda^2 times the slope of CE(., y_) - CE(., y) along x_.
+        rest = lam**2 * (x_ @ f.weight.T * (y_ - y)).sum(1).mean().item()
+        assert gaps[lam] == pytest.approx(rest, rel=1e-3, abs=1e-6)
+    assert gaps[0.2] != pytest.approx(0, abs=1e-4)
+
+
+def test_a_batch_counts_the_same_however_often_it_is_repeated() -> None:
+    """The derivative of a mean loss is not averaged a second time."""
+    f, x, y = plain_network(), torch.randn(4, 64), torch.arange(4)
+    x_, y_ = torch.randn(1, 64), torch.full((1, 10), 0.1)
+    losses = [
+        fedmix_loss(f, F.cross_entropy, Batch(x.repeat(n, 1), y.repeat(n)), x_, y_.expand(4 * n, -1), 0.1)
+        for n in (1, 5)
+    ]
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_the_gradient_goes_through_the_taylor_term() -> None:
+    f, x, y = plain_network().double(), torch.randn(3, 64).double(), torch.arange(3)
+    x_, y_ = torch.randn(1, 64).double(), torch.full((3, 10), 0.1).double()
+    weight, at, step = f[0].weight, (2, 7), 1e-6
+
+    def loss() -> Tensor:
+        return fedmix_loss(f, F.cross_entropy, Batch(x, y), x_, y_, 0.3)
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    with torch.no_grad():
+        weight[at] += step
+    above = loss().detach()
+    with torch.no_grad():
+        weight[at] -= 2 * step
+    assert float((above - loss().detach()) / (2 * step)) == pytest.approx(float(gradient[at]), rel=1e-4)
+
+
+def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
+    with small_experiment("naivemix", {"naivemix": {"lam": 0.25}}, model=plain_network).engine_closed() as experiment:
+        bench, local, samples = experiment.engine._bench, experiment.rounds.parts.local, experiment.federation.client(1)
+        row = experiment.layout.empty()
+        uploads = {name: torch.zeros(shape) for name, shape in local.uploads(experiment.layout).items()}
+        bench.begin(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, uploads, True)
+        x_, y_ = torch.randn(1, 64), torch.full((4, 10), 0.1)
+        batch = Batch(samples.x[:4], samples.y[:4])
+        soft = 0.75 * F.one_hot(batch.y, 10) + 0.25 * y_
+        expected = F.cross_entropy(bench.module(0.75 * batch.x + 0.25 * x_), soft)
+        torch.testing.assert_close(local.mixed(bench, batch, x_, y_), expected)
+
+
+def test_the_pool_grows_with_the_clients_seen_and_is_counted_in_bytes() -> None:
+    with small_experiment("fedmix", {}, model=normed_network).engine_closed() as experiment:
+        first, second = (experiment.rounds.play(number) for number in range(2))
+        size, mean = experiment.layout.nbytes, 4 * (64 + 10)
+        assert first["bytes_down"] == 4 * size
+        assert second["bytes_down"] == 4 * (size + 4 * mean)
+        assert first["bytes_up"] == 4 * (size + mean + 4)
+        owners = experiment.rounds.parts.companion.owners
+        assert len(owners) == len(set(owners)) > 4
+
+
+def test_a_pool_of_small_groups_keeps_the_contract() -> None:
+    check_method("fedmix", {"fedmix": {"groups": 3, "lam": 0.2}})
+
+
+def test_data_without_classes_are_refused() -> None:
+    federation = SmallFederation()
+    federation.classes = 0
+    with pytest.raises(InputError, match="no classes"):
+        small_run("fedmix", {}, federation=federation)

@@ -1,0 +1,166 @@
+"""FedRep: heads at home, and what is frozen does not move."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom import Bench
+from fedloom.bench import STAYS
+from fedloom.errors import InputError
+from fedloom.experiment import Experiment
+from fedloom.models import build
+from fedloom.rows import Kind, Layout
+from fedloom.testing import SmallFederation, normed_network, small_experiment, small_run
+
+HARD = {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0}
+"""Everything that moves a weight whose gradient is zero."""
+
+
+def steps_of(experiment: Experiment, client: int = 2, round: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """The model before and after each step of one client's training."""
+    local, seen = experiment.rounds.parts.local, []
+    plain = type(local).step
+
+    def step(bench: Bench, batch: Any) -> Tensor:
+        before = bench.row.clone()
+        loss = plain(local, bench, batch)
+        seen.append((before, bench.row.clone()))
+        return loss
+
+    local.step = step
+    (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [client])))
+    experiment.engine.accept(update)
+    del local.step
+    return seen
+
+
+@pytest.mark.parametrize("settings", [{}, HARD, {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.1}])
+def test_the_head_moves_first_and_alone_then_the_body_alone(settings: dict[str, Any]) -> None:
+    options = {"fedrep": {"head_epochs": 2, "body_epochs": 1}}
+    with small_experiment("fedrep", options, **settings).engine_closed() as experiment:
+        layout = experiment.layout
+        head = experiment.rounds.parts.local.head(layout)
+        seen = steps_of(experiment)
+        assert len(seen) % 3 == 0
+        first = len(seen) // 3 * 2
+        inside = torch.zeros(layout.size, dtype=torch.bool)
+        inside[head] = True
+        for number, (before, after) in enumerate(seen):
+            moved, still = (inside, ~inside) if number < first else (~inside, inside)
+            assert torch.equal(before[still], after[still]), "statistics and all"
+            assert not torch.equal(before[moved], after[moved])
+        counters = [layout.views(row, Kind.INTEGER)[0].item() for row in (seen[0][0], seen[first][0], seen[-1][1])]
+        assert counters[0] == counters[1] < counters[2], "the body's statistics are renewed in its own phase"
+
+
+def test_a_clipped_gradient_is_that_of_the_part_which_moves() -> None:
+    """Were the frozen part's gradient to count, steps would be shorter than the clip allows."""
+    with small_experiment("fedrep", {"fedrep": {"head_epochs": 1}}, clip=1e-2, lr=0.5).engine_closed() as experiment:
+        trainable = experiment.layout.trainable
+        ways = [float((after - before)[:trainable].norm()) for before, after in steps_of(experiment)]
+    assert ways == pytest.approx([0.5 * 1e-2] * len(ways), rel=1e-3)
+
+
+def test_heads_are_the_clients_own_and_never_reach_the_server() -> None:
+    with small_experiment("fedrep", {}, per_round=8).engine_closed() as experiment:
+        layout, server = experiment.layout, experiment.rounds.parts.server
+        head = experiment.rounds.parts.local.head(layout)
+        initial = server.deploy().clone()
+        for number in range(2):
+            record = experiment.rounds.play(number)
+            heads = [experiment.engine.homes.get(c)[STAYS].clone() for c in range(8)]
+            assert torch.equal(server.deploy()[head], initial[head])
+            assert len({tuple(values.tolist()) for values in heads}) == 8
+        size = head.stop - head.start
+        assert size == 16 * 10 + 10
+        assert record["bytes_up"] == record["bytes_down"] == 8 * 4 * (layout.size - size)
+        weights = torch.tensor([float(experiment.federation.samples(c)) for c in range(8)])
+        mean = weights / weights.sum() @ torch.stack(heads)
+        torch.testing.assert_close(experiment.rounds.deployed()[head], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_goes_on_with_its_own_head() -> None:
+    with small_experiment("fedrep", {"fedrep": {"head_epochs": 1}}).engine_closed() as experiment:
+        head = experiment.rounds.parts.local.head(experiment.layout)
+        first, second = steps_of(experiment, 2, 0), steps_of(experiment, 2, 1)
+        assert torch.equal(second[0][0][head], first[-1][1][head])
+        assert not torch.equal(first[0][0][head], first[-1][1][head])
+
+
+def test_the_head_is_fitted_once_more_after_the_last_round_and_only_then() -> None:
+    runs = {
+        final: small_run("fedrep", {"fedrep": {"final_epochs": final, "head_epochs": 1}}).records for final in (0, 10)
+    }
+    without, fitted = ([r["personal_accuracy_mean"] for r in runs[final]] for final in (0, 10))
+    assert without[:-1] == fitted[:-1]
+    assert without[-1] != fitted[-1]
+    deployed = [[r["accuracy"] for r in runs[final]] for final in (0, 10)]
+    assert deployed[0] == deployed[1], "what is done to be scored is forgotten"
+
+
+class Named(nn.Module):
+    """The layer called head is not the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.scale = nn.Linear(64, 8), nn.Linear(8, 10), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x)) * self.scale.weight
+
+
+@pytest.mark.parametrize(("network", "head"), [(Named, "head"), (normed_network, "3")])
+def test_the_head_is_the_layer_called_so_or_the_last(network: Callable[[], nn.Module], head: str) -> None:
+    with small_experiment("fedrep", {}, model=network).engine_closed() as experiment:
+        layout: Layout = experiment.layout
+        columns = experiment.rounds.parts.local.head(layout)
+        inside = {e.name for e in layout.entries if columns.start <= e.offset < columns.stop}
+        assert inside == {f"{head}.weight", f"{head}.bias"}
+        body = experiment.rounds.parts.local.body(layout)
+        assert sum(p.stop - p.start for p in (*body, columns)) == layout.trainable
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mlp", (1, 8, 8)),
+        ("cnn", (1, 8, 8)),
+        ("resnet20:width=2", (3, 8, 8)),
+        ("vgg16:width=2", (3, 32, 32)),
+        ("lstm-shakespeare:hidden=4,vocabulary=9", (5,)),
+        ("vit-tiny:depth=1,width=16,heads=2", (1, 8, 8)),
+        ("vit-tiny-lora:depth=1,width=16,heads=2", (1, 8, 8)),
+    ],
+)
+def test_the_head_of_our_networks_is_what_scores_classes(name: str, shape: tuple[int, ...]) -> None:
+    if name.startswith("vit"):
+        pytest.importorskip("peft", reason="peft (the extra fedloom[vit]) is not installed")
+    layout = Layout.of(build(name, shape, 7))
+    with small_experiment("fedrep", {}).engine_closed() as experiment:
+        columns = experiment.rounds.parts.local.head(layout)
+    weight, bias = [e for e in layout.entries if columns.start <= e.offset < columns.stop]
+    assert (weight.shape[0], bias.shape) == (7, (7,))
+    assert columns.stop - columns.start == weight.size + bias.size
+
+
+def test_a_network_of_one_layer_has_no_body() -> None:
+    with pytest.raises(InputError, match="no body to share"):
+        small_run("fedrep", {}, model=lambda: nn.Linear(64, 10))
+
+
+def test_it_serves_clients_better_than_one_model_does() -> None:
+    """What it is for: each client has its own mixture of classes."""
+    settings = {"rounds": 10, "per_round": 8, "federation": SmallFederation()}
+    own = small_run("fedrep", {}, **settings).records[-1]
+    assert own["personal_accuracy_mean"] > own["accuracy"]
+    assert own["personal_accuracy_worst10"] <= own["personal_accuracy_mean"]
+
+
+def test_a_head_that_is_not_finite_is_refused() -> None:
+    """With no epoch for the body, the body alone would look sound."""
+    options = {"fedrep": {"body_epochs": 0, "head_epochs": 1}}
+    records = small_run("fedrep", options, federation=SmallFederation(poisoned=3), per_round=8).records
+    assert all("keeps is not finite" in record["lost_clients"]["3"] for record in records)

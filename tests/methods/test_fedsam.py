@@ -1,0 +1,99 @@
+"""FedSAM: the step, what it leaves alone, and where it must equal FedAvg."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.bench import Batch, Bench
+from fedloom.exchange import Update
+from fedloom.experiment import Experiment
+from fedloom.testing import plain_network, small_experiment, small_run
+
+
+def sam(rho: float, **settings: object) -> Experiment:
+    return small_experiment("fedsam", {"fedsam": {"rho": rho}}, **settings)
+
+
+def seated(experiment: Experiment, loss: Callable[[Bench], Tensor]) -> tuple[Bench, Batch]:
+    """A bench with client 1 at it, whose loss is this function of its parameters."""
+    bench, samples = experiment.engine._bench, experiment.federation.client(1)
+    row = experiment.layout.empty()
+    bench.begin(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, {}, True)
+    bench.loss = lambda batch: loss(bench)
+    return bench, Batch(samples.x[:4], samples.y[:4])
+
+
+def half_square(bench: Bench) -> Tensor:
+    return sum((p.square().sum() for p in bench.module.parameters()), start=torch.zeros(())) / 2
+
+
+def test_on_a_bowl_the_gradient_grows_by_rho_over_the_distance() -> None:
+    """f = |v|^2 / 2: g' = v (1 + rho / |v|)."""
+    with sam(0.3, lr=0.1).engine_closed() as experiment:
+        bench, batch = seated(experiment, half_square)
+        v = bench.weights.clone()
+        experiment.rounds.parts.local.step(bench, batch)
+        expected = v - 0.1 * v * (1 + 0.3 / v.norm())
+        torch.testing.assert_close(bench.weights, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_weight_decay_is_no_part_of_the_ascent() -> None:
+    with sam(0.3, lr=0.1, weight_decay=5.0).engine_closed() as experiment:
+        slope = torch.randn(experiment.layout.trainable)
+        seen = []
+
+        def linear(bench: Bench) -> Tensor:
+            seen.append(bench.weights.clone())
+            return torch.cat([p.flatten() for p in bench.module.parameters()]) @ slope
+
+        bench, batch = seated(experiment, linear)
+        experiment.rounds.parts.local.step(bench, batch)
+        torch.testing.assert_close(seen[1] - seen[0], 0.3 * slope / slope.norm(), rtol=1e-3, atol=1e-6)
+
+
+def test_without_a_gradient_there_is_no_ascent() -> None:
+    with sam(0.5).engine_closed() as experiment:
+        bench, batch = seated(experiment, lambda bench: 0.0 * half_square(bench))
+        v = bench.weights.clone()
+        experiment.rounds.parts.local.step(bench, batch)
+        assert torch.equal(bench.weights, v)
+
+
+def trained(experiment: Experiment) -> Update:
+    (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
+    assert isinstance(update, Update), update
+    return update
+
+
+def test_after_ascent_and_return_the_parameters_are_what_they_were() -> None:
+    with sam(0.5, lr=0.0).engine_closed() as experiment:
+        update, start = trained(experiment), experiment.rounds.context.initial
+        assert update.steps > 1
+        assert torch.equal(update.row[: experiment.layout.trainable], start[: experiment.layout.trainable])
+
+
+def test_statistics_and_counters_see_each_batch_once() -> None:
+    """Where nothing is learned, the buffers are FedAvg's bit for bit, however wide the ascent."""
+    rows = []
+    for name, options in (("fedsam", {"fedsam": {"rho": 5.0}}), ("fedavg", {})):
+        with small_experiment(name, options, lr=0.0, epochs=2).engine_closed() as experiment:
+            rows.append(trained(experiment).row.clone())
+    assert torch.equal(rows[0].view(torch.uint8), rows[1].view(torch.uint8))
+
+
+def test_with_rho_zero_it_is_fedavg_bit_for_bit() -> None:
+    assert small_run("fedsam", {"fedsam": {"rho": 0.0}}).digest == small_run("fedavg", {}).digest
+    assert small_run("fedsam", {}).digest != small_run("fedavg", {}).digest
+
+
+def test_a_tiny_rho_is_fedavg_to_rounding() -> None:
+    losses = [small_run(n, o).loss for n, o in (("fedsam", {"fedsam": {"rho": 1e-9}}), ("fedavg", {}))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_it_goes_with_other_servers_and_momentum() -> None:
+    settings = {"model": plain_network, "momentum": 0.9, "clip": 1.0}
+    digests = {small_run(name, {}, **settings).digest for name in ("fedcross+fedsam", "fedcross", "fedsam")}
+    assert len(digests) == 3

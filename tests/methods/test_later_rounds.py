@@ -1,0 +1,45 @@
+"""Steps that change after the first round (means, a generator, the past of a client) are recorded and replayed too."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_graphs import FakeGraphTape
+from fedloom.engines import CudaEngine
+from fedloom.engines.base import Engine
+from fedloom.exchange import Job, Update
+from fedloom.testing import normed_network, plain_network, small_experiment
+
+Answer = dict[str, Tensor]
+
+
+def answers(engine: Engine, jobs: list[Job], round: int) -> list[Answer]:
+    found = []
+    for update in engine.train(round, jobs):
+        assert isinstance(update, Update), update
+        assert update.steps > 0
+        tensors = {"row": update.row, **update.extras, **update.home}
+        found.append({name: tensor.clone() for name, tensor in tensors.items()})
+    return found
+
+
+@pytest.mark.parametrize("network", [plain_network, normed_network], ids=["plain", "normed"])
+@pytest.mark.parametrize("method", ["feddyn", "moon", "fedmix", "naivemix", "fedgen"])
+def test_replayed_steps_do_what_was_written(method: str, network: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    settings = {"momentum": 0.5, "lr_decay": 0.9, "per_round": 8, "model": network}
+    with small_experiment(method, {}, **settings).engine_closed() as plain:
+        plain.rounds.play(0)  # now every client has been seen
+        server, companion = plain.rounds.parts.server, plain.rounds.parts.companion
+        engine = CudaEngine(plain.engine.shop, "cpu", 2)
+        for round in range(1, 4):
+            jobs = [
+                Job(job.client, job.row, job.slot, companion.send(round, job.client) if companion else {})
+                for job in server.dispatch(round, [5, 0, 7, 2, 1, 6])
+            ]
+            assert all(job.extras for job in jobs) == (companion is not None)
+            for ours, theirs in zip(answers(engine, jobs, round), answers(plain.engine, jobs, round), strict=True):
+                for name, expected in theirs.items():
+                    torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert sum(slot.tape.replayed for slot in engine.slots) > sum(slot.tape.recorded for slot in engine.slots)

@@ -1,0 +1,126 @@
+"""MOON: the contrast, what it is at first, and what the client keeps."""
+
+from math import log
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.errors import InputError
+from fedloom.exchange import Update
+from fedloom.experiment import Experiment
+from fedloom.methods.heads import find_head
+from fedloom.methods.moon import contrast
+from fedloom.rows import digest
+from fedloom.testing import SmallFederation, small_experiment, small_run
+
+
+def naive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
+    """As the paper writes it."""
+    near, far = F.cosine_similarity(z, z_g, dim=1) / tau, F.cosine_similarity(z, z_p, dim=1) / tau
+    return -(near.exp() / (near.exp() + far.exp())).log().mean()
+
+
+def test_the_contrast_is_the_papers_and_so_is_its_gradient() -> None:
+    z = torch.randn(6, 5, requires_grad=True)
+    z_g, z_p = torch.randn(6, 5), torch.randn(6, 5)
+    ours, theirs = contrast(z, z_g, z_p, 0.5), naive(z, z_g, z_p, 0.5)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, z), torch.autograd.grad(theirs, z))
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_where_the_past_is_the_global_model_it_is_log_two_without_a_gradient(count: int) -> None:
+    z, z_g = torch.randn(count, 5, requires_grad=True), torch.randn(count, 5)
+    value = contrast(z, z_g, z_g.clone(), 0.5)
+    assert value.item() == pytest.approx(log(2), abs=1e-7)
+    (gradient,) = torch.autograd.grad(value, z)
+    assert not gradient.any()
+
+
+def test_a_representation_of_zeros_is_no_trouble() -> None:
+    z = torch.zeros(3, 5, requires_grad=True)
+    value = contrast(z.relu(), torch.randn(3, 5), torch.zeros(3, 5), 0.5)
+    (gradient,) = torch.autograd.grad(value, z)
+    assert torch.isfinite(value)
+    assert torch.isfinite(gradient).all()
+
+
+def test_the_first_round_is_fedavg_and_later_ones_are_not() -> None:
+    assert small_run("moon", {}, rounds=1).digest == small_run("fedavg", {}, rounds=1).digest
+    assert small_run("moon", {}, rounds=4).digest != small_run("fedavg", {}, rounds=4).digest
+
+
+def test_without_mu_it_is_fedavg_bit_for_bit() -> None:
+    assert small_run("moon", {"moon": {"mu": 0.0}}).digest == small_run("fedavg", {}).digest
+
+
+def visit(experiment: Experiment, round: int, client: int) -> Update:
+    jobs = list(experiment.rounds.parts.server.dispatch(round, [client]))
+    (update,) = experiment.engine.train(round, jobs)
+    assert isinstance(update, Update), update
+    return update
+
+
+def test_a_client_keeps_the_model_it_returned_and_starts_from_the_received_one() -> None:
+    with small_experiment("moon", {}).engine_closed() as experiment:
+        for number in range(2):
+            update = visit(experiment, number, 2)
+            assert digest(update.home["previous"]) == digest(update.row)
+            experiment.engine.accept(update)
+        kept = digest(experiment.engine.homes.get(2)["previous"])
+        assert kept == digest(update.row)
+
+
+def test_frozen_models_stay_as_they_are_and_statistics_see_a_batch_once() -> None:
+    """Where nothing is learned, all but the home is FedAvg's: the frozen passes move no statistics."""
+    rows = []
+    for name in ("moon", "fedavg"):
+        with small_experiment(name, {}, lr=0.0).engine_closed() as experiment:
+            experiment.engine.accept(visit(experiment, 0, 2))
+            sent = digest(experiment.rounds.parts.server.bank.rows[0])
+            rows.append(digest(visit(experiment, 1, 2).row))
+            assert digest(experiment.rounds.parts.server.bank.rows[0]) == sent
+    assert rows[0] == rows[1]
+
+
+def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
+    """One client, visited again: with a strong contrast its features end nearer to those of the model it received."""
+    near = []
+    for mu in (0.0, 20.0):
+        with small_experiment("moon", {"moon": {"mu": mu}}, epochs=5).engine_closed() as experiment:
+            experiment.engine.accept(visit(experiment, 0, 2))
+            update = visit(experiment, 1, 2)
+            x = experiment.federation.client(2).x
+            module, features = experiment.rounds.context.make_module().eval(), []
+            for row in (update.row.clone(), experiment.rounds.parts.server.bank.rows[0]):
+                experiment.layout.bind(module, row)
+                features.append(module[:-1](x).detach())
+            near.append(float(F.cosine_similarity(*features).mean()))
+    assert near[1] > near[0]
+
+
+def test_batches_of_one_are_no_trouble() -> None:
+    finished = small_run("moon", {}, federation=SmallFederation(sizes={1: 1, 2: 9}), per_round=8, batch_size=8)
+    assert not any(record["lost"] for record in finished.records)
+
+
+def test_a_network_without_a_linear_layer_is_refused() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(10, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.table.T
+
+    with pytest.raises(InputError, match="moon needs a network that ends in a linear layer"):
+        small_run("moon", {}, model=Bare)
+
+
+def test_the_head_is_the_layer_of_that_name_or_else_the_last_linear_one() -> None:
+    last = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.Dropout())
+    assert find_head(last, "moon") == ("2", last[2])
+    named = nn.ModuleDict({"head": nn.Linear(3, 2), "body": nn.Linear(4, 3)})
+    assert find_head(named, "moon") == ("head", named["head"])

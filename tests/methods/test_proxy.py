@@ -1,0 +1,96 @@
+"""Networks on the server's data: whole or batch by batch, images, tokens and numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from proxies import noisy, put_together
+from torch import nn
+
+from fedloom.config import make_config
+from fedloom.data import PooledFederation, Samples
+from fedloom.errors import InputError
+from fedloom.experiment import build
+from fedloom.methods import proxy as module
+from fedloom.methods.proxy import Proxy
+from fedloom.testing import normed_network, plain_network, small_experiment, small_run
+
+IMAGES = {"method": "feddf", "model": "cnn", "clients": 4, "engine": "plain", "server_data": "split:30"}
+
+
+def test_inputs_are_the_same_ready_made_and_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with build(make_config(IMAGES)).engine_closed() as experiment:
+        context = experiment.rounds.context
+        at_once = Proxy(context, "feddf")
+        monkeypatch.setattr(module, "MOST_PREPARED", 0)
+        by_batch = Proxy(context, "feddf")
+        index = torch.tensor([3, 0, 29])
+        assert at_once._x is not None
+        assert by_batch._x is None
+        assert torch.equal(at_once.inputs(index), by_batch.inputs(index))
+        assert torch.equal(at_once.outputs(context.initial), by_batch.outputs(context.initial))
+
+
+def test_outputs_are_those_of_the_deployed_model() -> None:
+    with put_together("feddf", {}, normed_network) as experiment:
+        context, row = experiment.rounds.context, noisy(experiment, 1)[0]
+        proxy, network = Proxy(context, "feddf"), context.make_module().eval()
+        experiment.layout.bind(network, row.clone())
+        assert context.server_data is not None
+        assert torch.allclose(proxy.outputs(row), network(context.server_data.x), atol=1e-6)
+        few = torch.tensor([5, 2])
+        assert torch.allclose(proxy.outputs(row, few), proxy.outputs(row)[few], atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(0, [80]), (32, [32, 32, 16]), (500, [80])])
+def test_batches_hold_every_position_once(size: int, sizes: list[int]) -> None:
+    with put_together("feddf", {}) as experiment:
+        proxy = Proxy(experiment.rounds.context, "feddf")
+        batches = list(proxy.batches(np.random.default_rng(0), size))
+        assert [len(batch) for batch in batches] == sizes
+        assert sorted(torch.cat(batches).tolist()) == list(range(80))
+        some = list(proxy.batches(np.random.default_rng(0), 2, torch.tensor([7, 9, 11])))
+        assert sorted(torch.cat(some).tolist()) == [7, 9, 11]
+
+
+def test_without_data_it_says_so() -> None:
+    with small_experiment("fedavg", {}).engine_closed() as experiment:
+        assert experiment.rounds.context.server_data is None
+        with pytest.raises(InputError, match="feddf needs data on the server"):
+            Proxy(experiment.rounds.context, "feddf")
+
+
+class Reader(nn.Module):
+    """Says something about three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.embed(x).flatten(1))
+        return result
+
+
+@pytest.mark.parametrize("method", ["feddf", "fedbe", "abavg", "fedlaw"])
+def test_text_is_no_trouble(method: str) -> None:
+    draw = np.random.default_rng(0)
+    x = torch.from_numpy(draw.integers(0, 6, (60, 3)))
+    pool = Samples(x, (x.sum(1) > 7).long())
+    federation = PooledFederation(pool, np.array_split(np.arange(60), 5), classes=2, tokens=6, test=pool)
+    options = {"feddf": {"steps": 10}} if method == "feddf" else {}
+    finished = small_run(method, options, federation=federation, model=Reader, server_data="split:0.2")
+    plain = small_run("fedavg", {}, federation=federation, model=Reader, server_data="split:0.2")
+    assert np.isfinite(finished.loss)
+    assert finished.digest != plain.digest
+
+
+def test_outputs_that_are_no_rows_are_refused() -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(*plain_network(), nn.Unflatten(1, (10, 1)))
+
+    with small_experiment("fedavg", {}, model=plain_network, server_data="own").engine_closed() as experiment:
+        context = replace(experiment.rounds.context, make_module=network)
+        with pytest.raises(InputError, match=r"needs one row of outputs .* shape \(1, 10, 1\)"):
+            Proxy(context, "abavg")
