@@ -187,7 +187,7 @@ PATHS = {
 
 
 def absolute_data(name: str) -> str:
-    """A data set's name with absolute paths, `table:/home/me/people.csv,label=income`."""
+    """A data set's name with absolute paths, `table:/data/people.csv,label=income`."""
     kind, _, rest = name.partition(":")
     if kind not in PATHS or not rest or "\0" in rest:
         return name

@@ -13,6 +13,8 @@ the former counts in its running statistics, because v' is no model that anyone 
 is the one at v.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -30,16 +32,16 @@ class FedSAMOptions(Options):
     """how far away the worst point is looked for; 0 is FedAvg"""
 
 
-class AscendingLocal(Local[O]):
+class AscendingLocal(Local[O], ABC):
     """Steps along the gradient at v + ascent(v), of the same batch."""
 
+    @abstractmethod
     def radius(self) -> float:
         """How far the ascent goes; 0 leaves it out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ascent(self, bench: Bench) -> Tensor:
         """The way from v to v', from `bench.gradient`, the gradient at v."""
-        raise NotImplementedError
 
     def step(self, bench: Bench, batch: Batch) -> Tensor:
         if not self.radius():
