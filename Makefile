@@ -17,7 +17,7 @@ demo: setup  ## five methods on the embedded digits: a table and a report
 	  --set fedcda.warmup=20
 
 test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check .
