@@ -60,6 +60,7 @@ def attempt(values: dict[str, Any]) -> tuple[Config | None, str]:
             "the host engine computes on the CPU, not on 'cuda'; use --engine cuda.",
         ),
         ({"options": {"\n": 0}}, r"options.'\n' must be a valid dictionary, not 0."),
+        ({"imports": ["\0"]}, r"imports must be paths of Python files, not ['\x00']."),
         ({"roundz": 3}, "unknown setting 'roundz'; did you mean 'rounds'?"),
     ],
 )

@@ -110,6 +110,8 @@ class Config(Training):
     @field_validator("imports")
     @classmethod
     def _absolute(cls, paths: list[str]) -> list[str]:
+        if any("\0" in path for path in paths):
+            raise ValueError("paths of Python files")
         return [str(Path(path).resolve()) for path in paths]  # a run may be resumed from another folder
 
     @field_validator("init")
