@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedloom.data import cifar
+from fedloom.methods import catalogue
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
@@ -34,7 +35,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run FedProx2", ("'fedprox'",)),
     ("run fedprox+scaffold", ("fedprox", "scaffold", "local")),
     ("run fedprox+fedprox", ("twice",)),
-    ("run +", ("there are: ", "fedavg, ")),
+    ("run +", ("there are: " + ", ".join(sorted(catalogue.BUILT_IN)) + ".",)),
     ("run", ("method",)),
     ("rnu fedavg", ("rnu",)),
     ("run fedavg --data digitz", ("'digitz'", "'digits'")),
