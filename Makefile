@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test fuzz check format bench clean
 
 setup: .venv/ready
 
@@ -18,6 +18,9 @@ demo: setup  ## five methods on the embedded digits: a table and a report
 
 test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
 	$(BIN)/python -m pytest -q -n auto
+
+fuzz: setup  ## the property tests again with inputs drawn anew; `make fuzz TESTS=tests/data` for some
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -n auto -p no:cacheprovider $(TESTS)
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check .

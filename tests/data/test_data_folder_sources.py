@@ -120,6 +120,7 @@ def test_domainnet_without_lists_is_split(domainnet: Path) -> None:
         ("real_test.txt", "real/axe/real_001_000000.jpg 7\n", "leave labels below 7 out"),
         ("real_test.txt", "real/axe/real_001_000000.jpg 3\n", "give one class two labels"),
         ("real_test.txt", "real/axe/absent.jpg 0\n", "cannot read .*absent.jpg: No such file"),
+        ("real_test.txt", "real/axe/\0bsent.jpg 0\n", r"cannot read .*axe/.x00bsent.jpg': this is no name of a file"),
         ("real_test.txt", "real/../secret.jpg 0\n", "expected real/CLASS/FILE LABEL"),
         ("real_test.txt", "clipart/axe/clipart_001_000000.jpg 0\n", "expected real/CLASS/FILE LABEL"),
         ("real_test.txt", "real/axe/real_001_000000.jpg x\n", "expected real/CLASS/FILE LABEL"),

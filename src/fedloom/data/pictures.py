@@ -95,3 +95,5 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}.") from None
+    except ValueError:  # a null byte, where the name stands in a damaged list
+        raise InputError(f"cannot read {str(path)!r}: this is no name of a file.") from None
