@@ -1,5 +1,6 @@
 """Inner products of many rows at once."""
 
+from collections.abc import Iterator
 from math import sqrt
 
 import torch
@@ -9,37 +10,63 @@ BLOCK_BYTES = 4 << 20
 """How much is multiplied at a time: small enough for the cache, large enough that calls cost little."""
 
 
-SHORT_BLOCK = 16384
-"""How many numbers are added up in float32, where that is asked for; sums of such sums are in float64."""
+SHORT = 2048
+"""How many products `quick_products` adds up in float32; sums of such sums are in float64."""
+PIECES = 16
+"""How many such sums it takes at a time."""
 
 
-def inner_products(
-    rows: Tensor, reference: Tensor, columns: slice, last: Tensor | None = None, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def inner_products(rows: Tensor, reference: Tensor, columns: slice, last: Tensor | None = None) -> Tensor:
     """The float64 matrix of inner products of d_0, ..., d_{K-1} and one more vector, with d_i = row_i - reference.
 
     That vector is `last` (over these columns), or the reference itself. (K + 1) x (K + 1); one pass over the rows.
 
     Models of one run are close to each other: their norms are thousands of times their distances, so distances (and
     angles) taken from products of the rows themselves would be differences of nearly equal numbers. About a reference
-    among them, and in float64, nothing cancels. Products in float32 (`dtype`) take half the time, and would rank
-    angles wrongly where the reference lies far from rows that are close to each other: see `gap_errors`.
+    among them, and in float64, nothing cancels.
     """
-    count = len(rows)
-    chunk = max(256, BLOCK_BYTES // ((count + 1) * torch.float64.itemsize))
-    if dtype is torch.float32:
-        chunk = min(chunk, SHORT_BLOCK)
-    gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device=rows.device)
-    space = torch.empty(count + 1, chunk, dtype=dtype, device=rows.device)
-    for start in range(columns.start, columns.stop, chunk):
-        part = slice(start, min(start + chunk, columns.stop))
+    count = len(rows) + 1
+    length = max(256, BLOCK_BYTES // (count * torch.float64.itemsize))
+    space = torch.empty(count, length, dtype=torch.float64, device=rows.device)
+    gram = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
+    for block in _blocks(space, rows, reference, columns, last):
+        gram += block @ block.T
+    return gram
+
+
+def quick_products(rows: Tensor, reference: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """`inner_products` with float32 inside, in half the time, and how far each of them may be off.
+
+    A sum of n products of numbers of d_i and d_j in float32 is off by some sqrt(n) u |d_i| |d_j|, with u = 2^-24. Such
+    errors of different sums are independent, so their squares add up. Eight times that is said: random errors are that
+    large once in 10^14 sums.
+    """
+    width, count = columns.stop - columns.start, len(rows) + 1
+    pieces = max(1, min(PIECES, -(-width // SHORT)))
+    space = torch.empty(count, pieces * SHORT, device=rows.device)
+    parts = space.view(count, pieces, SHORT).transpose(0, 1)
+    products = torch.zeros(-(-width // (pieces * SHORT)), pieces, count, count, device=rows.device)
+    for number, block in enumerate(_blocks(space, rows, reference, columns)):
+        space[:, block.shape[1] :] = 0  # behind the last columns
+        torch.bmm(parts, parts.transpose(1, 2), out=products[number])
+    squares = products.flatten(0, 1).diagonal(dim1=1, dim2=2).double()
+    errors = 8 * sqrt(SHORT) * 2.0**-24 * (squares.T @ squares).sqrt()
+    return products.sum((0, 1), dtype=torch.float64), errors
+
+
+def _blocks(
+    space: Tensor, rows: Tensor, reference: Tensor, columns: slice, last: Tensor | None = None
+) -> Iterator[Tensor]:
+    """As many columns as `space` has at a time, of the differences and the last vector, in their place there."""
+    count, length = len(rows), space.shape[1]
+    for start in range(columns.start, columns.stop, length):
+        part = slice(start, min(start + length, columns.stop))
         block = space[:, : part.stop - part.start]
         block[count] = reference[part]
         torch.sub(rows[:, part], block[count], out=block[:count])
         if last is not None:
             block[count] = last[part.start - columns.start : part.stop - columns.start]
-        gram += block @ block.T
-    return gram
+        yield block
 
 
 def cosine_gaps(gram: Tensor) -> Tensor:
@@ -59,14 +86,12 @@ def cosine_gaps(gram: Tensor) -> Tensor:
     return torch.where(product > 0, gaps, torch.where(sums > 0, torch.ones_like(gaps), torch.zeros_like(gaps)))
 
 
-def gap_errors(gram: Tensor) -> Tensor:
-    """How far `cosine_gaps` of products in float32 may be off: generously, so that what it tells apart is apart.
-
-    A sum of n products of d_i and d_j in float32 is off by some sqrt(n) u |d_i| |d_j|, u = 2^-24, and eight times that
-    once in 10^14 sums. All three terms of a gap have errors of this size, relative to (|d_i| + |d_j|)^2.
-    """
-    lengths = gram[:-1, :-1].diagonal().clamp(min=0).sqrt()
-    norms = (gram[-1, -1] + 2 * gram[:-1, -1] + lengths**2).clamp_(min=0).sqrt()
-    share = 4 * 8 * sqrt(SHORT_BLOCK) * 2.0**-24
-    sums = lengths[:, None] + lengths[None, :]
-    return share * sums.square() / (2 * norms[:, None] * norms[None, :])
+def gap_errors(gram: Tensor, errors: Tensor) -> Tensor:
+    """How far `cosine_gaps` may be off, for products that may be off by `errors`: the terms of its formula in turn."""
+    own, off = gram[:-1, :-1].diagonal().clamp(min=0), errors[:-1, :-1].diagonal()
+    squared_off = (off[:, None] ** 2 + off[None, :] ** 2 + 4 * errors[:-1, :-1] ** 2).sqrt()
+    extra_off = (4 * errors[:-1, -1] ** 2 + off**2).sqrt()
+    norms = (gram[-1, -1] + 2 * gram[:-1, -1] + own).clamp_(min=0).sqrt()
+    apart_off = (extra_off[:, None] + extra_off[None, :]) / (norms[:, None] + norms[None, :])
+    apart = (norms[:, None] - norms[None, :]).abs() + apart_off
+    return (squared_off + 2 * apart * apart_off) / (2 * norms[:, None] * norms[None, :])

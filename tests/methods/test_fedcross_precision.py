@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedloom import gram
 from fedloom.banks import Bank
-from fedloom.gram import cosine_gaps, gap_errors, inner_products
+from fedloom.gram import cosine_gaps, gap_errors, inner_products, quick_products
 from fedloom.methods import Context
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.rows import Layout
@@ -63,32 +64,39 @@ def test_it_chooses_what_the_definition_says(seed: int, count: int, apart: tuple
     st.integers(2, 6),
     st.sampled_from([1.0, 1e-2, 1e-4]),
     st.sampled_from([0.0, 1.0, 1e3]),
+    st.sampled_from([32, 500, 2048, 16384]),
 )
-def test_the_error_of_a_quick_gap_is_below_its_bound(seed: int, count: int, drift: float, outlier: float) -> None:
+def test_the_error_of_a_quick_gap_is_below_its_bound(
+    seed: int, count: int, drift: float, outlier: float, block: int
+) -> None:
     v = rows_of(seed, count, drift, outlier)
-    grams = [inner_products(v[1:], v[0], slice(0, WIDTH), dtype=dtype) for dtype in (torch.float32, torch.float64)]
-    assert grams[0].dtype is torch.float64
-    quick, exact = (cosine_gaps(gram) for gram in grams)
-    assert bool(((quick - exact).abs() <= gap_errors(grams[0])).all())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gram, "SHORT", block)
+        quick, errors = quick_products(v[1:], v[0], slice(0, WIDTH))
+    exact = inner_products(v[1:], v[0], slice(0, WIDTH))
+    assert quick.dtype is torch.float64
+    off = (quick - exact).abs()
+    assert bool((off <= errors).all())
+    assert float(off.max()) > float(errors.max()) / 10**4, "a bound far above the errors would decide nothing"
+    assert bool(((cosine_gaps(quick) - cosine_gaps(exact)).abs() <= gap_errors(quick, errors)).all())
 
 
 def test_clear_choices_need_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     server, seen = server_of(6), []
     gaps = FedCrossServer.gaps
 
-    def watched(self: FedCrossServer, v: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        seen.append((dtype, len(v)))
-        return gaps(self, v, dtype)
+    def watched(self: FedCrossServer, v: Tensor) -> Tensor:
+        seen.append(len(v))
+        return gaps(self, v)
 
     monkeypatch.setattr(FedCrossServer, "gaps", watched)
     base = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
     v = torch.stack([torch.roll(base, 7) * k + base for k in range(6)])  # angles far from each other
     server.extremes(v, -1)
-    assert seen == [(torch.float32, 6)]
-    seen.clear()
-    v[4] = v[5]  # a tie of two, for the first four
+    assert seen == []
+    v[4] = v[5]  # a tie of two, for the first alone: it is itself the farthest from all others
     server.extremes(v, -1)
-    assert [dtype for dtype, _ in seen] == [torch.float32, torch.float64]
+    assert seen == [3]
 
 
 def test_numbers_too_large_for_float32_sums_are_ranked_too() -> None:
@@ -105,6 +113,5 @@ def test_a_run_is_the_same_as_with_careful_arithmetic_alone(monkeypatch: pytest.
             return experiment.rounds.parts.server.deploy().clone()
 
     mixed = deployed()
-    gaps = FedCrossServer.gaps
-    monkeypatch.setattr(FedCrossServer, "gaps", lambda self, v, dtype: (gaps(self, v)[0], torch.zeros(len(v), len(v))))
+    monkeypatch.setattr(FedCrossServer, "quick_gaps", lambda self, v: (self.gaps(v), torch.zeros(len(v), len(v))))
     assert torch.equal(deployed(), mixed)

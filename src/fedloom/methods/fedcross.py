@@ -17,13 +17,14 @@ model nothing is mixed. A model whose client was lost takes part as it is. Ties 
 order.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.gram import cosine_gaps, gap_errors, inner_products
+from fedloom.gram import cosine_gaps, gap_errors, inner_products, quick_products
 from fedloom.methods.base import Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.methods.slots import SlotServer
@@ -98,38 +99,49 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         """
         count = len(v)
         others = [[(i + step) % count for step in range(1, count)] for i in range(count)]
-        gaps, errors = self.gaps(v, torch.float32)
+        gaps, errors = self.quick_gaps(v)
         low, high = sign * gaps - errors, sign * gaps + errors
         # What is not surely worse than the best may be the best (nor is what is not a number).
         rivals = [[j for j in others[i] if not low[i, j] > high[i, others[i]].min()] for i in range(count)]
         unclear = [i for i in range(count) if len(rivals[i]) > 1]
         if unclear:
             members = sorted({j for i in unclear for j in (i, *rivals[i])})
-            exact, _ = self.gaps(v if len(members) == count else v[members], torch.float64)
+            exact = self.gaps(v if len(members) == count else v[members])
             for i in unclear:
                 scores = sign * exact[members.index(i), [members.index(j) for j in rivals[i]]]
                 rivals[i] = [rivals[i][int(scores.argmin())]]
         return [rival for (rival,) in rivals]
 
-    def gaps(self, v: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """1 - similarity of each pair, over the trainable parameters, and how far it may be off in float32."""
-        layout = self.context.layout
-        grams: dict[str, Tensor] = {}
-        if self.options.similarity == "global":
-            grams["all"] = self.products(v, slice(0, layout.trainable), dtype)
-        else:
-            for entry in layout.entries:
-                if entry.kind is Kind.PARAMETER:
-                    gram = self.products(v, entry.columns, dtype)
-                    grams[entry.unit] = grams[entry.unit] + gram if entry.unit in grams else gram
-        pairs = [(cosine_gaps(gram), gap_errors(gram)) for gram in grams.values()]
-        gaps, errors = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))
+    def gaps(self, v: Tensor) -> Tensor:
+        """1 - similarity of each pair, over the trainable parameters."""
+        grams = [_total(inner_products(v[1:], v[0], c) for c in columns) for columns in self.units()]
+        return torch.stack([cosine_gaps(gram) for gram in grams]).mean(0)
+
+    def quick_gaps(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in float32, and how far each gap may be off."""
+        found = []
+        for columns in self.units():
+            pairs = zip(*(quick_products(v[1:], v[0], c) for c in columns), strict=True)
+            gram, errors = (_total(each) for each in pairs)
+            found.append((cosine_gaps(gram), gap_errors(gram, errors)))
+        gaps, errors = (torch.stack(each).mean(0) for each in zip(*found, strict=True))
         return gaps, errors
 
-    @staticmethod
-    def products(v: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
-        """Inner products about v_0, whose own difference from itself is zero and need not be multiplied."""
-        return nn.functional.pad(inner_products(v[1:], v[0], columns, dtype=dtype), (1, 0, 1, 0))
+    def units(self) -> list[list[slice]]:
+        """What is compared as one: all trainable columns, or those of each layer."""
+        layout = self.context.layout
+        if self.options.similarity == "global":
+            return [[slice(0, layout.trainable)]]
+        layers: dict[str, list[slice]] = {}
+        for entry in layout.entries:
+            if entry.kind is Kind.PARAMETER:
+                layers.setdefault(entry.unit, []).append(entry.columns)
+        return list(layers.values())
+
+
+def _total(products: Iterable[Tensor]) -> Tensor:
+    """The sum of products about v_0, for all rows: its difference from itself is zero and was not multiplied."""
+    return nn.functional.pad(torch.stack(list(products)).sum(0), (1, 0, 1, 0))
 
 
 register(
@@ -141,5 +153,7 @@ register(
         options=FedCrossOptions,
         server=FedCrossServer,
         models_sent="2K",
+        server_keeps="K models",
+        extra_compute="server compares",
     )
 )
