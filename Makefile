@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test fuzz check format bench clean
+FLOWER := .venv-flower/bin
+
+.PHONY: setup setup-flower demo test test-gpu test-flower test-flower-faults fuzz check format bench clean
 
 setup: .venv/ready
 
@@ -12,12 +14,30 @@ setup: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+setup-flower: .venv-flower/ready  ## Flower wants older versions of some tools, so it has an environment of its own
+
+.venv-flower/ready: pyproject.toml constraints.txt constraints-flower.txt
+	$(PYTHON) -m venv .venv-flower
+	$(FLOWER)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools
+	$(FLOWER)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-flower.txt \
+	  --editable '.[dev,flower]'
+	touch $@
+
 demo: setup  ## five methods on the embedded digits: a table and a report
 	$(BIN)/fedloom compare fedavg scaffold fedcross fedmr fedcda --seeds 3 --partition dirichlet:0.1 --rounds 60 \
 	  --set fedcda.warmup=20
 
 test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
 	$(BIN)/python -m pytest -q -n auto
+
+test-flower: setup-flower  ## federations of real Flower processes on this machine
+	$(FLOWER)/python -m pytest -q -m flower tests/flower
+
+test-flower-faults: setup-flower  ## the same with faults: processes killed and frozen, nodes that lie (a quarter of an hour)
+	$(FLOWER)/python -m pytest -q -m faults tests/flower/faults
+
+test-gpu: setup  ## the engine on a GPU, held against a plain loop and the plain engine
+	$(BIN)/python -m pytest -q -m gpu tests/engines/test_gpu.py
 
 fuzz: setup  ## the property tests again with inputs drawn anew; `make fuzz TESTS=tests/data` for some
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -n auto -p no:cacheprovider $(TESTS)
@@ -35,4 +55,4 @@ bench: setup  ## against a plain PyTorch loop, as ratios
 	$(BIN)/python benchmarks/rounds.py --out results/rounds.json
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .pytest_cache .mypy_cache .ruff_cache .hypothesis

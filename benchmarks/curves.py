@@ -25,20 +25,44 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def summary(records: list[Record]) -> dict[str, Any]:
-    """Final accuracy over seeds, and the last ten evaluations: their level, and how much a run still moves."""
+    """Final accuracy over seeds, the last ten evaluations (their level, how much a run still moves), and the curves."""
     runs = [[float(value) for value in record.series("accuracy")[1] if value is not None] for record in records]
-    rounds = records[0].series("accuracy")[0]
-    return {
+    length = min(len(run) for run in runs)  # of runs that are still under way, what all of them have
+    runs = [run[:length] for run in runs]
+    rounds = [int(number) for number in records[0].series("accuracy")[0][:length]]
+    found: dict[str, Any] = {
+        "rounds": rounds[-1],
         "final accuracy": {**spread([run[-1] for run in runs]), "seeds": [round(run[-1], 4) for run in runs]},
         "mean of the last ten evaluations": spread([statistics.mean(run[-10:]) for run in runs]),
-        "standard deviation within the last ten": round(statistics.mean(stdev(run[-10:]) for run in runs), 4),
-        "worst tenth of clients at the end": spread(
-            [record.series("client_accuracy_worst10")[1][-1] for record in records]
-        ),
-        "mean of ten evaluations, by the round they end at": {
-            int(rounds[i]): round(statistics.mean(statistics.mean(run[i - 9 : i + 1]) for run in runs), 4)
-            for i in range(10, len(rounds), 10)
-        },
+    }
+    if length > 1:
+        deviation = statistics.mean(stdev(run[-10:]) for run in runs)
+        found["standard deviation within the last ten"] = round(deviation, 4)
+    worst = [record.series("client_accuracy_worst10")[1][:length] for record in records]
+    if all(len(values) and values[-1] is not None for values in worst):
+        found["worst tenth of clients at the end"] = spread([float(values[-1]) for values in worst])
+    found["mean of ten evaluations, by the round they end at"] = {
+        rounds[i]: round(statistics.mean(statistics.mean(run[i - 9 : i + 1]) for run in runs), 4)
+        for i in range(10, len(rounds), 10)
+    }
+    found["evaluated after the rounds"] = ", ".join(str(number) for number in rounds)
+    found["accuracy of each seed"] = [", ".join(f"{value:.4f}" for value in run) for run in runs]
+    return found
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """All runs in a folder; nothing where there is none with a result."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for config in sorted(folder.glob("*/config.toml")):
+        record = read_run(config.parent)
+        if any(value is not None for value in record.series("accuracy")[1]):
+            groups[config.parent.name.rpartition("-seed")[0]].append(record)
+    if not groups:
+        return {}
+    return {
+        "made with": groups[next(iter(groups))][0].config["made_with"],
+        "commands": [record.config["command"] for records in groups.values() for record in records],
+        "methods": {name: summary(records) for name, records in groups.items()},
     }
 
 
@@ -47,16 +71,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder of a comparison")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for config in sorted(options.folder.glob("*/config.toml")):
-        groups[config.parent.name.rpartition("-seed")[0]].append(read_run(config.parent))
-    if not groups:
+    result = collected(options.folder)
+    if not result:
         parser.error(f"there is no run in {options.folder}")
-    result = {
-        "made with": groups[next(iter(groups))][0].config["made_with"],
-        "commands": [record.config["command"] for records in groups.values() for record in records],
-        "methods": {name: summary(records) for name, records in groups.items()},
-    }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

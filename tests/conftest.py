@@ -5,18 +5,23 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from fedloom.methods import catalogue
 
-# The same inputs every time, so that the tests of one commit always say the same; `make fuzz` looks for new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("search", derandomize=False, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+try:
+    from hypothesis import settings
+except ImportError:  # on a machine that only runs the GPU's tests
+    pass
+else:
+    # The same inputs every time, so that the tests of one commit always say the same; `make fuzz` looks for new ones.
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.register_profile("search", derandomize=False, deadline=None, print_blob=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 FOLDERS = {"cifar10": "cifar-10-batches-bin", "cifar100": "cifar-100-binary"}
 
@@ -24,6 +29,8 @@ FOLDERS = {"cifar10": "cifar-10-batches-bin", "cifar100": "cifar-100-binary"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = os.environ.get("FEDLOOM_DATA")
     for item in items:
+        if item.get_closest_marker("flower") and find_spec("flwr") is None:
+            item.add_marker(pytest.mark.skip(reason="Flower is not installed (make test-flower)"))
         for mark in item.iter_markers("data"):
             name = mark.args[0]
             if root is None or not (Path(root) / FOLDERS.get(name, name)).is_dir():

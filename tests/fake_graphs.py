@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fedloom.tapes import Player, Tape
+from fedloom.tapes import Player, Recording, RecordingTape
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -19,8 +19,9 @@ def alias(tensor: Tensor) -> Tensor:
 class Operations(TorchDispatchMode):
     """Notes every operation that is carried out."""
 
-    def __init__(self) -> None:
+    def __init__(self, player: Player) -> None:
         super().__init__()
+        self.player = player
         self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,43 +32,49 @@ class Operations(TorchDispatchMode):
 
     def replay(self) -> None:
         """Do them again: new results go where the old ones lie."""
-        for func, args, kwargs, result in self.noted:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        with torch.no_grad(), self.player.randomness():
+            for func, args, kwargs, result in self.noted:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
 
-class FakeGraphTape(Tape):
+class FakeGraphTape(RecordingTape):
     """Records every step but the first of its kind, and replays it where the key allows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.warm = set[Hashable]()
-        self.reads: dict[Hashable, frozenset[str]] = {}
-        self.graphs: dict[Hashable, Operations] = {}
-        self.refused = set[Hashable]()
+    def capture(self, body: Callable[[], None], player: Player) -> Operations:
+        # A graph is not carried out while it is recorded. This is, so what it does is taken back.
+        memory, drawn = player.memory(), torch.get_rng_state()
+        states = [generator.get_state() for generator in self._generators]
+        before = [tensor.detach().clone() for tensor in memory]
+        with Operations(player) as operations:
+            body()
+        with torch.no_grad():
+            for tensor, old in zip(memory, before, strict=True):
+                tensor.copy_(old)
+        torch.set_rng_state(drawn)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        return operations
 
-    def refuse(self, kind: Hashable, reason: str) -> None:
-        self.refused.add(kind)
+    def _check(self, kind: Hashable, recording: Recording, body: Callable[[], None], player: Player) -> None:
+        super()._check(kind, TakenBack(recording, player), body, player)
 
-    def play(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
-        names = self.reads.get(key)
-        graph = self.graphs.get((key, player.values(names))) if names is not None else None
-        if graph is not None:
-            self.replayed += 1
-            with torch.no_grad(), player.randomness():
-                graph.replay()
-        elif kind not in self.warm or kind in self.refused:
-            self.warm.add(kind)
-            super().play(kind, key, body, player)
-        else:
-            operations = Operations()
-            with player.randomness(), player.listen() as reads, operations:
-                body()
-            if "steps" in reads:
-                self.refuse(kind, "")
-                return
-            self.recorded += 1
-            names = self.reads[key] = self.reads.get(key, frozenset()) | reads
-            self.graphs[key, player.values(names)] = operations
+
+class TakenBack:
+    """A replay whose draws from the host's generator are taken back: those of a GPU come from the tape's own."""
+
+    def __init__(self, recording: Recording, player: Player) -> None:
+        self._recording, self._player = recording, player
+
+    def replay(self) -> None:
+        drawn = vars(self._player).get("_host_state")
+        self._recording.replay()
+        if drawn is not None:
+            vars(self._player)["_host_state"] = drawn
+
+
+def fake_tape(device: torch.device, generators: tuple[torch.Generator, ...] = ()) -> FakeGraphTape:
+    """In the place of `make_tape`."""
+    return FakeGraphTape(generators)

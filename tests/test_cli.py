@@ -1,6 +1,7 @@
 """The command as a person and a script meet it: what it prints, what it writes, what it exits with."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -122,15 +123,26 @@ def test_a_run_can_be_described_by_its_own_config(command: Command, tmp_path: Pa
 def test_lists_are_tables_and_json(command: Command, what: str) -> None:
     entries = command("list", what, "--json").result
     assert entries
-    text = command("list", what).out
+    text = " ".join(command("list", what).out.split())  # a long line goes on in the next
     for entry in entries:
         assert entry["name"] in text
         assert entry["summary"] in text
 
 
+def test_methods_are_listed_with_their_year_and_cost_in_a_hundred_columns(command: Command) -> None:
+    lines = command("list", "methods").out.splitlines()
+    assert max(len(line) for line in lines) <= 100
+    for entry in command("list", "methods", "--json").result:
+        costs = ("models a round", "client keeps", "server keeps", "extra compute", "server data")
+        row = [entry["name"], ", ".join(entry["brings"]), *(entry[cost] for cost in costs)]
+        assert sum(re.split(r"\s{2,}", line.strip()) == row for line in lines) == 1, row
+        year = [entry["name"], str(entry["year"])]
+        assert sum(re.split(r"\s{2,}", line.strip())[:2] == year for line in lines) == 1
+
+
 @pytest.mark.parametrize(("what", "sign"), [("methods", "."), ("models", ":")])
 def test_lists_name_every_option(command: Command, what: str, sign: str) -> None:
-    text = command("list", what).out
+    text = " ".join(command("list", what).out.split())
     entries = command("list", what, "--json").result
     assert any(entry["options"] for entry in entries)
     for entry in entries:

@@ -163,3 +163,9 @@ def test_the_command_names_what_is_not_a_default() -> None:
     assert command_of(config) == (
         "fedloom run scaffold --lr 0.1 --per-round 3 --channels-last no --import '/my file.py' --set m.x=0.5"
     )
+
+
+@pytest.mark.parametrize("field", ["partition", "cache_dir"])
+def test_no_path_has_a_zero_byte(field: str) -> None:
+    with pytest.raises(InputError, match=f"{field} must be without a zero byte"):
+        make_config({field: "file:a\0b"})

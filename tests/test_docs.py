@@ -145,7 +145,7 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
     while words and re.match(r"\w+=", words[0]):
         del words[0]
     if words[:1] == ["make"] and (ROOT / "Makefile").exists():
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert set(words[1:]) <= set(targets)
     if words[:1] == ["python"]:
         assert (ROOT / words[1]).exists()
@@ -219,13 +219,27 @@ def test_every_key_of_a_record_and_a_summary_is_explained(tmp_path: Path) -> Non
     assert all(f"`{name}" in _page("runs.md") for name in files)
 
 
+def test_the_parts_of_every_method_are_in_the_table_of_parts() -> None:
+    rows = re.findall(r"^\| ([a-z, ]+) \| (`[^|]+`) \|", _page("combining.md"), flags=re.MULTILINE)
+    said = {(brings, name) for brings, names in rows for name in re.findall(r"`([\w-]+)`", names)}
+    plain = {("server, local", "fedavg")}  # what is there without any of them
+    own = {m["name"]: ", ".join(m["brings"]) for m in list_methods() if m["name"] in catalogue.BUILT_IN}
+    assert said | plain == {(brings, name) for name, brings in own.items()}
+
+
 def test_everything_that_can_be_chosen_is_listed() -> None:
     methods, data = _page("methods.md"), _page("data.md")
     for method in list_methods():
         if method["name"] in catalogue.BUILT_IN:
-            assert f"## {method['name']}\n" in methods
-            row = f"| `{method['name']}` | {', '.join(method['brings'])} | {method['models a round']} |"
-            assert row in methods
+            costs = ("models a round", "year", "client keeps", "server keeps", "extra compute", "server data")
+            row = [f"`{method['name']}`", ", ".join(method["brings"]), *(str(method[cost]) for cost in costs)]
+            assert f"\n| {' | '.join(row)} |\n" in methods
+            cost = (
+                f"*{method['reference']}. Sends {method['models a round']}; a client keeps {method['client keeps']}, "
+                f"the server {method['server keeps']};\nextra compute: {method['extra compute']}; "
+                f"data on the server: {method['server data']}.*\n"
+            )
+            assert f"\n## {method['name']}\n\n{cost}\n" in methods
             own = ROOT / "docs" / f"{method['name']}.md"
             pages = methods + (own.read_text() if own.exists() else "")
             for option in method["options"]:

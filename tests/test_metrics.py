@@ -40,6 +40,21 @@ def test_classes_that_were_not_tested_do_not_count() -> None:
     assert among == (pytest.approx((0.75 + 0.5) / 2), pytest.approx(0.5)), "a client with untested classes only is out"
 
 
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=80)
+def test_clients_with_test_samples_of_their_own_are_counted_by_them(tested: list[tuple[int, bool]]) -> None:
+    owners, right = np.array([owner for owner, _ in tested]), np.array([hit for _, hit in tested])
+    one_class = np.array([int(right.sum())]), np.array([len(right)])
+    each = sorted(right[owners == owner].mean() for owner in set(owners.tolist()))
+    worst = each[: -(-len(each) // 10)]
+    found = client_accuracy(Score(1.0, len(right), *one_class, right), np.zeros((13, 1)), owners)
+    assert found == (pytest.approx(np.mean(each)), pytest.approx(np.mean(worst)))
+
+
+def test_a_regression_with_owners_has_no_accuracy() -> None:
+    assert client_accuracy(score([], []), None, np.array([0, 1])) is None
+
+
 def test_the_accuracy_for_a_mixture_by_hand() -> None:
     tested = score([1, 3, 0], [2, 4, 0])
     assert tested.accuracy_for(np.array([6, 2, 90])) == pytest.approx((6 * 0.5 + 2 * 0.75) / 8)

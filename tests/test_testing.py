@@ -50,12 +50,8 @@ NAMES = [
     "swad",
 ]
 
-QUICK = {
-    "feddf": {"feddf": {"steps": 20, "check_every": 5}},
-    # One check wants every client in every round; test_fedcluster.py makes the others with clusters.
-    "fedcluster": {"fedcluster": {"clusters": 1}},
-}
-"""Options of methods that take their time otherwise, or cannot be asked for what a check wants."""
+QUICK = {"feddf": {"feddf": {"steps": 20, "check_every": 5}}}
+"""Options of methods that take their time otherwise."""
 
 
 def test_all_built_in_methods_are_checked() -> None:
@@ -161,6 +157,7 @@ BROKEN = {
     "leaves inputs alone": {"local": TrainsInPlace},
     "engines agree": {"local": DrawsGlobally},
     "sends what it says": {"server": SendsMore},
+    "needs no more than it says": {"server": TakesTheLast, "needs_each": ""},
     "documents its options": {"server": FedAvgServer, "options": Undocumented},
     "equals fedavg when neutral": {"local": AlmostFedAvg, "neutral": {}},
 }
@@ -173,3 +170,30 @@ def test_a_broken_method_fails_the_check_that_is_for_it(title: str) -> None:
     assert methods()["broken"].name == "broken"
     with pytest.raises(AssertionError):
         CHECKS[title]("broken", {})
+
+
+class SeldomAsks(FedAvgServer):
+    """Asks client 3 in its eighth round, and alone."""
+
+    def select(self, round: int) -> list[int]:
+        return [3] if round == 7 else [client for client in range(8) if client != 3]
+
+
+class NeverAsks(FedAvgServer):
+    """Leaves client 3 out."""
+
+    def select(self, round: int) -> list[int]:
+        return [client for client in range(8) if client != 3]
+
+
+def test_clients_that_are_seldom_asked_are_judged_when_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, server in (("seldom", SeldomAsks), ("never", NeverAsks)):
+        register(Method(name, name, "a test", "nobody", models_sent="2K", options=FedAvgOptions, server=server))
+    check = CHECKS["refuses what is not finite"]
+    check("seldom", {})
+    with pytest.raises(AssertionError, match="client 3 of 8 was not asked in 16 rounds"):
+        check("never", {})
+    monkeypatch.setattr("fedloom.rounds.fault_of", lambda *_: None)
+    for name in ("seldom", "fedcluster", "fedavg"):
+        with pytest.raises(AssertionError, match="was not refused"):
+            check(name, {})

@@ -8,7 +8,8 @@ run.model()            # an ordinary nn.Module with the deployed weights
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import Experiment, Own, build, check, replace_config
+from fedloom.experiment import Experiment, Own, Sites, build, check, replace_config
 from fedloom.folder import RunFolder, free_name
 from fedloom.initial import checksum
 from fedloom.metrics import summarise
@@ -190,16 +191,20 @@ def execute(
     watcher: Watcher | None = None,
     report: bool = True,
     start: Mapping[str, Tensor] | None = None,
+    sites: Sites | None = None,
 ) -> Run:
     """Run what a config says. Nothing is written before everything in it has been found to make sense.
 
-    `start` takes the place of what `init` names.
+    `start` takes the place of what `init` names. `sites` take that of an engine on this machine.
     """
     own, watcher = own or Own(), watcher or Silent()
     composition = check(config)
     config = replace_config(config, options=composition.stated())
     path = Path(out) if out is not None else free_name(Path(runs), config)
-    with build(config, own, watcher.download, start, watcher.work).engine_closed() as experiment:
+    with (
+        _reaching(sites, config, own, path) as there,
+        build(config, own, watcher.download, start, watcher.work, there).engine_closed() as experiment,
+    ):
         config = experiment.config  # where the data say how many clients there are, it now says so too
         if experiment.beginning is not None:
             config = replace_config(config, init_sha256=experiment.beginning.sha256)
@@ -219,6 +224,7 @@ def resume(
     loss: Criterion | None = None,
     watcher: Watcher | None = None,
     report: bool = True,
+    sites: Sites | None = None,
     **changes: Any,
 ) -> Run:
     """Go on with a run that was stopped or killed; the result has the same bits as if it had not been.
@@ -230,15 +236,22 @@ def resume(
     folder = RunFolder.open(Path(path))
     _same_objects(folder, own)
     _refuse_changes(changes)
+    _refuse_moving(folder, changes)
     if changes:
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
     if folder.summary() is not None:
         return _finish(folder, own, report and not (folder.path / "report.html").exists())
     taken = _start_of(folder, watcher)
-    with folder.alone(), build(folder.config, own, watcher.download, taken, watcher.work).engine_closed() as experiment:
+    with (
+        folder.alone(),
+        _reaching(sites, folder.config, own, folder.path) as there,
+        build(folder.config, own, watcher.download, taken, watcher.work, there).engine_closed() as experiment,
+    ):
         _begin(folder, experiment, watcher)
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         for text in folder.checkpoints.damaged:
+            if not experiment.rounds.repeatable:
+                raise InputError(f"{text} Rounds played again with other noise would reveal more than was accounted.")
             watcher.note(f"{text} Going on from the checkpoint before it.")
         if latest is None:
             folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
@@ -247,6 +260,7 @@ def resume(
         else:
             start, state = latest
             experiment.load(state["parts"])
+            experiment.engine.load(state.get("engine", {}))
             folder.rewind(start, state["record"])
             _play(folder, experiment, watcher, start=start)
     return _finish(folder, own, report)
@@ -269,6 +283,8 @@ def verify(
     folder, own = RunFolder.open(Path(path)), Own(data, model, loss)
     _same_objects(folder, own)
     before = Run(folder, own).digest
+    if folder.config.noise_source == "system":
+        raise InputError(f"{path} cannot be verified: its noise came from the system and is not drawn again.")
     config = make_config({**folder.config.model_dump(), **changes})
     start = _start_of(folder, watcher or Silent())
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
@@ -304,6 +320,25 @@ def _start_of(folder: RunFolder, watcher: Watcher) -> Mapping[str, Tensor] | Non
     return start
 
 
+def _refuse_moving(folder: RunFolder, changes: Mapping[str, Any]) -> None:
+    """What clients keep lies with the sites in one case and in the checkpoints in the other."""
+    before, after = folder.config.engine, changes.get("engine", folder.config.engine)
+    if before != after and "flower" in (before, after):
+        raise InputError(f"a run of the engine {before!r} cannot go on with {after!r}: its clients are elsewhere.")
+
+
+@contextmanager
+def _reaching(sites: Sites | None, config: Config, own: Own, path: Path) -> Iterator[Sites | None]:
+    """The sites of a run whose clients are elsewhere; where nobody brings any, they are started on this machine."""
+    if sites is not None or config.engine != "flower":
+        yield sites
+        return
+    from fedloom.flower.loopback import loopback
+
+    with loopback(config, own, path) as started:
+        yield started
+
+
 def _refuse_changes(changes: Mapping[str, Any]) -> None:
     for name in changes:
         if name not in RESULT_FREE:
@@ -325,25 +360,28 @@ def _same_objects(folder: RunFolder, own: Own) -> None:
 def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int | None) -> None:
     """Play the rounds that are left, from `start` (None: from the very beginning), saving as they go."""
     config, rounds = experiment.config, experiment.rounds
-    watcher.begin(folder.path, config, folder.history())
+    watcher.begin(folder.path, replace_config(config, rounds=rounds.total), folder.history())
     try:
         if start is None:
             _record(folder, watcher, rounds.initial_record())
         saved_at = time.monotonic()
         shown: set[str] = set()
-        for round in range(start or 0, config.rounds):
+        for round in range(start or 0, rounds.total):
             record = rounds.play(round)
             began = time.perf_counter()
             for name, tensors in experiment.exhibits().items():
                 if name not in shown:
                     folder.write_exhibit(name, tensors)
                     shown.add(name)
-            last = round + 1 == config.rounds
+            last = round + 1 == rounds.total
             stop = watcher.wants_stop()
-            if last or stop or time.monotonic() - saved_at >= config.checkpoint_seconds:
+            # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
+            always = experiment.engine.saves_every_round or not rounds.repeatable
+            due = always or time.monotonic() - saved_at >= config.checkpoint_seconds
+            if last or stop or due:
                 # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
                 folder.sync_metrics()
-                state = {"parts": experiment.state(), "record": record}
+                state = {"parts": experiment.state(), "record": record, "engine": experiment.engine.state()}
                 folder.checkpoints.save(round + 1, state, experiment.engine.homes)
                 saved_at = time.monotonic()
                 _spent(record, time.perf_counter() - began)

@@ -4,89 +4,29 @@ A `Local` (see methods/base.py) works on these and yields `Pass`es, "run these e
 the benches and runs the passes. Nothing here knows methods or processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import ceil
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.data import Augment, Prepare, Samples
-from fedloom.exchange import Shapes
+from fedloom.batches import Batch, Cut, Epoch, Positions
+from fedloom.data import Samples
 from fedloom.optim import Optimizer, clip_
-from fedloom.rows import Kind, Layout
-from fedloom.streams import Streams
+from fedloom.rows import Kind
+from fedloom.scores import SCORE_BATCH, Score, score_chunks
 from fedloom.training import Training
+from fedloom.workshop import STAYS, Criterion, Pass, Step, Workshop, put_columns
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
-"""A loss: (output of the network, targets) -> mean over the batch."""
+__all__ = ["Batch", "Bench", "Criterion", "Pass", "Step", "Workshop"]
 
 CHUNK_BYTES = 8 << 20
 """How much input is gathered and normalised in one go: whole epochs of small clients, so that the cost of doing so
 is not paid by every batch, and never the whole of a large one."""
-
-STAYS = "@stays"
-"""The name under which a client keeps the columns of the model that stay with it."""
-
-SCORE_BATCH = 500
-"""Samples scored at once, or used at once to estimate statistics. Fixed: the rounding of a sum depends on it."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One prepared mini-batch."""
-
-    x: Tensor
-    y: Tensor
-
-    def __len__(self) -> int:
-        return self.y.shape[0]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A stretch of local training: these epochs or steps (by default the run's own) with this step.
-
-    Epochs begin anew; steps go on in the epoch that the steps before them left, so that a training may be cut into
-    passes of some steps and see the same batches.
-    `step(bench, batch)` returns the loss. It works only on what lies on the bench, so that an engine may
-    interleave many clients, or record the step once and replay it.
-    """
-
-    step: "Step"
-    epochs: int | None = None
-    steps: int | None = None
-
-
-Step = Callable[["Bench", Batch], Tensor]
-"""One step of local training: returns the loss."""
-
-
-@dataclass(frozen=True)
-class Workshop:
-    """What all benches of a run have in common."""
-
-    module: nn.Module
-    layout: Layout
-    criterion: Criterion
-    prepare: Prepare
-    training: Training
-    streams: Streams
-    classes: int = 0
-    channels_last: bool = False
-    augment: Augment | None = None
-    uploads: Shapes = field(default_factory=dict)
-    """Tensors that clients send up beside their model."""
-    home: Shapes = field(default_factory=dict)
-    """Tensors that each client keeps between rounds."""
-    autocast: torch.dtype | None = None
-    """The type in which networks compute while they train, where it is not that of the models."""
-    stays_home: Sequence[slice] = ()
-    """Columns of the model that do not travel; each client keeps its own, as the tensor STAYS of its home."""
 
 
 class Bench:
@@ -154,9 +94,11 @@ class Bench:
         """Have the client's samples at hand, those to train on and those that are held out."""
         samples = Samples(samples.x.to(self.device), samples.y.to(self.device))
         used, held = self._split(len(samples))
-        self._data, self.validation = (samples.take(used), samples.take(held)) if len(held) else (samples, samples[:0])
+        self._brought, self.validation = (
+            (samples.take(used), samples.take(held)) if len(held) else (samples, samples[:0])
+        )
 
-    def _split(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _split(self, count: int) -> tuple[Positions, Positions]:
         """Which samples are trained on and which are held out. One at least is left to train on."""
         held = min(int(self.training.validation * count + 0.5), max(0, count - 1))
         if not held:
@@ -169,7 +111,8 @@ class Bench:
         streams = self._shop.streams
         self.steps = 0
         self._order = streams.numpy("batches", self.round, self.client)
-        self._epoch: Iterator[Batch] | None = None
+        self._epoch: Epoch | None = None
+        self._chunk: tuple[Positions, int, Batch] | None = None
         if self._augment:
             self._noise = self._new_noise()
         self._losses: list[tuple[Tensor, int]] = []
@@ -199,6 +142,11 @@ class Bench:
         return len(self._data)
 
     @property
+    def _data(self) -> Samples:
+        """What this client trains on."""
+        return self._brought
+
+    @property
     def mean_loss(self) -> float:
         """Mean training loss over the last epoch that was run; NaN when none was."""
         if not self._losses:
@@ -214,7 +162,10 @@ class Bench:
 
     def new_optimizer(self) -> None:
         """Forget momentum and moments."""
-        self.optimizer = self.training.make_optimizer()
+        made = self.training.make_optimizer()
+        if self.device.type != "cpu":
+            made.settle(self.weights)  # as steps that are recorded need it: all engines on a GPU round alike
+        self.optimizer = made
 
     def adopt(self, training: Training) -> None:
         """Train this client from here on with other settings, and a new optimiser."""
@@ -235,6 +186,8 @@ class Bench:
     def _set_rate(self, lr: float) -> None:
         self._lr = lr
         self._rate: float | Tensor = lr
+        if self.device.type != "cpu":  # a tensor, as in steps that are recorded: all engines on a GPU round alike
+            self._rate = torch.tensor(lr, dtype=self.layout.dtype, device=self.device)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """Room for a tensor that steps use, in the model's type; it holds what the last client left there.
@@ -267,10 +220,12 @@ class Bench:
 
     def run(self, piece: Pass) -> None:
         """Run one pass. Batches are drawn from the stream of (seed, round, client)."""
-        for batch in self._batches(piece):
-            loss = self._step(piece.step, batch)
+        for cut in self._cuts(piece):
+            if cut.first:
+                self._losses.clear()
+            loss = self._step(piece.step, self._fetch(cut))
             self.steps += 1
-            self._losses.append((loss.detach(), len(batch)))
+            self._losses.append((loss.detach(), len(cut)))
 
     def _step(self, step: Step, batch: Batch) -> Tensor:
         # Batch norm cannot take statistics of one sample: it uses those it has.
@@ -294,32 +249,27 @@ class Bench:
     def _batch_size(self) -> int:
         return min(self.training.batch_size or self.samples, self.samples)
 
-    def _batches(self, piece: Pass) -> Iterator[Batch]:
-        left = self.length(piece)
+    def _cuts(self, piece: Pass) -> Iterator[Cut]:
+        """The batches of a pass, as positions of samples."""
         if piece.steps is None:
             self._epoch = None
-        while left > 0:
-            if self._epoch is None:
-                self._losses.clear()
-                self._epoch = self._one_epoch()
-            batch = next(self._epoch, None)
-            if batch is None:
-                self._epoch = None
-                continue
-            yield batch
-            left -= 1
+        for _ in range(self.length(piece)):
+            if self._epoch is None or self._epoch.over:
+                self._epoch = Epoch(self._order.permutation(self.samples), self._batch_size())
+            yield self._epoch.next()
 
-    def _one_epoch(self) -> Iterator[Batch]:
-        """Every sample once, in a new order; samples are gathered some batches at a time."""
-        count, size = self.samples, self._batch_size()
+    def _fetch(self, cut: Cut) -> Batch:
+        """The samples of a batch, prepared; they are gathered some batches at a time."""
+        size = self._batch_size()
         sample_bytes = self._data.x[:1].numel() * 4
         # Augmentation draws batch by batch, so that its draws do not depend on how much is prepared at once.
         chunk = size * (1 if self._augment else max(1, CHUNK_BYTES // max(1, size * sample_bytes)))
-        order = torch.from_numpy(self._order.permutation(count)).to(self.device)
-        for start in range(0, count, chunk):
-            taken = self._prepared(self._data.take(order[start : start + chunk]))
-            for low in range(0, len(taken), size):
-                yield Batch(taken.x[low : low + size], taken.y[low : low + size])
+        start = cut.low - cut.low % chunk
+        if self._chunk is None or self._chunk[0] is not cut.order or self._chunk[1] != start:
+            taken = torch.from_numpy(cut.order[start : start + chunk]).to(self.device)
+            self._chunk = (cut.order, start, self._prepared(self._data.take(taken)))
+        batch = self._chunk[2]
+        return Batch(batch.x[cut.low - start : cut.high - start], batch.y[cut.low - start : cut.high - start])
 
     def _prepared(self, samples: Samples) -> Batch:
         x = samples.x
@@ -369,7 +319,7 @@ class Bench:
             module.training = training
 
     @torch.no_grad()
-    def score(self, row: Tensor, samples: Samples) -> "Score":
+    def score(self, row: Tensor, samples: Samples) -> Score:
         """How the model in `row` does on at most SCORE_BATCH samples. Training may go on afterwards as before."""
         before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(row)
@@ -381,14 +331,15 @@ class Bench:
         classes = self._shop.classes
         hits = np.zeros(classes, dtype=np.int64)
         seen = np.zeros(classes, dtype=np.int64)
+        right = torch.zeros(0, dtype=torch.bool)
         if classes:
             right = output.argmax(dim=1) == y
             seen = torch.bincount(y, minlength=classes).cpu().numpy()
             hits = torch.bincount(y[right], minlength=classes).cpu().numpy()
         self._resume(*before)
-        return Score(loss, len(samples), hits, seen)
+        return Score(loss, len(samples), hits, seen, right.cpu().numpy())
 
-    def validate(self, row: Tensor) -> "Score":
+    def validate(self, row: Tensor) -> Score:
         """How the model in `row` does on the validation samples, or on the training ones where none are held out."""
         samples = self.validation if len(self.validation) else self._data
         nothing = np.zeros(self._shop.classes, dtype=np.int64)
@@ -396,64 +347,16 @@ class Bench:
         return sum(pieces, start=Score(0.0, 0, nothing, nothing))
 
 
-@dataclass(frozen=True)
-class Score:
-    """Test results that can be added up: sums, and hits by class."""
-
-    loss_sum: float
-    count: int
-    hits: np.ndarray
-    seen: np.ndarray
-
-    def __add__(self, other: "Score") -> "Score":
-        return Score(
-            self.loss_sum + other.loss_sum,
-            self.count + other.count,
-            self.hits + other.hits,
-            self.seen + other.seen,
-        )
-
-    @property
-    def loss(self) -> float:
-        return self.loss_sum / self.count if self.count else float("nan")
-
-    @property
-    def accuracy(self) -> float | None:
-        """The share of samples that were classified rightly; None when there are no classes."""
-        return float(self.hits.sum() / self.seen.sum()) if self.seen.sum() else None
-
-    def accuracy_for(self, counts: np.ndarray) -> float | None:
-        """The accuracy to expect where classes come as often as `counts` says; None where none of them was tested."""
-        held = np.where(self.seen > 0, counts, 0).astype(np.float64)
-        return float(held @ (self.hits / np.maximum(self.seen, 1)) / held.sum()) if held.sum() else None
-
-
-def put_columns(row: Tensor, stays_home: Sequence[slice], values: Tensor) -> None:
-    """Put what a client keeps as STAYS into the columns of `row` where it belongs."""
-    start = 0
-    for columns in stays_home:
-        size = columns.stop - columns.start
-        row[columns] = values[start : start + size]
-        start += size
-
-
-def score_chunks(test: Samples) -> list[slice]:
-    """How a test set is cut, always alike: engines may score the pieces anywhere and add them up in this order."""
-    return [slice(low, low + SCORE_BATCH) for low in range(0, len(test), SCORE_BATCH)]
-
-
 def _in_type(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The module; where a type is given it computes in it while it trains, and its output has the usual type."""
-    if dtype is None:
-        return module
-    forward: Callable[..., Any] = module.forward
-
-    def lower(*inputs: Any) -> Any:
-        if not module.training:
-            return forward(*inputs)
-        with torch.autocast(device.type, dtype, cache_enabled=False):
-            result = forward(*inputs)
-        return result.float() if isinstance(result, Tensor) else result
-
-    module.forward = lower
+    if dtype is not None:  # no closure: a copy of the module must compute with its own weights
+        module.forward = partial(_lower, module, module.forward, device.type, dtype)
     return module
+
+
+def _lower(module: nn.Module, forward: Callable[..., Any], device: str, dtype: torch.dtype, *inputs: Any) -> Any:
+    if not module.training:
+        return forward(*inputs)
+    with torch.autocast(device, dtype, cache_enabled=False):
+        result = forward(*inputs)
+    return result.float() if isinstance(result, Tensor) else result

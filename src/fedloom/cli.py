@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -11,9 +11,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fedloom._version import __version__
+from fedloom.cli_flower import flower
 from fedloom.cli_options import PRETRAINING, settable
 from fedloom.cli_partition import partition
-from fedloom.cli_tables import print_effects, print_table
+from fedloom.cli_tables import print_effects, print_methods, print_table
 from fedloom.config import RESULT_FREE, make_config, parse_settings
 from fedloom.errors import FedloomError, InputError
 from fedloom.pretraining import Pretraining
@@ -277,8 +278,11 @@ def list_(
     if json_:
         print(json.dumps(entries))
         return
-    titles = [title for title in entries[0] if title not in ("options", "found", "missing", "get")]
-    print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
+    if what == "methods":
+        print_methods(entries)
+    else:
+        titles = [title for title in entries[0] if title not in ("options", "found", "missing", "get")]
+        print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
     for entry in entries:
         if entry.get("missing"):
             print(f"\n{entry['name']} is read without {', '.join(entry['missing'])}.")
@@ -292,10 +296,11 @@ def list_(
             for entry in entries
             for option in entry["options"]
         ]
-        print_table(["option", "default", "meaning"], lines)
+        print_table(["option", "default", "meaning"], lines, width=100)
 
 
 app.command()(partition)
+app.add_typer(flower)
 
 
 def _cell(value: object) -> str:
@@ -330,6 +335,8 @@ def _tell(finished: Any, as_json: bool) -> None:
     ]  # fmt: skip
     if summary["client_accuracy_mean"] is None:
         del lines[1]
+    if "epsilon" in summary:
+        lines.insert(-3, ("privacy", _privacy(summary, finished.config.noise_source)))
     if summary["lost"]:
         lines.insert(3, ("lost", f"{summary['lost']} answers of clients, see the report"))
     if summary.get("personal_accuracy_mean") is not None:
@@ -337,6 +344,14 @@ def _tell(finished: Any, as_json: bool) -> None:
         lines.insert(1, ("own", f"{own} on average with the clients' own models, {worst} for the worst tenth"))
     for name, text in lines:
         print(f"{name:<10}{text}")
+
+
+def _privacy(summary: Mapping[str, Any], source: str) -> str:
+    """What was spent, or that nothing is guaranteed."""
+    if summary["epsilon"] is None:
+        return "none guaranteed: updates were clipped, but no noise was added"
+    spent = f"epsilon {summary['epsilon']:.2f} at delta {summary['delta']:.2g}, for one client more or less"
+    return f"{spent} (simulated: the noise is the seed's)" if source == "seed" else spent
 
 
 def _interruptible(work: Callable[[], Any], display: Any, advice: str | None = None) -> Any:

@@ -60,16 +60,34 @@ class Config(Training):
     lost: float = Field(0.0, ge=0, lt=1)
     """simulated probability that a client does not answer"""
 
-    engine: Literal["auto", "plain", "host", "cuda"] = "auto"
-    """plain: one client after the other; host: worker processes; cuda: many clients on a GPU; auto: what fits"""
+    clip_update: float | None = Field(None, gt=0)
+    """largest norm of what a client changes in a round; longer updates are scaled down, and all clients count alike"""
+    noise: float = Field(0.0, ge=0)
+    """noise on the sum of clipped updates, in multiples of --clip-update: differential privacy of the clients"""
+    noise_by: Literal["server", "client"] = "server"
+    """who adds the noise: the server, or every client its share before it sends"""
+    noise_source: Literal["seed", "system"] = "seed"
+    """where noise, and who takes part, are drawn from: seed, to be repeated; system, securely, for real data"""
+    delta: float | None = Field(None, gt=0, lt=1)
+    """the chance with which privacy may fail, of which epsilon is told; by default 1 / clients^1.1"""
+    max_epsilon: float | None = Field(None, gt=0)
+    """end the run before more privacy than this is spent"""
+
+    engine: Literal["auto", "plain", "host", "cuda", "flower"] = "auto"
+    """plain: one client after the other; host: worker processes; cuda: many clients on a GPU; flower: sites of their
+    own over the network; auto: what fits"""
+    nodes: int = Field(0, ge=0)
+    """with --engine flower: SuperNodes on this machine, which share the clients; 0: one for each client"""
+    deadline: float = Field(600.0, gt=0)
+    """with --engine flower: seconds in which a site must answer in a round"""
     device: str = "cpu"
-    """cpu, cuda, cuda:1, ..."""
+    """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """how a GPU multiplies: in full, with TF32's 10-bit fractions, or networks in bfloat16; a CPU takes fp32"""
     fast: bool = False
     """on a GPU, also use algorithms whose result is not the same every time"""
     slots: int = Field(0, ge=0)
-    """clients that the cuda engine trains at once; 0: as many as are asked in a round, at most 16"""
+    """clients that the cuda engine trains at once on a GPU; 0: as many as are asked in a round, at most 16"""
     workers: int = Field(0, ge=0)
     """worker processes of the host engine; 0: one for each core"""
     channels_last: bool | None = None
@@ -90,6 +108,13 @@ class Config(Training):
             return values
         spec = values.get("partition", cls.model_fields["partition"].default)
         return {**values, "clients": default_clients(spec)}
+
+    @field_validator("partition", "cache_dir")
+    @classmethod
+    def _no_zero_byte(cls, text: str | None) -> str | None:
+        if text is not None and "\0" in text:
+            raise ValueError("without a zero byte, which no path has")
+        return text
 
     @field_validator("partition")
     @classmethod
@@ -141,13 +166,23 @@ class Config(Training):
         for name in ("init_sha256", "new_head"):
             if getattr(self, name) and self.init is None:
                 raise ValueError(f"{name} says more about init, but no init is given.")
+        self._consistent_privacy()
         if self.engine == "host" and self.device != "cpu":
             raise ValueError(f"the host engine computes on the CPU, not on {self.device!r}; use --engine cuda.")
+        if self.engine == "flower" and self.device != "cpu":
+            raise ValueError(f"the server of sites computes on the CPU, not on {self.device!r}; sites have their own.")
         if self.engine == "cuda" and self.device == "cpu":
             raise ValueError("the cuda engine computes on a GPU; use --device cuda with it.")
         if self.precision == "bf16" and self.device == "cpu":
             raise ValueError("precision bf16 is for GPUs; on the CPU it is fp32.")
         return self
+
+    def _consistent_privacy(self) -> None:
+        if self.noise and self.clip_update is None:
+            raise ValueError(f"noise is {self.noise:g} times clip_update, but no clip_update is given.")
+        for name in ("noise_by", "noise_source", "delta", "max_epsilon"):
+            if not self.noise and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} says more about noise, but no noise is given.")
 
     @property
     def partition_file(self) -> Path | None:
@@ -204,7 +239,7 @@ def absolute_data(name: str) -> str:
     return f"{kind}:{','.join(pieces)}"
 
 
-RESULT_FREE = {"engine", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
+RESULT_FREE = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
 """Settings that change how a run is carried out but not one bit of its result."""
 
 

@@ -66,5 +66,16 @@ class Lost:
     reason: str
 
 
+@dataclass(frozen=True)
+class LayerExchange:
+    """Layers that clients are to exchange among themselves before they upload (methods/recombination.py)."""
+
+    layers: list[list[slice]]
+    """The columns of each layer."""
+    send_probability: float
+    mixed: bool
+    """Whether to go on until no client is left with a model that one of them trained."""
+
+
 def _nbytes(row: Tensor, extras: Mapping[str, Tensor]) -> int:
     return row.nbytes + sum(tensor.nbytes for tensor in extras.values())

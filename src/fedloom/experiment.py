@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +16,24 @@ from torch import Tensor, nn
 
 from fedloom import data as datasets
 from fedloom import models
-from fedloom.bench import STAYS, Criterion, Workshop
 from fedloom.config import Config, make_config
 from fedloom.data import Federation, PooledFederation, Samples
 from fedloom.data import server as on_server
 from fedloom.data.server import ServerData
 from fedloom.engines import CudaEngine, Engine, Homes, HostEngine, PlainEngine, Shop
+from fedloom.engines.base import Train
 from fedloom.engines.host import available as can_fork
 from fedloom.engines.precision import set_precision
 from fedloom.errors import FedloomError, InputError
 from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.methods import Context, compose, import_file
-from fedloom.methods.base import nobody
-from fedloom.methods.catalogue import Composition
+from fedloom.methods.base import Local, nobody
+from fedloom.methods.catalogue import Composition, personalised
+from fedloom.privacy import Privacy, compose_private, refuse_unfit
 from fedloom.rounds import Rounds
 from fedloom.rows import Layout
 from fedloom.streams import Streams
+from fedloom.workshop import STAYS, Criterion, Workshop
 
 Progress = Callable[[str, int, int], None]
 """Called with (name, bytes so far, bytes in all) while a data set is downloaded."""
@@ -48,6 +50,18 @@ class Own:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in ("data", "model", "loss") if getattr(self, name) is not None)
+
+
+class Sites(Protocol):
+    """Clients elsewhere, in place of an engine on this machine."""
+
+    def seen(self, federation: Federation) -> Federation:
+        """What the server sees of the clients' data."""
+        ...
+
+    def engine(self, shop: Shop) -> Engine:
+        """What asks the sites."""
+        ...
 
 
 @dataclass
@@ -101,7 +115,7 @@ def check(config: Config) -> Composition:
     """Find out whether a config names things that exist, before anything is written."""
     for path in config.imports:
         import_file(path)
-    return compose(config.method, config.options)
+    return (compose if config.clip_update is None else compose_private)(config.method, config.options)
 
 
 def build(
@@ -110,11 +124,108 @@ def build(
     progress: Progress | None = None,
     start: Mapping[str, Tensor] | None = None,
     working: Callable[[str, int, int], None] = nobody,
+    sites: Sites | None = None,
 ) -> Experiment:
     """Put a run together. `start` is the start that the run once took from `init`, instead of reading it again.
 
-    `progress` follows downloads, and `working` long work of the method on the server.
+    `progress` follows downloads, and `working` long work of the method on the server. `sites` take the place of an
+    engine on this machine.
     """
+    device = make_device(config.device)
+    engine_class = PlainEngine if sites is not None else _engine_class(config, device)
+    ground = _lay_ground(config, own, progress, start, working, engine_class, sites.seen if sites else None)
+    config = ground.config
+    parts = ground.composition.build(ground.context)
+    if ground.privacy is not None:
+        refuse_unfit(ground.composition, parts, ground.layout)
+        ground.privacy.account.epsilon(config.rounds)  # says now if it cannot be kept
+    personal = parts.local.personal if parts.personalised(ground.layout) else None
+    shop = ground.shop(parts.local, personal)
+    engine: Engine
+    if sites is not None:
+        engine = sites.engine(shop)
+    elif engine_class is HostEngine:
+        engine = HostEngine(shop, config.workers)
+    else:
+        several = make_devices(config.device)
+        engine = CudaEngine(shop, several, config.slots) if engine_class is CudaEngine else PlainEngine(shop, device)
+    rounds = Rounds(config, ground.context, parts, engine, ground.federation.label_counts(), ground.privacy)
+    return Experiment(
+        config,
+        ground.composition,
+        ground.federation,
+        ground.class_names,
+        ground.module,
+        ground.layout,
+        engine,
+        rounds,
+        ground.notes,
+        ground.beginning,
+    )
+
+
+def build_shop(config: Config, own: Own | None = None) -> tuple[Config, Shop]:
+    """What a site needs to train its clients: everything but the server's parts, which may be large."""
+    ground = _lay_ground(config, own, None, None, nobody, PlainEngine, None)
+    local = ground.composition.build_local(ground.context)
+    server = ground.composition.part_class("server")
+    personal = local.personal if personalised(server, local, ground.layout) else None
+    return ground.config, ground.shop(local, personal)
+
+
+@dataclass
+class _Ground:
+    """What server and clients have in common, before there are any parts of a method."""
+
+    config: Config
+    composition: Composition
+    federation: Federation
+    class_names: tuple[str, ...]
+    notes: tuple[str, ...]
+    module: nn.Module
+    beginning: Beginning | None
+    layout: Layout
+    channels_last: bool
+    context: Context
+    privacy: Privacy | None
+
+    def shop(self, local: Local[Any], personal: Train | None) -> Shop:
+        """What an engine needs to train clients with this `local`."""
+        config, layout, federation = self.config, self.layout, self.federation
+        stays = local.stays_home(layout)
+        homes = local.home(layout)
+        if stays:
+            homes = {**homes, STAYS: (sum(columns.stop - columns.start for columns in stays),)}
+        workshop = Workshop(
+            module=self.module,
+            layout=layout,
+            criterion=self.context.criterion,
+            prepare=federation.prepare,
+            training=config.model_copy(update={"validation": config.validation or local.holds_out()}),
+            streams=self.context.streams,
+            classes=federation.classes,
+            channels_last=self.channels_last,
+            augment=datasets.make_augment(config.augment),
+            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+            uploads=local.uploads(layout),
+            home=homes,
+            stays_home=tuple(stays),
+        )
+        try_out(workshop, federation)
+        set_precision(self.context.device, config.precision, not config.fast)
+        train = local.train if self.privacy is None else self.privacy.on_client(local.train)
+        return Shop(workshop, federation, train, Homes(homes, layout.dtype), personal)
+
+
+def _lay_ground(
+    config: Config,
+    own: Own | None,
+    progress: Progress | None,
+    start: Mapping[str, Tensor] | None,
+    working: Callable[[str, int, int], None],
+    engine_class: type[Engine],
+    seen: Callable[[Federation], Federation] | None,
+) -> _Ground:
     own = own or Own()
     composition = check(config)
     config = with_server_data(pin_partition(config), own, [composition])
@@ -128,6 +239,8 @@ def build(
         config = replace_config(config, clients=len(federation))
     elif len(federation) != config.clients:
         raise InputError(f"clients is {config.clients}, but the data has {len(federation)} of them.")
+    if seen is not None:
+        federation = seen(federation)
     module = make_module(config.model, own.model, federation, streams, shared=device.type == "cpu" and not config.init)
     beginning = None
     if start is not None:
@@ -140,63 +253,35 @@ def build(
         wanted = device.type == "cpu" or config.precision == "bf16"
     channels_last = wanted and len(federation.shape) == 3
     layout = Layout.of(module, channels_last=channels_last)
-    criterion = own.loss or (F.cross_entropy if federation.classes else F.mse_loss)
-
-    engine_class = _engine_class(config, device)
-    make_bank = partial(engine_class.make_bank, dtype=layout.dtype, device=device)
+    privacy = Privacy.of(config, len(federation), streams)
+    rounds = config.rounds if privacy is None else privacy.rounds_of(config)
+    if rounds < config.rounds:
+        notes = (*notes, f"max_epsilon {config.max_epsilon:g} is enough for {rounds} of {config.rounds} rounds.")
     context = Context(
         layout=layout,
         initial=layout.read(module, device),
         clients=len(federation),
         per_round=config.cohort,
-        rounds=config.rounds,
+        rounds=rounds,
         streams=streams,
         training=config,
         samples=federation.samples,
-        criterion=criterion,
+        criterion=own.loss or (F.cross_entropy if federation.classes else F.mse_loss),
         make_module=lambda: _copy(module, share_frozen=True),
         classes=federation.classes,
         shape=federation.shape,
         cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
         keep_checkpoints=config.keep_checkpoints,
         device=device,
-        make_bank=make_bank,
+        make_bank=partial(engine_class.make_bank, dtype=layout.dtype, device=device),
         progress=working,
         server_data=None if held is None else Samples(held.samples.x.to(device), held.samples.y.to(device)),
         server_labels=held is not None and held.classes == federation.classes,
         prepare=federation.prepare,
     )
-    parts = composition.build(context)
-    stays = parts.local.stays_home(layout)
-    homes = parts.local.home(layout)
-    if stays:
-        homes = {**homes, STAYS: (sum(columns.stop - columns.start for columns in stays),)}
-    workshop = Workshop(
-        module=module,
-        layout=layout,
-        criterion=criterion,
-        prepare=federation.prepare,
-        training=config.model_copy(update={"validation": config.validation or parts.local.holds_out()}),
-        streams=streams,
-        classes=federation.classes,
-        channels_last=channels_last,
-        augment=datasets.make_augment(config.augment),
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
-        uploads=parts.local.uploads(layout),
-        home=homes,
-        stays_home=tuple(stays),
+    return _Ground(
+        config, composition, federation, class_names, notes, module, beginning, layout, channels_last, context, privacy
     )
-    try_out(workshop, federation)
-    personal = parts.local.personal if parts.personalised(layout) else None
-    shop = Shop(workshop, federation, parts.local.train, Homes(homes, layout.dtype), personal)
-    set_precision(device, config.precision, not config.fast)
-    engine: Engine
-    if engine_class is HostEngine:
-        engine = HostEngine(shop, config.workers)
-    else:
-        engine = CudaEngine(shop, device, config.slots) if engine_class is CudaEngine else PlainEngine(shop, device)
-    rounds = Rounds(config, context, parts, engine, federation.label_counts())
-    return Experiment(config, composition, federation, class_names, module, layout, engine, rounds, notes, beginning)
 
 
 def pin_partition(config: Config) -> Config:
@@ -238,13 +323,25 @@ def _refuse_labels(held: ServerData, federation: Federation, composition: Compos
 
 
 def make_device(name: str) -> torch.device:
-    """The device called `name`, found to be usable."""
+    """The device called `name`, found to be usable; of several the first, where the server is."""
+    return make_devices(name)[0]
+
+
+def make_devices(names: str) -> tuple[torch.device, ...]:
+    """The devices that `names` lists, separated by commas, found to be usable."""
+    found = tuple(_usable_device(name.strip()) for name in names.split(","))
+    if len(found) > 1 and (any(device.index is None for device in found) or len(set(found)) < len(found)):
+        raise InputError(f"several devices are different ones, such as cuda:0,cuda:1, not {names!r}.")
+    return found
+
+
+def _usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InputError(f"device is cpu, cuda or cuda:N, not {name!r}.") from error
+        raise InputError(f"device is cpu, cuda, cuda:N or several as cuda:0,cuda:1, not {name!r}.") from error
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device is cpu, cuda or cuda:N, not {name!r}.")
+        raise InputError(f"device is cpu, cuda, cuda:N or several as cuda:0,cuda:1, not {name!r}.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -255,6 +352,8 @@ def make_device(name: str) -> torch.device:
 
 def _engine_class(config: Config, device: torch.device) -> type[Engine]:
     if config.engine == "plain":
+        if "," in config.device:
+            raise InputError(f"the plain engine computes on one device, not on {config.device!r}.")
         return PlainEngine
     if device.type == "cuda":
         return CudaEngine
@@ -346,6 +445,8 @@ def _copy(module: nn.Module, *, share_frozen: bool) -> nn.Module:
 def try_out(workshop: Workshop, federation: Federation) -> None:
     """Pass two samples through the network now, so that a misfit is said before anything is written."""
     samples = _some_samples(federation)
+    if samples is None and federation.blind:
+        return  # the sites will find out
     if samples is None:
         raise InputError(f"the data {federation.name!r} holds no samples at all.")
     module = workshop.module
@@ -385,6 +486,8 @@ def _some_samples(federation: Federation) -> Samples | None:
         return Samples(torch.cat([s.x for s in largest]), torch.cat([s.y for s in largest]))
     if held:
         return held[0][:2]
+    if federation.blind:
+        return None
     for client in range(min(len(federation), 1000)):
         samples = federation.client(client)
         if len(samples):

@@ -42,6 +42,8 @@ FORMAT = 1
 USE = "server_data_used_by"
 """Where config.toml names the methods that use the server's data."""
 PATIENCE = 30
+UNCOUNTED = (".config.toml.part", "flower")
+"""What may be in a run's folder before it is made: left by a run that died at once, and sites that are up already."""
 
 
 class RunFolder:
@@ -64,7 +66,7 @@ class RunFolder:
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(entry.name != ".config.toml.part" for entry in path.iterdir()):  # left by a run that died at once
+            if any(entry.name not in UNCOUNTED for entry in path.iterdir()):
                 raise InputError(f"{path} is not empty; choose another --out, or go on with: fedloom resume {path}")
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "it is not writable")

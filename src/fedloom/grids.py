@@ -16,6 +16,7 @@ from fedloom.errors import InputError, unknown
 from fedloom.experiment import Own, Progress, build, replace_config, with_server_data
 from fedloom.methods import Composition, Method, compose, methods
 from fedloom.methods.catalogue import Clash
+from fedloom.privacy import refuse_unfit
 from fedloom.report.grid import Cell, Factor, Grid
 
 Given = Mapping[str, Mapping[str, Any]]
@@ -92,7 +93,9 @@ def make_grid(
             return Cell(levels, method, str(error))
         composition = compose(method, options_of(composition, options or {}))
         try:
-            composition.build(context)
+            parts = composition.build(context)
+            if config.clip_update is not None:
+                refuse_unfit(composition, parts, context.layout)
         except InputError as error:
             return Cell(levels, method, f"{method!r} cannot be run: {error}")
         return Cell(levels, method)

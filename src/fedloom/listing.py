@@ -5,15 +5,19 @@ from typing import Any
 
 
 def list_methods() -> list[dict[str, Any]]:
-    """The methods, the parts they bring, and their options."""
+    """The methods, the parts they bring, what they cost, and their options."""
     from fedloom.methods import methods
 
     return [
         {
             "name": method.name,
             "brings": list(method.parts),
+            "year": method.year,
             "summary": method.summary,
             "models a round": method.models_sent,
+            "client keeps": method.client_keeps,
+            "server keeps": method.server_keeps,
+            "extra compute": method.extra_compute,
             "server data": method.server_data or "no",
             "reference": method.reference,
             "options": [

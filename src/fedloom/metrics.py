@@ -9,15 +9,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.bench import Score
+from fedloom.scores import Score
 
 
-def client_accuracy(score: Score, counts: np.ndarray | None) -> tuple[float, float] | None:
+def client_accuracy(
+    score: Score, counts: np.ndarray | None, owners: NDArray[np.int64] | None = None
+) -> tuple[float, float] | None:
     """How clients fare with the deployed model: (mean over clients, mean over the worst 10 % of them).
 
-    A client's accuracy is that of each class on the test set, weighted by how often the client has the class: what
-    the client may expect on new samples of its own mixture of classes. None when the mixtures are not known.
+    Where `owners` says whose each test sample is, a client's accuracy is that on its own; a client without any is left
+    out. Otherwise it is that of each class on the test set, weighted by how often the client has the class: what the
+    client may expect on new samples of its own mixture of classes. None when the mixtures are not known.
     """
+    if owners is not None:
+        if not score.seen.sum():
+            return None
+        own = np.bincount(owners)
+        right = np.bincount(owners[score.right], minlength=len(own))
+        return mean_and_worst(right[own > 0] / own[own > 0])
     if counts is None or not score.seen.sum():
         return None
     tested = score.seen > 0
@@ -93,4 +102,5 @@ def summarise(history: list[dict[str, Any]]) -> dict[str, Any]:
         "models_down": sum(record["models_down"] for record in trained),
         "lost": sum(record["lost"] for record in trained),
         "seconds": round(sum(record["seconds"]["total"] for record in history), 3),
+        **{name: trained[-1][name] for name in ("epsilon", "delta") if trained and name in trained[-1]},
     }

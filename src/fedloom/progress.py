@@ -146,6 +146,8 @@ class Display:
             parts.append(f"accuracy {100 * record['accuracy']:.2f} %")
         if record.get("loss") is not None:
             parts.append(f"loss {record['loss']:.3f}")
+        if record.get("epsilon") is not None:
+            parts.append(f"epsilon {record['epsilon']:.2f}")
         if record.get("lost"):
             parts.append(f"{record['lost']} of {record['clients']} clients lost")
         return "  ".join(parts)

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.bench import STAYS, put_columns
 from fedloom.config import Config
 from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
-from fedloom.exchange import Job, Lost, Shapes, Update
-from fedloom.methods.base import Context
+from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
+from fedloom.methods.base import Context, Part
 from fedloom.methods.catalogue import Parts
 from fedloom.metrics import Clock, client_accuracy, mean_and_worst
+from fedloom.privacy.mechanism import Privacy, base_of
 from fedloom.rows import Kind, Layout, all_finite
+from fedloom.workshop import STAYS, put_columns
 
 MOST_PERSONAL = 100
 """Clients whose own models are scored in one evaluation; where there are more, as many are drawn once for the run."""
@@ -55,24 +56,42 @@ class Rounds:
     parts: Parts
     engine: Engine
     label_counts: np.ndarray | None
+    privacy: Privacy | None = None
+    """Where the server sees a private mean of the answers alone."""
+
+    @property
+    def total(self) -> int:
+        """How many rounds there will be: those that were asked for, or as many as privacy allows."""
+        return self.context.rounds
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a round that is played again gives the same bits."""
+        return self.privacy is None or self.privacy.repeatable
 
     def initial_record(self) -> dict[str, Any]:
         """The record of the model before any training, round 0."""
         clock = Clock()
-        return self._score({"round": 0}, clock) | {"seconds": clock.report()}
+        record = {"round": 0, **(self.privacy.spent(0) if self.privacy else {})}
+        return self._score(record, clock) | {"seconds": clock.report()}
 
     def play(self, round: int) -> dict[str, Any]:
         """Play one round; returns its record."""
         server, companion, refiner = self.parts.server, self.parts.companion, self.parts.refiner
         clock, tally = Clock(), Tally()
         with clock.part("select"):
-            clients = server.select(round)
+            clients = self._select(round)
         with clock.part("dispatch"):
             jobs = list(server.dispatch(round, clients))
             if companion is not None:
                 jobs = [replace(j, extras={**j.extras, **companion.send(round, j.client)}) for j in jobs]
+            self._refuse_repeats(round, jobs)
+            server.exchanged_by_clients = self.engine.arrange(round, self._layer_exchange(round))
         with clock.part("collect"):
-            server.collect(round, self._answers(round, jobs, clock, tally))
+            answers = self._answers(round, jobs, clock, tally)
+            if self.privacy is not None:
+                answers = self.privacy.mean(round, base_of(jobs, server.models()), answers)
+            server.collect(round, self._shown(round, answers))
             if companion is not None:
                 companion.finish(round)
         clock.add("collect", -clock.seconds.get("train", 0.0))  # collecting waits for training inside
@@ -94,14 +113,15 @@ class Rounds:
             "lost": len(tally.lost),
             "lost_clients": {str(client): reason for client, reason in tally.lost.items()},
         }
-        if not tally.accepted:
+        if self.privacy is not None:
+            record |= self.privacy.spent(round + 1)
+        elif not tally.accepted:
             record["note"] = "no client answered, so the model was kept as it was"
-        numbers = {
-            f"{name}.{key}": value for name, part in self.parts.items() for key, value in part.diagnostics().items()
-        }
+        speaking: list[tuple[str, Part[Any] | Engine]] = [*self.parts.items(), ("engine", self.engine)]
+        numbers = {f"{name}.{key}": value for name, part in speaking for key, value in part.diagnostics().items()}
         if numbers:
             record["diagnostics"] = numbers
-        if (round + 1) % self.config.eval_every == 0 or round + 1 == self.config.rounds:
+        if (round + 1) % self.config.eval_every == 0 or round + 1 == self.total:
             record = self._score(record, clock)
         return record | {"seconds": clock.report()}
 
@@ -128,9 +148,6 @@ class Rounds:
                     tally.samples += answer.samples
                     tally.loss_sum += answer.samples * answer.loss
                 self.engine.accept(answer)
-                for part in (self.parts.companion, self.parts.refiner):
-                    if part is not None:
-                        part.take(round, answer)
                 yield answer
         if tally.accepted < self.config.min_clients:
             reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
@@ -138,6 +155,33 @@ class Rounds:
                 f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is "
                 f"{self.config.min_clients} ({reasons or 'the others have no samples'})."
             )
+
+    def _select(self, round: int) -> list[int]:
+        if self.privacy is not None and self.privacy.noise:
+            return self.privacy.select(round)
+        return self.parts.server.select(round)
+
+    def _shown(self, round: int, updates: Iterator[Update]) -> Iterator[Update]:
+        """The updates on their way to the server, which companion and refiner see first."""
+        for update in updates:
+            for part in (self.parts.companion, self.parts.refiner):
+                if part is not None:
+                    part.take(round, update)
+            yield update
+
+    def _refuse_repeats(self, round: int, jobs: list[Job]) -> None:
+        """What a client keeps changes once a round: a second job would begin with what the first left, or without."""
+        clients = [job.client for job in jobs]
+        if self.engine.homes.shapes and len(set(clients)) < len(clients):
+            twice = next(client for client in clients if clients.count(client) > 1)
+            raise FedloomError(
+                f"round {round + 1}: the server asks client {twice} more than once, and clients of this method keep "
+                "something between rounds; a server that draws a client twice must ask it once and count it twice."
+            )
+
+    def _layer_exchange(self, round: int) -> LayerExchange | None:
+        server = self.parts.server
+        return server.layer_exchange(self.context.layout, server.options, round)
 
     def _bytes_at_home(self) -> int:
         """The part of every model that does not travel."""
@@ -179,7 +223,8 @@ class Rounds:
             return record
         # A loss may overflow where the model is finite; JSON has no number for that.
         record = {**record, "accuracy": score.accuracy, "loss": score.loss if np.isfinite(score.loss) else None}
-        if among_clients := client_accuracy(score, self.label_counts):
+        owners = self.engine.shop.federation.test_owners
+        if among_clients := client_accuracy(score, self.label_counts, owners):
             record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
         if self.engine.shop.personal is not None and self.context.classes:
             with clock.part("evaluate"):

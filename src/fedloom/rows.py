@@ -166,6 +166,10 @@ class Layout:
         """Whether every float of `row` is finite."""
         return all_finite(row[: self.floats])
 
+    def fingerprint(self) -> str:
+        """What two networks must have in common to exchange models."""
+        return hashlib.sha256(repr((self.describe(), str(self.dtype))).encode()).hexdigest()[:32]
+
     def describe(self) -> list[dict[str, object]]:
         """The layout as plain data, to be stored beside rows and compared."""
         return [

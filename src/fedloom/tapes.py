@@ -3,39 +3,35 @@
 A step of a small network is some sixty short kernels, and Python takes ten times as long to launch them as the GPU to
 run them. A CUDA graph launches them all at once. It repeats them with the same addresses and the same host values, so
 a recording is only replayed where these are the same: the key says so. Whatever cannot be recorded is done step by
-step, with a note in the log; nothing is ever replayed wrongly.
+step, with a note in the log; nothing is ever replayed wrongly. To be sure of that, the first replay of each kind of
+step is held against the step done as it is written; with FEDLOOM_CHECK_REPLAYS=1 the first replay of every recording
+is, to the last bit.
 """
 
+import gc
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
+from fedloom.cuda_streams import SpareStream
 
 log = logging.getLogger("fedloom")
-
-# As many queues to a GPU as there can be: with the usual eight, streams wait for each other. CUDA reads it once.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 PATIENCE = 200
 """Recordings that may be made before it is asked whether they are worth it."""
 
+CHECK_ALL = os.environ.get("FEDLOOM_CHECK_REPLAYS", "") not in ("", "0")
+"""Whether the first replay of every recording is checked, and every bit of it."""
 
-_spare_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-_made_streams: dict[torch.device, int] = {}
-STREAMS_OF_A_PRIORITY = 32
-"""torch hands out the same 32 streams of a priority in turn; two slots in one stream would disturb each other."""
-
-
-def _take_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else uses, as long as there are any."""
-    if spare := _spare_streams.get(torch.device("cuda", device.index or 0)):
-        return spare.pop()
-    number = _made_streams.get(device, 0)
-    _made_streams[device] = number + 1
-    return torch.cuda.Stream(device, priority=-(number // STREAMS_OF_A_PRIORITY))  # type: ignore[no-untyped-call]
+TOLERANCE = 0.05
+"""How far the change that a replay makes may be from the one that the step makes, as a share of it. Rounding is far
+below this, and another learning rate or an older random number far above."""
 
 
 class Player(Protocol):
@@ -49,6 +45,9 @@ class Player(Protocol):
 
     def values(self, names: frozenset[str]) -> Hashable:
         """These host values now."""
+
+    def memory(self) -> Sequence[Tensor]:
+        """Everything that a step may change."""
 
 
 class Quiet:
@@ -67,6 +66,13 @@ class Quiet:
     def values(self, names: frozenset[str]) -> Hashable:
         """Nothing is read."""
         return ()
+
+
+class Recording(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None:
+        """Do it again."""
 
 
 def make_tape(device: torch.device, generators: tuple[torch.Generator, ...] = ()) -> "Tape":
@@ -97,34 +103,38 @@ class Tape:
         """Give back recordings and stream."""
 
 
-class GraphTape(Tape):
-    """Records steps as CUDA graphs, on a stream of its own."""
+class RecordingTape(Tape):
+    """Records steps and replays them; how a recording is made is said by `capture`."""
 
-    def __init__(self, device: torch.device, generators: tuple[torch.Generator, ...]) -> None:
+    def __init__(self, generators: tuple[torch.Generator, ...] = ()) -> None:
         super().__init__()
-        self._stream = _take_stream(device)
-        self._context = torch.cuda.stream(self._stream)  # made once: it is entered at every step
-        self._pool = torch.cuda.graph_pool_handle()  # graphs of one slot never run at the same time: they share memory
         self._generators = generators
         self._warm: set[Hashable] = set()
         self._refused: set[Hashable] = set()
+        self._checked: set[Hashable] = set()
         self._reads: dict[Hashable, frozenset[str]] = {}
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._recordings: dict[Hashable, Recording] = {}
 
-    def stream(self) -> AbstractContextManager[object]:
-        return self._context
+    @abstractmethod
+    def capture(self, body: Callable[[], None], player: Player) -> Recording:
+        """A recording of `body`, which is not carried out meanwhile."""
 
     def close(self) -> None:
-        self._graphs.clear()
+        self._recordings.clear()
         self._reads.clear()
-        _spare_streams.setdefault(self._stream.device, []).append(self._stream)
 
     def play(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
         names = self._reads.get(key)
-        graph = self._graphs.get((key, player.values(names))) if names is not None else None
-        if graph is not None:
+        full = (key, player.values(names)) if names is not None else None
+        recording = self._recordings.get(full) if kind not in self._refused else None
+        if recording is not None:
             self.replayed += 1
-            graph.replay()
+            which = full if CHECK_ALL else kind
+            if which in self._checked:
+                recording.replay()
+            else:
+                self._checked.add(which)
+                self._check(kind, recording, body, player)
         elif kind in self._refused or not self._is_warm(key if torch.backends.cudnn.benchmark else kind):
             super().play(kind, key, body, player)
         elif self.recorded >= PATIENCE and self.replayed + self.done < 4 * self.recorded:
@@ -140,20 +150,17 @@ class GraphTape(Tape):
         return warm
 
     def _record(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
-        graph = torch.cuda.CUDAGraph()
+        states = [generator.get_state() for generator in self._generators]
         try:
             with player.randomness(), player.listen() as reads:
-                for generator in self._generators:
-                    graph.register_generator_state(generator)
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    body()
-                finally:
-                    graph.capture_end()
+                recording = self.capture(body, player)
         except torch.OutOfMemoryError:
+            self.mend(states)
             raise
         except Exception as error:  # whatever a step does that cannot be recorded can still be done
-            self.refuse(kind, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            self.mend(states)
+            first = _first_cause(error)
+            self.refuse(kind, f"{type(first).__name__}: {str(first).partition(chr(10))[0]}")
             super().play(kind, key, body, player)
             return
         if "steps" in reads:
@@ -163,11 +170,114 @@ class GraphTape(Tape):
         self.recorded += 1
         # What a step reads may depend on what it read first, so later recordings under this key read these too.
         names = self._reads[key] = self._reads.get(key, frozenset()) | reads
-        self._graphs[key, player.values(names)] = graph
-        graph.replay()
+        self._recordings[key, player.values(names)] = recording
+        recording.replay()
+
+    def mend(self, states: Sequence[Tensor]) -> None:
+        """After a recording that failed: let the generators be as they were before it."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _check(self, kind: Hashable, recording: Recording, body: Callable[[], None], player: Player) -> None:
+        """Replay a step, take it back, do it as it is written, and hold the two against each other."""
+        memory, states = player.memory(), [generator.get_state() for generator in self._generators]
+        before = [tensor.detach().clone() for tensor in memory]
+        recording.replay()
+        replayed = [tensor.detach().clone() for tensor in memory]
+        with torch.no_grad():
+            for tensor, old in zip(memory, before, strict=True):
+                tensor.copy_(old)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        super().play(kind, None, body, player)
+        away = max((_distance(*three) for three in zip(before, replayed, memory, strict=True)), default=0.0)
+        if away > TOLERANCE:
+            self.refuse(kind, "its replay does something else")
+        elif away and CHECK_ALL:
+            log.warning("a replay of the step %s differs from it by %.1e of what it does", _name(kind), away)
 
     def refuse(self, kind: Hashable, reason: str) -> None:
         self._refused.add(kind)
-        step = kind[0] if isinstance(kind, tuple) else kind
-        name = getattr(step, "__qualname__", step)
-        log.warning("the step %s is not recorded but done anew each time: %s", name, reason)
+        log.warning("the step %s is not recorded but done anew each time: %s", _name(kind), reason)
+
+
+class GraphTape(RecordingTape):
+    """Records steps as CUDA graphs, on a stream of its own."""
+
+    def __init__(self, device: torch.device, generators: tuple[torch.Generator, ...]) -> None:
+        super().__init__(generators)
+        self._device = device
+        self._spare = SpareStream(device)
+        self._context = torch.cuda.stream(self._spare.stream)  # made once: it is entered at every step
+        self._pool = torch.cuda.graph_pool_handle()  # graphs of one slot never run at the same time: they share memory
+
+    def stream(self) -> AbstractContextManager[object]:
+        return self._context
+
+    def close(self) -> None:
+        self._spare.stream.synchronize()  # graphs that are being played must not lose their memory
+        super().close()
+        self._spare.close()
+
+    def capture(self, body: Callable[[], None], player: Player) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        with _without_collection():
+            # Other threads may do as they like meanwhile; and going backward, autograd works in a thread of its own.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def mend(self, states: Sequence[Tensor]) -> None:
+        # A generator whose capture did not end believes for ever that it is being recorded, and so does the pool. Other
+        # recordings draw from the generators' old states, so they are made anew.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._spare.stream.synchronize()
+        self._recordings.clear()
+        self._reads.clear()
+        for generator, state in zip(self._generators, states, strict=True):
+            fresh = torch.Generator(self._device)
+            fresh.set_state(state)
+            generator.graphsafe_set_state(fresh)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Nothing is collected inside: what is freed then may wait for the GPU, which no recording survives."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _distance(before: Tensor, ours: Tensor, theirs: Tensor) -> float:
+    """How far two outcomes are apart, as a share of what changed; 0 where every bit is the same."""
+    ours, theirs = ours.detach(), theirs.detach()
+    if torch.equal(ours, theirs):
+        return 0.0
+    if not ours.is_floating_point():
+        return float("inf")
+    a, b, start = (tensor.double().nan_to_num() for tensor in (ours, theirs, before))
+    if not torch.equal(ours.isnan(), theirs.isnan()):
+        return float("inf")
+    apart, change, size = (float(torch.linalg.vector_norm(v)) for v in (a - b, b - start, b))
+    return apart / max(change, 1e-5 * size, 1e-30)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What went wrong first: the end of a recording only says that something did."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _name(kind: Hashable) -> str:
+    step = kind[0] if isinstance(kind, tuple) else kind
+    return str(getattr(step, "__qualname__", step))

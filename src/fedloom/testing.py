@@ -9,8 +9,8 @@ test runner can show them one by one. They run for seconds, on a part of the emb
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
@@ -24,10 +24,10 @@ from fedloom.api import Silent, Stopped, resume, run
 from fedloom.config import make_config
 from fedloom.data import Federation, Prepare, Samples, load
 from fedloom.data.partition import partition
-from fedloom.exchange import Job, Update
+from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment, Own, build
 from fedloom.methods import compose, methods
-from fedloom.rows import Kind, digest
+from fedloom.rows import Kind, Layout, Mean, digest
 
 Given = Mapping[str, Mapping[str, Any]]
 Check = Callable[[str, Given], None]
@@ -130,7 +130,8 @@ def small_run(
 
 def small_experiment(method: str, options: Given, **settings: Any) -> Experiment:
     """The parts of a method, put together but not yet run."""
-    federation, network = SmallFederation(), settings.pop("model", normed_network)
+    federation = settings.pop("federation", None) or SmallFederation()
+    network = settings.pop("model", normed_network)
     values = {**SETTINGS, **settings, "method": method, "options": options, "clients": len(federation)}
     return build(
         make_config({**values, "data": "small", "partition": "own", "model": "small"}), Own(federation, network)
@@ -248,11 +249,25 @@ def copes_with_lost_clients(method: str, options: Given) -> None:
 
 
 def refuses_what_is_not_finite(method: str, options: Given) -> None:
-    """An update that is not finite is refused and named, and never reaches the model."""
-    finished = small_run(method, options, federation=SmallFederation(poisoned=3), per_round=8)
-    reasons = [record["lost_clients"].get("3", "") for record in finished.records]
-    assert all("refused" in reason for reason in reasons), "an update that is not finite was not refused"
-    assert isfinite(finished.loss), "an update that is not finite reached the model"
+    """An update that is not finite is refused and named whenever its client is asked, and never reaches the model."""
+    rounds, federation = 16, SmallFederation(poisoned=3)  # some servers ask a client only now and then
+    made = small_experiment(method, options, federation=federation, per_round=8, rounds=rounds)
+    with made.engine_closed() as experiment:
+        train, asked = experiment.engine.train, list[bool]()
+
+        def noted(round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+            asked.append(any(job.client == 3 for job in jobs))
+            return train(round, jobs)
+
+        experiment.engine.train = noted  # type: ignore[method-assign]
+        for round in range(rounds):
+            reason = experiment.rounds.play(round)["lost_clients"].get("3", "")
+            assert "refused" in reason or not asked[-1], "an update that is not finite was not refused"
+            if sum(asked) == 4:
+                break
+        assert any(asked), f"client 3 of 8 was not asked in {len(asked)} rounds"
+        score = experiment.engine.score(experiment.rounds.deployed())
+        assert score is None or isfinite(score.loss), "an update that is not finite reached the model"
 
 
 def resumes_exactly(method: str, options: Given) -> None:
@@ -309,6 +324,70 @@ def leaves_inputs_alone(method: str, options: Given) -> None:
         assert rows == now, "training changed what the server had sent"
 
 
+def needs_no_more_than_it_says(method: str, options: Given) -> None:
+    """A server that says that a mean is all it needs makes the same of the answers and of copies of their mean."""
+    if not all(part.needs_mean_only for part in compose(method, options).methods):
+        return
+    of_each, of_mean = (state_after(method, options, _answers, shown) for shown in (as_they_are, all_the_mean))
+    assert alike(of_each, of_mean), "its server makes something else of the mean of the answers than of the answers"
+
+
+Answers = Callable[[Experiment, list[Job]], list[Update]]
+Shown = Callable[[list[Update], Layout], list[Update]]
+
+
+def state_after(method: str, options: Given, answer: Answers, shown: Shown) -> dict[str, Any]:
+    """The state of all parts after some rounds with made-up answers, of which they are shown what `shown` makes."""
+    with small_experiment(method, options).engine_closed() as experiment:
+        parts = experiment.rounds.parts
+        companion, refiner = parts.companion, parts.refiner
+        for turn in range(3):
+            jobs = list(parts.server.dispatch(turn, parts.server.select(turn)))
+            updates = shown(answer(experiment, jobs), experiment.layout)
+            for update in updates:
+                if companion is not None:
+                    companion.take(turn, update)
+                if refiner is not None:
+                    refiner.take(turn, update)
+            parts.server.collect(turn, iter(updates))
+            if companion is not None:
+                companion.finish(turn)
+            if refiner is not None:
+                refiner.refine(turn, parts.server)
+        return {**experiment.state(), "deployed": parts.server.deploy().clone()}
+
+
+def _answers(experiment: Experiment, jobs: list[Job]) -> list[Update]:
+    return [replace(_answer(experiment, job, 0.01), samples=5) for job in jobs]
+
+
+def as_they_are(updates: list[Update], layout: Layout) -> list[Update]:
+    """The updates."""
+    return updates
+
+
+def all_the_mean(updates: list[Update], layout: Layout) -> list[Update]:
+    """As many copies of the mean of all, extras included."""
+    mean, row = Mean(layout), updates[0].row.clone()
+    for update in updates:
+        mean.add(update.row)
+    mean.into(row)
+    names = updates[0].extras
+    extras = {name: torch.stack([update.extras[name] for update in updates]).mean(0) for name in names}
+    return [replace(update, row=row, extras=extras) for update in updates]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two states agree to rounding."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6)
+    return bool(one == other)
+
+
 def documents_its_options(method: str, options: Given) -> None:
     """Every option has a help text and a default."""
     for name in method.split("+"):
@@ -331,6 +410,7 @@ CHECKS: dict[str, Check] = {
         engines_agree,
         sends_what_it_says,
         leaves_inputs_alone,
+        needs_no_more_than_it_says,
         documents_its_options,
     )
 }

@@ -14,6 +14,8 @@ from typing import Any
 
 from fedloom.api import Run, Silent, Stopped, Watcher
 from fedloom.config import Config
+from fedloom.cuda_streams import own_stream
+from fedloom.experiment import make_device
 
 Job = tuple[Path, Config, Callable[[Watcher], Run]]
 """A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""
@@ -89,11 +91,12 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
     watcher.begin(path, whole, [])  # type: ignore[arg-type]  # a display needs no more of a config than this
 
     def one(job: Job) -> Run:
-        folder, _, run = job
+        folder, config, run = job
         if hub.failed or watcher.wants_stop():
             raise Stopped("stopped between two runs")
         try:
-            return run(_OneOf(hub, folder.name))
+            with own_stream(make_device(config.device)):
+                return run(_OneOf(hub, folder.name))
         except BaseException:
             hub.failed = True
             raise

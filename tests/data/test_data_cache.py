@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.cache import LARGE, cache_folder, cached, scratch
-from fedloom.data.content import Content
+from fedloom.data.cache import LARGE, MARKS, cache_folder, cached, scratch
+from fedloom.data.content import NOBODY, Content
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
@@ -23,14 +23,22 @@ def content(seed: int = 0, n: int = 40) -> Content:
     samples = Samples(torch.from_numpy(x), torch.from_numpy(y))
     owners = rng.integers(0, 2, n - 10)
     return Content(
-        samples[:-10], samples[-10:], ("a", "b", "ç"), owners, ("me", "you"), np.zeros(n - 10, np.int64), ("here",)
+        samples[:-10],
+        samples[-10:],
+        ("a", "b", "ç"),
+        owners,
+        ("me", "you"),
+        np.zeros(n - 10, np.int64),
+        ("here",),
+        test_owners=rng.integers(NOBODY, 2, 10),
+        test_domains=np.zeros(10, np.int64),
     )
 
 
 def same(one: Content, other: Content) -> bool:
     parts = [(one.train, other.train), (one.test, other.test)]
     samples = all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in parts)
-    marks = np.array_equal(one.owners, other.owners) and np.array_equal(one.domains, other.domains)
+    marks = all(np.array_equal(getattr(one, mark), getattr(other, mark)) for mark in MARKS)
     names = ("class_names", "owner_names", "domain_names")
     return samples and marks and all(getattr(one, name) == getattr(other, name) for name in names)
 

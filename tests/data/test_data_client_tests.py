@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import fedloom
 from fedloom import Federation
 from fedloom.data import Dataset, PooledFederation, Prepare, Samples, hold_out, merge
+from fedloom.data import build as build_federation
+from fedloom.data.content import NOBODY
 from fedloom.errors import InputError
 from fedloom.experiment import build
 
@@ -33,8 +35,21 @@ def test_merged_samples_are_all_there_once() -> None:
     assert len(merged.test) == 0
 
 
-def test_test_samples_of_nobody_are_left_out() -> None:
-    merged = merge(dataset(owners=np.arange(8) % 2, owner_names=("a", "b")))
+def test_merged_samples_keep_their_owners_and_domains() -> None:
+    owners = {"owners": np.arange(8) % 2, "test_owners": np.array([1, 0, 1, 1]), "owner_names": ("a", "b")}
+    domains = {"domains": np.arange(8) // 4, "test_domains": np.array([0, 0, 1, 1]), "domain_names": ("p", "q")}
+    merged = merge(dataset(**owners, **domains))
+    assert merged.train.x.flatten().tolist() == list(range(12))
+    assert merged.owners is not None
+    assert merged.domains is not None
+    assert merged.owners.tolist() == [0, 1] * 4 + [1, 0, 1, 1]
+    assert merged.domains.tolist() == [0] * 4 + [1] * 4 + [0, 0, 1, 1]
+    assert (merged.test_owners, merged.test_domains, len(merged.test)) == (None, None, 0)
+
+
+@pytest.mark.parametrize("test_owners", [None, np.array([0, 1, NOBODY, 0])])
+def test_test_samples_of_nobody_are_left_out(test_owners: np.ndarray | None) -> None:
+    merged = merge(dataset(owners=np.arange(8) % 2, owner_names=("a", "b"), test_owners=test_owners))
     assert len(merged.train) == 8
     assert len(merged.test) == 0
     assert merged.notes == ("the 4 test samples of 'numbers' are left out: whose they are is not known.",)
@@ -64,6 +79,86 @@ def test_every_client_holds_out_its_share(sizes: list[int], share: float, seed: 
     again = hold_out(whole, share, np.random.default_rng(seed))
     assert again.test is not None
     assert torch.equal(again.test.x, made.test.x)
+
+
+@st.composite
+def owned(draw: st.DrawFn) -> Dataset:
+    """Numbers whose owners, or domains, are known, of test samples too; of some of these nobody is it."""
+    owners = draw(st.integers(1, 4))
+    train = draw(st.lists(st.integers(0, owners - 1), min_size=1, max_size=20))
+    test = draw(st.lists(st.integers(NOBODY, owners - 1), min_size=1, max_size=20))
+    marks: dict[str, Any] = {"owners": np.array(train), "test_owners": np.array(test)}
+    marks["owner_names"] = marks["domain_names"] = tuple("abcd"[:owners])
+    marks |= {"domains": marks["owners"], "test_domains": marks["test_owners"]}
+    samples = numbered(0, len(train)), numbered(100, len(test))
+    return Dataset("owned", *samples, 3, (1,), Prepare.identity(), ("x", "y", "z"), **marks)
+
+
+@settings(max_examples=80, deadline=None)
+@given(owned(), st.sampled_from(["natural", "domain"]), st.integers(1, 6), st.integers(0, 3))
+def test_clients_are_tested_on_samples_of_their_owner_or_domain(
+    data: Dataset, spec: str, clients: int, seed: int
+) -> None:
+    assert data.owners is not None
+    assert data.test_owners is not None
+    try:
+        made = build_federation(data, spec, clients, np.random.default_rng(seed))
+    except InputError:
+        return  # more clients than owners, or than samples of a domain
+    whose = [set(data.owners[part].tolist()) for part in made.parts]
+    assert all(len(owners) == 1 for owners in whose)
+    taking_part = set().union(*whose)
+    theirs = [100 + i for i, owner in enumerate(data.test_owners.tolist()) if owner in taking_part]
+    assert made.test is not None
+    if not theirs:
+        assert made.test_owners is None
+        assert len(made.test) == len(data.test), "strangers are tested on as before"
+        return
+    assert made.test.x.flatten().int().tolist() == theirs
+    assert made.test_owners is not None
+    for number, client in zip(theirs, made.test_owners.tolist(), strict=True):
+        assert whose[client] == {int(data.test_owners[number - 100])}
+    for owner in taking_part:  # clients of one domain have equally many, but for one
+        alike = [int((made.test_owners == k).sum()) for k in range(clients) if whose[k] == {owner}]
+        assert max(alike) - min(alike) <= 1
+
+
+def test_other_partitions_have_a_common_test_set() -> None:
+    data = dataset(owners=np.arange(8) % 2, owner_names=("a", "b"), test_owners=np.arange(4) % 2)
+    made = build_federation(data, "iid", 2, np.random.default_rng(0))
+    assert made.test_owners is None
+    assert made.test is not None
+    assert len(made.test) == 4
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Path) -> None:
+    """Against each sample looked at by itself."""
+    settings_ = {
+        "partition": "shards:2",
+        "clients": 6,
+        "client_test": 0.3,
+        "model": "logreg",
+        "rounds": 2,
+        "workers": 2,
+    }
+    run = fedloom.run("fedavg", engine=engine, out=tmp_path / "run", report=False, **settings_)
+    with build(run.config).engine_closed() as experiment:
+        federation = experiment.federation
+    module, owners = run.model(), federation.test_owners
+    assert owners is not None
+    assert federation.test is not None
+    accuracies = []
+    for client in range(6):
+        own = federation.test.take(np.flatnonzero(owners == client))
+        with torch.no_grad():
+            right = [
+                int(module(federation.prepare(x[None])).argmax()) == int(y) for x, y in zip(own.x, own.y, strict=True)
+            ]
+        accuracies.append(sum(right) / len(right))
+    assert run.summary["client_accuracy_mean"] == pytest.approx(np.mean(accuracies), abs=1e-12)
+    assert run.summary["client_accuracy_worst10"] == pytest.approx(min(accuracies), abs=1e-12)
+    assert len(set(accuracies)) > 1
 
 
 def test_from_the_command_line(command: Callable[..., Any], tmp_path: Path) -> None:

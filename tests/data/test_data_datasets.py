@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,5 +139,9 @@ def test_cifar10() -> None:
     cifar10 = load("cifar10", download=False)
     check_published(cifar10, 50_000, [1000] * 10)
     assert cifar10.train.y[:5].tolist() == [6, 9, 9, 4, 1]
+    started = time.perf_counter()
+    again = load("cifar10", download=False)
+    assert time.perf_counter() - started < 15, "decoded once, it is only mapped into memory"
+    assert torch.equal(again.test.y, cifar10.test.y)
     # The first pixel of the first training image, a frog, as anyone can look it up.
     assert cifar10.train.x[0, 0, 0].tolist() == [59, 62, 63]

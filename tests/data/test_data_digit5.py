@@ -217,6 +217,8 @@ def test_every_form_of_every_domain(form: str, together: bool, tmp_path: Path, m
     assert data.domain_names == tuple(sorted({domain, other}))
     assert data.domains is not None
     assert data.domains.tolist() == [0] * N + [1] * N
+    assert data.test_domains is not None
+    assert data.test_domains.tolist() == [0] * M + [1] * M
     assert (len(data.train), len(data.test), data.shape, data.classes) == (2 * N, 2 * M, (3, 32, 32), 10)
     assert data.train.y[first].tolist() == labels(N).tolist()
     difference = np.abs(data.train.x[first].numpy() - larger(images(N, side, channels)))

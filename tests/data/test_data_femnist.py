@@ -55,6 +55,8 @@ def test_writers_are_owners(root: Path) -> None:
     assert data.owners.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
     assert np.array_equal(data.train.x[data.owners == 1].numpy().reshape(3, 784), pixels(2, 3, 5))
     assert data.train.y[data.owners == 2].tolist() == [3, 6, 9, 12]
+    assert data.test_owners is not None
+    assert data.test_owners.tolist() == [0, 2, 2]
     assert np.array_equal(data.test.x[:1].numpy().reshape(1, 784), pixels(1, 1, 4))
     assert (data.class_names[9], data.class_names[10], data.class_names[36]) == ("9", "A", "a")
 

@@ -98,6 +98,8 @@ def test_domainnet_by_its_lists(domainnet: Path) -> None:
     assert np.bincount(data.domains).tolist() == [6, 9]
     assert data.train.y[data.domains == 0].tolist() == [1, 1, 0, 0, 2, 2]
     assert data.test.y.tolist() == [1, 0, 2] * 2
+    assert data.test_domains is not None
+    assert data.test_domains.tolist() == [0, 0, 0, 1, 1, 1]
     assert data.shape == (3, 8, 8)
     assert "without infograph, painting, quickdraw, sketch" in data.notes[0]
     assert load("domainnet:size=4").shape == (3, 4, 4)
@@ -172,6 +174,8 @@ def test_pacs_in_one_file(pacs: Path) -> None:
     assert data.domains is not None
     assert np.bincount(data.domains).tolist() == [2, 2, 2, 2]
     assert (len(data.test), data.shape) == (4, (3, 64, 64))
+    assert data.test_domains is not None
+    assert data.test_domains.tolist() == [0, 1, 2, 3]
     with Image.open(io.BytesIO(encoded(0, 64, "JPEG"))) as first:
         assert np.array_equal(data.train.x[0].numpy(), np.asarray(first))
 

@@ -80,6 +80,8 @@ def test_a_folder_a_domain(tmp_path: Path) -> None:
     assert data.domains is not None
     counts = np.stack([np.bincount(data.train.y[data.domains == k].numpy(), minlength=3) for k in range(3)])
     assert counts.tolist() == [[6, 6, 0], [4, 4, 4], [5, 5, 5]]
+    assert data.test_domains is not None
+    assert data.test_domains.tolist() == [0] * 2 + [1] * 3 + [2] * 3
     assert np.array_equal(data.train.x[data.domains == 1][0].numpy(), picture(0))
     assert len(data.test) == 8
 

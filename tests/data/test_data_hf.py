@@ -103,6 +103,8 @@ def test_text_and_owners_in_parquet_shards(tmp_path: Path) -> None:
     assert data.owner_names == ("ann", "bob")
     assert data.owners is not None
     assert data.owners.tolist() == [0, 1, 0] * 2
+    assert data.test_owners is not None
+    assert data.test_owners.tolist() == [0, 1, 0]
     assert (len(data.test), data.class_names, data.shape) == (3, ("0", "1"), (4,))
 
 
@@ -132,6 +134,8 @@ def test_one_split_is_cut_by_a_share_of_each_owner(tmp_path: Path) -> None:
     data = load(f"hf:{tmp_path},owner=who,test=0.4")
     assert data.owners is not None
     assert np.bincount(data.owners).tolist() == [9, 3]
+    assert data.test_owners is not None
+    assert np.bincount(data.test_owners).tolist() == [6, 2]
     assert len(data.test) == 8
     assert len(load(f"hf:{tmp_path}").test) == 4
 

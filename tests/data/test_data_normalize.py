@@ -17,12 +17,16 @@ def test_owners_and_domains_follow_when_classes_are_picked() -> None:
     samples = Samples(x, y)
     marks = {"owners": np.arange(6) % 3, "owner_names": ("a", "b", "c")}
     marks |= {"domains": np.arange(6) // 3, "domain_names": ("p", "q")}
+    marks |= {"test_owners": np.arange(6), "test_domains": np.arange(6) + 1}
     data = Dataset("tiny", samples, samples, 3, (1, 1, 1), Prepare.unit(1), ("x", "y", "z"), **marks)
     kept = keep_classes(data, "0,2")
     assert kept.train.x.flatten().tolist() == [0, 1, 3, 4]
     assert kept.owners is not None
     assert kept.domains is not None
     assert (kept.owners.tolist(), kept.domains.tolist()) == ([0, 1, 0, 1], [0, 0, 1, 1])
+    assert kept.test_owners is not None
+    assert kept.test_domains is not None
+    assert (kept.test_owners.tolist(), kept.test_domains.tolist()) == ([0, 1, 3, 4], [1, 2, 4, 5])
 
 
 def images(channels: int, values: tuple[int, ...] = (0, 51, 255)) -> Dataset:

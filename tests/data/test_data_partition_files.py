@@ -70,6 +70,8 @@ def test_the_ways_to_list_positions(tmp_path: Path, text: str) -> None:
     assert as_lists(partition(f"file:{path}", POOL, None, rng())) == [[1, 3, 5], [0], []]
     with pytest.raises(InputError, match="has 3 clients, but 4 were asked for"):
         partition(f"file:{path}", POOL, 4, rng())
+    with pytest.raises(InputError, match=r"cannot read the partition 'a\\x00b': no path has a zero byte"):
+        partition("file:a\0b", POOL, None, rng())
 
 
 def test_an_npz_of_somebody_else(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.data import load
+from fedloom.data.content import NOBODY
 from fedloom.data.sent140 import SENT140
 from fedloom.data.words import build_vocabulary, read_vocabulary, split_words, to_tokens
 from fedloom.errors import InputError
@@ -64,6 +65,8 @@ def test_by_name(folder: Path) -> None:
     assert data.owner_names == ("ann", "bob")
     assert data.owners is not None
     assert data.owners.tolist() == [0, 0, 1]
+    assert data.test_owners is not None
+    assert data.test_owners.tolist() == [0, NOBODY]
     assert data.train.y.tolist() == [1, 0, 1]
     words = ["happy", "so", "!", ",", "sad", "today"]
     assert data.tokens == len(words) + 1

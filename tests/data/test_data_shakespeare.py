@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fedloom.data import load
 from fedloom.data.characters import ALPHABET, LENGTH
+from fedloom.data.content import NOBODY
 from fedloom.data.shakespeare import read_shakespeare
 from fedloom.errors import InputError
 
@@ -55,6 +56,8 @@ def test_text_by_role(tmp_path: Path) -> None:
     own = torch.from_numpy(content.owners == 0)
     assert decode(content.train.y[own]) == whole[:cut]
     assert decode(content.test.y) == whole[cut:] + "Mark me.\n"[7:]
+    assert content.test_owners is not None
+    assert content.test_owners.tolist() == [0] * (len(whole) - cut) + [1, 1]
     assert decode(content.train.x[own][5]) == window("To be")
     second = len(SAID["HAMLET"][0]) + 1
     assert decode(content.train.x[own][second]) == window("")  # a speech knows nothing of the one before
@@ -82,6 +85,8 @@ def test_leaf_files(tmp_path: Path) -> None:
     assert content.owner_names == ("B", "A")
     assert content.owners is not None
     assert content.owners.tolist() == [0, 1, 1]
+    assert content.test_owners is not None
+    assert content.test_owners.tolist() == [1, NOBODY]
     assert [decode(x) for x in content.train.x] == [window("ab"), window("x"), window("xy")]
     assert decode(content.train.y) == "cy "
     assert decode(content.test.y) == "!z"

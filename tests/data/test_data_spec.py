@@ -30,6 +30,7 @@ def test_the_parts_of_a_name() -> None:
         ("table:x.csv,,label=y", "cannot read ''"),
         ("table:x.csv,label=y,label=z", "says label twice"),
         ("table:a\0b.csv,label=y", "zero byte"),
+        ("table:x.csv,label=y,test=a\0b.csv", "zero byte"),
     ],
 )
 def test_names_that_cannot_be_read(text: str, message: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fedloom.data import Dataset, load
 from fedloom.data.columns import read_csv
+from fedloom.data.content import NOBODY
 from fedloom.errors import InputError
 
 PEOPLE = """age,job,income,site
@@ -50,6 +51,8 @@ def test_numbers_are_standardised_and_words_one_hot(tmp_path: Path) -> None:
     assert data.owner_names == ("a", "b")
     assert data.owners is not None
     assert data.owners.tolist() == [1, 0, 0, 1, 0, 1]
+    assert data.test_owners is not None
+    assert data.test_owners.tolist() == [NOBODY] * 3, "z has no training rows"
     ages = np.array([20, 40, 60, 40, 20])
     mean, std = ages.mean(), ages.std()
     expected = [[(age - mean) / std for age in (20, 40, mean, 60, 40, 20)]]
@@ -71,6 +74,8 @@ def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
     data = table(tmp_path, PEOPLE, f"label=income,owner=site,test={test}")
     assert float(data.train.x[:, 0].mean()) == pytest.approx(0, abs=1e-6)
     assert data.shape == (4,)
+    assert data.test_owners is not None
+    assert data.test_owners.tolist() == [0]
 
 
 def test_a_share_of_every_owner_is_for_testing_always_the_same(tmp_path: Path) -> None:
@@ -78,6 +83,8 @@ def test_a_share_of_every_owner_is_for_testing_always_the_same(tmp_path: Path) -
     assert data.owners is not None
     assert np.bincount(data.owners).tolist() == [7] * 4
     assert len(data.test) == 12
+    assert data.test_owners is not None
+    assert np.bincount(data.test_owners).tolist() == [3] * 4
     again = table(tmp_path, rows_of(40), "label=income,owner=site,test=0.3")
     assert torch.equal(again.test.x, data.test.x)
     alone = table(tmp_path, rows_of(40), "label=income,drop=site")

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from agreement import apart, experiment_of, jobs_of, trained_at_once, trained_by_a_loop
 from torch import Tensor, nn
 
-from fake_graphs import FakeGraphTape
+from fake_graphs import fake_tape
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.data import PooledFederation, Samples
 from fedloom.engines import CudaEngine
@@ -78,7 +79,7 @@ def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> No
 @pytest.mark.parametrize("method", LOCALS)
 def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With recordings that keep addresses and numbers, as CUDA graphs do."""
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
     monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
     settings = {"engine": "plain", "per_round": 8, "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
     with small_experiment(method, {}, **settings).engine_closed() as plain:
@@ -180,23 +181,21 @@ def test_where_memory_is_short_there_are_fewer_slots(monkeypatch: pytest.MonkeyP
         take(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SlotBench, "_take", short)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     with small_experiment("scaffold", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6])
         expected = answers(plain.engine, jobs)
         engine = cuda_of(plain)
         assert_alike(answers(engine, jobs), expected)
-        assert len(engine.slots) == engine.most == 2
+        assert len(engine.slots) == engine.gpus[0].most == 2
 
 
 def test_answers_wait_their_turn_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.cuda.RESULT_MEMORY", 1)
+    monkeypatch.setattr("fedloom.engines.gpu.RESULT_MEMORY", 1)
     with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6, 7] * 2)
         engine = cuda_of(plain, 2)
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
-        assert engine._results is not None
-        assert len(engine._results) == 4
+        assert engine.gpus[0].make_room(16) == 4
 
 
 class Recording(Tape):
@@ -229,7 +228,7 @@ def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recor
     with small_experiment("recorded", {}, engine="plain", **settings).engine_closed() as plain:
         engine = cuda_of(plain, 1)
         slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
-        engine.slots.append(slot)
+        engine.gpus[0].slots.append(slot)
         tape = slot.tape = Recording(slot)
         answers(engine, jobs_for(plain, clients))
         return tape, slot
@@ -277,9 +276,23 @@ def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
     with small_experiment("bringing", {}, engine="plain", batch_size=2).engine_closed() as plain:
         engine = cuda_of(plain, 1)
         slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
-        engine.slots.append(slot)
+        engine.gpus[0].slots.append(slot)
         tape = slot.tape = Recording(slot)
         answers(engine, jobs_for(plain, [3, 4, 5]))
     assert len(tape.keys) == 3
     lent = {dict(own)["lent"] for _, _, own in slot._tokens}  # type: ignore[misc, arg-type]
     assert len(lent) == 1, "what the bench lends lies where it lay"
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+def test_it_trains_as_a_plain_loop_does(double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On images of the usual size; on a GPU this is tested with all networks."""
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 2)
+    with experiment_of("lenet", "cpu", double).engine_closed() as experiment:
+        jobs, floats = jobs_of(experiment), experiment.layout.floats
+        rows, replayed = trained_at_once(experiment, jobs, "cpu", slots=2)
+        loop = trained_by_a_loop(experiment, jobs, "cpu")
+        assert apart(rows, loop, floats) < (1e-12 if double else 1e-6)
+        assert apart(loop, [job.row for job in jobs], floats) > 1e-3, "it has learned something"
+        assert replayed > 0

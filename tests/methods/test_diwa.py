@@ -30,7 +30,7 @@ def test_it_has_all_options_of_a_soup() -> None:
 
 def test_uniform_is_the_mean_of_all_runs_and_restricted_is_not_worse_than_the_best() -> None:
     def train(selection: str) -> tuple[torch.Tensor, list[torch.Tensor], list[float]]:
-        options = {"diwa": {"selection": selection, "models": 5}}
+        options = {"diwa": {"selection": selection, "models": 5, "estimate": False}}
         with small_experiment("diwa", options, epochs=3, lr=0.3).engine_closed() as experiment:
             local, ends = experiment.rounds.parts.local, []
             plain = local.one_run

@@ -66,19 +66,8 @@ def test_a_cluster_without_samples_leaves_the_model_alone() -> None:
     assert sum("note" in record for record in finished.records) == 1
 
 
-TWO = {"fedcluster": {"clusters": 2}}
-WANTS_ALL = "refuses what is not finite"
-"""The check that wants every client in every round."""
-
-
-@pytest.mark.parametrize("title", [title for title in CHECKS if title != WANTS_ALL])
-def test_it_keeps_the_contract_with_clusters(title: str) -> None:
-    CHECKS[title]("fedcluster", TWO)
-
-
-def test_what_is_not_finite_is_refused_whenever_its_cluster_has_its_turn() -> None:
-    finished = small_run("fedcluster", TWO, federation=SmallFederation(poisoned=3), per_round=8)
-    reasons = [record["lost_clients"]["3"] for record in finished.records if record["lost_clients"]]
-    assert len(reasons) == 2
-    assert all("refused" in reason for reason in reasons)
-    assert finished.loss == finished.loss
+@pytest.mark.parametrize("title", CHECKS)
+@pytest.mark.parametrize("clusters", [1, 2])
+def test_it_keeps_the_contract_with_few_clusters(clusters: int, title: str) -> None:
+    """With as many as by default, one for each client here: tests/test_testing.py."""
+    CHECKS[title]("fedcluster", {"fedcluster": {"clusters": clusters}})

@@ -8,6 +8,7 @@ from torch import Tensor
 from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
+from fedloom.methods import compose
 from fedloom.methods.generator import Generator, diversity, generator_loss, label_weights
 from fedloom.rows import Layout
 from fedloom.testing import SmallFederation, small_experiment, small_run
@@ -94,6 +95,20 @@ def test_the_generator_learns_what_the_heads_know() -> None:
         assert float((module[-1](made).argmax(1) == y).float().mean()) > 0.8
 
 
+def test_heads_stand_still_while_the_generator_learns() -> None:
+    with small_experiment("fedgen", {}).engine_closed() as experiment:
+        companion, server = experiment.rounds.parts.companion, experiment.rounds.parts.server
+        jobs = list(server.dispatch(0, [0, 1, 2]))
+        for update in experiment.engine.train(0, jobs):
+            companion.take(0, update)
+        heads = [tensor for head in companion._heads for tensor in head.values()]
+        before, generator, model = [h.clone() for h in heads], companion.row.clone(), server.deploy().clone()
+        companion.finish(0)
+        assert not torch.equal(companion.row, generator)
+        assert all(torch.equal(head, old) for head, old in zip(heads, before, strict=True))
+        assert torch.equal(server.deploy(), model)
+
+
 def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> None:
     with small_experiment("fedgen", {}).engine_closed() as experiment:
         companion, layout = experiment.rounds.parts.companion, experiment.layout
@@ -157,3 +172,15 @@ def test_data_without_classes_are_refused() -> None:
     federation.classes = 0
     with pytest.raises(InputError, match="these data have none"):
         small_run("fedgen", {}, federation=federation)
+
+
+@pytest.mark.parametrize("server", ["fedcross", "fedmr", "indep"])
+def test_with_many_models_its_weights_are_small_unless_they_are_given(server: str) -> None:
+    """With 10 the models drift apart, and their mean is worth nothing."""
+    chosen = compose(f"{server}+fedgen").options["fedgen"]
+    assert (chosen.alpha, chosen.beta) == (1.0, 1.0)
+    given = compose(f"{server}+fedgen", {"fedgen": {"beta": 3.0}}).options["fedgen"]
+    assert (given.alpha, given.beta) == (1.0, 3.0)
+    alone = compose("fedgen").options["fedgen"]
+    assert (alone.alpha, alone.beta) == (10.0, 10.0)
+    assert "fedgen" not in compose(server).options

@@ -1,5 +1,6 @@
 """FedMA layer by layer: what rests and what trains, how layers grow, and what a pass makes of its clients."""
 
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -23,6 +24,15 @@ from fedloom.rows import Kind
 from fedloom.testing import check_method, normed_network, small_experiment
 
 CLASSES = 10
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices are tiny here, and threads that wait for each other on a busy machine take a hundred times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def perceptron() -> nn.Module:
@@ -90,6 +100,44 @@ def test_a_pass_puts_a_permuted_resnet_back() -> None:
     play(server, range(1, server.length))
     assert server.length == 13
     assert torch.equal(server.deploy(), row)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (perceptron, (6,)),
+    "cnn with flatten": (lambda: build("lenet", (1, 28, 28), CLASSES), (1, 28, 28)),
+    "resnet": (lambda: build("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), (1, 8, 8)),
+    "resnet with padded shortcuts": (lambda: build("resnet20:width=4", (1, 8, 8), CLASSES), (1, 8, 8)),
+}
+
+
+def among(size: int, of: int, draw: torch.Generator) -> Tensor:
+    """A permutation of the first `size` of so many units."""
+    return torch.cat([torch.randperm(size, generator=draw), torch.arange(size, of)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("start", "gamma"), [(1.0, 7.0), (0.5, 1e-9), (0.5, 7.0)], ids=["fixed", "grown", "growing"])
+def test_a_pass_puts_permuted_clients_of_every_kind_back(kind: str, start: float, gamma: float) -> None:
+    """Exactly, where no neuron is opened. Where some are, the network is another one that computes the same."""
+    torch.manual_seed(0)
+    module, shape = KINDS[kind][0](), KINDS[kind][1]
+    server = make(module, clients=3, shape=shape, start=start, gamma=gamma)
+    layout, row = server.context.layout, server.bank.rows[0]
+    for entry in layout.entries:  # statistics and biases that tell units apart
+        if entry.kind is Kind.BUFFER:
+            entry.view(row).add_(0.1 * torch.rand(entry.shape))
+    draw, groups = torch.Generator().manual_seed(1), server.symmetries.groups
+    orders = [[among(size, g.size, draw) for size, g in zip(server.sizes, groups, strict=True)] for _ in range(2)]
+    copies = [row.clone(), *(server.symmetries.permuted(row, each) for each in orders)]
+    assert not torch.equal(copies[1], copies[2])
+    before = output(module, row, shape)
+    play(server, range(1), lambda slot, _: copies[slot].clone())
+    play(server, range(1, server.length))
+    if start == 1 or gamma < 1:
+        assert torch.equal(server.deploy(), copies[0])
+    else:
+        assert server.diagnostics()["units"] > sum(server.sizes)
+    torch.testing.assert_close(output(module, server.deploy(), shape), before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_norm_rests_with_the_convolution_before_it() -> None:
@@ -167,10 +215,10 @@ def test_a_layer_that_nobody_answered_for_is_matched_with_the_next() -> None:
 # Growing
 
 
-def output(module: nn.Module, row: Tensor) -> Tensor:
+def output(module: nn.Module, row: Tensor, shape: tuple[int, ...] = (6,)) -> Tensor:
     copy = deepcopy(module)
     Layout.of(copy).bind(copy, row.clone())
-    x = torch.rand(7, 6, generator=torch.Generator().manual_seed(5))
+    x = torch.rand(7, *shape, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         result: Tensor = copy.eval()(x)
     return result
@@ -204,8 +252,26 @@ def test_gains_are_those_of_the_formula() -> None:
     # s = s0 = 1, G = (2, 0), S = 3: |u + G|^2 / 4 - |G|^2 / 3 + log(2 / 2), and |u|^2 / 2 + 2 log(7 / 4) - 2 log e.
     expected = [13 / 4 - 4 / 3, 5 / 2 + 2 * log(7 / 4), 5 / 2 + 2 * log(7 / 4) - 2 * log(2)]
     torch.testing.assert_close(gains[0], torch.tensor(expected, dtype=torch.float64))
+    # With mu0 = (0, 1) and s0 = 4: G = (2, 4), S = 6, |u + G|^2 / 7 - |G|^2 / 6, and |u + (0, 4)|^2 / 5 - 16 / 4 + ...
+    mean = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    gains = Prior(sigma=1, sigma0=0.5, gamma=7, mu0=mean).gains(u, total, torch.tensor([2.0]), clients=4, new=1)
+    expected = [(9 + 36) / 7 - 20 / 6, 37 / 5 - 4 + 2 * log(7 / 4)]
+    torch.testing.assert_close(gains[0], torch.tensor(expected, dtype=torch.float64))
     everyone = Prior(1, 1, 7).gains(u, total, torch.tensor([40.0]), clients=3, new=0)
     assert bool(torch.isfinite(everyone).all())
+
+
+def test_biases_are_expected_around_another_mean_than_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def noted(vectors: Any, first: Any, width: int, prior: Prior, *others: Any) -> Any:
+        seen.append(prior.mu0)
+        return grow(vectors, first, width, prior, *others)
+
+    monkeypatch.setattr("fedloom.methods.fedma_layers.grow", noted)
+    torch.manual_seed(0)
+    play(make(perceptron(), start=0.5, bias0=0.25), range(2))
+    assert [mean.tolist() for mean in seen] == [[0.0] * 6 + [0.25], [0.0] * 12 + [0.25]]
 
 
 def test_neurons_that_differ_open_new_places_and_equal_ones_do_not() -> None:

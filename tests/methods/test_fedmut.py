@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedloom.exchange import Update
 from fedloom.experiment import Experiment
 from fedloom.methods.fedmut import coefficients
 from fedloom.rows import Kind
@@ -90,3 +91,25 @@ def test_without_alpha_it_is_fedavg_with_uniform_weights() -> None:
 def test_tensors_may_mutate_each_on_its_own() -> None:
     digests = {g: small_run("fedmut", {"fedmut": {"granularity": g}}).digest for g in ("module", "tensor")}
     assert digests["module"] != digests["tensor"]
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (1, 2, 5), tuple(range(1, 8))])
+def test_lost_clients_do_not_drag_the_model_along_its_last_update(lost: tuple[int, ...]) -> None:
+    """Every client moves its mutant by the same step: so does the model, and it leans ahead as with all of them."""
+    with small_experiment("fedmut", {}, per_round=8).engine_closed() as experiment:
+        server, layout = experiment.rounds.parts.server, experiment.layout
+        experiment.rounds.play(0)
+        w, before = (row.clone() for row in server.bank.rows)
+        step = 0.01 * torch.randn(layout.floats, generator=torch.Generator().manual_seed(0)).abs()
+        updates = []
+        for job in server.dispatch(1, list(range(8))):
+            row = job.row.clone()
+            row[: layout.floats] += step
+            if job.client not in lost:
+                updates.append(Update(job, row, samples=1 + job.client, loss=1.0, steps=1))
+        server.collect(1, iter(updates))
+        ahead = w + 4.0 * server.lean(1) / 2 * (w - before)
+        ahead[layout.trainable :] = w[layout.trainable :]
+        expected = ahead[: layout.floats] + step
+        torch.testing.assert_close(server.deploy()[: layout.floats], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(server.bank.rows[1], w)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_graphs import FakeGraphTape
+from fake_graphs import fake_tape
 from fedloom.engines import CudaEngine
 from fedloom.engines.base import Engine
 from fedloom.exchange import Job, Update
@@ -26,7 +26,7 @@ def answers(engine: Engine, jobs: list[Job], round: int) -> list[Answer]:
 @pytest.mark.parametrize("network", [plain_network, normed_network], ids=["plain", "normed"])
 @pytest.mark.parametrize("method", ["feddyn", "moon", "fedmix", "naivemix", "fedgen"])
 def test_replayed_steps_do_what_was_written(method: str, network: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
     monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
     settings = {"momentum": 0.5, "lr_decay": 0.9, "per_round": 8, "model": network}
     with small_experiment(method, {}, **settings).engine_closed() as plain:

@@ -164,8 +164,8 @@ def test_the_gradient_is_the_weight_times_the_gradient_at_the_point() -> None:
         checked.append(float(expected.norm()))
 
     for piece in local.train(bench):
-        for batch in bench._batches(piece):
-            step(batch)
+        for cut in bench._cuts(piece):
+            step(bench._fetch(cut))
     assert len(checked) == 12
     assert min(checked) > 0
 

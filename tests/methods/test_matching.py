@@ -113,7 +113,17 @@ def test_permuted_copies_of_a_model_have_it_as_their_mean(method: str, name: str
     assert server.diagnostics()["models permuted"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", ["mlp", "batch norm", "resnet"])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("method", SERVERS)
+def test_small_perceptrons_are_recovered_every_time(method: str, seed: int) -> None:
+    server, draw = make(method, "mlp"), torch.Generator().manual_seed(100 + seed)
+    row = torch.randn(network("mlp")[2].shape, generator=draw) / 3
+    copy = server.symmetries.permuted(row, server.symmetries.random(draw))
+    server.collect(0, iter(updates([copy, row], [5, 9])))
+    assert torch.equal(server.deploy(), row)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("method", SERVERS)
 def test_aligned_models_compute_what_they_did(method: str, name: str) -> None:
     """Also where the models are unlike, so that their units really change places."""

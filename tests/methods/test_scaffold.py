@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom
+from fedloom.config import make_config
 from fedloom.data import Federation, Samples
 from fedloom.errors import InputError
-from fedloom.testing import small_experiment, small_run
+from fedloom.experiment import Experiment, Own, build
+from fedloom.testing import SmallFederation, plain_network, small_experiment, small_run
 
 
 class Quadratics(Federation):
@@ -85,41 +88,65 @@ def test_the_first_round_is_fedavg_with_uniform_weights(option: str) -> None:
     assert later.digest != small_run("fedavg", {"fedavg": {"weighting": "uniform"}}, rounds=2).digest
 
 
-def test_option_two_is_the_mean_of_the_gradients_that_were_used() -> None:
-    with small_experiment("scaffold", {}, epochs=2, lr=0.05).engine_closed() as experiment:
-        local, engine = experiment.rounds.parts.local, experiment.engine
-        gradients: list[Tensor] = []
-        plain = type(local).correct
+def one_client(experiment: Experiment, round: int = 0) -> tuple[fedloom.Update, list[Tensor]]:
+    """What client 2 returns, and the gradients of its steps before they were corrected."""
+    local, gradients = experiment.rounds.parts.local, []
+    plain = type(local).correct
 
-        def note(bench: fedloom.Bench) -> None:
-            gradients.append(bench.gradient.clone())
-            plain(local, bench)
+    def note(bench: fedloom.Bench) -> None:
+        gradients.append(bench.gradient.clone())
+        plain(local, bench)
 
-        local.correct = note
-        extras = experiment.rounds.parts.companion.send(0, 2)
-        (job,) = experiment.rounds.parts.server.dispatch(0, [2])
-        (update,) = engine.train(0, [fedloom.Job(job.client, job.row, job.slot, extras)])
+    local.correct = note
+    extras = experiment.rounds.parts.companion.send(round, 2)
+    (job,) = experiment.rounds.parts.server.dispatch(round, [2])
+    (update,) = experiment.engine.train(round, [fedloom.Job(job.client, job.row, job.slot, extras)])
+    assert isinstance(update, fedloom.Update), update
+    return update, gradients
+
+
+@pytest.mark.parametrize(("round", "decay"), [(0, 1.0), (3, 0.5)])
+def test_option_two_is_the_mean_of_the_gradients_that_were_used(round: int, decay: float) -> None:
+    """With the learning rate that the round really has."""
+    with small_experiment("scaffold", {}, epochs=2, lr=0.05, lr_decay=decay).engine_closed() as experiment:
+        update, gradients = one_client(experiment, round)
         mean = torch.stack(gradients).mean(0)
         torch.testing.assert_close(update.home["c"], mean, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(update.extras["delta_c"], mean, rtol=1e-3, atol=1e-5)
 
 
-def test_momentum_lengthens_the_way_and_is_taken_out_again() -> None:
-    """On a slope that never changes the variate must be that slope, whatever the momentum."""
-    for momentum in (0.0, 0.5, 0.9):
-        way = steps = 400
-        velocity = gone = 0.0
-        for _ in range(steps):
-            velocity = momentum * velocity + 1.0
-            gone += velocity
-        assert gone * (1 - momentum) / way == pytest.approx(1.0, rel=0.03)
+def test_option_one_is_the_gradient_of_all_samples_at_the_received_model() -> None:
+    options = {"scaffold": {"option": "I"}}
+    with small_experiment("scaffold", options, epochs=3, lr=0.2, model=plain_network).engine_closed() as experiment:
+        update, gradients = one_client(experiment)
+        module, samples = experiment.rounds.context.make_module(), experiment.federation.client(2)
+        experiment.layout.bind(module, experiment.rounds.context.initial.clone())
+        loss = F.cross_entropy(module(samples.x), samples.y)
+        full = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
+        torch.testing.assert_close(update.home["c"], full, rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(torch.stack(gradients).mean(0), full, rtol=1e-2)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_momentum_lengthens_the_way_and_is_taken_out_again(momentum: float) -> None:
+    """On a slope that never changes the variate is that slope, once momentum has built up."""
+    values = {"method": "scaffold", "clients": 3, "steps": 400, "batch_size": 0, "lr": 1e-3, "momentum": momentum}
+    config = make_config({**values, "data": "slope", "partition": "own", "model": "point", "engine": "plain"})
+    own = Own(Quadratics(), Point, lambda output, _: output.sum(1).mean())
+    with build(config, own).engine_closed() as experiment:
+        update, _ = one_client(experiment)
+        torch.testing.assert_close(update.home["c"], Quadratics.slopes[2], rtol=0.03, atol=0.0)
 
 
 def test_a_refused_update_leaves_the_clients_variate_alone() -> None:
-    from fedloom.testing import SmallFederation
-
-    finished = small_run("scaffold", {}, federation=SmallFederation(poisoned=3), per_round=8)
-    assert all("3" in record["lost_clients"] for record in finished.records)
+    made = small_experiment("scaffold", {}, federation=SmallFederation(poisoned=3), per_round=8)
+    with made.engine_closed() as experiment:
+        for round in range(2):
+            assert "refused" in experiment.rounds.play(round)["lost_clients"]["3"]
+        homes = experiment.engine.homes
+        assert homes.clients() == [client for client in range(8) if client != 3]
+        total = sum(homes.get(client)["c"].double() for client in homes.clients())
+        torch.testing.assert_close(experiment.rounds.parts.companion.c.double(), total / 8, rtol=1e-5, atol=1e-7)
 
 
 def test_adam_needs_option_one() -> None:

@@ -1,12 +1,13 @@
 """The recorded sweep against the plain one, with recordings that keep addresses and numbers as CUDA graphs do."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fake_graphs import FakeGraphTape
+from fake_graphs import FakeGraphTape, fake_tape
 from fedloom.methods.dsa import Redrawn, kinds_of
 from fedloom.methods.dynafed import DynaFedRefiner
 from fedloom.methods.sweep import Sweep
@@ -43,13 +44,13 @@ def steps_of(kinds: str, batch: int, noise: torch.Generator, seed: int, count: i
     return made
 
 
-@pytest.mark.parametrize("tape", [Tape, FakeGraphTape])
+@pytest.mark.parametrize("tape", [lambda *_: Tape(), fake_tape], ids=["as it is written", "replayed"])
 @pytest.mark.parametrize("distance", ["squared", "cosine"])
 @pytest.mark.parametrize(("kinds", "batch"), [("none", 0), ("none", 3), ("dsa", 0), ("dsa", 2)])
 def test_it_finds_what_match_finds(
-    tape: type[Tape], distance: Any, kinds: str, batch: int, monkeypatch: pytest.MonkeyPatch
+    tape: Callable[..., Tape], distance: Any, kinds: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.methods.sweep.make_tape", lambda *_: tape())
+    monkeypatch.setattr("fedloom.methods.sweep.make_tape", tape)
     network, data, row = problem()
     noise = torch.Generator()
     sweep = Sweep(network, data, row, noise)
@@ -64,14 +65,14 @@ def test_it_finds_what_match_finds(
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13)
         for tensor, gradient in zip(data.tensors(), expected.gradients.tensors(), strict=True):
             tensor.sub_(0.1 * gradient)  # in place, as an optimiser does
-    if tape is FakeGraphTape:
+    if tape is fake_tape:
         assert sweep._tape.replayed >= 2 * sweep._tape.recorded
     sweep.close()
 
 
 @pytest.mark.parametrize("make", [lambda: Adam(), lambda: SGD()])
 def test_fine_tuning_is_ordinary_training(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.methods.sweep.make_tape", lambda *_: FakeGraphTape())
+    monkeypatch.setattr("fedloom.methods.sweep.make_tape", fake_tape)
     network, data, row = problem()
     noise = torch.Generator()
     sweep = Sweep(network, data, row, noise)
@@ -104,8 +105,8 @@ def test_a_run_that_replays_is_the_run_that_does_not(monkeypatch: pytest.MonkeyP
     plain = deployed()
     tapes: list[FakeGraphTape] = []
 
-    def make(*_: object) -> FakeGraphTape:
-        tapes.append(FakeGraphTape())
+    def make(*given: Any) -> FakeGraphTape:
+        tapes.append(fake_tape(*given))
         return tapes[-1]
 
     monkeypatch.setattr("fedloom.methods.sweep.make_tape", make)

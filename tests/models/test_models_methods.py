@@ -1,4 +1,4 @@
-"""Every network with every kind of method: a round or two on a few samples, or a refusal that says why.
+"""Every network with every method: a round or two on a few samples, or a refusal that says why.
 
 One client holds a single sample, so each network also meets a batch of one.
 """
@@ -14,6 +14,7 @@ from fedloom.config import make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
 from fedloom.experiment import Own, build
+from fedloom.methods.catalogue import BUILT_IN
 from fedloom.models.networks import NETWORKS
 
 VIT = "depth=2,width=16,heads=2"
@@ -42,23 +43,33 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 """Each network, as small as it can be, and inputs of the smallest size that makes it whole."""
 
-METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {},
-    "fedcross": {},
-    "fedmr": {},
-    "fedcda": {"warmup": 0},
-    "scaffold": {},
-    "lss": {"models": 2},
-    "swa": {},
+SHORT: dict[str, dict[str, Any]] = {
+    "diwa": {"models": 2},
     "dynafed": {"L": 2, "s": 1, "inner_steps": 1, "iterations": 1, "images_per_class": 1, "at_once": True},
+    "fedbe": {"samples": 1, "epochs": 1},
+    "fedcda": {"warmup": 0},
+    "fedcluster": {"clusters": 2},
+    "feddf": {"steps": 1},
+    "fedgen": {"steps": 1},
+    "fedlaw": {"epochs": 1},
+    "fedrep": {"head_epochs": 1, "final_epochs": 1},
+    "gamf": {"sweeps": 1},
+    "lss": {"models": 2},
+    "soups": {"models": 2},
 }
-"""One of each kind: a mean, many models, swapped layers, a cache, control variates, soups, averages, synthesis."""
+"""Options that make methods quick, and let them do in the first round what they are for."""
 
 REFUSED = {
     # torch's attention on a CPU has no second derivative
     **{(name, "dynafed"): "second derivatives" for name in CASES if name.startswith("vit")},
     ("lstm-shakespeare", "dynafed"): "text cannot be synthesised",
     ("lstm-sent140", "dynafed"): "text cannot be synthesised",
+    **{("logreg", method): "a network that is one layer has a head and no body" for method in ("fedbabu", "fedrep")},
+    **{
+        (network, method): "take means of inputs, and those of this network are tokens"
+        for network in ("lstm-shakespeare", "lstm-sent140")
+        for method in ("fedmix", "naivemix")
+    },
 }
 
 
@@ -74,10 +85,12 @@ def federation(shape: tuple[int, ...]) -> Federation:
         x: np.ndarray = draw.integers(0, 7, (count, *shape))
         return (x if len(shape) == 1 else x.astype(np.float32) / 7), np.arange(count) % 3
 
-    return Federation.from_arrays([some(3), some(1)], test=some(3), name="few", classes=3)
+    made = Federation.from_arrays([some(3), some(1)], test=some(3), name="few", classes=3)
+    made.server_data = made.client(0)
+    return made
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BUILT_IN)
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) -> None:
     if name.startswith("vit"):
@@ -87,7 +100,7 @@ def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) 
     rounds = 2 if method == "dynafed" else 1
     settings = {"clients": 2, "per_round": 2, "rounds": rounds, "epochs": 1, "batch_size": 3, "lr": 0.01}
     config = make_config(
-        {**settings, "method": method, "options": {method: METHODS[method]} if METHODS[method] else {}}
+        {**settings, "method": method, "options": {method: SHORT[method]} if method in SHORT else {}}
         | {"model": model, "partition": "own", "engine": "plain", "data": "few"}
     )
     if (name, method) in REFUSED:
@@ -98,6 +111,8 @@ def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) 
         before = experiment.rounds.parts.server.deploy().clone()
         records = [experiment.rounds.play(round) for round in range(rounds)]
         after = experiment.rounds.parts.server.deploy()
+    assert not any(record["lost"] for record in records), records[-1]["lost_clients"]
     assert experiment.layout.is_finite(after)
-    assert not torch.equal(before, after), "it learned something"
+    if method != "fedma-layers":  # which deploys after a pass of as many rounds as there are layers
+        assert not torch.equal(before, after), "it learned something"
     assert all(isfinite(record["loss"]) for record in records)

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.errors import InputError
 from fedloom.initial import Source, begin_with
-from fedloom.models import build
+from fedloom.models import build, count
 from fedloom.models.resnet import Block, EarlyNormBottleneck, PaddedShortcut, ResNet
 from fedloom.streams import Streams
 
@@ -114,3 +116,15 @@ def test_grey_images_pass_a_maximum_in_the_bottleneck_net() -> None:
     pools = [build("resnet20-bottleneck", (c, 8, 8), 10).get_submodule("pool") for c in (1, 3)]
     assert [type(pool) for pool in pools] == [nn.MaxPool2d, nn.Identity]
     assert pools[0](torch.zeros(1, 2, 8, 8)).shape == (1, 2, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["resnet18:width=4,stem=imagenet", "resnet50:width=4"])
+def test_grey_images_are_repeated_for_weights_from_colour_ones(name: str) -> None:
+    grey, colour = build(f"{name},colour=true", (1, 16, 16), 5).eval(), build(name, (3, 16, 16), 5).eval()
+    grey.load_state_dict(colour.state_dict())
+    x = torch.rand(2, 1, 16, 16)
+    torch.testing.assert_close(grey(x), colour(x.repeat(1, 3, 1, 1)), rtol=0, atol=0)
+    assert count(f"{name},colour=true", (1, 16, 16), 5) == count(name, (3, 16, 16), 5)
+    assert count(f"{name},colour=true", (3, 16, 16), 5) == count(name, (3, 16, 16), 5)
+    with pytest.raises(InputError, match="cannot take images of 2 channels; it takes 1 or 3"):
+        build(f"{name},colour=true", (2, 16, 16), 5)

@@ -22,7 +22,8 @@ def need_pyarrow(path: Path) -> ModuleType:
         import pyarrow.parquet
     except ImportError:
         raise InputError(f"{path} can only be read with pyarrow: pip install 'fedloom[tables]'.") from None
-    return pyarrow  # type: ignore[no-any-return]
+    module: ModuleType = pyarrow
+    return module
 
 
 def read_arrow(paths: Sequence[Path]) -> Any:

@@ -25,11 +25,13 @@ from fedloom.data.download import alone
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of the cache itself."""
 LARGE = 1 << 28
 """Bytes above which an array that is being decoded lies in a file."""
 NAMES = "names.json"
+MARKS = ("owners", "domains", "test_owners", "test_domains")
+"""What a content says of its samples, where it is known."""
 
 
 def cache_folder() -> Path:
@@ -104,8 +106,7 @@ def _stamp(recipe: str, place: Path, files: Iterable[Path]) -> str:
 def _arrays(content: Content) -> dict[str, NDArray[np.generic]]:
     parts = {"train": content.train, "test": content.test}
     arrays = {f"{part}.{key}": getattr(samples, key).numpy() for part, samples in parts.items() for key in "xy"}
-    marks = {"owners": content.owners, "domains": content.domains}
-    return arrays | {key: values for key, values in marks.items() if values is not None}
+    return arrays | {key: values for key in MARKS if (values := getattr(content, key)) is not None}
 
 
 def _publish(content: Content, entry: Path, stamp: str) -> None:
@@ -145,12 +146,11 @@ def _open(folder: Path) -> Content | None:
             samples[0],
             samples[1],
             tuple(names["class_names"]),
-            arrays.get("owners"),
-            tuple(names["owner_names"]),
-            arrays.get("domains"),
-            tuple(names["domain_names"]),
-            tuple(names["notes"]),
-            names["tokens"],
+            owner_names=tuple(names["owner_names"]),
+            domain_names=tuple(names["domain_names"]),
+            notes=tuple(names["notes"]),
+            tokens=names["tokens"],
+            **{key: arrays[key] for key in MARKS if key in arrays},
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, InputError):
         return None

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedloom.data.datasets import Dataset
 from fedloom.data.samples import Samples
@@ -28,15 +29,20 @@ def keep_classes(dataset: Dataset, spec: str | None) -> Dataset:
         return Samples(samples.x.index_select(0, index), labels[index])
 
     names = tuple(dataset.class_names[label] for label in kept) if dataset.class_names else ()
-    chosen = np.isin(dataset.train.y.numpy(), kept)
+
+    def marks(values: NDArray[np.int64] | None, samples: Samples) -> NDArray[np.int64] | None:
+        return None if values is None else values[np.isin(samples.y.numpy(), kept)]
+
     return replace(
         dataset,
         train=part(dataset.train),
         test=part(dataset.test),
         classes=len(kept),
         class_names=names,
-        owners=None if dataset.owners is None else dataset.owners[chosen],
-        domains=None if dataset.domains is None else dataset.domains[chosen],
+        owners=marks(dataset.owners, dataset.train),
+        domains=marks(dataset.domains, dataset.train),
+        test_owners=marks(dataset.test_owners, dataset.test),
+        test_domains=marks(dataset.test_domains, dataset.test),
     )
 
 

@@ -8,24 +8,36 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from fedloom.data.content import NOBODY
 from fedloom.data.datasets import Dataset
 from fedloom.data.federation import PooledFederation
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
+Marks = NDArray[np.int64]
+"""Whose each sample is, or where it comes from."""
+
 
 def merge(dataset: Dataset) -> Dataset:
     """All samples for training and none for testing.
 
-    Nobody knows whose the test samples are, so where that is known of the training samples these stay alone.
+    Where it is known whose the training samples are, or where they come from, but not of all test samples, these are
+    left out.
     """
-    nothing = dataset.test[:0]
-    if dataset.owners is not None or dataset.domains is not None:
+    owners, domains = (dataset.owners, dataset.test_owners), (dataset.domains, dataset.test_domains)
+    merged = replace(dataset, test=dataset.test[:0], test_owners=None, test_domains=None)
+    if not all(train is None or (test is not None and NOBODY not in test) for train, test in (owners, domains)):
         note = f"the {len(dataset.test)} test samples of {dataset.name!r} are left out: whose they are is not known."
-        return replace(dataset, test=nothing, notes=(*dataset.notes, note))
+        return replace(merged, notes=(*dataset.notes, note))
     both = (dataset.train, dataset.test)
-    return replace(dataset, train=Samples(torch.cat([s.x for s in both]), torch.cat([s.y for s in both])), test=nothing)
+    train = Samples(torch.cat([part.x for part in both]), torch.cat([part.y for part in both]))
+    return replace(merged, train=train, owners=_joined(*owners), domains=_joined(*domains))
+
+
+def _joined(train: Marks | None, test: Marks | None) -> Marks | None:
+    return None if train is None or test is None else np.concatenate([train, test])
 
 
 def hold_out(federation: PooledFederation, share: float, rng: np.random.Generator) -> PooledFederation:

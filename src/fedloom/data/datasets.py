@@ -34,7 +34,8 @@ class Dataset:
     """A data set in memory; `prepare` makes network input of shape `shape` from its stored images.
 
     `owners` and `domains` say of each training sample whose it is and where it comes from, as positions in
-    `owner_names` and `domain_names`; None where the data set does not say.
+    `owner_names` and `domain_names`; None where the data set does not say. `test_owners` and `test_domains` say the
+    same of each test sample; there NOBODY is somebody who has no training samples.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Dataset:
     """What a person should know about how it was read, a sentence each."""
     tokens: int = 0
     """Where inputs are tokens: how many different ones there may be; 0 where nobody says."""
+    test_owners: NDArray[np.int64] | None = None
+    test_domains: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ def named(name: str, content: Content, prepare: Prepare | None = None) -> Datase
         content.domain_names,
         content.notes,
         content.tokens,
+        content.test_owners,
+        content.test_domains,
     )
 
 

@@ -101,8 +101,9 @@ class Digit5Source(Source):
         found = find(folder)
         parts = [_read(place, form) for place, form in found.values()]
         train, test = (_pool([part[i] for part in parts]) for i in (0, 1))
-        marks = np.repeat(np.arange(len(parts)), [len(part[0][1]) for part in parts])
-        return Content(train, test, TEN_DIGITS, domains=marks.astype(np.int64), domain_names=tuple(found))
+        sizes = [[len(part[i][1]) for part in parts] for i in (0, 1)]
+        marks = [np.repeat(np.arange(len(parts), dtype=np.int64), each) for each in sizes]
+        return Content(train, test, TEN_DIGITS, domains=marks[0], domain_names=tuple(found), test_domains=marks[1])
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         """MNIST, SVHN and USPS, which their owners publish at fixed addresses; the others are fetched by hand."""

@@ -15,7 +15,7 @@ from fedloom.errors import InputError
 try:
     import fcntl
 except ImportError:  # not a Unix: two processes that download at once may then disturb each other
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module to mypy, which looks at Unix
 
 Progress = Callable[[str, int, int], None]
 """Called as (file name, bytes done, bytes in all or 0 where the server does not say)."""

@@ -38,6 +38,8 @@ class Federation(ABC):
     """Whose each test sample is, where the clients hold them out of their own."""
     server_data: Samples | None = None
     """What the server holds for methods that need data there; no client's, and like theirs."""
+    blind: bool = False
+    """Whether the samples of the clients are elsewhere, so that `client` cannot give them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -45,8 +45,8 @@ class FemnistSource(Source):
             )
         names = tuple(sorted(leaf.train))
         train, owners = self._part(leaf.train, names)
-        test, _ = self._part(leaf.test, names)
-        return Content(train, test, self.class_names, owners, names)
+        test, test_owners = self._part(leaf.test, names)
+        return Content(train, test, self.class_names, owners, names, test_owners=test_owners)
 
     def _part(self, users: Users, names: tuple[str, ...]) -> tuple[Samples, NDArray[np.int64]]:
         held = [(number, *users[name]) for number, name in enumerate(names) if name in users and users[name][1]]

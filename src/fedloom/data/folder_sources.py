@@ -7,12 +7,13 @@ import numpy as np
 import torch
 
 from fedloom.data.content import Content
-from fedloom.data.folders import Listing, read_domains, read_folder
+from fedloom.data.folders import Listing, decoded, read_domains, read_folder
 from fedloom.data.npz import read_npz
 from fedloom.data.own_images import read_size
 from fedloom.data.pictures import decode
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source, files_under
+from fedloom.data.sources import CIFAR10
 from fedloom.data.spec import Spec
 from fedloom.errors import InputError, unknown
 
@@ -129,11 +130,7 @@ class DomainNetSource(DomainSource):
         class_names = tuple(names[label] for label in sorted(names))
         if len(set(class_names)) < len(class_names):
             raise InputError(f"the lists in {folder} give one class two labels.")
-        samples = Listing(train.paths + test.paths, train.labels + test.labels).samples(self.size)
-        cut = len(train.paths)
-        marks = np.array(train.domains, dtype=np.int64)
-        content = Content(samples[:cut], samples[cut:], class_names, domains=marks, domain_names=found)
-        return self._checked(content, folder)
+        return self._checked(decoded(train, test, class_names, found, self.size), folder)
 
     def _read_list(self, path: Path, domain: str, number: int, listing: Listing, names: dict[int, str]) -> None:
         """Lines such as `clipart/zebra/clipart_344_000001.jpg 344`."""
@@ -204,7 +201,8 @@ class PacsSource(DomainSource):
         pool = Samples(torch.from_numpy(images), torch.from_numpy(labels))
         train, test = (pool.take(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
         classes = tuple(map(str, arrays["classes"].tolist()))
-        return Content(train, test, classes, domains=domains[~held_out], domain_names=names)
+        marks = (domains[~held_out], domains[held_out])
+        return Content(train, test, classes, domains=marks[0], domain_names=names, test_domains=marks[1])
 
 
 CINIC10 = CinicSource(
@@ -215,10 +213,7 @@ CINIC10 = CinicSource(
     train=90_000,
     test=90_000,
     prepare=Prepare((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
-    class_names=(
-        *("airplane", "automobile", "bird", "cat", "deer"),
-        *("dog", "frog", "horse", "ship", "truck"),
-    ),
+    class_names=CIFAR10.class_names,
     folders=("cinic-10", "cinic10", "CINIC-10"),
     home="https://datashare.ed.ac.uk/handle/10283/3192",
     by_hand=(

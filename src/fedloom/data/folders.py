@@ -74,6 +74,17 @@ def read_domains(folder: Path, domains: Sequence[str] | None = None, size: int |
     return _content(folder, train, test, names, found, size)
 
 
+def decoded(
+    train: Listing, test: Listing, names: tuple[str, ...], domains: tuple[str, ...], size: int | None
+) -> Content:
+    """The images of two listings with classes called `names`, and from `domains` if there are any."""
+    together = Listing(train.paths + test.paths, train.labels + test.labels)
+    samples = together.samples(size)  # at once: all must have one size
+    cut = len(train.paths)
+    marks = [np.array(part.domains, dtype=np.int64) if domains else None for part in (train, test)]
+    return Content(samples[:cut], samples[cut:], names, domains=marks[0], domain_names=domains, test_domains=marks[1])
+
+
 def _content(
     folder: Path, train: Listing, test: Listing, names: tuple[str, ...], domains: tuple[str, ...], size: int | None
 ) -> Content:
@@ -82,11 +93,7 @@ def _content(
             f"{folder} has {len(train.paths)} images for training and {len(test.paths)} for testing; without a folder "
             "'test' a class must have three images or more, of which every fifth is for testing."
         )
-    together = Listing(train.paths + test.paths, train.labels + test.labels)
-    samples = together.samples(size)  # at once: all must have one size
-    cut = len(train.paths)
-    marks = np.array(train.domains, dtype=np.int64) if domains else None
-    return Content(samples[:cut], samples[cut:], names, domains=marks, domain_names=domains)
+    return decoded(train, test, names, domains, size)
 
 
 def _split(folder: Path, names: tuple[str, ...], domain: int, train: Listing, test: Listing) -> None:

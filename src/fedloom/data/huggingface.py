@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.arrow import read_arrow, to_column
 from fedloom.data.columns import Columns, Texts
-from fedloom.data.content import Content
+from fedloom.data.content import Content, positions
 from fedloom.data.features import Encoder
 from fedloom.data.leaf import read_json
 from fedloom.data.own_images import read_size
@@ -138,11 +138,13 @@ class Reader:
             if name not in self.names:
                 raise unknown(f"column of {options.path}", name, self.names)
         self.owners: NDArray[np.int64] | None = None
+        self.test_owners: NDArray[np.int64] | None = None
         self.owner_names: tuple[str, ...] = ()
         if options.owner:
             self.owners, self.owner_names = make_owners(
                 self._words(options.owner, train), str(options.path), options.owner
             )
+            self.test_owners = positions(self._words(options.owner, test), self.owner_names)
 
     def read(self) -> Content:
         """What the tables hold."""
@@ -176,6 +178,7 @@ class Reader:
             self.owner_names,
             notes=tuple(notes),
             tokens=tokens,
+            test_owners=self.test_owners,
         )
 
     def _guess_label(self) -> str:

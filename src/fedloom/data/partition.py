@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedloom.data.content import NOBODY
 from fedloom.data.datasets import Dataset
 from fedloom.data.federation import PooledFederation
 from fedloom.data.partitions import dirichlet, equal, files, given, plain
@@ -65,18 +66,39 @@ def pool_of(dataset: Dataset) -> Pool:
 def build(dataset: Dataset, spec: str, clients: int | None, rng: Rng, held: Indices | None = None) -> PooledFederation:
     """The training samples of `dataset` shared among `clients`, and its test samples for the server.
 
-    The samples at the positions `held` stay with the server: they are taken away before the rest is shared.
+    The samples at the positions `held` stay with the server: they are taken away before the rest is shared. Where
+    clients are owners or domains, and it is known which test samples are theirs, these are the test set.
     """
-    return PooledFederation(
+    parts = _share(spec, pool_of(dataset), clients, rng, held)
+    test, whose = dataset.test, _own_tests(_parse(spec)[0], dataset, parts)
+    if whose is not None and (whose == NOBODY).any():  # else the test set stays mapped into memory
+        test, whose = test.take(np.flatnonzero(whose != NOBODY)), whose[whose != NOBODY]
+    federation = PooledFederation(
         dataset.train,
-        _share(spec, pool_of(dataset), clients, rng, held),
+        parts,
         classes=dataset.classes,
         shape=dataset.shape,
         prepare=dataset.prepare,
-        test=dataset.test,
+        test=test,
         name=dataset.name,
         tokens=dataset.tokens,
     )
+    federation.test_owners = whose
+    return federation
+
+
+def _own_tests(name: str, dataset: Dataset, parts: list[Indices]) -> Indices | None:
+    """The client of each test sample: of the same owner or domain. Clients of one domain take its samples in turn."""
+    by_owner, by_domain = (dataset.owners, dataset.test_owners), (dataset.domains, dataset.test_domains)
+    marks, test_marks = {"natural": by_owner, "domain": by_domain}.get(name, (None, None))
+    if marks is None or test_marks is None:
+        return None
+    mark_of = np.array([marks[part[0]] for part in parts])
+    whose = np.full(len(test_marks), NOBODY, dtype=np.int64)
+    for mark in np.unique(mark_of):
+        here, positions = np.flatnonzero(mark_of == mark), np.flatnonzero(test_marks == mark)
+        whose[positions] = here[np.arange(len(positions)) % len(here)]
+    return whose if (whose != NOBODY).any() else None
 
 
 def _share(spec: str, pool: Pool, clients: int | None, rng: Rng, held: Indices | None) -> list[Indices]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.characters import first_of_each
-from fedloom.data.content import Content
+from fedloom.data.content import Content, positions
 from fedloom.data.leaf import leaf_files, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
@@ -63,10 +63,16 @@ class Sent140Source(Source):
         texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
         if leaf.test is None:
             first = first_of_each(owners, 1 - self.share)
-            test_texts, test_labels = [texts[i] for i in np.flatnonzero(~first)], labels[~first]
+            test_texts, test_labels, test_owners = (
+                [texts[i] for i in np.flatnonzero(~first)],
+                labels[~first],
+                owners[~first],
+            )
             texts, labels, owners = [texts[i] for i in np.flatnonzero(first)], labels[first], owners[first]
         else:
-            test_texts, test_labels, _ = _flat({user: tested[user] for user in tested if user in chosen}, folder)
+            others = {user: tested[user] for user in tested if user in chosen}
+            test_texts, test_labels, test_owners = _flat(others, folder)
+            test_owners = positions(list(others), names)[test_owners]
         if not texts or not test_texts:
             raise InputError(
                 f"{folder} leaves no tweets to train or to test with, when users have {self.least} or more."
@@ -74,7 +80,7 @@ class Sent140Source(Source):
         x, test_x, tokens, note = self.wording.tokens(texts, test_texts, "sent140")
         train = Samples(torch.from_numpy(x), torch.from_numpy(labels))
         test = Samples(torch.from_numpy(test_x), torch.from_numpy(test_labels))
-        return Content(train, test, NAMES, owners, names, notes=(note,), tokens=tokens)
+        return Content(train, test, NAMES, owners, names, notes=(note,), tokens=tokens, test_owners=test_owners)
 
 
 def _flat(

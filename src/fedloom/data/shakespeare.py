@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.characters import LENGTH, NAMES, Codes, encode, first_of_each, lines, next_characters
-from fedloom.data.content import Content
+from fedloom.data.content import Content, positions
 from fedloom.data.leaf import leaf_files, read_json, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
@@ -104,8 +104,16 @@ def read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float 
     if not len(train.x) or not len(test.x):
         raise InputError(f"{folder} leaves no characters to train or to test with, when roles have {least} or more.")
     notes = () if not strange else (f"{strange} characters are not in LEAF's alphabet and were read as spaces.",)
-    parts = (train.samples(), test.samples())
-    return Content(*parts, NAMES, train.owners, train.names, notes=notes, tokens=len(NAMES))
+    return Content(
+        train.samples(),
+        test.samples(),
+        NAMES,
+        train.owners,
+        train.names,
+        notes=notes,
+        tokens=len(NAMES),
+        test_owners=positions(test.names, train.names)[test.owners],
+    )
 
 
 def _windows(users: dict[str, tuple[list[Any], list[Any]]], every: int, folder: Path) -> Part:

@@ -71,13 +71,13 @@ def number(text: str) -> float:
 def parse(text: str, takes_path: bool) -> Spec:
     """The parts of a data set's name."""
     name, _, rest = text.partition(":")
+    if "\0" in rest:
+        raise InputError(f"the data set {text!r} has a zero byte, which no path or name has.")
     pieces = rest.split(",") if rest else []
     path = None
     if takes_path:
         if not pieces or not pieces[0].strip():
             raise InputError(f"{name!r} wants a path, as in {name}:PATH; {text!r} has none.")
-        if "\0" in pieces[0]:
-            raise InputError(f"the path in {text!r} has a zero byte.")
         path = home_path(pieces.pop(0).strip())
     options: dict[str, str] = {}
     for piece in pieces:

@@ -7,7 +7,7 @@ import torch
 
 from fedloom.data.arrow import read_parquet
 from fedloom.data.columns import Columns, Texts, read_csv
-from fedloom.data.content import Content
+from fedloom.data.content import Content, positions
 from fedloom.data.features import Encoder
 from fedloom.data.samples import Samples
 from fedloom.data.spec import Spec, home_path, number
@@ -46,6 +46,7 @@ def read_table(spec: Spec) -> Content:
         train_rows, rows, held_columns, held_name = np.flatnonzero(~held), np.flatnonzero(held), columns, path.name
         targets = make_targets(labels, task, str(path))
         y, test_y = targets.y[train_rows], targets.y[rows]
+        test_owners = None if owners is None else owners[rows]
     else:
         held_columns, more = separate
         notes, held_name = notes + more, Path(test).name
@@ -53,6 +54,7 @@ def read_table(spec: Spec) -> Content:
         targets, train_rows = both, np.arange(len(labels))
         rows = np.arange(len(both.y) - len(labels))
         y, test_y = both.y[: len(labels)], both.y[len(labels) :]
+        test_owners = positions(_texts(held_columns[owner]), names) if owner in held_columns else None
         if both.class_names and len(new := sorted(set(test_y.tolist()) - set(y.tolist()))):
             raise InputError(f"{test} has the label {both.class_names[new[0]]!r}, which {path} does not have.")
     if not len(rows):
@@ -66,6 +68,7 @@ def read_table(spec: Spec) -> Content:
         None if owners is None else owners[train_rows],
         names,
         notes=(*notes, *encoder.notes),
+        test_owners=test_owners,
     )
 
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.banks import Bank
-from fedloom.bench import Bench, Pass, Score, Workshop, score_chunks
+from fedloom.bench import Bench, Pass, Workshop
 from fedloom.data import Federation, Samples
-from fedloom.exchange import Job, Lost, Shapes, Update
+from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
+from fedloom.scores import Score, score_chunks
 
 Train = Callable[[Bench], Iterator[Pass]]
 """A `Local`'s train."""
@@ -87,6 +88,8 @@ class Engine(ABC):
 
     name: str
     device: torch.device = torch.device("cpu")
+    saves_every_round: bool = False
+    """Whether a checkpoint must follow every round: where clients keep state elsewhere, which goes on with them."""
 
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
@@ -95,6 +98,10 @@ class Engine(ABC):
     @abstractmethod
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
         """Train the clients of these jobs; answers come in the order of the jobs, each lent until the next."""
+
+    def arrange(self, round: int, exchange: LayerExchange | None) -> bool:
+        """Let the clients of this round exchange layers among themselves before they upload; False: they cannot."""
+        return False
 
     @abstractmethod
     def score(self, row: Tensor) -> Score | None:
@@ -116,6 +123,18 @@ class Engine(ABC):
     def accept(self, update: Update) -> None:
         """The server took this update: what its client wanted to keep is now kept."""
         self.homes.keep(update.client, update.home)
+
+    def diagnostics(self) -> Mapping[str, float]:
+        """Numbers about the work so far, for the record of the round."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What the engine must know to go on later, beside what clients keep."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state."""
+        return
 
     def close(self) -> None:
         """Give back what the engine holds."""

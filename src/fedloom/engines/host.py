@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fedloom.banks import Bank
-from fedloom.bench import Score, score_chunks
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.order import LargestFirst, work_of
 from fedloom.engines.worker import (
@@ -40,6 +39,7 @@ from fedloom.engines.worker import (
 )
 from fedloom.errors import FedloomError
 from fedloom.exchange import Job, Lost, Update
+from fedloom.scores import Score, score_chunks
 
 SLOT_MEMORY = 1 << 30
 """Bytes for models that are being trained or wait for their turn to be taken in."""

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.bench import Bench, Score, Workshop, score_chunks
+from fedloom.bench import Bench, Workshop
 from fedloom.data import Samples
+from fedloom.scores import Score, score_chunks
 from fedloom.tapes import Quiet, make_tape
 
 
@@ -19,6 +20,7 @@ class Judge(Quiet):
         self._row = shop.layout.empty(device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._hits = torch.zeros(shop.classes, dtype=torch.int64, device=device)
+        self._right = torch.zeros(len(test) if shop.classes else 0, dtype=torch.bool, device=device)
         counts = torch.bincount(test.y, minlength=shop.classes).cpu().numpy() if shop.classes else np.zeros(0, np.int64)
         self._seen = counts.astype(np.int64)
         self._tape = make_tape(device)
@@ -31,12 +33,18 @@ class Judge(Quiet):
     def score(self, row: Tensor) -> Score:
         """How the model in `row` does on the test set."""
         self._row.copy_(row)
+        asked = torch.cuda.current_stream(self._bench.device) if self._bench.device.type == "cuda" else None
         with self._tape.stream():
-            if self._bench.device.type == "cuda":
-                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(self._bench.device))
+            if asked is not None:
+                torch.cuda.current_stream().wait_stream(asked)
             self._tape.play("the test set's score", None, self._body, self)
             loss, hits = float(self._loss), self._hits.cpu().numpy().copy()
-        return Score(loss, len(self._test), hits, self._seen)
+            right = self._right.cpu().numpy().copy()
+        return Score(loss, len(self._test), hits, self._seen, right)
+
+    def memory(self) -> list[Tensor]:
+        """What `_body` writes."""
+        return [self._loss, self._hits, self._right]
 
     def _body(self) -> None:
         shop, module = self._shop, self._bench.module
@@ -49,4 +57,6 @@ class Judge(Quiet):
             output = module(shop.prepare(piece.x, channels_last=shop.channels_last))
             self._loss.add_(shop.criterion(output, piece.y).double(), alpha=len(piece))
             if shop.classes:
-                self._hits.scatter_add_(0, piece.y, (output.argmax(dim=1) == piece.y).long())
+                right = output.argmax(dim=1) == piece.y
+                self._right[chunk] = right
+                self._hits.scatter_add_(0, piece.y, right.long())

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fedloom.bench import Bench, Score, score_chunks
+from fedloom.bench import Bench
 from fedloom.engines.base import Engine, Shop, reason_of, score_in_turn, train_client
 from fedloom.exchange import Job, Lost, Update
+from fedloom.scores import Score, score_chunks
 
 
 class PlainEngine(Engine):

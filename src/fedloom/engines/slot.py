@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
 from fedloom.optim import Steady
@@ -31,8 +31,6 @@ STRETCH = 8
 
 LOSSES = 1 << 16
 """Losses of the last steps that a slot keeps."""
-
-Positions = NDArray[np.int64]
 
 
 class _Watched:
@@ -63,14 +61,15 @@ class SlotBench(Bench):
         super().__init__(apart(shop), device)
         layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
         self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
-        self.tape = make_tape(self.device, (self._noise,))
+        self.tape = make_tape(self.device, (self._generator, self._noise))
         zeros = partial(torch.zeros, device=self.device)
         self.row, self.received = layout.empty(self.device), layout.empty(self.device)
         self.home = {name: zeros(shape, dtype=layout.dtype) for name, shape in shop.home.items()}
         self.uploads = {name: zeros(shape, dtype=layout.dtype) for name, shape in shop.uploads.items()}
         self._places = (self.row, self.home, self.uploads)
         self._extras: dict[str, Tensor] = {}
-        self._brought: Samples | None = None
+        self._space: Samples | None = None
+        self._noted: list[tuple[int, int]] = []
         self._tokens: dict[Hashable, int] = {}
         self._lr_space = zeros((), dtype=layout.dtype)
         self._order_space = zeros(1 << 16, dtype=torch.int64)
@@ -99,6 +98,7 @@ class SlotBench(Bench):
         kept = {name: self._kept_extra(name, value) for name, value in extras.items()}
         self._positions, self._turns = positions, 0
         self._turn.zero_()
+        self._noted.clear()
         self.begin(round, client, store, row, self.received, kept, dict(homes), dict(uploads), first_visit)
 
     def _bring(self, samples: Samples) -> None:
@@ -121,7 +121,7 @@ class SlotBench(Bench):
         return len(self._positions)
 
     @property
-    def _data(self) -> Samples:  # type: ignore[override]
+    def _data(self) -> Samples:
         """This client's training samples, gathered when somebody wants them all."""
         if self._taken is None:
             self._taken = self._store.take(self._positions)
@@ -144,18 +144,20 @@ class SlotBench(Bench):
 
     def last_losses(self) -> tuple[Tensor, list[int]]:
         """The losses of the last epoch, on their way to the host, and the sizes of their batches."""
-        turns, sizes = [turn for turn, _ in self._losses], [size for _, size in self._losses]
-        at = torch.tensor(turns, dtype=torch.int64).remainder_(LOSSES).to(self.device, non_blocking=True)
-        return self._loss_space.index_select(0, at).to("cpu", non_blocking=True), sizes
+        noted = self._noted[-LOSSES:]
+        first = noted[0][0] % LOSSES if noted else 0
+        over = max(0, first + len(noted) - LOSSES)  # those that were written at the beginning again
+        found = torch.cat([self._loss_space[first : first + len(noted) - over], self._loss_space[:over]])
+        return found.to("cpu", non_blocking=True), [size for _, size in noted]
 
     def bring(self, samples: Samples) -> Samples:
         """Copy samples from the host into memory of the slot, which is the same for all clients that fit into it."""
-        now = self._brought
+        now = self._space
         alike = now is not None and now.x.shape[1:] == samples.x.shape[1:] and now.x.dtype is samples.x.dtype
         if now is None or not alike or len(now) < len(samples) or now.y.dtype is not samples.y.dtype:
             count = max(64, 2 * len(samples))
             spaces = (t.new_empty((count, *t.shape[1:]), device=self.device) for t in (samples.x, samples.y))
-            now = self._brought = Samples(*spaces)
+            now = self._space = Samples(*spaces)
         now.x[: len(samples)].copy_(samples.x, non_blocking=True)
         now.y[: len(samples)].copy_(samples.y, non_blocking=True)
         return now
@@ -166,7 +168,7 @@ class SlotBench(Bench):
         self.tape = Tape()
         self._optimizers.clear()
         self._buffers.clear()
-        self._brought = None
+        self._space = None
 
     def bind(self, row: Tensor) -> None:
         if self._bound is None or _address(self._bound) != _address(row):
@@ -221,14 +223,24 @@ class SlotBench(Bench):
         """Host values by name."""
         return tuple(getattr(self, name) for name in sorted(names))
 
+    def memory(self) -> list[Tensor]:
+        """Everything on the bench that a step may change."""
+        places = [self.row, self.gradient, self._loss_space, self._cursor, self._turn]
+        if self._bound is not None:
+            places.append(self._bound)
+        for group in (self.home, self.uploads, self._buffers, self.scratch, vars(self.optimizer)):
+            places += _tensors(group)
+        return list({_address(tensor): tensor for tensor in places}.values())
+
     def launch(self, piece: Pass) -> Iterator[None]:
         """Run one pass; gives way after every few steps, which need not have been carried out by then."""
         plan: list[Positions] = []
-        batches: Iterator[Any] = self._batches(piece)
-        for batch in batches:
-            self._losses.append((self._turns, len(batch)))  # type: ignore[arg-type]
+        for cut in self._cuts(piece):
+            if cut.first:
+                self._noted.clear()
+            self._noted.append((self._turns, len(cut)))
             self._turns += 1
-            plan.append(batch)
+            plan.append(self._positions[cut.positions])
         if not plan:
             return
         self._lay_out(np.concatenate(plan), max(map(len, plan)))
@@ -243,12 +255,6 @@ class SlotBench(Bench):
             if not number and _summary(self.scratch) != own:
                 self.tape.refuse(kind, "it keeps count of something on the host")
             yield
-
-    def _one_epoch(self) -> Iterator[Any]:
-        """The positions of every sample once, in a new order, batch by batch."""
-        order, size = self._positions[self._order.permutation(len(self._positions))], self._batch_size()
-        for low in range(0, len(order), size):
-            yield order[low : low + size]
 
     def _lay_out(self, order: Positions, largest: int) -> None:
         """Put the positions of a pass where its steps find them."""
@@ -313,6 +319,15 @@ def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _address(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in a `Local`'s own things."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def _summary(value: Any) -> Hashable:

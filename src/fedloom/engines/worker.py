@@ -5,11 +5,9 @@ whatever they are, without anything having been pickled. Rows pass through share
 through the pipe.
 """
 
-import ctypes
 import gc
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,8 +16,10 @@ import torch
 from torch import Tensor
 
 from fedloom.banks import Bank, at_address, stride_of
-from fedloom.bench import Bench, Score, Workshop, score_chunks
+from fedloom.bench import Bench, Workshop
 from fedloom.engines.base import Shop, reason_of, score_client, train_client
+from fedloom.processes import die_with_parent, keep_freed_memory
+from fedloom.scores import Score, score_chunks
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def work(pipe: Connection, others: Sequence[Connection], shop: Shop, slots: Slot
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _die_with_parent()
-    _keep_freed_memory()
+    die_with_parent()
+    keep_freed_memory()
     gc.freeze()  # what was inherited is never garbage; leaving it alone keeps its pages shared
     torch.set_num_threads(1)
     try:
@@ -188,22 +188,3 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         order.first_visit,
     )
     return Trained(order.index, samples, loss, steps)
-
-
-def _die_with_parent() -> None:
-    """A coordinator that is killed outright must not leave workers behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-
-
-def _keep_freed_memory() -> None:
-    """Let malloc reuse the memory of large activations instead of giving it back to the kernel at every step.
-
-    Otherwise a step may fault the same pages in again: between nothing and an eighth of the time of McMahan's CNN was
-    seen (benchmarks/choices.py).
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; musl has none
-        if mallopt is not None:
-            mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
-            mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD

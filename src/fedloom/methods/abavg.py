@@ -62,6 +62,8 @@ register(
         options=ABAVGOptions,
         server=ABAVGServer,
         models_sent="2K",
+        needs_each="tests each client's model on samples of its own",
+        extra_compute="server tests",
         server_data="labels",
     )
 )

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -78,15 +79,35 @@ class Method:
     """Options with which the method must equal FedAvg bit for bit, where there are such."""
     models_sent: str = ""
     """Models sent in a round with K clients, down and up together, as papers count it."""
+    client_keeps: str = "nothing"
+    """What each client that has been seen keeps between rounds."""
+    server_keeps: str = "1 model"
+    """What the server keeps between rounds, of N clients of which K take part in a round."""
+    extra_compute: str = "none"
+    """What is computed beyond FedAvg's training and mean, and by whom."""
+    needs_each: str | None = None
+    """What its server does with the answer of each single client, such as "crosses the clients' models"; "" where their
+    weighted mean is all it needs. None: not said, which will do for a method that brings a Local alone."""
     server_data: Literal["inputs", "labels"] | None = None
     """What it needs of data on the server: inputs alone, or their labels too; None: no such data."""
     rescales: bool = False
     """Whether its server scales the mean of the clients' models by a factor of its own."""
 
     @property
+    def year(self) -> int | None:
+        """The year of its paper, which ends the reference; None where it names none."""
+        found = re.search(r"\b(?:19|20)\d\d$", self.reference)
+        return int(found[0]) if found else None
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The names of the parts it brings."""
         return tuple(part for part in PARTS if getattr(self, part) is not None)
+
+    @property
+    def needs_mean_only(self) -> bool:
+        """Whether a mean of the answers is all that its part of the server must see. A Local sees one client anyway."""
+        return self.needs_each == "" or (self.needs_each is None and self.parts == ("local",))
 
 
 _methods: dict[str, Method] = {}
@@ -177,13 +198,23 @@ class Composition:
         """The methods that need data on the server."""
         return tuple(method.name for method in self.methods if method.server_data)
 
+    def part_class(self, part: str) -> type[Any]:
+        """The class of a part that every run has, `server` or `local`."""
+        kind: type[Any] = getattr(self.owner(part), part)
+        return kind
+
     def build(self, context: Context) -> "Parts":
         """The parts, ready to run."""
-        made: dict[str, Part[Any] | None] = {}
-        for part in PARTS:
-            owner = self.owner(part)
-            made[part] = getattr(owner, part)(context, self.options[owner.name]) if owner else None
-        return Parts(**made)  # type: ignore[arg-type]  # each part was made by the class of that part
+        return Parts(**{part: self._make(part, context) for part in PARTS})
+
+    def build_local(self, context: Context) -> Local[Any]:
+        """The clients' part alone, for a site that has no server."""
+        local: Local[Any] = self._make("local", context)
+        return local
+
+    def _make(self, part: str, context: Context) -> Any:
+        owner = self.owner(part)
+        return getattr(owner, part)(context, self.options[owner.name]) if owner else None
 
     def stated(self) -> dict[str, dict[str, Any]]:
         """Every option in force, by method. FedAvg's are its server's."""
@@ -206,13 +237,18 @@ class Parts:
 
     def personalised(self, layout: Layout) -> bool:
         """Whether a client uses another model than the deployed one."""
-        own = type(self.local).personal is not Local.personal or type(self.server).own_model is not Server.own_model
-        return own or bool(self.local.stays_home(layout))
+        return personalised(type(self.server), self.local, layout)
 
     def items(self) -> list[tuple[str, Part[Any]]]:
         """Name and part, of those there are."""
         pairs = [(name, getattr(self, name)) for name in PARTS]
         return [(name, part) for name, part in pairs if part is not None]
+
+
+def personalised(server: type[Server[Any]], local: Local[Any], layout: Layout) -> bool:
+    """Whether a client of these parts uses another model than the deployed one."""
+    own = type(local).personal is not Local.personal or server.own_model is not Server.own_model
+    return own or bool(local.stays_home(layout))
 
 
 class Clash(InputError):

@@ -146,5 +146,8 @@ register(
         options=CluSampOptions,
         server=CluSampServer,
         models_sent="2K",
+        needs_each="groups the clients by their updates",
+        server_keeps="N+1 models",
+        extra_compute="server clusters",
     )
 )

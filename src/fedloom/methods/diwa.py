@@ -50,5 +50,6 @@ register(
         local=DiwaLocal,
         neutral={"models": 1, "keep": "last"},
         models_sent="2K",
+        extra_compute="client 4x",
     )
 )

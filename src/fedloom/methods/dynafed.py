@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Update
@@ -285,13 +285,12 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         context = self.context
         if context.classes < 2:
             raise InputError("dynafed synthesises samples with soft labels, so it needs data with classes.")
-        module = context.make_module()
-        if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()):
+        if context.takes_tokens():
             raise InputError(
                 "dynafed synthesises inputs by gradient descent, and this network's inputs are numbers of tokens (it "
                 "has an embedding), which have no gradient: text cannot be synthesised."
             )
-        network = Network(module, context.layout, context.device)
+        network = Network(context.make_module(), context.layout, context.device)
         row = context.initial
         try:
             x = torch.zeros((2, *context.shape), dtype=context.layout.dtype, device=context.device)
@@ -344,5 +343,8 @@ register(
         refiner=DynaFedRefiner,
         neutral={"refine_epochs": 0},
         models_sent="2K",
+        needs_each="",
+        server_keeps="L+1 models",
+        extra_compute="server learns",
     )
 )

@@ -14,7 +14,7 @@ goes with any. Batch norm's statistics are averaged like weights. Values are tho
 0.5. Other public code has rho 0.1, eta 0 and no averaging. What is a weight the name says: it has "weight" in it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import ceil
 
 import torch
@@ -22,9 +22,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.bench import Bench, Pass
-from fedloom.exchange import Job, Update
-from fedloom.methods.base import Context, Options, Server
+from fedloom.exchange import Update
+from fedloom.methods.base import Context, Options
 from fedloom.methods.catalogue import Method, register
+from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.methods.fedsam import TINY, AscendingLocal
 from fedloom.rows import Kind, Mean
 
@@ -36,7 +37,7 @@ class FedASAMOptions(Options):
     """added to the size of a weight; with 0 a weight that is 0 is never moved"""
 
 
-class SwaOptions(FedASAMOptions):
+class SwaOptions(FedASAMOptions, FedAvgOptions):
     start: float = Field(0.75, ge=0, le=1)
     """share of the rounds before the first cycle; 1 averages nothing"""
     cycle: int = Field(10, ge=1)
@@ -83,10 +84,11 @@ class SwaLocal(FedASAMLocal):
         yield from super().train(bench)
 
 
-class SwaServer(Server[SwaOptions]):
+class SwaServer(FedAvgServer):
     """FedAvg's model in row 0, and in row 1 the mean of models at the ends of `averaged` cycles."""
 
     kept = ("bank", "averaged", "pending")
+    options: SwaOptions
 
     def __init__(self, context: Context, options: SwaOptions) -> None:
         super().__init__(context, options)
@@ -96,17 +98,11 @@ class SwaServer(Server[SwaOptions]):
         self.pending = False
         """Whether the model in row 0 ends a cycle. It joins the mean a round later: a refiner may still change it."""
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
-        return [Job(client, self.bank.rows[0]) for client in clients]
-
     def collect(self, round: int, updates: Iterator[Update]) -> None:
-        mean = Mean(self.context.layout)
-        for update in updates:
-            mean.add(update.row, update.samples)
         if self.pending:
             self.bank.rows[1] = self.deploy()
             self.averaged += 1
-        mean.into(self.bank.rows[0])
+        super().collect(round, updates)
         self.pending = place_in_cycle(round, self.context.rounds, self.options) == 1
 
     def deploy(self) -> Tensor:
@@ -132,6 +128,7 @@ register(
         local=FedASAMLocal,
         neutral={"rho": 0.0},
         models_sent="2K",
+        extra_compute="client 2x",
     )
 )
 register(
@@ -145,5 +142,8 @@ register(
         local=SwaLocal,
         neutral={"rho": 0.0, "start": 1.0},
         models_sent="2K",
+        needs_each="",
+        server_keeps="2 models",
+        extra_compute="client 2x",
     )
 )

@@ -9,7 +9,7 @@ turn negative.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -30,7 +30,7 @@ class FedAvgOptions(Options):
 class FedAvgServer(Server[FedAvgOptions]):
     """One model, averaged."""
 
-    kept = ("bank",)
+    kept: ClassVar[tuple[str, ...]] = ("bank",)
 
     def __init__(self, context: Context, options: FedAvgOptions) -> None:
         super().__init__(context, options)
@@ -67,5 +67,6 @@ register(
         server=FedAvgServer,
         local=Local,
         models_sent="2K",
+        needs_each="",
     )
 )

@@ -49,6 +49,7 @@ register(
         options=FedBABUOptions,
         local=FedBABULocal,
         defaults={"fedavg.weighting": "uniform"},
-        models_sent="2K less heads",
+        models_sent="2K - heads",
+        client_keeps="fixed head",
     )
 )

@@ -143,6 +143,8 @@ register(
         refiner=FedBERefiner,
         neutral={"epochs": 0},
         models_sent="2K",
+        needs_each="draws teachers from the spread of the clients' models",
+        extra_compute="server distils",
         server_data="inputs",
     )
 )

@@ -46,6 +46,7 @@ register(
         summary="each client keeps batch norm to itself",
         reference="Li et al., ICLR 2021",
         local=FedBNLocal,
-        models_sent="2K less norms",
+        models_sent="2K - norms",
+        client_keeps="batch norms",
     )
 )

@@ -228,5 +228,8 @@ register(
         options=FedCDAOptions,
         server=FedCDAServer,
         models_sent="2K",
+        needs_each="chooses one of each client's models of several rounds",
+        server_keeps="3N+3 models",
+        extra_compute="server searches",
     )
 )

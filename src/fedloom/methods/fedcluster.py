@@ -56,5 +56,6 @@ register(
         server=FedClusterServer,
         neutral={"clusters": 1},
         models_sent="2K",
+        needs_each="",
     )
 )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fedloom.gram import cosine_gaps, gap_errors, inner_products, quick_products
 from fedloom.methods.base import Options
 from fedloom.methods.catalogue import Method, register
-from fedloom.methods.slots import SlotServer
+from fedloom.methods.slots import APART, SlotServer
 from fedloom.rows import Kind
 
 
@@ -152,7 +152,9 @@ register(
         reference="Hu et al., ICDE 2024",
         options=FedCrossOptions,
         server=FedCrossServer,
+        defaults=APART,
         models_sent="2K",
+        needs_each="crosses the clients' models",
         server_keeps="K models",
         extra_compute="server compares",
     )

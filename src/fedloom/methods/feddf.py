@@ -144,6 +144,8 @@ register(
         refiner=FedDFRefiner,
         neutral={"steps": 0},
         models_sent="2K",
+        needs_each="takes the clients' models as teachers",
+        extra_compute="server distils",
         server_data="inputs",
     )
 )

@@ -102,5 +102,8 @@ register(
         server=FedDynServer,
         local=FedDynLocal,
         models_sent="2K",
+        needs_each="",
+        client_keeps="1 vector",
+        server_keeps="3 models",
     )
 )

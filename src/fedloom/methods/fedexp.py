@@ -97,5 +97,7 @@ register(
         server=FedExPServer,
         neutral={"epsilon": 1e300, "average": False},  # so large that the step is always 1
         models_sent="2K",
+        needs_each="needs the length of each client's update",
+        server_keeps="2 models",
     )
 )

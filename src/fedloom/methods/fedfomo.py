@@ -128,5 +128,8 @@ register(
         server=FedFomoServer,
         local=FedFomoLocal,
         models_sent="K(M + 1)",
+        needs_each="keeps a model for each client",
+        server_keeps="N models",
+        extra_compute="client tests M",
     )
 )

@@ -158,6 +158,9 @@ register(
         local=FedGenLocal,
         companion=FedGenCompanion,
         neutral={"alpha": 0.0, "beta": 0.0},
-        models_sent="2K + K generators",
+        models_sent="2K + generators",
+        needs_each="learns a generator from each client's head and labels",
+        server_keeps="model, G",
+        extra_compute="server learns",
     )
 )

@@ -10,7 +10,8 @@ gamma = s^2 instead. Adam and its numbers are those of the authors' code.
 
 gamma scales trainable parameters only: batch norm's statistics get the mean by lambda. The authors' code lets batch
 norm adapt to the server's data while it learns; here it uses that mean, so that what is learned is what is deployed.
-Their proxy data are a part of the test set; ours are not (`--server-data`). `shrink=false` leaves gamma at 1.
+Their proxy data are a part of the test set; ours are not (`--server-data`). `shrink=false` leaves gamma at 1. Their
+variant that learns lambda with averaged weights first and gamma after it is left out.
 """
 
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ register(
         server=FedLAWServer,
         neutral={"epochs": 0},
         models_sent="2K",
+        needs_each="learns a weight for each client's model",
+        extra_compute="server learns",
         server_data="labels",
         rescales=True,
     )

@@ -89,5 +89,7 @@ register(
         options=FedMAOptions,
         server=FedMAServer,
         models_sent="2K",
+        needs_each="matches the neurons of the clients' models",
+        extra_compute="server matches",
     )
 )

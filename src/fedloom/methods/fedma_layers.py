@@ -45,6 +45,8 @@ class FedMALayersOptions(Options):
     """growing: deviation of global neurons from 0"""
     gamma: float = Field(7.0, gt=0)
     """growing: how readily new neurons are opened"""
+    bias0: float = 0.1
+    """growing: mean of the global biases before any is seen; that of weights is 0"""
 
 
 def stages(layout: Layout, symmetries: Symmetries) -> dict[int, int]:
@@ -196,7 +198,12 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         vectors = [group.vectors(self.slots.rows[k], ties).double().cpu()[m] for k, m in zip(active, mine, strict=True)]
         draw = self.context.streams.numpy(f"fedma layer {n}", round)
         if self.options.start < 1:
-            prior = Prior(self.options.sigma, self.options.sigma0, self.options.gamma)
+            mu0 = torch.zeros_like(self.whole)
+            for tie in ties:
+                if tie.entry.name.rpartition(".")[2] == "bias":
+                    tie.entry.view(mu0).fill_(self.options.bias0)
+            mean = group.vectors(mu0, ties)[0].double().cpu()
+            prior = Prior(self.options.sigma, self.options.sigma0, self.options.gamma, mean)
             places = grow(vectors, mine[0], group.size, prior, self.options.sweeps, draw)
         else:
             orders = match(vectors, [self.weights[k] for k in active], self.options.sweeps, draw)
@@ -325,6 +332,9 @@ register(
         options=FedMALayersOptions,
         server=FedMALayersServer,
         local=FedMALayersLocal,
-        models_sent="2K + class counts",
+        models_sent="2K + counts",
+        needs_each="matches the neurons of the clients' models",
+        server_keeps="K+2 models",
+        extra_compute="server matches",
     )
 )

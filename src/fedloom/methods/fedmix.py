@@ -45,6 +45,10 @@ class MixLocal(Local[FedMixOptions]):
         super().__init__(context, options)
         if not context.classes:
             raise InputError("fedmix and naivemix mix labels, and these data have no classes.")
+        if options.lam and context.takes_tokens():
+            raise InputError(
+                "fedmix and naivemix take means of inputs, and those of this network are tokens: no numbers."
+            )
 
     def uploads(self, layout: Layout) -> Shapes:
         groups, context = self.options.groups, self.context
@@ -71,9 +75,11 @@ class MixLocal(Local[FedMixOptions]):
         taken, groups = bench.scratch["taken"], self.options.groups
         at = taken + torch.arange(len(batch), device=bench.device)
         group = at.mul(groups).div(bench.scratch["samples"], rounding_mode="floor").long()
-        bench.uploads["x"].index_add_(0, group, batch.x)
-        bench.uploads["y"].index_add_(0, group, F.one_hot(batch.y, self.context.classes).to(batch.x))
-        bench.uploads["count"].index_add_(0, group, torch.ones_like(at))
+        one_hot = F.one_hot(batch.y, self.context.classes)
+        for name, values in (("x", batch.x), ("y", one_hot), ("count", torch.ones_like(at))):
+            sums = bench.uploads[name]
+            # Not `index_add_`, which on a GPU adds in varying order.
+            sums.index_put_((group,), values.to(sums), accumulate=True)
         taken.add_(len(batch))
         return torch.zeros_like(taken)
 
@@ -142,5 +148,8 @@ register(
         companion=MixCompanion,
         neutral={"lam": 0.0},
         models_sent="2K + means",
+        needs_each="hands means of each client's samples to the others",
+        server_keeps="model, means",
+        extra_compute="client 2x",
     )
 )

@@ -13,24 +13,28 @@ and VGG-16).
 
 `secure` lets the clients exchange layers among themselves (Appendix B, see recombination.py) before they upload; the
 paper does not say how often a layer is sent, here half the time. It changes fewer layers than the server's shuffle:
-with ten clients three in ten change owner, and a model of few layers may come out as it went in. In the rounds of the
-first stage nothing is exchanged.
+with ten clients three in ten change owner, and a model of few layers may come out as it went in. `mixed` lets the
+clients exchange again until no model does, as the paper allows. A client that is lost takes no part, and its model is
+left out. In the rounds of the first stage nothing is exchanged.
 
 `indep`, the paper's baseline, is the same without recombination: models wander and never meet.
 """
 
 import re
 from fractions import Fraction
+from functools import partial
 from math import ceil
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
+from fedloom.errors import InputError
+from fedloom.exchange import LayerExchange
 from fedloom.methods.base import Context, Options
 from fedloom.methods.catalogue import Method, register
-from fedloom.methods.recombination import Participant, exchange
-from fedloom.methods.slots import SlotServer
+from fedloom.methods.recombination import recombine
+from fedloom.methods.slots import APART, SlotServer
 from fedloom.rows import Layout
 
 SEGMENT = re.compile(r"segment:([0-9]?\.?[0-9]{1,9}|[0-9]{1,4}/[1-9][0-9]{0,3})")
@@ -45,6 +49,15 @@ class FedMROptions(Options):
     """clients exchange layers among themselves, so that the server never sees a model that one client trained"""
     send_probability: float = Field(0.5, ge=0, le=1)
     """how often a client gives a layer away in the secure exchange"""
+    mixed: bool = False
+    """in the secure exchange, exchange again until no model is what one client trained"""
+
+    @field_validator("mixed")
+    @classmethod
+    def _possible(cls, value: bool, others: ValidationInfo) -> bool:
+        if value and others.data.get("send_probability") == 0:
+            raise ValueError("nothing is ever mixed where nothing is sent")
+        return value
 
     @field_validator("granularity")
     @classmethod
@@ -76,6 +89,8 @@ class FedMRServer(SlotServer[FedMROptions]):
     def __init__(self, context: Context, options: FedMROptions) -> None:
         super().__init__(context, options)
         self.layers = layers(context.layout, options.granularity)
+        if options.mixed and len(self.layers) == 1:
+            raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         if round < self.options.first_stage:
@@ -94,22 +109,22 @@ class FedMRServer(SlotServer[FedMROptions]):
                 for i, j in enumerate(source):
                     w[i, part] = v[j, part]
 
+    @classmethod
+    def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:
+        if not options.secure or round < options.first_stage:
+            return None
+        return LayerExchange(layers(layout, options.granularity), options.send_probability, options.mixed)
+
     def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
         """The clients exchange layers; what the server gets is `w`."""
-        everyone = list(range(len(v)))
-        participants = {
-            i: Participant(
-                me=i,
-                others=[j for j in everyone if j != i],
-                layers=[_gather(v[i], columns) for columns in self.layers],
-                draw=self.context.streams.numpy("exchange", round, i),
-                send_probability=self.options.send_probability,
-            )
-            for i in everyone
-        }
-        exchange(participants)
-        for i, participant in participants.items():
-            for columns, layer in zip(self.layers, participant.assemble(), strict=True):
+        w.copy_(v)
+        if self.exchanged_by_clients:
+            return
+        everyone = [i for i in range(len(v)) if i not in self.absent]
+        models = {i: [_gather(v[i], columns) for columns in self.layers] for i in everyone}
+        draws = partial(self.context.streams.numpy, round=round)
+        for i, model in recombine(models, draws, self.options.send_probability, self.options.mixed).items():
+            for columns, layer in zip(self.layers, model, strict=True):
                 _scatter(w[i], columns, layer)
 
 
@@ -140,7 +155,10 @@ register(
         reference="Hu et al., KDD 2024",
         options=FedMROptions,
         server=FedMRServer,
+        defaults=APART,
         models_sent="2K",
+        needs_each="swaps layers between the clients' models",
+        server_keeps="K models",
     )
 )
 
@@ -151,6 +169,9 @@ register(
         summary="several models travel and never meet; their mean is deployed (FedMR's baseline)",
         reference="Hu et al., KDD 2024",
         server=IndepServer,
+        defaults=APART,
         models_sent="2K",
+        needs_each="keeps models that are never averaged in training",
+        server_keeps="K models",
     )
 )

@@ -12,6 +12,9 @@ number of clients one gets w_t itself. The server takes the uniform mean of what
 Values are those of the authors' repository; FedMR's has alpha 5 and T_a 100. Their code mutates every entry of the
 state dict as a layer of its own, batch norm's running variances included, which may so turn negative. Here only
 trainable parameters mutate, and a layer is a module (`granularity`).
+
+Where the paper is silent: if clients are lost, the mutants that came back do not balance, and their mean lies off by a
+multiple of delta. The difference between the mean of all mutants and that of those which were trained is then added.
 """
 
 from collections.abc import Iterable, Iterator
@@ -51,6 +54,7 @@ class FedMutServer(Server[FedMutOptions]):
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self._mutants = context.bank(context.per_round)
+        self._count = 0  # of mutants that were sent in this round
         trainable = context.layout.trainable
         units = [[c for c in unit if c.stop <= trainable] for unit in layers(context.layout, options.granularity)]
         self._layers = [unit for unit in units if unit]
@@ -58,6 +62,7 @@ class FedMutServer(Server[FedMutOptions]):
     def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
         w, before = self.bank.rows
         mutants, draw = self._mutants.rows[: len(clients)], self.context.streams.numpy("fedmut", round)
+        self._count = len(clients)
         mutants[:] = w
         for unit in self._layers:
             v = torch.from_numpy(coefficients(len(clients), self.lean(round), draw)).to(mutants)
@@ -73,12 +78,22 @@ class FedMutServer(Server[FedMutOptions]):
         return self.options.a0 * (1 - over)
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
-        mean = Mean(self.context.layout)
+        w, before = self.bank.rows
+        trained, sent, everyone = (Mean(self.context.layout) for _ in range(3))
         for update in updates:
-            mean.add(update.row)
-        if mean.weight:
-            self.bank.rows[1] = self.bank.rows[0]
-            mean.into(self.bank.rows[0])
+            trained.add(update.row)
+            sent.add(update.job.row)
+        if not trained.weight:
+            return
+        before.copy_(w)
+        trained.into(w)
+        if trained.weight < self._count:
+            for mutant in self._mutants.rows[: self._count]:
+                everyone.add(mutant)
+            balanced, biased = self.context.layout.empty(w.device), self.context.layout.empty(w.device)
+            everyone.into(balanced)
+            sent.into(biased)
+            w[: self.context.layout.trainable] += (balanced - biased)[: self.context.layout.trainable]
 
     def deploy(self) -> Tensor:
         return self.bank.rows[0]
@@ -106,5 +121,7 @@ register(
         defaults={"fedavg.weighting": "uniform"},  # what its neutral setting is compared with
         neutral={"alpha": 0.0},
         models_sent="2K",
+        needs_each="",
+        server_keeps="2 models",
     )
 )

@@ -120,6 +120,8 @@ register(
         reference="Collins et al., ICML 2021",
         options=FedRepOptions,
         local=FedRepLocal,
-        models_sent="2K less heads",
+        models_sent="2K - heads",
+        client_keeps="its head",
+        extra_compute="11 epochs",
     )
 )

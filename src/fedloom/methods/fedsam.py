@@ -78,5 +78,6 @@ register(
         local=FedSAMLocal,
         neutral={"rho": 0.0},
         models_sent="2K",
+        extra_compute="client 2x",
     )
 )

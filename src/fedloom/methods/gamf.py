@@ -19,6 +19,7 @@ and stay so.
 
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -118,15 +119,15 @@ def sinkhorn(logits: Tensor, iterations: int, tolerance: float = 1e-6) -> Tensor
     logits = logits.double()
     logits = logits - logits.amax(1, keepdim=True)
     logits = logits - logits.amax(0, keepdim=True)
-    K = logits.clamp(min=-300).exp()
-    KT = K.T.contiguous()
-    v = torch.ones(len(K), dtype=K.dtype, device=K.device)
+    # By numpy: an iteration on a layer of 128 units takes a third of the time that it takes with tensors.
+    K = logits.clamp(min=-300).exp().cpu().numpy()
+    v = np.ones(len(K))
     for i in range(iterations):
         u = 1 / (K @ v)
-        v = 1 / (KT @ u)
-        if i % 10 == 9 and float((u * (K @ v) - 1).abs().max()) < tolerance:
+        v = 1 / (u @ K)
+        if i % 10 == 9 and abs(u * (K @ v) - 1).max() < tolerance:
             break
-    return u[:, None] * K * v
+    return torch.from_numpy(u[:, None] * K * v).to(logits.device)
 
 
 def fourth_norms(a: Tensor, b: Tensor) -> Tensor:
@@ -146,5 +147,7 @@ register(
         options=GAMFOptions,
         server=GAMFServer,
         models_sent="2K",
+        needs_each="matches the neurons of the clients' models",
+        extra_compute="server matches",
     )
 )

@@ -1,12 +1,12 @@
 """Matching neurons where a layer may grow: the maximum a posteriori estimate of a beta-Bernoulli process.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, whose matching FedMA uses.
-A neuron of a client is a global neuron plus noise of variance sigma^2; global neurons are drawn around 0 with variance
-sigma0^2; how many there are is not known. With s = 1/sigma^2, s0 = 1/sigma0^2, and for global neuron i the number n_i
-of clients that have it, S_i = s0 + n_i s and G_i = s (sum of theirs), a client's neuron u gains
+A neuron of a client is a global neuron plus noise of variance sigma^2; global neurons are drawn around mu0 with
+variance sigma0^2; how many there are is not known. With s = 1/sigma^2, s0 = 1/sigma0^2, and for global neuron i the
+number n_i of clients that have it, S_i = s0 + n_i s and G_i = s0 mu0 + s (sum of theirs), a client's neuron u gains
 
-    ||s u + G_i||^2 / (S_i + s) - ||G_i||^2 / S_i + log(n_i / (J - n_i))     by being neuron i,
-    ||s u||^2 / (s0 + s) + 2 log(gamma / J) - 2 log e                        by being the e-th new one.
+    ||s u + G_i||^2 / (S_i + s) - ||G_i||^2 / S_i + log(n_i / (J - n_i))                by being neuron i,
+    ||s u + s0 mu0||^2 / (s0 + s) - ||s0 mu0||^2 / s0 + 2 log(gamma / J) - 2 log e      by being the e-th new one.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,14 @@ class Prior:
     sigma: float
     sigma0: float
     gamma: float
+    mu0: Tensor | float = 0.0
+    """The mean of global neurons, a number for each weight or one for all."""
 
     def gains(self, u: Tensor, total: Tensor, counts: Tensor, clients: int, new: int) -> Tensor:
         """What each neuron of `u` gains by being one of those with `total` and `counts`, or one of `new` more."""
         s, s0 = 1 / self.sigma**2, 1 / self.sigma0**2
-        G, S = s * total, s0 + s * counts
+        prior = torch.zeros_like(u[:1]) + s0 * self.mu0
+        G, S = prior + s * total, s0 + s * counts
         squares = (s * u).square().sum(1)
         cross = squares[:, None] + 2 * s * u @ G.T + G.square().sum(1)
         capped = counts.clamp(
@@ -41,7 +44,8 @@ class Prior:
         )  # all clients but this one at most, so never log(x / 0)
         known = cross / (S + s) - G.square().sum(1) / S + torch.log(capped / (clients - capped))
         e = torch.arange(1, new + 1, dtype=u.dtype)
-        fresh = squares[:, None] / (s0 + s) + 2 * log(self.gamma / clients) - 2 * torch.log(e)
+        alone = (s * u + prior).square().sum(1) / (s0 + s) - prior.square().sum() / s0
+        fresh = alone[:, None] + 2 * log(self.gamma / clients) - 2 * torch.log(e)
         return torch.cat([known, fresh], dim=1)
 
 

@@ -249,5 +249,6 @@ register(
             **{"epochs": None, "steps": None, "first_epochs": None, "estimate": False},
         },
         models_sent="2K",
+        extra_compute="client 4x",
     )
 )

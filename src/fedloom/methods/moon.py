@@ -93,5 +93,7 @@ register(
         local=MoonLocal,
         neutral={"mu": 0.0},
         models_sent="2K",
+        client_keeps="last model",
+        extra_compute="client 2 tests",
     )
 )

@@ -33,5 +33,7 @@ register(
         companion=MixCompanion,
         neutral={"lam": 0.0},
         models_sent="2K + means",
+        needs_each="hands means of each client's samples to the others",
+        server_keeps="model, means",
     )
 )

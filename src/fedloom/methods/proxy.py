@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.bench import SCORE_BATCH
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job
 from fedloom.methods.base import Context, O, Server
 from fedloom.methods.synthesis import Network
 from fedloom.optim import Optimizer
+from fedloom.scores import SCORE_BATCH
 
 MOST_PREPARED = 1 << 28
 """Bytes of inputs that are made ready once and kept; more than that is made ready batch by batch."""

@@ -10,14 +10,43 @@ of several clients' layers, and every layer instance is used exactly once. For e
 4. each client puts its model together from what came back, or from what is left in its buffer.
 
 The protocol is written as messages between participants; here they are delivered in this process, and a network may
-carry them instead.
+carry them instead (flower/sealed_site.py). The paper lets clients exchange several times in a round. Where that is to
+go on until no model is what one client trained, it does so `MOST` times at most.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, SupportsInt
 
-import numpy as np
 from torch import Tensor
+
+MOST = 12
+
+
+def purpose(attempt: int = 0, number: int = 0) -> str:
+    """The name of the stream that a client draws from in an attempt's exchange of this number."""
+    return f"exchange {attempt} {number}" if attempt or number else "exchange"
+
+
+def is_whole(owners: Iterable[int]) -> bool:
+    """Whether layers of these clients are a model that one client trained."""
+    return len(set(owners)) == 1
+
+
+class Draw(Protocol):
+    """Where a participant's choices come from: a numpy generator, or one that nobody can predict."""
+
+    def random(self) -> float:
+        """At least 0 and below 1."""
+
+    def integers(self, high: int, /) -> SupportsInt:
+        """At least 0 and below `high`."""
+
+
+class Draws(Protocol):
+    """Where the choices of a client come from, by purpose."""
+
+    def __call__(self, purpose: str, *, client: int) -> Draw: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +67,7 @@ class Participant:
     me: int
     others: list[int]
     layers: list[Tensor]
-    draw: np.random.Generator
+    draw: Draw
     send_probability: float = 0.5
     _buffers: list[list[Tensor]] = field(default_factory=list)
     _senders: list[list[int]] = field(default_factory=list)
@@ -118,3 +147,27 @@ def exchange(
     count = carry(participants, offers)
     answers = [message for p in participants.values() for message in p.answer()]
     return count + carry(participants, answers)
+
+
+def recombine(
+    models: Mapping[int, list[Tensor]], draws: Draws, send_probability: float, mixed: bool = False
+) -> dict[int, list[Tensor]]:
+    """What clients with these layers end with: one exchange, or as many as it takes to mix all models."""
+    current = dict(models)
+    owners = {id(layer): client for client, layers in models.items() for layer in layers}
+    for number in range(MOST if mixed and len(models) > 1 else 1):
+        participants = {
+            me: Participant(
+                me,
+                [other for other in models if other != me],
+                layers,
+                draws(purpose(0, number), client=me),
+                send_probability,
+            )
+            for me, layers in current.items()
+        }
+        exchange(participants)
+        current = {me: participant.assemble() for me, participant in participants.items()}
+        if not mixed or not any(is_whole(owners[id(layer)] for layer in layers) for layers in current.values()):
+            break
+    return current

@@ -112,5 +112,8 @@ register(
         companion=ScaffoldCompanion,
         defaults={"fedavg.weighting": "uniform"},
         models_sent="4K",
+        needs_each="",
+        client_keeps="1 vector",
+        server_keeps="2 models",
     )
 )

@@ -6,13 +6,18 @@ model whose client is lost is its own v_i. The deployed model is the uniform mea
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from fedloom.exchange import Job, Update
 from fedloom.methods.base import Context, O, Server
 from fedloom.rows import Mean
+
+APART: Mapping[str, Any] = {"fedgen.alpha": 1.0, "fedgen.beta": 1.0}
+"""Options of other methods for models that are not made one in every round: with FedGen's own weights, 10, they learn
+but drift so far apart that their mean is worth nothing."""
 
 
 class SlotServer(Server[O]):
@@ -25,6 +30,8 @@ class SlotServer(Server[O]):
         self.bank = context.bank(context.per_round)
         self.bank.rows[:] = context.initial
         self._uploaded = context.bank(context.per_round)
+        self.absent: set[int] = set()
+        """Slots whose clients were lost or not asked in this round."""
 
     def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
         slots = self._slots(round, len(clients))
@@ -44,6 +51,7 @@ class SlotServer(Server[O]):
             missing.discard(update.slot)
         if len(missing) == len(self.bank):
             return
+        self.absent = missing
         for slot in missing:
             self._uploaded.rows[slot] = self.bank.rows[slot]
         self.combine(round, self._uploaded.rows, self.bank.rows)

@@ -12,7 +12,8 @@ batch size, a weight decay and a dropout rate. The values are those of the paper
 Adam at 5e-4 with batches of 64: its learning rates and batch sizes are here factors on the run's own. Dropout changes
 layers that the network has, and adds none. The runs of a client also see their batches in different orders. That paper
 trains 32 models of 8 epochs each; here it is 4, which it gives SWA and its own method. A loss that knows no classes is
-judged instead of the accuracy. The statistics of batch norm are averaged like weights.
+judged instead of the accuracy. Batch norm's statistics of a mean are found by one more pass over the client's samples
+(`estimate`), also of those means that the greedy soup tries: what is judged is what is returned.
 """
 
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ class SoupsOptions(Options):
     """rates of the dropout layers that the network has, likewise"""
     validation: float = Field(0.2, ge=0, lt=1)
     """share of each client's samples held out where models are chosen by it, unless --validation is given"""
+    estimate: bool = True
+    """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
 
 
 O = TypeVar("O", bound=SoupsOptions)  # noqa: E741 - as in base.py
@@ -101,10 +104,12 @@ class SoupsLocal(Local[O]):
             else:
                 ingredients.append(bench.row.clone())
         self.follow(bench, Recipe(own))
-        if options.selection == "uniform":
-            uniform.into(bench.row)
-        else:
-            bench.row.copy_(greedy_soup(bench, ingredients, options.strict))
+        if options.selection == "greedy":
+            bench.row.copy_(greedy_soup(bench, ingredients, options.strict, options.estimate))
+            return
+        uniform.into(bench.row)
+        if options.estimate and options.models > 1:  # one model has its own already
+            bench.estimate_statistics()
 
     def follow(self, bench: Bench, recipe: Recipe) -> None:
         """Train from here on by this recipe."""
@@ -154,13 +159,20 @@ def merit(bench: Bench, row: Tensor) -> float:
     return -score.loss if score.accuracy is None else score.accuracy
 
 
-def greedy_soup(bench: Bench, ingredients: list[Tensor], strict: bool = False) -> Tensor:
-    """Recipe 1: the best model, and of the others in order those that do not make the mean worse."""
+def greedy_soup(bench: Bench, ingredients: list[Tensor], strict: bool = False, estimate: bool = False) -> Tensor:
+    """Recipe 1: the best model, and of the others in order those that do not make the mean worse.
+
+    With `estimate` a mean gets statistics of its own before it is judged, in the bench's row.
+    """
     merits = [merit(bench, row) for row in ingredients]
     ranked = [ingredients[i] for i in sorted(range(len(merits)), key=lambda i: -merits[i])]
     chosen, best, soup = ranked[:1], max(merits), ranked[0]
     for row in ranked[1:]:
         trial = average(bench.layout, [*chosen, row])
+        if estimate:
+            bench.row.copy_(trial)
+            bench.estimate_statistics()
+            trial.copy_(bench.row)
         now = merit(bench, trial)
         if now > best or (now == best and not strict):
             chosen, best, soup = [*chosen, row], now, trial
@@ -192,5 +204,6 @@ register(
         local=SoupsLocal,
         neutral={"models": 1},
         models_sent="2K",
+        extra_compute="client 4x",
     )
 )

@@ -7,7 +7,7 @@ mean. The authors start at 75 to 80 % of the steps and take a snapshot after eve
 Local training has few epochs, so snapshots are counted here instead: they lie evenly between `start` and the end of
 the client's training, the last of them on its last step. The paper on Local Superior Soups measures against 4
 snapshots from the start (`start` 0). With a cyclic learning rate a snapshot ends each cycle, where the rate is lowest.
-The statistics of batch norm are averaged like weights.
+As in the paper, one more pass over the client's samples finds the mean's own statistics of batch norm (`estimate`).
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,8 @@ class SwaOptions(Options):
     """share of a client's steps before the first of the stretches that end in a snapshot"""
     lr_end: float = Field(1.0, gt=0, le=1)
     """factor on the learning rate at the end of each such stretch, reached linearly; 1 keeps it constant"""
+    estimate: bool = True
+    """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
 
 
 def snapshot_steps(total: int, start: float, snapshots: int) -> list[int]:
@@ -56,6 +58,8 @@ class SwaLocal(Local[SwaOptions]):
             mean.add(bench.row)
         mean.into(bench.row)
         bench.lr = lr
+        if options.estimate and mean.weight > 1:  # one snapshot has its own already
+            bench.estimate_statistics()
 
 
 register(

@@ -13,7 +13,7 @@ As in the authors' code, there is a check after every few steps; the iterates be
 is in or out as a whole, and the loss of a check is that of its last iterate. The paper gives no rule for a loss that
 never starts to rise or never passes l: as in their code, the last segment alone is returned where there was no start,
 and all segments from the start on where there was no end. 32 checks are one at each of the 32 steps that the paper on
-Local Superior Soups gives SWAD. The statistics of batch norm are averaged like weights.
+Local Superior Soups gives SWAD. Batch norm's statistics of the mean are found by one more pass, as the authors do.
 """
 
 from collections.abc import Iterator
@@ -40,6 +40,8 @@ class SwadOptions(Options):
     """validation checks in a client's training, evenly spread, at most one a step"""
     validation: float = Field(0.2, ge=0, lt=1)
     """share of each client's samples held out to validate, unless --validation is given"""
+    estimate: bool = True
+    """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
 
 
 class Valley:
@@ -99,6 +101,8 @@ class SwadLocal(Local[SwadOptions]):
             if valley.ended:
                 break
         valley.finish().into(bench.row)
+        if self.options.estimate and valley.mean.weight > 1:  # one iterate has its own already
+            bench.estimate_statistics()
 
     def step(self, bench: Bench, batch: Batch) -> Tensor:
         loss = super().step(bench, batch)
@@ -118,5 +122,6 @@ register(
         # A check at every step, no start ever, and nothing held out: the last iterate is returned.
         neutral={"checks": 10**9, "optimum_patience": 10**9, "validation": 0.0},
         models_sent="2K",
+        extra_compute="client tests",
     )
 )

@@ -36,6 +36,11 @@ class Sweep(Quiet):
         """Give back the recordings."""
         self._tape.close()
 
+    def memory(self) -> list[Tensor]:
+        """What a step changes."""
+        state = vars(self._optimizer).values() if self._optimizer is not None else ()
+        return [self._w, self._a, *self._gradients.tensors(), *(v for v in state if isinstance(v, Tensor))]
+
     def match(self, steps: Sequence[Step], row: Tensor, target: Tensor, kind: Distance = "squared") -> Match:
         """What synthesis.match finds for these steps from `row` towards `target`; gradients are lent until the next."""
         with self._apart():

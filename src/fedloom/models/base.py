@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args, get_origin
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.errors import InputError, unknown
 from fedloom.settings import Settings, validated
@@ -32,8 +32,11 @@ class Wanted:
     tokens: int = 0
     """How many different tokens the data have; 0 where they do not say."""
 
-    def images(self, smallest: int = 1) -> tuple[int, int, int]:
-        """Channels, height and width, where inputs are images whose sides have `smallest` pixels or more."""
+    def images(self, smallest: int = 1, colour: bool = False) -> tuple[int, int, int]:
+        """Channels, height and width, where inputs are images whose sides have `smallest` pixels or more.
+
+        A network for `colour` images has three channels; grey ones are repeated (`repeated`).
+        """
         if len(self.shape) != 3:
             raise InputError(
                 f"model {self.name!r} cannot take inputs of shape {self.shape}; it wants images, (C, H, W)."
@@ -44,7 +47,9 @@ class Wanted:
                 f"model {self.name!r} cannot take images of {height} x {width} pixels; the smallest it takes "
                 f"have {smallest} x {smallest}."
             )
-        return channels, height, width
+        if colour and channels not in (1, 3):
+            raise InputError(f"model {self.name!r} cannot take images of {channels} channels; it takes 1 or 3.")
+        return 3 if colour else channels, height, width
 
     def length(self) -> int:
         """How many tokens an input has, where inputs are text."""
@@ -66,6 +71,11 @@ class Network(Generic[O]):
     """Of a network for text: the length and the number of classes that its published size is for."""
     count: Callable[[Wanted, O], int] | None = None
     """How many trainable parameters there are, where making the network needs a library that may be missing."""
+
+
+def repeated(x: Tensor, channels: int) -> Tensor:
+    """Images with so many channels: grey ones have their only channel again and again."""
+    return x if x.shape[1] == channels else x.expand(-1, channels, -1, -1)
 
 
 def parse(name: str, options: type[O]) -> O:

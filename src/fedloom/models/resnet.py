@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.models.base import Network, Wanted
+from fedloom.models.base import Network, Wanted, repeated
 from fedloom.models.norms import NormOptions
 
 Size = tuple[int, int]
@@ -25,6 +25,8 @@ class ResNetOptions(NormOptions):
     """first layers: cifar keeps the size of images; imagenet (7 x 7 convolution and a pool) quarters their sides"""
     width: int = Field(64, ge=1)
     """channels of the first stage"""
+    colour: bool = False
+    """three channels whatever the data have; grey images are repeated"""
 
 
 class ImageNetOptions(ResNetOptions):
@@ -173,9 +175,18 @@ class ResNet(nn.Module):
     )
     """Under which other names files of torchvision and timm know the tensors, see `fedloom.initial`."""
 
-    def __init__(self, plan: Plan, block: AnyBlock, counts: tuple[int, ...], width: int, stem: str = "cifar") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        block: AnyBlock,
+        counts: tuple[int, ...],
+        width: int,
+        stem: str = "cifar",
+        colour: bool = False,
+    ) -> None:
         super().__init__()
-        channels, *sides = plan.wanted.images()
+        channels, *sides = plan.wanted.images(colour=colour)
+        self.channels = channels
         if stem == "imagenet":
             sides = [-(-side // 2) for side in sides]
             self.conv1 = plan.convolution(channels, width, 7, 2)
@@ -191,7 +202,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The pool before ReLU: the two commute exactly, and this way there is less to do.
-        x = F.relu(self.pool(self.norm1(self.conv1(x))))
+        x = F.relu(self.pool(self.norm1(self.conv1(repeated(x, self.channels)))))
         scores: Tensor = self.head(self.body(x).mean((2, 3)))
         return scores
 
@@ -225,7 +236,7 @@ class EarlyNormNet(nn.Module):
 
 def resnet(block: AnyBlock, counts: tuple[int, ...], wanted: Wanted, options: ResNetOptions) -> nn.Module:
     """ResNet-18 and its larger relatives."""
-    return ResNet(Plan(wanted, options), block, counts, options.width, options.stem)
+    return ResNet(Plan(wanted, options), block, counts, options.width, options.stem, options.colour)
 
 
 def resnet20(wanted: Wanted, options: ResNet20Options) -> nn.Module:

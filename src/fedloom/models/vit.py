@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedloom.errors import InputError
-from fedloom.models.base import Network, Wanted
+from fedloom.models.base import Network, Wanted, repeated
 from fedloom.settings import Settings
 
 
@@ -99,8 +99,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] < self.channels:
-            x = x.expand(-1, self.channels, -1, -1)
+        x = repeated(x, self.channels)
         if self.size and x.shape[-2:] != (self.size, self.size):
             x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", align_corners=False)
         scores: Tensor = self.head(self.vit(pixel_values=x).last_hidden_state[:, 0])
@@ -152,10 +151,7 @@ def count(wanted: Wanted, geometry: Geometry) -> int:
 
 def _input(wanted: Wanted, geometry: Geometry) -> tuple[int, tuple[int, int]]:
     """Channels and sides of what enters the body."""
-    given, height, width = wanted.images()
-    channels = 3 if geometry.colour else given
-    if given not in (1, channels):
-        raise InputError(f"model {wanted.name!r} cannot take images of {given} channels; it takes 1 or {channels}.")
+    channels, height, width = wanted.images(colour=geometry.colour)
     if geometry.size:
         height = width = geometry.size
     if height % geometry.patch or width % geometry.patch:

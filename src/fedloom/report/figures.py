@@ -16,6 +16,7 @@ METRICS = {
     "personal_accuracy_worst10": "worst 10 % of own models",
     "loss": "loss",
     "train_loss": "training loss",
+    "epsilon": "privacy spent, epsilon",
 }
 MOST_CLIENTS = 200
 MOST_PARTITIONS = 12

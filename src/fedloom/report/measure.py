@@ -90,6 +90,10 @@ class Group:
     bytes_down: Spread | None
     bytes_up: Spread | None
     seconds: Spread | None
+    epsilon: Spread | None
+    """Privacy spent, where some is guaranteed."""
+    delta: Spread | None
+    """Told in every record of a run that clips updates."""
     lost: int
     """Client answers that did not come, over all counted runs."""
     asked: int
@@ -156,6 +160,8 @@ def measure(name: Named) -> Group:
         bytes_down=over(lambda run: run.total("bytes_down")),
         bytes_up=over(lambda run: run.total("bytes_up")),
         seconds=over(lambda run: run.total("seconds.total")),
+        epsilon=over(lambda run: spent(run, "epsilon")),
+        delta=over(lambda run: spent(run, "delta")),
         lost=round(sum(run.total("lost") or 0 for run in runs)),
         asked=round(sum(_asked(row) for run in runs for row in run.history)),
     )
@@ -178,6 +184,11 @@ def final(run: Record, key: str) -> float | None:
     """`key` at the last evaluation. If the run diverged there, it has no result: an earlier one would lie."""
     last = last_evaluation(run)
     return next((look(row, key) for row in run.history if row["round"] == last), None)
+
+
+def spent(run: Record, key: str) -> float | None:
+    """`key` of the account of privacy after the last round."""
+    return look(run.history[-1], key) if run.history else None
 
 
 def aim(group: Group, target: float) -> Group:

@@ -58,9 +58,11 @@ class Comparison:
             said.append("“Worst clients”: mean over the tenth of the clients it serves worst.")
         if any(group.personal for group in self.groups):
             said.append(
-                "“Own models”: those that clients of a personalised method would use, each on its client's mixture of "
-                "classes, mean over clients; “worst own”: over the tenth that fares worst."
+                "“Own models”: those that clients of a personalised method would use, each on its client's test "
+                "samples or else its mixture of classes, mean over clients; “worst own”: over the worst tenth of them."
             )
+        if any(group.delta for group in self.groups):
+            said.append("“Privacy spent”: for one client more or less, by the noise that was asked for.")
         if any(group.best_accuracy for group in self.groups):
             said.append("“Best round” is chosen on the test data, so it flatters and is no result.")
         return " ".join(said)
@@ -113,8 +115,16 @@ def _columns(groups: Sequence[Group]) -> list[tuple[str, Callable[[Group], str],
         ("sent up", lambda group: human_bytes(group.bytes_up and group.bytes_up.mean), "cost"),
         ("sent", lambda group: human_bytes(_both(group)), "brief"),
         ("time", lambda group: human_seconds(group.seconds and group.seconds.mean), "cost", "brief"),
+        ("privacy spent", _privacy, "cost", "brief"),
         ("lost clients", lambda group: f"{group.lost} of {group.asked}" if group.lost else NOTHING, "cost"),
     ]
+
+
+def _privacy(group: Group) -> str:
+    """Epsilon at its delta; "none" where updates are clipped and nothing is guaranteed."""
+    if group.delta is None:
+        return NOTHING
+    return f"ε {group.epsilon.mean:.2f}, δ {group.delta.mean:.2g}" if group.epsilon else "none"
 
 
 def _both(group: Group) -> float | None:

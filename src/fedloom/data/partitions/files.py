@@ -23,6 +23,8 @@ def from_file(request: Request) -> list[Indices]:
     """The parts that a file lists; samples in none of them are left out, and a client may be empty."""
     if not request.value:
         raise InputError("partition 'file' wants the path of a file, as in file:split.json.")
+    if "\0" in request.value:
+        raise InputError(f"cannot read the partition {request.value!r}: no path has a zero byte.")
     parts = read_parts(Path(request.value), request.pool)
     if request.asked not in (None, len(parts)):
         raise InputError(f"{request.value} has {len(parts)} clients, but {request.asked} were asked for.")

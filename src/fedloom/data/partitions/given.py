@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from fedloom.data.partitions.request import NOBODY, Indices, Request, parts_of
+from fedloom.data.content import NOBODY
+from fedloom.data.partitions.request import Indices, Request, parts_of
 from fedloom.errors import InputError
 
 

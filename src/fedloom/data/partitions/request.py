@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.content import NOBODY
 from fedloom.errors import InputError
 
 Indices = NDArray[np.int64]
 Labels = NDArray[np.generic]
 Rng = np.random.Generator
-
-NOBODY = -1
-"""The owner of a sample that is left out."""
 
 
 @dataclass(frozen=True)

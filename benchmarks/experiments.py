@@ -1,0 +1,186 @@
+"""Whole experiments of the papers on a GPU, one after the other as far as the time goes.
+
+    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--runs FOLDER] [--results FOLDER]
+
+They are listed in benchmarks/experiments.toml, the most telling first. Each is a comparison (`fedloom compare`) whose
+runs share the GPU; accuracy curves go into small JSON files, refreshed while runs are under way, with the paper's
+numbers beside them. What did not fit is stopped in time, and the same command goes on with it. `--tiny` tries all of
+them out on the CPU, with two rounds of a few steps on two classes; its figures mean nothing.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from curves import collected
+
+import fedloom
+from fedloom.api import Silent, Stopped
+from fedloom.errors import FedloomError, InputError
+from fedloom.pretraining import pretrain
+
+LIST = Path(__file__).with_name("experiments.toml")
+REFRESH = 30.0
+"""Seconds between two writings of results while runs are under way."""
+LEAST = 40.0
+"""Seconds below which nothing new is begun."""
+
+
+class Page:
+    """The results of one experiment, in a file that it may share with others."""
+
+    def __init__(self, experiment: Mapping[str, Any], runs: Path, results: Path) -> None:
+        self._experiment, self._runs = experiment, runs
+        self._path = results / f"{experiment['file']}.json"
+        self._began = time.monotonic()
+        self._before = self._entries().get(experiment["name"], {}).get("seconds", 0.0)
+
+    def _entries(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        return found
+
+    def write(self, ended: str) -> None:
+        found = collected(self._runs)
+        if not found:
+            return
+        entry = {
+            "paper": self._experiment["paper"],
+            "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
+            "ended": ended,
+            "seconds": round(self._before + time.monotonic() - self._began, 1),
+            "runs at once": self._experiment["at_once"],
+            **found,
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        entries = {**self._entries(), self._experiment["name"]: entry}
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(entries, indent=1) + "\n")
+        part.replace(self._path)
+
+
+class Deadline(Silent):
+    """Stops runs when the time is over, and has the results written now and then."""
+
+    def __init__(self, end: float, page: Page) -> None:
+        self._end, self._page, self._written = end, page, time.monotonic()
+
+    def note(self, text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if time.monotonic() - self._written > REFRESH:
+            self._written = time.monotonic()
+            self._page.write("still running")
+
+    def wants_stop(self) -> bool:
+        return time.monotonic() > self._end
+
+
+def tiny(experiment: dict[str, Any]) -> dict[str, Any]:
+    """The same with as little work as there can be, on the CPU."""
+    settings = {
+        **experiment["settings"],
+        "rounds": 2, "steps": 2, "batch_size": 4, "eval_every": 1, "classes": "0-1", "device": "cpu",
+        "precision": "fp32", "engine": "plain",
+    }  # fmt: skip
+    settings["clients"], settings["per_round"] = min(settings["clients"], 10), min(settings["per_round"], 3)
+    settings["model"] = small_one(settings["model"])
+    few: dict[str, dict[str, Any]] = {
+        "dynafed": {"iterations": 1, "images_per_class": 1, "L": 2, "s": 1, "inner_steps": 2, "at_once": True}
+    }
+    few |= {"fedcda": {"warmup": 1}, "soups": {"epochs": None}, "diwa": {"epochs": None}}
+    given = experiment.get("options", {})
+    options = {
+        name: {**given.get(name, {}), **few.get(name, {})} for name in {*given, *few} & set(experiment["methods"])
+    }
+    made = {**experiment, "settings": settings, "options": options, "seeds": 1, "at_once": 1}
+    if "pretrain" in experiment:
+        before = experiment["pretrain"]
+        made["pretrain"] = {
+            **before,
+            "model": small_one(before["model"]),
+            "epochs": 1,
+            "classes": "0-1",
+            "device": "cpu",
+            "batch_size": 500,
+        }
+        settings["new_head"] = True
+    return made
+
+
+def small_one(model: str) -> str:
+    """A LeNet with the same kind of norm."""
+    _, colon, options = model.partition(":")
+    return f"lenet{colon}{options}"
+
+
+def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Path) -> str:
+    """Run one experiment, or go on with it; how it ended."""
+    folder = runs / experiment["name"].replace(", ", "-").replace(" ", "-")
+    page = Page(experiment, folder, results)
+    watcher = Deadline(end, page)
+    settings = {"device": "cuda", "checkpoint_seconds": 10_000.0, **experiment["settings"]}
+    try:
+        if "pretrain" in experiment:
+            given = {"device": "cuda", **experiment["pretrain"]}
+            start = pretrain(out=folder.with_suffix(".safetensors"), watcher=watcher, **given)
+            settings["init"] = str(start.path)
+            print(f"  pretrained: accuracy {start.about['accuracy']:.4f}", flush=True)
+        found = fedloom.compare(
+            experiment["methods"], experiment["seeds"], options=experiment.get("options"), out=folder,
+            at_once=experiment["at_once"], watcher=watcher, report=False, **settings,
+        )  # fmt: skip
+    except Stopped:
+        page.write("stopped when the time was over; the same command goes on with it")
+        return "stopped"
+    except InputError:
+        raise
+    except FedloomError as error:
+        page.write(f"failed: {error}")
+        return f"failed: {error}"
+    page.write("finished")
+    for run in found.runs:
+        print(f"  {run.path.name}: {run.summary['accuracy']:.4f}", flush=True)
+    return "finished"
+
+
+def main() -> None:
+    known = tomllib.loads(LIST.read_text())["experiment"]
+    parser = argparse.ArgumentParser(description="Whole experiments of the papers on a GPU.")
+    parser.add_argument("names", nargs="*", help=f"some of: {'; '.join(e['name'] for e in known)}; by default all")
+    parser.add_argument("--minutes", type=float, default=9.0, help="when to stop")
+    parser.add_argument("--seeds", type=int, help="how many, instead of the experiment's own number")
+    parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--tiny", action="store_true", help="to try them out")
+    options = parser.parse_args()
+    unknown = set(options.names) - {e["name"] for e in known}
+    if unknown:
+        parser.error(f"there is no experiment {min(unknown)!r}")
+    end = time.monotonic() + 60 * options.minutes
+    for experiment in known:
+        if options.names and experiment["name"] not in options.names:
+            continue
+        left = end - time.monotonic()
+        if left < LEAST:
+            print(f"{experiment['name']}: no time left", flush=True)
+            continue
+        if options.seeds:
+            experiment["seeds"] = options.seeds
+        print(f"{experiment['name']}, {left / 60:.1f} minutes left", flush=True)
+        began = time.monotonic()
+        try:
+            ended = carry_out(tiny(experiment) if options.tiny else experiment, end, options.runs, options.results)
+        except InputError as error:  # data that are not there, say: others may be
+            ended = str(error)
+        print(f"{experiment['name']}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a GPU does in one round, and what it could do: for benchmarks/gpu.py."""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fedloom.data import PooledFederation
+from fedloom.experiment import Experiment
+from fedloom.models import build as build_model
+
+BATCH, LR, MOMENTUM = 50, 0.01, 0.5
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(device: str, work: Callable[..., object], *given: Any) -> float:
+    """How long `work` takes with what it is given."""
+    wait(device)
+    start = time.perf_counter()
+    work(*given)
+    wait(device)
+    return time.perf_counter() - start
+
+
+def profile(
+    experiment: Experiment, data: PooledFederation, name: tuple[str, str], number: int, ceilings: dict[str, float]
+) -> dict[str, Any]:
+    """What the GPU does in round `number`, which must be a steady one."""
+    (model, precision), device = name, experiment.engine.device.type
+    wall = seconds(device, experiment.rounds.play, number)
+    clients = experiment.rounds.parts.server.select(number)
+    steps = [experiment.config.epochs * -(-len(data.parts[c]) // BATCH) for c in clients]
+    found = busy_share(profiled(device, experiment.rounds.play, number), wall)
+    found["steps of all clients, and of the largest"] = [sum(steps), max(steps)]
+    return found | floors(model, data, sum(steps), wall, ceilings, precision)
+
+
+def profiled(device: str, work: Callable[..., object], *given: Any) -> list[tuple[int, int, str]]:
+    """When which kernel ran, in nanoseconds."""
+    from torch.profiler import ProfilerActivity
+
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as found:
+        work(*given)
+        wait(device)
+    kineto = found.profiler.kineto_results  # reading these is a hundred times faster than `found.events()`
+    kind = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    chosen = (e for e in kineto.events() if e.device_type() == kind)
+    return sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in chosen)
+
+
+def busy_share(spans: list[tuple[int, int, str]], wall: float) -> dict[str, Any]:
+    """How much of the time at least one kernel runs, how many do at once, and which take longest."""
+    busy, end = 0, 0
+    for low, high, _ in spans:
+        busy, end = busy + max(0, high - max(low, end)), max(end, high)
+    total, length = sum(high - low for low, high, _ in spans), end - spans[0][0]
+    longest = Counter[str]()
+    for low, high, name in spans:
+        longest[name[:80]] += high - low
+    return {
+        "ms of the round": round(1000 * wall, 1),
+        "ms in the profile": round(length / 1e6, 1),
+        "busy": round(busy / length, 4),
+        "ms that kernels take in all": round(total / 1e6, 1),
+        "kernels": len(spans),
+        "kernels at once, while there is one": round(total / busy, 2),
+        "microseconds of a kernel": round(total / len(spans) / 1000, 2),
+        "longest": {name: round(ns / total, 3) for name, ns in longest.most_common(6)},
+    }
+
+
+def floors(
+    model: str, data: PooledFederation, steps: int, wall: float, ceilings: dict[str, float], precision: str
+) -> dict[str, Any]:
+    """How long a round would take at the chip's best: by arithmetic, by bytes."""
+    operations, moved = count_step(model, data)
+    moved = moved / 2 if precision == "bf16" else moved
+    arithmetic = steps * operations / (1e12 * ceilings[f"{precision} teraflops"])
+    memory = steps * moved / (1e9 * ceilings["gigabytes a second"])
+    return {
+        "gigaflops of a step": round(operations / 1e9, 2),
+        "megabytes that kernels of a step read and write": round(moved / 1e6, 1),
+        "ms at the chip's best, by arithmetic": round(1000 * arithmetic, 2),
+        "ms at the chip's best, by bytes": round(1000 * memory, 2),
+        "floor as a share of the round": round(max(arithmetic, memory) / wall, 4),
+    }
+
+
+def count_step(model: str, data: PooledFederation) -> tuple[float, float]:
+    """Floating-point operations of a step with a batch of 50, and bytes of what its operations take and give."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Bytes(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if not getattr(func, "is_view", False):
+                tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+                Bytes.total += sum(t.nbytes for t in tensors)
+            return result
+
+    module = build_model(model, data.shape, 10)
+    batch = data.prepare(data.pool.x[:BATCH])
+    optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)
+    with FlopCounterMode(display=False) as flops, Bytes():
+        F.cross_entropy(module(batch), data.pool.y[:BATCH]).backward()
+        optimizer.step()
+    return float(flops.get_total_flops()), float(Bytes.total)
+
+
+def measure_ceilings(device: str, size: int) -> dict[str, float]:
+    """What this device multiplies and copies at best, on random numbers."""
+    found = {}
+    torch.set_float32_matmul_precision("high")
+    for name, dtype in (("tf32", torch.float32), ("bf16", torch.bfloat16)):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        times = [seconds(device, torch.matmul, a, b) for _ in range(12)]
+        found[f"{name} teraflops"] = float(f"{2 * size**3 / statistics.median(times[2:]) / 1e12:.4g}")
+    a = torch.randn(size * size * 4, device=device)
+    b = torch.empty_like(a)
+    times = [seconds(device, b.copy_, a) for _ in range(12)]
+    return found | {"gigabytes a second": float(f"{2 * a.nbytes / statistics.median(times[2:]) / 1e9:.4g}")}

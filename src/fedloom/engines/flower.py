@@ -1,0 +1,279 @@
+"""The Flower engine: clients are sites elsewhere, and each job is one message to one of them.
+
+What a client keeps stays at its site. The site has it ready under the nonce of the job, and the next question to that
+client says which nonce the server took; so nothing a client did counts before its update was accepted, as in every
+other engine, and the result has the same bits.
+
+A round goes on without those who do not answer within the deadline. What comes later is counted and dropped. Every
+answer must repeat the run, the round, the client and the nonce of its question, and come from the node that was asked.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.bench import Bench
+from fedloom.engines.base import Engine, Shop
+from fedloom.exchange import Job, LayerExchange, Lost, Update
+from fedloom.flower.link import Link
+from fedloom.flower.parcel import ADDRESS, Block, Parcel, Refused
+from fedloom.flower.roster import LOG, Roster
+from fedloom.flower.tensors import Travel, fill, to_block
+from fedloom.scores import Score, score_chunks
+
+SHORTEST_POLL, LONGEST_POLL, POLL_SHARE = 0.05, 1.0, 0.05
+"""Seconds between two looks for answers: at least, at most, and as a share of the time that the round has waited. Each
+look costs the SuperLink a few milliseconds, which many nodes share."""
+LATE_SECONDS = 60.0
+"""How long after its deadline an answer may still come, to be counted."""
+ARRIVAL_SECONDS = 10.0
+"""How long a round waits for a site that has just come, to say who it is."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one client is asked."""
+
+    client: int
+    kind: str
+    header: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, Block] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Why there is no answer to a question."""
+
+    reason: str
+    state_lost: bool = False
+
+
+class FlowerEngine(Engine):
+    """Asks sites over a link."""
+
+    name = "flower"
+    saves_every_round = True
+
+    def __init__(self, shop: Shop, link: Link, roster: Roster, deadline: float, sites_file: Path | None = None) -> None:
+        super().__init__(shop)
+        self.link, self.roster, self.deadline = link, roster, deadline
+        self._sites_file = sites_file
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as the host engine's workers: with more threads sums round differently
+        layout = shop.workshop.layout
+        self._fingerprint = layout.fingerprint()
+        self._travel = Travel(layout, shop.workshop.stays_home)
+        self._row = layout.empty()
+        self._bench: Bench | None = None
+        self.accepted: dict[int, str] = {}
+        """The nonce of the last update that was taken from each client that keeps something."""
+        self._nonce = ""
+        self._late: dict[str, tuple[int, int, float]] = {}
+        self._plan: LayerExchange | None = None
+        self._exchanged: dict[str, float] = {}
+        self.late = 0
+        """Answers that came after their deadline, in the whole run."""
+
+    def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+        blocks: dict[object, Block] = {}
+
+        def once(tensor: Tensor, row: bool = False) -> Block:
+            """One copy of what several clients get."""
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, row
+            if key not in blocks:
+                blocks[key] = self._travel.pack(tensor) if row else to_block(tensor)
+            return blocks[key]
+
+        questions = []
+        for job in jobs:
+            extras = {f"extra/{name}": once(tensor) for name, tensor in job.extras.items()}
+            header = {"accepted": self.accepted.get(job.client)}
+            questions.append(Question(job.client, "train", header, {"row": once(job.row, row=True), **extras}))
+        for job, answer in zip(jobs, self._trained(round, jobs, questions), strict=True):
+            if isinstance(answer, Silence):
+                if answer.state_lost:
+                    self.accepted.pop(job.client, None)
+                yield Lost(job, answer.reason)
+                continue
+            try:
+                update = self._update(job, answer)
+            except Refused as refused:
+                LOG.warning("round %d: the answer of client %d is refused: %s", round + 1, job.client, refused)
+                yield Lost(job, f"refused: {refused}")
+                continue
+            self._nonce = answer.header["nonce"]
+            yield update
+
+    def arrange(self, round: int, exchange: LayerExchange | None) -> bool:
+        self._plan, self._exchanged = None, {}
+        if exchange is not None:
+            from fedloom.flower.relay_server import can_exchange
+
+            self.roster.refresh(self.link)
+            if can_exchange(self.roster.greetings, self.shop.workshop.uploads):
+                self._plan = exchange
+        return self._plan is not None
+
+    def _trained(self, round: int, jobs: Sequence[Job], questions: Sequence[Question]) -> Iterator[Parcel | Silence]:
+        """The answers; where clients exchange layers before they upload, what came of that."""
+        if self._plan is None:
+            yield from self.ask(round, questions)
+            return
+        from fedloom.flower.relay_server import Exchange
+
+        exchange = Exchange(partial(self.ask, round), self.roster.run, round, self._plan, self._travel)
+        yield from exchange.train([job.slot for job in jobs], questions)
+        self._exchanged = exchange.costs()
+
+    def _update(self, job: Job, answer: Parcel) -> Update:
+        """The update that an answer holds, measured before it is used."""
+        header, shop = answer.header, self.shop.workshop
+        if answer.kind != "trained":
+            raise Refused(f"it sent {answer.kind[:40]!r}, not a trained model")
+        expected = {"row", *(f"upload/{name}" for name in shop.uploads)}
+        if answer.blocks.keys() != expected:
+            raise Refused(f"it sent {_names(answer.blocks)}, not {_names(expected)}")
+        samples, steps, loss = header.get("samples"), header.get("steps"), header.get("loss")
+        if type(samples) is not int or type(steps) is not int or type(loss) is not float or steps < 0:
+            raise Refused("it does not say how it trained")
+        declared = self.roster.registered[job.client].trains
+        if samples != declared:
+            raise Refused(f"it says that it trained on {samples} samples, but it registered {declared}")
+        row = self._travel.unpack(answer.blocks["row"], self._row.copy_(job.row))
+        uploads = {
+            name: fill(torch.empty(shape, dtype=shop.layout.dtype), answer.blocks[f"upload/{name}"], f"its {name}")
+            for name, shape in shop.uploads.items()
+        }
+        return Update(job, row, samples, loss, steps, uploads)
+
+    def accept(self, update: Update) -> None:
+        if self.shop.workshop.home:
+            self.accepted[update.client] = self._nonce
+
+    def score(self, row: Tensor) -> Score | None:
+        test = self.shop.federation.test
+        if test is None or not len(test):
+            return None
+        if self._bench is None:
+            self._bench = Bench(self.shop.workshop)
+        pieces = [self._bench.score(row, test[chunk]) for chunk in score_chunks(test)]
+        return sum(pieces[1:], start=pieces[0])
+
+    def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
+        questions = [
+            Question(
+                job.client, "score", {"accepted": self.accepted.get(job.client)}, {"row": self._travel.pack(job.row)}
+            )
+            for job in jobs
+        ]
+        found: list[float | None] = []
+        for answer in self.ask(round, questions):
+            accuracy = answer.header.get("accuracy") if isinstance(answer, Parcel) else None
+            fits = isinstance(accuracy, float) and math.isfinite(accuracy) and 0 <= accuracy <= 1
+            found.append(accuracy if fits else None)
+        return found
+
+    def ask(
+        self, round: int, questions: Sequence[Question], deadline: float | None = None
+    ) -> Iterator[Parcel | Silence]:
+        """Ask clients, all at once; answers come in the order of the questions.
+
+        Each is checked to be the answer to its question, and not to hold anything else.
+        """
+        limit = self.deadline if deadline is None else deadline
+        end = time.monotonic() + limit
+        self.roster.wait_for(self.link, {q.client for q in questions}, min(ARRIVAL_SECONDS, limit / 2))
+        if self._sites_file is not None and self._sites_file.parent.is_dir():
+            self.roster.save(self._sites_file)
+        found: dict[int, Parcel | Silence] = {}
+        asked: dict[str, tuple[int, int, Parcel]] = {}
+        try:
+            for index, question in enumerate(questions):
+                node = self.roster.node_of(question.client)
+                if node is None:
+                    found[index] = Silence("its site is not connected")
+                    continue
+                greeting = self.roster.greetings[question.client]
+                if greeting.get("layout") != self._fingerprint:
+                    found[index] = Silence(f"its network is another one than the server's ({greeting.get('versions')})")
+                    continue
+                address = {"run": self.roster.run, "round": round, "client": question.client, "nonce": token_hex(16)}
+                parcel = Parcel(question.kind, {**question.header, **address}, question.blocks)
+                ticket = self.link.send(node, parcel, limit + LATE_SECONDS)
+                if ticket is None:
+                    found[index] = Silence("its question could not be sent")
+                else:
+                    asked[ticket] = index, node, Parcel(question.kind, parcel.header)
+            for index in range(len(questions)):
+                while index not in found:
+                    heard = self._listen(asked, found)
+                    if index not in found and time.monotonic() > end:
+                        found[index] = Silence(f"no answer within {limit:g} s")
+                    elif not heard:
+                        waited = time.monotonic() - (end - limit)
+                        time.sleep(min(LONGEST_POLL, max(SHORTEST_POLL, POLL_SHARE * waited)))
+                yield found.pop(index)
+        finally:
+            now = time.monotonic()
+            for ticket, (_, _, parcel) in asked.items():
+                self._late[ticket] = parcel.header["client"], round, now + LATE_SECONDS
+
+    def _listen(self, asked: dict[str, tuple[int, int, Parcel]], found: dict[int, Parcel | Silence]) -> bool:
+        """Take in what has come; whether that was anything."""
+        for ticket in [ticket for ticket, (_, _, until) in self._late.items() if time.monotonic() > until]:
+            del self._late[ticket]
+        answers = self.link.receive([*asked, *self._late]) if asked or self._late else []
+        for answer in answers:
+            if answer.ticket in self._late:
+                client, round, _ = self._late.pop(answer.ticket)
+                if answer.parcel is not None:
+                    self.late += 1
+                    LOG.warning("an answer of client %d to round %d came too late and is dropped", client, round + 1)
+            elif answer.ticket in asked:
+                index, node, question = asked.pop(answer.ticket)
+                if index not in found:
+                    found[index] = _judged(answer.parcel, answer.error, answer.node, node, question)
+        return bool(answers)
+
+    def diagnostics(self) -> dict[str, float]:
+        return {**self._exchanged, **({"late": float(self.late)} if self.late else {})}
+
+    def state(self) -> dict[str, Any]:
+        return {"accepted": {str(client): nonce for client, nonce in sorted(self.accepted.items())}, "late": self.late}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.accepted = {int(client): str(nonce) for client, nonce in state.get("accepted", {}).items()}
+        self.late = int(state.get("late", 0))
+
+    def close(self) -> None:
+        torch.set_num_threads(self._threads)
+
+
+def _judged(parcel: Parcel | None, error: str, came_from: int, asked: int, question: Parcel) -> Parcel | Silence:
+    """An answer, if it is one to this question."""
+    if parcel is None:
+        return Silence(error)
+    if came_from != asked:
+        return Silence(f"refused: its answer came from node {came_from}, and node {asked} was asked")
+    for name in ADDRESS:
+        there = parcel.header.get(name)
+        if there != question.header[name] or type(there) is not type(question.header[name]):
+            return Silence(f"refused: its answer has the {name} {str(there)[:40]!r}, not {question.header[name]!r}")
+    if parcel.kind == "failed":
+        reason = " ".join(str(parcel.header.get("reason", "it gave no reason")).split())[:300]
+        return Silence(reason, parcel.header.get("state_lost") is True)
+    return parcel
+
+
+def _names(names: Any) -> str:
+    """What was sent, in few words, whoever named it."""
+    shown = sorted(str(name)[:40] for name in names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -1,0 +1,138 @@
+"""One GPU of the CUDA engine: the samples on it, the slots that train there, and room for their answers."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.banks import Bank
+from fedloom.batches import Positions
+from fedloom.data import PooledFederation, Samples
+from fedloom.engines.base import Engine, Shop
+from fedloom.engines.slot import SlotBench
+from fedloom.engines.worker import Slots
+from fedloom.workshop import Workshop
+
+RESULT_MEMORY = 8 << 30
+"""Bytes for answers that wait for their turn."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's training that is on its way; what it holds is there once `ready` has happened."""
+
+    gpu: "Gpu"
+    place: int
+    samples: int
+    steps: int
+    losses: tuple[Tensor, list[int]]
+    ready: Any
+
+    def wait(self) -> float:
+        """Wait for it, and say what the mean loss of its last epoch was."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        values, sizes = self.losses
+        if not sizes:
+            return float("nan")
+        return float(values.double() @ torch.tensor(sizes, dtype=torch.float64)) / sum(sizes)
+
+
+class Gpu:
+    """Slots on one device; on a CPU the same without recordings, one step after the other, for tests."""
+
+    def __init__(self, shop: Shop, device: torch.device, most: int, *, first: bool = True) -> None:
+        self.device = device
+        self.most = most
+        """Slots there may be."""
+        self.slots: list[SlotBench] = []
+        self.free: list[int] = []
+        """Places that hold no answer."""
+        self._shop = shop
+        # Slots of one GPU share frozen weights; another GPU needs its own, and its own of a loss that has weights.
+        self._workshop = shop.workshop if first else _copied(shop.workshop, device)
+        self._results: Slots | None = None
+        self._pool: Samples | None = None
+        if isinstance(shop.federation, PooledFederation):
+            pool = shop.federation.pool
+            self._pool = Samples(pool.x.to(device), pool.y.to(device))
+
+    def add_slots(self, wanted: int) -> None:
+        """Have as many slots as are wanted, or as there is memory for."""
+        while len(self.slots) < min(self.most, wanted):
+            try:
+                self.slots.append(SlotBench(self._workshop, self.device))
+            except torch.OutOfMemoryError:
+                self.most = len(self.slots)
+
+    def drop(self, slot: SlotBench) -> None:
+        """Go on with one slot less: there is no memory for all of them."""
+        self.slots.remove(slot)
+        self.most = len(self.slots)
+        self.synchronize()
+        slot.close()
+        torch.cuda.empty_cache()
+
+    def make_room(self, jobs: int) -> int:
+        """Have memory for answers, one place for each job, or as many as there is room for; says how many."""
+        shop = self._workshop
+
+        def make(count: int, width: int) -> Bank:
+            return Engine.make_bank(count, width, shop.layout.dtype, self.device)
+
+        if self._results is None or len(self._results) < jobs:
+            one = Slots(1, shop, make).bank.rows
+            most = max(2 * self.most, RESULT_MEMORY // (one.stride(0) * one.element_size()))
+            if self._results is None or len(self._results) < min(jobs, most):
+                self._results = Slots(min(jobs, most), shop, make)
+        self.free = list(range(len(self._results)))
+        return len(self.free)
+
+    def samples_of(self, slot: SlotBench, client: int) -> tuple[Samples, Positions]:
+        """Where a client's samples lie on the device."""
+        federation = self._shop.federation
+        if self._pool is not None and isinstance(federation, PooledFederation):
+            return self._pool, federation.parts[client]
+        samples = federation.client(client)
+        return slot.bring(samples), np.arange(len(samples))
+
+    def keep(self, place: int, row: Tensor, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put an answer into its place."""
+        assert self._results is not None, "there is room since the round began"
+        self._results.row(place).copy_(row)
+        for group, tensors in groups.items():
+            for name, target in self._results.group(place, group).items():
+                target.copy_(tensors[name])
+
+    def answer(self, place: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """What lies there: a row, what goes up beside it, what stays at home."""
+        assert self._results is not None, "there is room since the round began"
+        return self._results.row(place), self._results.group(place, "uploads"), self._results.group(place, "home")
+
+    def mark(self) -> Any:
+        """An event in the current stream of this GPU; None where there are no streams."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def synchronize(self) -> None:
+        """Wait for all that it has been asked to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give back all memory; work that nobody waited for ends before."""
+        self.synchronize()
+        for slot in self.slots:
+            slot.close()
+        self.slots.clear()
+        self._results = self._pool = None
+
+
+def _copied(shop: Workshop, device: torch.device) -> Workshop:
+    criterion = shop.criterion
+    if isinstance(criterion, nn.Module):
+        criterion = copy.deepcopy(criterion).to(device)
+    return replace(shop, module=copy.deepcopy(shop.module), criterion=criterion)

@@ -1,0 +1,103 @@
+"""Flower's commands as fedloom starts them: with TLS and authenticated nodes, and without a word to anybody else."""
+
+import ipaddress
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import InputError
+from fedloom.flower.site_socket import NODE_PID
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",
+}
+"""No telemetry, no look for updates, no packages fetched for an app; and a shorter wait where Flower offers that."""
+
+
+def environment(home: Path | None = None) -> dict[str, str]:
+    """The environment for Flower's commands; `home` is where it keeps its own state."""
+    here = Path(sys.executable).parent  # Flower starts its helpers by name
+    values = {**os.environ, **QUIET, "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}"}
+    return {**values, "FLWR_HOME": str(home)} if home is not None else values
+
+
+def superlink(certificates: Path | None, host: str, port: int, database: Path | None = None) -> list[str]:
+    """The command that starts a SuperLink; without certificates only for this machine itself."""
+    words = [sys.executable, "-m", "fedloom.flower.hasty", "superlink", "--host", host, "--port", str(port)]
+    if certificates is None:
+        _refuse_insecure("a SuperLink", host, "--certificates")
+        words.append("--insecure")
+    else:
+        for option, name in (("ca-certfile", "ca.crt"), ("certfile", "server.pem"), ("keyfile", "server.key")):
+            words += [f"--ssl-{option}", str(_there(certificates / name))]
+        words.append("--enable-supernode-auth")
+    words.append("--disable-runtime-dependency-installation")
+    return words + (["--database", str(database)] if database is not None else [])
+
+
+def supernode(
+    address: str,
+    node: Mapping[str, Any],
+    ca: Path | None = None,
+    key: Path | None = None,
+    port: int = 9094,
+) -> list[str]:
+    """The command that starts a SuperNode for the SuperLink at `address`, with this configuration of the node."""
+    words = [sys.executable, "-m", "fedloom.flower.hasty", "supernode", "--superlink", address]
+    if ca is None or key is None:
+        _refuse_insecure("a SuperNode", address.rpartition(":")[0], "--ca and --key")
+        words.append("--insecure")
+    else:
+        words += ["--root-certificates", str(_there(ca)), "--auth-supernode-private-key", str(_there(key))]
+        node = {**node, "key": str(key.absolute())}
+    # What the SuperNode and the processes of its app tell each other does not leave this machine.
+    return [*words, "--host", "127.0.0.1", "--port", str(port), "--node-config", node_config(node)]
+
+
+def as_shipped(words: list[str]) -> list[str]:
+    """The command of a SuperNode with Flower's own waits."""
+    return [str(Path(sys.executable).parent / "flower-supernode"), *words[4:]]
+
+
+def node_config(node: Mapping[str, Any]) -> str:
+    """A node's configuration as Flower reads it from the command line."""
+    words = []
+    for key, value in node.items():
+        if isinstance(value, str) and ('"' in value or "\n" in value or "\\" in value):
+            raise InputError(f"the {key} of a node must be without quotes, backslashes and line ends, not {value!r}.")
+        words.append(f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}")
+    return " ".join(words)
+
+
+def be(words: list[str], environ: dict[str, str]) -> None:
+    """Become that command: this process goes on as it."""
+    sys.stdout.flush()
+    os.execve(words[0], words, {**environ, NODE_PID: str(os.getpid())})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own and nobody else's."""
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse_insecure(what: str, host: str, needed: str) -> None:
+    if not is_loopback(host):
+        raise InputError(f"{what} for {host!r} needs {needed}; without, there is one on 127.0.0.1 alone.")
+
+
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    return path.absolute()

@@ -1,0 +1,152 @@
+"""The data of real sites: what the server may know, and what a site holds.
+
+On the server a federation has sizes and no samples. On a site it has the samples of that site's clients alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedloom.data import Federation, Prepare, Samples
+from fedloom.data.samples import Array
+from fedloom.errors import FedloomError, InputError
+
+Given = Samples | tuple[Array, Array]
+"""Samples, or arrays `(x, y)` as `Federation.from_arrays` takes them."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server must know of data that it never sees."""
+
+    classes: int
+    """How many labels there are; 0 where the task is not a classification."""
+    shape: tuple[int, ...]
+    """The shape of one prepared input, such as (1, 28, 28)."""
+    name: str = "sites"
+    """What reports call the data."""
+    tokens: int = 0
+    """Where inputs are tokens: how many different ones there may be."""
+    prepare: Prepare | None = None
+    """How images are normalised, the same at all sites; by default they are scaled to 0..1 and all else is left."""
+    test: Given | None = None
+    """The server's own test set, if it has one."""
+    server_data: Given | None = None
+    """What the server holds for methods that need data there."""
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """What one site brings: samples to train on, and its own test samples if it has some."""
+
+    train: Given
+    test: Given | None = None
+
+
+class ServerFederation(Federation):
+    """The clients as the server knows them: how many samples each has, and nothing more."""
+
+    blind = True
+
+    def __init__(self, like: Federation, clients: int, count: Callable[[int], int]) -> None:
+        self._clients, self._count = clients, count
+        self.name, self.classes, self.shape, self.tokens = like.name, like.classes, like.shape, like.tokens
+        self.prepare, self.test, self.server_data = like.prepare, like.test, like.server_data
+
+    def __len__(self) -> int:
+        return self._clients
+
+    def samples(self, k: int) -> int:
+        return self._count(k)
+
+    def client(self, k: int) -> Samples:
+        raise FedloomError(f"the samples of client {k} are at its site, not here.")
+
+
+class SiteFederation(Federation):
+    """The clients of one site, with their samples; of the others it knows nothing."""
+
+    def __init__(
+        self,
+        like: Federation,
+        clients: int,
+        held: Mapping[int, Samples],
+        test: Samples | None,
+        test_owners: Any = None,
+    ) -> None:
+        self._clients, self._held = clients, dict(held)
+        self.name, self.classes, self.shape, self.tokens = like.name, like.classes, like.shape, like.tokens
+        self.prepare, self.test, self.test_owners = like.prepare, test, test_owners
+
+    def __len__(self) -> int:
+        return self._clients
+
+    def samples(self, k: int) -> int:
+        return len(self.client(k))
+
+    def client(self, k: int) -> Samples:
+        if k not in self._held:
+            raise FedloomError(f"client {k} is not at this site; {', '.join(map(str, sorted(self._held)))} is.")
+        return self._held[k]
+
+
+def confined(whole: Federation, clients: Sequence[int]) -> SiteFederation:
+    """A federation for trying out, where every site can read the whole data set, seen from one of its sites."""
+    for client in clients:
+        if not 0 <= client < len(whole):
+            raise InputError(f"there is no client {client}: the run has {len(whole)} clients, from 0 on.")
+    held = {client: whole.client(client) for client in clients}
+    test, owners = whole.test, whole.test_owners
+    if test is not None and owners is not None:
+        mine = np.flatnonzero(np.isin(owners, list(clients)))
+        test, owners = test.take(mine), owners[mine]
+    return SiteFederation(whole, len(whole), held, test, owners)
+
+
+def described(task: Task) -> Federation:
+    """A federation without clients that says what `task` says."""
+    test, held = samples_of(task.test, "the server's test set"), samples_of(task.server_data, "the server's data")
+    like = test if test is not None else held
+    made = _Described()
+    made.name, made.classes, made.shape, made.tokens = task.name, task.classes, tuple(task.shape), task.tokens
+    made.prepare = task.prepare or (like.default_prepare() if like is not None else Prepare.identity())
+    made.test, made.server_data = test, held
+    return made
+
+
+def of_site(task: Task, clients: int, client: int, brought: SiteData) -> SiteFederation:
+    """The federation of a site with data of its own."""
+    train = samples_of(brought.train, f"client {client}")
+    test = samples_of(brought.test, f"the test set of client {client}")
+    assert train is not None
+    if len(train) and train.shape != tuple(task.shape):
+        raise InputError(f"client {client} has inputs of shape {train.shape}; the task says {tuple(task.shape)}.")
+    if task.classes and len(train) and not 0 <= int(train.y.min()) <= int(train.y.max()) < task.classes:
+        span = f"labels from {int(train.y.min())} to {int(train.y.max())}"
+        raise InputError(f"client {client} has {span}; the task says labels from 0 to {task.classes - 1}.")
+    like = described(task)
+    if task.prepare is None:
+        like.prepare = train.default_prepare()
+    owners = None if test is None else np.full(len(test), client)
+    return SiteFederation(like, clients, {client: train}, test, owners)
+
+
+def samples_of(given: Given | None, who: str) -> Samples | None:
+    """Samples from what a person brings, checked."""
+    if given is None or isinstance(given, Samples):
+        return given
+    x, y = given
+    try:
+        return Federation.from_arrays([(x, y)], name=who).client(0)
+    except InputError as error:
+        raise InputError(str(error).replace("client 0", who)) from None
+
+
+class _Described(Federation):
+    def __len__(self) -> int:
+        return 0
+
+    def client(self, k: int) -> Samples:
+        raise FedloomError("there are no clients here.")

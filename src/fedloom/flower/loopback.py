@@ -1,0 +1,194 @@
+"""`--engine flower`: a whole federation on this machine, for one run.
+
+A SuperLink, SuperNodes with keys of their own, TLS between them: the same processes and the same app as between real
+sites. What is only needed while it runs lies in a temporary folder; logs, and what clients keep, lie in the run's
+folder. All processes end with this one.
+"""
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from fedloom.config import Config, to_toml
+from fedloom.errors import FedloomError, InputError
+from fedloom.experiment import Own, build, replace_config
+from fedloom.flower import commands
+from fedloom.flower.bridge import BridgeLink, listen
+from fedloom.flower.door import HERE
+from fedloom.flower.hasty import WITH_PARENT
+from fedloom.flower.relay_server import refuse_telltales
+from fedloom.flower.server import Behind
+from fedloom.flower.writing import write_app
+
+RUN = "FEDLOOM_RUN"
+"""The environment of every process that is started here names the run's folder, so that one can tell whose it is."""
+START_SECONDS = 120.0
+"""How long Flower's processes may take to be there."""
+
+
+@contextmanager
+def loopback(config: Config, own: Own, path: Path, as_shipped: bool = False) -> Iterator[Behind]:
+    """The sites of a run, started on this machine; `path` is the run's folder.
+
+    `as_shipped` takes SuperNodes with Flower's own waits, and a new process with torch for every message: to compare.
+    """
+    if find_spec("flwr") is None:
+        raise InputError("the engine 'flower' needs Flower; install fedloom[flower].")
+    if own.names:
+        raise InputError(
+            f"the sites of the flower engine are processes of their own: {' and '.join(own.names)} cannot be given as "
+            "Python objects; write an app with: fedloom flower new"
+        )
+    plain = build(replace_config(config, engine="plain"), own)  # what is wrong with the run is said before all else
+    plain.engine.close()
+    parts = plain.rounds.parts
+    if parts.server.layer_exchange(plain.layout, parts.server.options, config.rounds) is not None:
+        refuse_telltales(parts.local.uploads(plain.layout))
+    config = replace_config(plain.config, engine="flower", nodes=config.nodes)
+    with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped) as started:
+        yield Behind(started.link, config, path, START_SECONDS)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as an error does, so that what was started is ended too."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Loopback:
+    """The processes of one federation."""
+
+    def __init__(self, config: Config, logs: Path, as_shipped: bool) -> None:
+        assert config.clients is not None
+        self._config, self._logs, self._as_shipped = config, logs, as_shipped
+        self._names = [f"site-{number}" for number in range(min(config.nodes or config.clients, config.clients))]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "_Loopback":
+        self._folder = Path(tempfile.mkdtemp(prefix="fedloom-"))
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes, at once: nothing is lost with them."""
+        if hasattr(self, "_connection"):
+            self._connection.close()
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        from fedloom.flower.certificates import make
+
+        folder, certificates = self._folder, self._folder / "certificates"
+        make(certificates, self._names)
+        port, *ports = _free_ports(1 + len(self._names))
+        server = listen(folder / "bridge")
+        write_app(folder / "app", self._config, {"bridge": str(folder / "bridge")})
+        link = commands.superlink(certificates, "127.0.0.1", port)
+        self._run("superlink", link, folder / "superlink")
+        connection = {"address": f"127.0.0.1:{port}", "root-certificates": str(certificates / "ca.crt")}
+        (folder / "superlink").mkdir(exist_ok=True)
+        (folder / "superlink" / "config.toml").write_text(
+            to_toml({"superlink": {"default": "here", "here": connection}})
+        )
+        self._wait("superlink", lambda: _answers(port), "Flower's SuperLink")
+        keys = [str(certificates / "nodes" / f"{name}.pub") for name in self._names]
+        submit = [
+            sys.executable,
+            "-m",
+            "fedloom.flower.submit",
+            str(folder / "app"),
+            "here",
+            str(folder / "registered"),
+        ]
+        self._run("run", [*submit, *keys], folder / "superlink")
+        self._wait("run", (folder / "registered").exists, "the registration of the nodes' keys")
+        # For a run that is to have the bits of the other engines; between real sites nobody is to know these choices.
+        exchange = {"roster": str(certificates / "roster.pub"), "exchange-draws": "seeded", "fewest-sites": 1}
+        for number, (name, own_port) in enumerate(zip(self._names, ports, strict=True)):
+            clients = ",".join(map(str, range(number, self._config.clients or 0, len(self._names))))
+            node = {"clients": clients, "folder": str((self._logs / name).absolute()), **exchange}
+            if self._as_shipped:
+                node["site"] = HERE
+            key = certificates / "nodes" / name
+            words = commands.supernode(f"127.0.0.1:{port}", node, certificates / "ca.crt", key, own_port)
+            if self._as_shipped:
+                words = commands.as_shipped(words)
+            self._run(name, words, folder / name)
+        self._connection = self._accept(server)
+        self.link = BridgeLink(self._connection)
+
+    def _run(self, name: str, words: Sequence[str], home: Path) -> None:
+        """Start a process that ends with this one and writes to a log of its own."""
+        environ = {**commands.environment(home), WITH_PARENT: "1", RUN: str(self._logs.parent.absolute())}
+        with (self._logs / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _wait(self, name: str, ready: Callable[[], bool], what: str) -> None:
+        """Wait until something is there that the process `name` brings about."""
+        end = time.monotonic() + START_SECONDS
+        while not ready():
+            code = self._processes[name].poll()
+            if code is not None or time.monotonic() > end:
+                log = self._logs / f"{name}.log"
+                raise FedloomError(f"{what} did not come about. The last that was said of it: {_last_line(log)}")
+            time.sleep(0.05)
+
+    def _accept(self, server: socket.socket) -> socket.socket:
+        """The ServerApp, which calls as soon as Flower has started it."""
+        with server:
+            self._wait("run", lambda: bool(select.select([server], [], [], 0)[0]), "Flower's ServerApp")
+            return server.accept()[0]
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _last_line(log: Path) -> str:
+    """What a log ends with."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "nothing."
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

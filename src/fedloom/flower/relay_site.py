@@ -1,0 +1,183 @@
+"""A site's answers in the sealed exchange of layers (sealed_site.py).
+
+What a client trained waits in the memory of the site's process until its round is over, and is never written down. The
+node's configuration says who the site is and whom it believes:
+
+    key              its private key, the one its SuperNode has
+    roster           a file with the public keys of all sites, by name
+    fewest-sites     how many sites must take part, itself among them (3)
+    exchange-draws   `private`: which layers go where is drawn where nobody can know it; `seeded`: it follows from the
+                     run's seed, as in the other engines, and then the server can work it out
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import FedloomError, InputError
+from fedloom.exchange import LayerExchange
+from fedloom.experiment import check
+from fedloom.flower.identity import Identity, SiteKeys
+from fedloom.flower.parcel import Block, Parcel, Refused
+from fedloom.flower.relay import Note, serve, travelling
+from fedloom.flower.sealed import KEY, Refusal, Terms
+from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
+from fedloom.flower.site import Site, StateLost, greets, handles
+from fedloom.flower.site import train as plain_train
+from fedloom.methods.base import Server
+from fedloom.methods.recombination import Draw, purpose
+from fedloom.streams import Streams
+
+FEWEST = 3
+"""Between two sites each knows which layers are the other's."""
+MOST_TIMES = 3
+"""How often a client trains for one round's exchange. A server that was restarted plays its last round again; one that
+only says so gets as many recombinations of the same layers, and no more."""
+STAGES = ("hello", "offer", "answer", "lock", "commit", "release")
+
+
+@greets
+def introduce(site: Site) -> dict[str, Any]:
+    """By what name other sites know this one; whether it is only simulated and so has nothing to hide."""
+    simulated = "partition-id" in site.node and "key" not in site.node
+    try:
+        identity, roster = _credentials(site.node)
+        return {"exchanges_as": roster.name_of(identity), "simulated": False}
+    except InputError as error:  # it can still take part in everything else
+        return {"exchanges_as": None, "simulated": simulated, "exchange_trouble": str(error)[:300]}
+
+
+@handles("train")
+def train_openly(site: Site, question: Parcel) -> Parcel:
+    """Ordinary training. Where a run's clients exchange layers, a site that can sends its model in no other way."""
+    if "key" in site.node and "roster" in site.node and _plan(site, question) is not None:
+        raise Refused("its models leave it through the secure exchange of layers alone")
+    return plain_train(site, question)
+
+
+@handles("mix/train")
+def train(site: Site, question: Parcel) -> Parcel:
+    """Train, and open the exchange instead of sending the model.
+
+    What is exchanged, and how, the site knows from the run itself: the server only says who is in which slot.
+    """
+    identity, roster = _credentials(site.node)
+    plan, header = _plan(site, question), question.header
+    if plan is None:
+        raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
+    times = site.memory.setdefault("exchanged", Counter())
+    if times[_key(question)] == MOST_TIMES:
+        raise Refused(f"it has trained for the exchange of round {header['round'] + 1} {MOST_TIMES} times already")
+    try:
+        done = site.train(question)
+    except StateLost as error:
+        return question.reply("failed", {"reason": str(error), "state_lost": True})
+    about = {"samples": done.samples, "loss": done.loss, "steps": done.steps}
+    if not done.samples:
+        return question.reply("mix/idle", about)
+    if done.uploads:
+        raise Refused("what travels beside a model would tell what was trained")
+    if not site.layout.is_finite(done.row):
+        raise FedloomError("its model is not finite")  # nobody else could refuse it once it is sealed
+    site.stage(question, done)
+    row, slot = done.row.cpu(), _slot(question)
+    layers = [pick(row, columns) for columns in travelling(plan, site.travel)]
+    terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, _server_key(question))
+    draws, fewest = _draws(site, header["round"], slot), _fewest(site.node)
+    sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest)
+    times[_key(question)] += 1
+    ours = site.memory.setdefault("exchanges", {})
+    for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
+        del ours[old]
+    ours[_key(question)] = sealed
+    return _answered(question, "hello", sealed, about)
+
+
+def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
+    sealed = site.memory.get("exchanges", {}).get(_key(question))
+    if sealed is None or sealed.slot != _slot(question):
+        raise Refused(f"it has no model of round {question.header['round'] + 1} to exchange layers of")
+    return _answered(question, stage, sealed, {})
+
+
+for _name in STAGES:
+    handles(f"mix/{_name}")(partial(_stage, _name))
+
+
+def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[str, Any]) -> Parcel:
+    numbers = {name: question.header[name] for name in ("attempt", "exchange") if name in question.header}
+    asked = Note(numbers, {name: bytes(block.data) for name, block in question.blocks.items() if stage != "hello"})
+    try:
+        answer = serve(sealed, stage, asked)
+    except Refusal as error:
+        return question.reply("mix/refused", {"reason": str(error)[:300]})
+    blocks = {name: Block.raw(part) for name, part in answer.parts.items()}
+    return question.reply(f"mix/{stage}", {**about, **answer.header}, blocks)
+
+
+def pick(row: Tensor, columns: list[slice]) -> bytes:
+    """One layer of a model, as bytes."""
+    return b"".join(row[part].contiguous().view(torch.uint8).numpy().tobytes() for part in columns)
+
+
+def _plan(site: Site, question: Parcel) -> LayerExchange | None:
+    """What this run's clients exchange in a round, by the site's own copy of its configuration."""
+    site.build()
+    run = check(site.config)
+    owner = run.owner("server")
+    assert owner is not None, "every run has a server"
+    server: type[Server[Any]] = run.part_class("server")
+    return server.layer_exchange(site.layout, run.options[owner.name], question.header["round"])
+
+
+def _key(question: Parcel) -> tuple[str, int, int]:
+    """Whose exchange this is, whatever slot it is told."""
+    return question.header["run"], question.header["round"], question.header["client"]
+
+
+def _fewest(node: Mapping[str, Any]) -> int:
+    given = str(node.get("fewest-sites", FEWEST))
+    if not re.fullmatch(r"[0-9]{1,6}", given) or not int(given):
+        raise InputError(f"fewest-sites in a node's configuration is a whole number from 1 on, not {given!r}.")
+    return int(given)
+
+
+def _credentials(node: Mapping[str, Any]) -> tuple[Identity, SiteKeys]:
+    for name, what in (("key", "this site's private key"), ("roster", "the file with all sites' public keys")):
+        if name not in node:
+            raise InputError(f"the secure exchange of layers needs {what}: {name}=... in the node's configuration.")
+    return Identity.read(Path(str(node["key"]))), SiteKeys.read(Path(str(node["roster"])))
+
+
+def _draws(site: Site, round: int, slot: int) -> Draws:
+    wanted = site.node.get("exchange-draws", "private")
+    if wanted == "private":
+        return unpredictable
+    if wanted != "seeded":
+        raise InputError(f"exchange-draws in a node's configuration is private or seeded, not {wanted!r}.")
+    streams: Streams = site.shop.workshop.streams
+
+    def draws(attempt: int, number: int) -> Draw:
+        return streams.numpy(purpose(attempt, number), round, slot)
+
+    return draws
+
+
+def _slot(question: Parcel) -> int:
+    slot = question.header.get("slot")
+    if type(slot) is not int or not 0 <= slot < 1 << 16:
+        raise Refused(f"a question has the slot {slot!r}")
+    return slot
+
+
+def _server_key(question: Parcel) -> bytes:
+    block = question.blocks.get("server")
+    if block is None or block.nbytes != KEY:
+        raise Refused("there is no key of the server in the question")
+    return bytes(block.data)

@@ -1,0 +1,121 @@
+"""The server's side of an app: the rounds of `api.py`, played with the sites behind a link."""
+
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.config import Config
+from fedloom.data import Federation
+from fedloom.engines.base import Engine, Shop
+from fedloom.engines.flower import FlowerEngine
+from fedloom.errors import FedloomError, InputError
+from fedloom.flower.app import ServerSettings, load_site_data, read_settings, task_of, with_task
+from fedloom.flower.data import ServerFederation, described
+from fedloom.flower.link import GridLink, Link
+from fedloom.flower.parcel import MOST_BYTES
+from fedloom.flower.roster import LOG, Roster
+from fedloom.folder import is_run
+
+if TYPE_CHECKING:
+    from flwr.app import Context
+    from flwr.serverapp import Grid
+
+SITES_FILE = "sites.json"
+"""Where the run's folder says which site has which client."""
+
+
+class Behind:
+    """The sites behind a link, as a run wants them (`experiment.Sites`)."""
+
+    def __init__(self, link: Link, config: Config, folder: Path, join: float) -> None:
+        if config.clients is None:
+            raise InputError("a run over sites must say how many clients there are; give --clients.")
+        self._link, self._config = link, config
+        self._file = folder / SITES_FILE
+        self.roster = Roster(config.clients)
+        self.roster.load(self._file)
+        self.roster.join(link, join)
+
+    def seen(self, federation: Federation) -> Federation:
+        return ServerFederation(federation, len(federation), self.roster.samples)
+
+    def engine(self, shop: Shop) -> Engine:
+        if isinstance(self._link, GridLink):
+            self._link.most = _largest_answer(shop)
+        return FlowerEngine(shop, self._link, self.roster, self._config.deadline, self._file)
+
+
+def serve(grid: "Grid", context: "Context", app: Path) -> None:
+    """What the ServerApp of a written app does: play the run, or go on with it."""
+    config, settings = read_settings(context.run_config, app)
+    if settings.bridge:
+        from fedloom.flower.bridge import carry
+
+        carry(GridLink(grid, MOST_BYTES), Path(settings.bridge))
+        return
+    try:
+        play(GridLink(grid), config, settings, app)
+    except FedloomError as error:
+        LOG.error("%s", error)
+        raise
+
+
+def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any:
+    """Play the run of an app over a link, from its beginning or from its last checkpoint; returns the finished run."""
+    from fedloom.api import execute, resume
+    from fedloom.experiment import Own
+
+    task = task_of(load_site_data(app))
+    config = with_task(config, task)
+    if not settings.folder:
+        raise InputError('the run config must name the run\'s folder on the server: folder = "/path".')
+    folder, watcher = Path(settings.folder), Told()
+    sites = Behind(link, config, folder, settings.join)
+    data = None
+    if task is not None and config.clients is not None:
+        data = ServerFederation(described(task), config.clients, sites.roster.samples)
+    if is_run(folder):
+        LOG.info("going on with the run in %s", folder)
+        return resume(folder, data=data, watcher=watcher, sites=sites)
+    return execute(config, Own(data=data), out=folder, watcher=watcher, sites=sites)
+
+
+def _largest_answer(shop: Shop) -> int:
+    """Bytes that no honest answer has: a model and what goes with it, twice, for what is sealed is a little larger."""
+    workshop = shop.workshop
+    numbers = workshop.layout.size + sum(math.prod(shape) for shape in workshop.uploads.values())
+    return (1 << 20) + 2 * numbers * workshop.layout.dtype.itemsize
+
+
+class Told:
+    """A watcher of `api.py` that writes what happens to Flower's log."""
+
+    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+        LOG.info("%s on %s, %d rounds, in %s", config.method, config.data, config.rounds, folder)
+
+    def note(self, text: str) -> None:
+        LOG.info("%s", text)
+
+    def record(self, record: Any) -> None:
+        accuracy = record.get("accuracy")
+        words = [f"round {record['round']}"]
+        if accuracy is not None:
+            words.append(f"accuracy {100 * accuracy:.2f} %")
+        if record.get("clients"):
+            words.append(f"{record['clients'] - record['lost']} of {record['clients']} clients answered")
+        LOG.info("%s", ", ".join(words))
+        for client, reason in record.get("lost_clients", {}).items():
+            LOG.log(logging.WARNING, "round %d: client %s: %s", record["round"], client, reason)
+
+    def download(self, name: str, done: int, total: int) -> None:
+        return
+
+    def work(self, what: str, done: int, total: int) -> None:
+        return
+
+    def wants_stop(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        return

@@ -1,0 +1,71 @@
+"""Tensors as blocks and back, and which columns of a model travel."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import FedloomError
+from fedloom.flower.parcel import SIZES, Block, Refused
+from fedloom.rows import Layout
+from fedloom.workshop import put_columns
+
+TYPES = {name: getattr(torch, name) for name in SIZES}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+def to_block(tensor: Tensor) -> Block:
+    """A tensor's numbers, copied."""
+    if sys.byteorder != "little":
+        raise FedloomError("numbers travel as little-endian bytes, which this machine does not use.")
+    if tensor.dtype not in NAMES:
+        raise FedloomError(f"tensors of type {tensor.dtype} cannot be sent.")
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return Block(NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
+
+
+def fill(target: Tensor, block: Block, what: str) -> Tensor:
+    """Put what came into a contiguous CPU tensor of the type and shape that was expected; else it is refused."""
+    expected = NAMES[target.dtype], tuple(target.shape)
+    if (block.dtype, block.shape) != expected:
+        came, wanted = (f"{dtype} of shape {shape}" for dtype, shape in ((block.dtype, block.shape), expected))
+        raise Refused(f"{what} is {came}, not {wanted}")
+    if target.numel():
+        target.view(-1).view(torch.uint8).numpy().data.cast("B")[:] = block.data
+    return target
+
+
+def from_block(block: Block, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Tensor:
+    """The tensor of this type and shape that came; another is refused."""
+    return fill(torch.empty(shape, dtype=dtype), block, what)
+
+
+class Travel:
+    """Which part of a model travels: all columns but those that stay with the clients."""
+
+    def __init__(self, layout: Layout, stays_home: Sequence[slice]) -> None:
+        self.layout = layout
+        self.columns: list[slice] = []
+        start = 0
+        for stays in sorted(stays_home, key=lambda columns: columns.start):
+            if stays.start > start:
+                self.columns.append(slice(start, stays.start))
+            start = max(start, stays.stop)
+        if start < layout.size:
+            self.columns.append(slice(start, layout.size))
+        self.size = sum(part.stop - part.start for part in self.columns)
+
+    def pack(self, row: Tensor) -> Block:
+        """The columns of `row` that travel."""
+        if self.size == self.layout.size:
+            return to_block(row)
+        return to_block(torch.cat([row[part] for part in self.columns]) if self.columns else row[:0])
+
+    def unpack(self, block: Block, row: Tensor, what: str = "its model") -> Tensor:
+        """Put the columns that came into `row`; the others are left as they are."""
+        if self.size == self.layout.size:
+            return fill(row, block, what)
+        came = from_block(block, self.layout.dtype, (self.size,), what)
+        put_columns(row, self.columns, came)
+        return row

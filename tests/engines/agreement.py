@@ -1,0 +1,119 @@
+"""The CUDA engine against a plain sequential PyTorch loop: the same clients, batches and starting models.
+
+Rounding grows in some networks. Where a ReLU or a maximum is undecided in the last bit, the gradient jumps, and norms
+pass the jump on: ResNet-20 and ConvNet, moved in the last bits, are elsewhere after a few steps, the others are not
+(`python benchmarks/gpu.py agreement` says how far). That is the function and not its kernels: in float64 a start moved
+by as much goes astray as far. So in float32 two trainings stay together only if every kernel gives the same bits, which
+is asked for with deterministic kernels on one device; and in float64, where rounding is too small to tip anything, they
+must agree whatever the kernels.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.config import make_config
+from fedloom.data import PooledFederation, Prepare, Samples
+from fedloom.engines import CudaEngine
+from fedloom.exchange import Job, Update
+from fedloom.experiment import Experiment, Own, build
+from fedloom.models import build as build_model
+from fedloom.streams import Streams
+
+SIZES = (95, 70, 46, 33)
+BATCH, LR, MOMENTUM = 20, 0.01, 0.5
+NETWORKS = ("lenet", "cnn", "convnet", "resnet20", "vgg16", "lstm-shakespeare")
+
+
+def to_double(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.double() if x.is_floating_point() else x for x in inputs)
+
+
+def in_double(module: nn.Module) -> nn.Module:
+    """The module with numbers of 64 bits, whatever its inputs have."""
+    module.double().register_forward_pre_hook(to_double)
+    return module
+
+
+def federation(model: str) -> PooledFederation:
+    """Four clients of different sizes: noise around an image for each class, or rows of characters."""
+    count, draw = sum(SIZES), torch.Generator().manual_seed(3)
+    y = torch.arange(count) % 10
+    if model.startswith("lstm"):
+        x = torch.randint(0, 80, (count, 20), generator=draw)
+        y = x[:, -1] % 10
+        given: dict[str, Any] = {"prepare": Prepare.identity(), "tokens": 80}
+    else:
+        patterns = torch.randint(40, 216, (10, 8, 8, 3), generator=draw).repeat_interleave(4, 1).repeat_interleave(4, 2)
+        x = (patterns[y] + torch.randint(-40, 40, (count, 32, 32, 3), generator=draw)).to(torch.uint8)
+        given = {"prepare": Prepare((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))}
+    ends = np.cumsum(SIZES)
+    parts = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    return PooledFederation(Samples(x, y), parts, classes=10, test=Samples(x[:50], y[:50]), name="made up", **given)
+
+
+def experiment_of(model: str, device: str, double: bool, **settings: Any) -> Experiment:
+    """FedAvg with this network, at the plain engine on this device."""
+    data = federation(model)
+
+    def make() -> nn.Module:
+        module = build_model(model, data.shape, 10, 80 if model.startswith("lstm") else 0)
+        return in_double(module) if double else module
+
+    values = {
+        "data": "made up", "partition": "own", "model": model, "clients": len(SIZES), "per_round": len(SIZES),
+        "epochs": 1, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM, "engine": "plain", "device": device,
+        "precision": "fp32", "channels_last": False,
+    }  # fmt: skip
+    return build(make_config(values | settings), Own(data, make))
+
+
+def jobs_of(experiment: Experiment) -> list[Job]:
+    return list(experiment.rounds.parts.server.dispatch(0, list(range(len(SIZES)))))
+
+
+def trained(engine: Any, jobs: list[Job]) -> list[Tensor]:
+    """The clients' models after one round."""
+    rows = []
+    for answer in engine.train(0, jobs):
+        assert isinstance(answer, Update), answer
+        rows.append(answer.row.clone())
+    return rows
+
+
+def trained_at_once(experiment: Experiment, jobs: list[Job], device: str, slots: int = 0) -> tuple[list[Tensor], int]:
+    """The same by the CUDA engine, the second time that it trains these clients, and the steps that it replayed."""
+    with CudaEngine(experiment.engine.shop, device, slots) as engine:
+        trained(engine, jobs)
+        rows = trained(engine, jobs)
+        return rows, sum(slot.tape.replayed for slot in engine.slots)
+
+
+def trained_by_a_loop(experiment: Experiment, jobs: list[Job], device: str) -> list[Tensor]:
+    """The same as anyone would write it: a module, torch.optim, one client after the other."""
+    shop, rows = experiment.engine.shop.workshop, []
+    module = experiment.rounds.context.make_module().to(device)
+    for job in jobs:
+        samples = experiment.federation.client(job.client)
+        x, y = shop.prepare(samples.x.to(device)), samples.y.to(device)
+        module.load_state_dict(experiment.layout.state_dict(job.row))
+        module.train()
+        optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)
+        order = torch.from_numpy(Streams(0).numpy("batches", 0, job.client).permutation(len(x))).to(device)
+        with Streams(0).globally("noise", 0, job.client, device):  # the seed of dropout
+            for low in range(0, len(x), BATCH):
+                at = order[low : low + BATCH]
+                optimizer.zero_grad()
+                F.cross_entropy(module(x[at]), y[at]).backward()
+                optimizer.step()
+        rows.append(experiment.layout.read(module, device))
+    return rows
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor], floats: int) -> float:
+    """How far models are from each other, as a share of their size: the largest over the clients."""
+    pairs = [(a[:floats].double(), b[:floats].double()) for a, b in zip(ours, theirs, strict=True)]
+    return max(float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b)) for a, b in pairs)

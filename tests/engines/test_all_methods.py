@@ -1,0 +1,72 @@
+"""Every method on every engine: whole rounds, with what servers, companions and refiners make of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_graphs import FakeGraphTape
+from fedloom.engines import CudaEngine
+from fedloom.experiment import Experiment
+from fedloom.methods.catalogue import BUILT_IN
+from fedloom.rows import Kind
+from fedloom.testing import small_experiment
+
+ROUNDS = 3
+QUICK: dict[str, dict[str, Any]] = {
+    "feddf": {"steps": 10, "check_every": 5},
+    "fedbe": {"epochs": 2},
+    "fedlaw": {"epochs": 2},
+    "fedcda": {"warmup": 1},
+    "dynafed": {"L": 2, "s": 1, "inner_steps": 2, "iterations": 2, "images_per_class": 1, "refine_epochs": 1},
+    "fedasam-swa": {"start": 0.0, "cycle": 1},
+    "fedrep": {"head_epochs": 2, "final_epochs": 1},
+    "fedgen": {"steps": 10},
+}
+"""Options that save time, or let a method do in three rounds what it does later."""
+
+
+def made(name: str, engine: str = "plain") -> Experiment:
+    settings = {"engine": engine, "workers": 2, "rounds": ROUNDS, "per_round": 6, "lr_decay": 0.9}
+    return small_experiment(name, {name: QUICK[name]} if name in QUICK else {}, **settings)
+
+
+def rounds_of(experiment: Experiment) -> list[Tensor]:
+    """The deployed model after each round, and what clients with models of their own make of it."""
+    rows = []
+    for round in range(ROUNDS):
+        record = experiment.rounds.play(round)
+        assert not record["lost"], record["lost_clients"]
+        rows.append(experiment.rounds.deployed().clone())
+        if (personal := record.get("personal_accuracy_mean")) is not None:
+            rows.append(torch.tensor(personal))
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_worker_processes_do_what_the_plain_engine_does_to_the_bit(name: str) -> None:
+    found = []
+    for engine in ("plain", "host"):
+        with made(name, engine).engine_closed() as experiment:
+            found.append(rounds_of(experiment))
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_recorded_steps_on_slots_do_what_the_plain_engine_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA engine's logic on the CPU, with recordings that keep addresses and numbers, as CUDA graphs do."""
+    with made(name).engine_closed() as plain:
+        expected = rounds_of(plain)
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    with made(name).engine_closed() as experiment:
+        engine = experiment.rounds.engine = CudaEngine(experiment.engine.shop, "cpu", 2)
+        found, layout = rounds_of(experiment), experiment.layout
+    assert sum(slot.tape.replayed for slot in engine.slots) > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5, equal_nan=True)
+        if ours.dim():
+            pairs = (layout.views(row, Kind.INTEGER) for row in (ours, theirs))
+            assert all(torch.equal(mine, other) for mine, other in zip(*pairs, strict=True))

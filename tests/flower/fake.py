@@ -1,0 +1,83 @@
+"""A network in memory: the server's questions go straight to the sites, as bytes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.config import Config, make_config
+from fedloom.flower.app import write_settings
+from fedloom.flower.link import Answer
+from fedloom.flower.parcel import Parcel, pack, unpack
+from fedloom.flower.server import Behind
+from fedloom.flower.site import Site
+
+Meddle = Callable[[int, Parcel, Parcel], Parcel | None]
+"""(node, question, answer) -> what arrives instead; None: nothing does, for now."""
+
+
+class FakeLink:
+    """Nodes are numbered from 100 on."""
+
+    def __init__(self, sites: dict[int, Site]) -> None:
+        self.sites = sites
+        self.away: set[int] = set()
+        self.meddle: Meddle | None = None
+        self.waiting: dict[str, Answer] = {}
+        self.held: dict[str, Answer] = {}
+        """Answers that are on their way until a test lets them arrive."""
+        self.asked: list[Parcel] = []
+        self.answered: list[Parcel] = []
+        self._tickets = 0
+
+    def nodes(self) -> list[int]:
+        return sorted(set(self.sites) - self.away)
+
+    def send(self, node: int, question: Parcel, seconds: float) -> str | None:
+        self._tickets += 1
+        ticket = str(self._tickets)
+        question = unpack(pack(question))
+        self.asked.append(question)
+        answer: Parcel | None = unpack(pack(self.sites[node].answer(question)))
+        assert answer is not None
+        self.answered.append(answer)
+        arrived = answer if self.meddle is None else self.meddle(node, question, answer)
+        if arrived is None:
+            self.held[ticket] = Answer(ticket, node, answer)
+        else:
+            self.waiting[ticket] = Answer(ticket, node, arrived)
+        return ticket
+
+    def receive(self, tickets: Sequence[str]) -> list[Answer]:
+        return [self.waiting.pop(ticket) for ticket in tickets if ticket in self.waiting]
+
+    def let_go(self) -> None:
+        """Let everything that is held arrive."""
+        self.waiting.update(self.held)
+        self.held.clear()
+
+
+def make_run(**settings: Any) -> Config:
+    """A run that takes a moment."""
+    usual = {"clients": 5, "per_round": 5, "rounds": 3, "partition": "dirichlet:0.5", "epochs": 1, "engine": "flower"}
+    return make_config({**usual, **settings})
+
+
+def make_sites(config: Config, folder: Path, nodes: list[dict[str, Any]] | None = None) -> dict[int, Site]:
+    """A site for each client, or for each of these node configurations."""
+    nodes = [{"client": client} for client in range(config.clients or 0)] if nodes is None else nodes
+    given = flat(write_settings(config, []))
+    app = folder / "app"
+    app.mkdir(exist_ok=True)
+    return {100 + k: Site(given, node, app, folder / "sites" / f"site-{k}") for k, node in enumerate(nodes)}
+
+
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings as Flower flattens them."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
+
+
+def reach(link: FakeLink, config: Config, folder: Path, join: float = 0.01) -> Behind:
+    return Behind(link, config, folder, join)

@@ -1,0 +1,15 @@
+"""Whole federations of real processes take minutes: they are played where they are asked for by their mark."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "faults" not in str(config.getoption("markexpr")):
+        for item in items:
+            if item.get_closest_marker("faults"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes; make test-flower-faults plays it"))

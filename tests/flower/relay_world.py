@@ -1,0 +1,159 @@
+"""Sites and a relay in one process, with a network between them that can be meddled with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+
+from fedloom.flower.identity import Identity, SiteKeys
+from fedloom.flower.relay import Note, Outcome, Relay, Silence, serve
+from fedloom.flower.sealed import Refusal, ServerKey, Terms
+from fedloom.flower.sealed_site import SealedSite
+from fedloom.methods.recombination import Draw, Participant, exchange, purpose
+from fedloom.streams import Streams
+
+RUN = "ab" * 16
+
+Meddle = Callable[[str, int, Note], Note | Silence]
+"""(stage, slot, what passes) -> what arrives."""
+
+
+@cache
+def identity(number: int) -> Identity:
+    return Identity.new()
+
+
+@cache
+def roster(count: int) -> SiteKeys:
+    return SiteKeys.parse("".join(identity(number).public_line(f"site-{number}") for number in range(count)))
+
+
+def layers_of(slot: int, sizes: tuple[int, ...], seed: int = 0) -> list[bytes]:
+    """Layers of floats, each unlike any other."""
+    draw = np.random.default_rng([seed, slot])
+    return [draw.normal(size=size // 4).astype(np.float32).tobytes() for size in sizes]
+
+
+class World:
+    """`count` sites, one slot each. `down` and `up` meddle with what passes; `seen` is all that the relay ever had."""
+
+    def __init__(
+        self,
+        count: int,
+        sizes: tuple[int, ...] = (64, 32, 128),
+        seed: int = 0,
+        chance: float = 0.5,
+        mixed: bool = False,
+        round: int = 0,
+        fewest: int = 2,
+        draws: Callable[[int], Callable[[int, int], Draw]] | None = None,
+    ) -> None:
+        self.key = ServerKey()
+        self.terms = Terms(sizes, chance, mixed, self.key.public)
+        self.seed, self.round, self.count = seed, round, count
+        self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
+        self.sites = {
+            slot: SealedSite(
+                identity(slot),
+                roster(count),
+                RUN,
+                round,
+                slot,
+                self.layers[slot],
+                self.terms,
+                (draws or self.seeded)(slot),
+                fewest,
+            )
+            for slot in range(count)
+        }
+        self.down: Meddle = lambda stage, slot, note: note
+        self.up: Meddle = lambda stage, slot, note: note
+        self.seen: list[tuple[str, str, int, Note]] = []
+        self.said: list[str] = []
+        """Every refusal of a site."""
+
+    def seeded(self, slot: int) -> Callable[[int, int], Draw]:
+        return lambda attempt, exchange: stream(self.seed, self.round, slot, attempt, exchange)
+
+    def ask(self, stage: str, questions: Mapping[int, Note]) -> dict[int, Note | Silence]:
+        answers: dict[int, Note | Silence] = {}
+        for slot, question in questions.items():
+            self.seen.append(("down", stage, slot, question))
+            arrived = self.down(stage, slot, question)
+            if isinstance(arrived, Silence):
+                answers[slot] = arrived
+                continue
+            answers[slot] = self.up_from(stage, slot, self.served(stage, slot, arrived))
+        return answers
+
+    def served(self, stage: str, slot: int, question: Note) -> Note | Silence:
+        try:
+            return serve(self.sites[slot], stage, question)
+        except Refusal as error:
+            self.said.append(str(error))
+            return Silence(str(error), refused=True)
+
+    def up_from(self, stage: str, slot: int, answer: Note | Silence) -> Note | Silence:
+        if isinstance(answer, Note):
+            self.seen.append(("up", stage, slot, answer))
+            return self.up(stage, slot, answer)
+        return answer
+
+    def run(self) -> Outcome:
+        self.relay = Relay(self.ask, RUN, self.round, self.terms, self.key)
+        greetings = self.ask("hello", {slot: Note({"attempt": 0}) for slot in self.sites})
+        return self.relay.exchange(greetings)
+
+
+def stream(seed: int, round: int, slot: int, attempt: int = 0, number: int = 0) -> np.random.Generator:
+    return Streams(seed).numpy(purpose(attempt, number), round, slot)
+
+
+def in_process(world: World, slots: list[int], attempt: int = 0) -> dict[int, list[bytes]]:
+    """What the exchange among these would come to without any network, as methods/recombination.py does it."""
+    held = {slot: [torch.tensor([slot, number]) for number in range(world.terms.layers)] for slot in slots}
+    for number in range(100):
+        participants = {
+            slot: Participant(
+                me=slot,
+                others=[other for other in slots if other != slot],
+                layers=held[slot],
+                draw=stream(world.seed, world.round, slot, attempt, number),
+                send_probability=world.terms.send_probability,
+            )
+            for slot in slots
+        }
+        exchange(participants)
+        held = {slot: participant.assemble() for slot, participant in participants.items()}
+        whole = any(len({int(deed[0]) for deed in deeds}) == 1 for deeds in held.values())
+        if not (world.terms.mixed and whole):
+            break
+    return {
+        slot: [world.layers[int(deed[0])][number] for number, deed in enumerate(deeds)] for slot, deeds in held.items()
+    }
+
+
+def owners(world: World, outcome: Outcome) -> dict[int, list[int]]:
+    """Whose each layer of each model is. Fails on a layer that is nobody's, or stands at another's place."""
+    whose = {(number, layer): slot for slot, layers in world.layers.items() for number, layer in enumerate(layers)}
+    return {
+        slot: [whose[number, layer] for number, layer in enumerate(layers)] for slot, layers in outcome.models.items()
+    }
+
+
+def assert_all_or_nothing(world: World, outcome: Outcome) -> None:
+    """Models from everybody who took part, each of their layers once; or none. Everybody else has a reason."""
+    assert outcome.models.keys() | outcome.lost.keys() == world.layers.keys()
+    assert not outcome.models.keys() & outcome.lost.keys()
+    assert all(outcome.lost.values()), "and each a reason"
+    found = owners(world, outcome)
+    for number in range(world.terms.layers):
+        assert sorted(owner[number] for owner in found.values()) == sorted(found), f"layer {number}"
+
+
+def changed(note: Note, **parts: bytes | None) -> Note:
+    """A note with other parts; None takes one away. Slashes are written as two underlines."""
+    new = {**note.parts, **{name.replace("__", "/"): part for name, part in parts.items()}}
+    return replace(note, parts={name: part for name, part in new.items() if part is not None})

@@ -1,0 +1,289 @@
+"""Apps: what is written is what is read, sites bring their own data, and nothing starts insecurely by mistake."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake import FakeLink, flat, make_run
+
+from fedloom.errors import InputError
+from fedloom.experiment import replace_config
+from fedloom.flower import commands
+from fedloom.flower.app import ServerSettings, read_settings
+from fedloom.flower.door import folder_of
+from fedloom.flower.server import play
+from fedloom.flower.site import Site, clients_of
+from fedloom.flower.writing import write_app
+
+FILES = ["README.md", "client_app.py", "pyproject.toml", "server_app.py", "site_data.py"]
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """The run config as Flower hands it to the app."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    return flat(project["tool"]["flwr"]["app"]["config"])
+
+
+def test_an_app_says_the_same_run(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("")
+    config = make_run(
+        method="fedprox+fedcross",
+        options={"fedprox": {"mu": 0.5}, "fedcross": {"alpha": 0.9}},
+        imports=[str(mine)],
+        momentum=0.9,
+        clip=1.5,
+        deadline=12.5,
+        nodes=3,
+    )
+    write_app(tmp_path / "app", config, {"folder": "/somewhere"})
+    assert sorted(p.name for p in (tmp_path / "app").iterdir()) == sorted([*FILES, "mine.py"])
+    found, server = read_settings(written(tmp_path / "app"), tmp_path / "app")
+    here = replace_config(config, imports=[str(tmp_path / "app" / "mine.py")], engine="auto", nodes=0)
+    assert found == here
+    assert server == ServerSettings(folder="/somewhere")
+
+
+def test_flower_is_all_that_an_app_asks_to_be_installed(tmp_path: Path) -> None:
+    write_app(tmp_path / "app", make_run())
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["project"]["dependencies"] == ["flwr"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rounds": 0}, "rounds must be"),
+        ({"ruonds": 3}, "unknown setting 'ruonds'"),
+        ({"options.fedprox.mu": 1, "join": -1}, "join must be"),
+    ],
+)
+def test_wrong_settings_are_said(given: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=says):
+        read_settings(given, tmp_path)
+
+
+def test_what_flower_cannot_carry_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"fedcda.x is \[1\]; Flower carries numbers, texts, true and false"):
+        write_app(tmp_path / "app", make_run(options={"fedcda": {"x": [1]}}))
+
+
+OWN = """
+import numpy as np
+from fedloom.flower.data import SiteData, Task
+
+TASK = Task(classes=3, shape=(4,), name="flowers", test=(np.eye(4, dtype=np.float32)[:3], np.arange(3)))
+
+
+def load(node, client):
+    rng = np.random.default_rng(int(node["data"]))
+    y = rng.integers(0, 3, 30)
+    x = np.eye(4, dtype=np.float32)[y] + rng.normal(0, 0.1, (30, 4)).astype(np.float32)
+    return SiteData((x, y), (x[:5], y[:5]))
+"""
+
+
+def test_sites_bring_data_of_their_own(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    write_app(app, make_run(clients=3, per_round=3, rounds=15, lr=0.5), {"folder": str(tmp_path / "run"), "join": 5.0})
+    (app / "site_data.py").write_text(OWN)
+    given = written(app)
+    sites = {10 + k: Site(given, {"data": str(k)}, app, tmp_path / f"site-{k}") for k in range(3)}  # no numbers
+    link = FakeLink(sites)
+    config, server = read_settings(given, app)
+    run = play(link, config, server, app)
+    assert run.config.data == "flowers"
+    assert run.accuracy == 1.0
+    assert sorted(site.clients for site in sites.values()) == [(0,), (1,), (2,)]
+    travelled = b"".join(bytes(block.data) for p in (*link.asked, *link.answered) for block in p.blocks.values())
+    for site in sites.values():
+        samples = site.shop.federation.client(site.clients[0])
+        assert len(samples) == 30
+        assert samples.x[0].numpy().tobytes() not in travelled
+
+
+def test_another_task_in_the_same_process_has_a_network_of_its_own(tmp_path: Path) -> None:
+    widths = []
+    for width in (4, 6):
+        app = tmp_path / f"app-{width}"
+        write_app(app, make_run(clients=1, per_round=1, rounds=1))
+        (app / "site_data.py").write_text(
+            OWN.replace("shape=(4,)", f"shape=({width},)")
+            .replace("eye(4", f"eye({width}")
+            .replace("(30, 4)", f"(30, {width})")
+        )
+        site = Site(written(app), {"client": 0, "data": 1}, app, tmp_path / f"site-{width}")
+        site.build()
+        widths.append(site.layout.entries[0].shape[1])
+    assert widths == [4, 6]
+
+
+def test_a_finished_or_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
+    given = written(app)
+    link = FakeLink({k: Site(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    config, server = read_settings(given, app)
+    first = play(link, config, server, app)
+    asked = len(link.asked)
+    again = play(link, config, server, app)
+    assert again.digest == first.digest
+    assert [p.kind for p in link.asked[asked:]] == ["hello", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("TASK = 3", "TASK in site_data.py must be a fedloom.flower.data.Task or None, not 3"),
+        ("import nothing_like_it", "cannot be imported: ModuleNotFoundError"),
+        ("from fedloom.flower.data import Task\nTASK = Task(3, (4,))", "must have a function `load"),
+        ("from fedloom.flower.data import Task\nTASK = Task(3, (4,))\ndef load(n, c): return 3", "must return .x, y."),
+        ("from fedloom.flower.data import Task\nTASK = Task(3, (4,))\ndef load(n, c): 1 / 0", "ZeroDivisionError"),
+        (
+            "from fedloom.flower.data import Task\nimport numpy as np\nTASK = Task(3, (4,))\n"
+            "def load(n, c): return np.ones((2, 4)), np.array([0, 3])",
+            "client 0 has labels from 0 to 3; the task says labels from 0 to 2",
+        ),
+        (
+            "from fedloom.flower.data import Task\nimport numpy as np\nTASK = Task(3, (4,))\n"
+            "def load(n, c): return np.ones((2, 5)), np.array([0, 1])",
+            r"client 0 has inputs of shape \(5,\); the task says \(4,\)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_sites_file_is_said(text: str, says: str, tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    write_app(app, make_run(clients=1, per_round=1, data="digits"))
+    (app / "site_data.py").write_text(text)
+    site = Site(written(app), {"client": 0}, app, tmp_path / "site")
+    with pytest.raises(InputError, match=says):
+        site.build()
+
+
+def test_a_client_that_is_not_there_is_said(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    write_app(app, make_run())
+    with pytest.raises(InputError, match="there is no client 7: the run has 5 clients, from 0 on"):
+        Site(written(app), {"client": 7}, app, tmp_path / "site").build()
+
+
+@pytest.mark.parametrize(
+    ("node", "clients"),
+    [({}, ()), ({"client": 3}, (3,)), ({"clients": "4,2,2"}, (2, 4)), ({"partition-id": 6}, (6,))],
+)
+def test_a_node_names_its_clients(node: dict[str, Any], clients: tuple[int, ...]) -> None:
+    assert clients_of(node) == clients
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "1.5", ""])
+def test_a_nodes_client_is_a_number(given: str) -> None:
+    with pytest.raises(InputError, match="from 0 on"):
+        clients_of({"client": given})
+
+
+def test_a_sites_folder_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir(mode=0o755)
+    Site({}, {}, tmp_path, tmp_path / "site")
+    assert (tmp_path / "site").stat().st_mode & 0o777 == 0o700
+
+
+class FakeContext:
+    def __init__(self, **node: Any) -> None:
+        self.node_config, self.node_id, self.run_id = node, 5, 6
+
+
+def test_sites_without_a_folder_get_one_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    places: list[Any] = [FakeContext(), FakeContext(**{"partition-id": 0}), FakeContext(**{"partition-id": 1})]
+    assert len({folder_of(context) for context in places}) == 3
+    assert all(folder_of(context).is_relative_to(tmp_path) for context in places)
+    assert folder_of(FakeContext(folder="/data/site")) == Path("/data/site")  # type: ignore[arg-type]
+
+
+# commands
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.3", "::", "server.example.org", "", "127.0.0.1.example.org"])
+def test_nothing_starts_insecurely_but_on_this_machine(host: str) -> None:
+    with pytest.raises(InputError, match=r"a SuperLink for .* needs --certificates"):
+        commands.superlink(None, host, 8000)
+    with pytest.raises(InputError, match=r"a SuperNode for .* needs --ca and --key"):
+        commands.supernode(f"{host}:8000", {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.3.2.1"])
+def test_on_this_machine_it_may(host: str) -> None:
+    assert "--insecure" in commands.superlink(None, host, 8000)
+    assert "--insecure" in commands.supernode(f"{host}:8000", {})
+
+
+def test_with_certificates_nodes_are_authenticated(tmp_path: Path) -> None:
+    for name in ("ca.crt", "server.pem", "server.key", "node"):
+        (tmp_path / name).write_text("")
+    words = commands.superlink(tmp_path, "0.0.0.0", 8000)
+    assert "--insecure" not in words
+    assert "--enable-supernode-auth" in words
+    assert "--disable-runtime-dependency-installation" in words
+    words = commands.supernode("server:8000", {"client": 1}, tmp_path / "ca.crt", tmp_path / "node")
+    assert "--insecure" not in words
+    assert words[words.index("--auth-supernode-private-key") + 1] == str(tmp_path / "node")
+    with pytest.raises(InputError, match="there is no file"):
+        commands.superlink(tmp_path / "nowhere", "0.0.0.0", 8000)
+
+
+def test_flower_is_told_to_keep_to_itself(tmp_path: Path) -> None:
+    environ = commands.environment(tmp_path)
+    assert environ["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert environ["FLWR_HOME"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("value", ['a"b', "a\nb", "a\\b"])
+def test_a_node_is_not_told_more_than_was_meant(value: str) -> None:
+    with pytest.raises(InputError, match="without quotes"):
+        commands.node_config({"data": value})
+
+
+def test_the_command_writes_an_app(command: Callable[..., Any], tmp_path: Path) -> None:
+    told = command("flower", "new", "app", "fedprox", "--clients", 3, "--set", "fedprox.mu=0.3", "--rounds", 4)
+    assert told.code == 0
+    assert "app is an app for Flower" in told.out
+    found, server = read_settings(written(tmp_path / "app"), tmp_path / "app")
+    assert (found.method, found.clients, found.rounds, found.options) == ("fedprox", 3, 4, {"fedprox": {"mu": 0.3}})
+    assert server.folder == str(tmp_path / "app-run")  # beside it: what is in an app goes to all sites
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("new", "app", "fedavgg"), "unknown method 'fedavgg'"),
+        (("new", "app", "fedavg", "--rounds", "0"), "rounds must be"),
+        (("new", "full", "fedavg"), "full is not empty"),
+        (("new", "app", "fedavg", "--partition", "natural"), "natural"),
+        (("new", "app", "fedavg", "--clients", "500"), "500 clients"),
+        (("new", "app", "fedavg", "--init", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_written(
+    words: tuple[str, ...], says: str, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    told = command("flower", *words)
+    assert told.code == 2
+    assert says in told.err
+    assert not (tmp_path / "app").exists()
+
+
+def test_python_objects_cannot_go_to_sites(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    from fedloom import run
+
+    with pytest.raises(InputError, match="cannot be given as Python objects"):
+        run(model=torch.nn.Linear(64, 10), engine="flower", clients=2, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,149 @@
+"""Parcels: what was packed comes out, and whatever else comes is refused in a sentence."""
+
+import math
+import socket
+import struct
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.flower.parcel import (
+    ADDRESS,
+    MOST_HEADER,
+    SIZES,
+    Block,
+    Parcel,
+    Refused,
+    failed,
+    pack,
+    receive,
+    send,
+    unpack,
+)
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Block:
+    dtype = draw(st.sampled_from(sorted(SIZES)))
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    size = math.prod(shape) * SIZES[dtype]
+    return Block(dtype, shape, draw(st.binary(min_size=size, max_size=size)))
+
+
+parcels = st.builds(
+    Parcel,
+    st.text(max_size=10),
+    st.dictionaries(st.text(max_size=8), plain, max_size=4),
+    st.dictionaries(st.text(max_size=8), blocks(), max_size=4),
+)
+
+
+def same(one: Parcel, other: Parcel) -> bool:
+    def plain_blocks(parcel: Parcel) -> dict[str, Any]:
+        return {name: (b.dtype, b.shape, bytes(b.data)) for name, b in parcel.blocks.items()}
+
+    return (one.kind, one.header, plain_blocks(one)) == (other.kind, other.header, plain_blocks(other))
+
+
+@given(parcels)
+def test_what_was_packed_comes_out(parcel: Parcel) -> None:
+    assert same(unpack(pack(parcel)), parcel)
+
+
+@given(parcels, st.data())
+def test_changed_bytes_are_refused_or_are_another_parcel(parcel: Parcel, data: st.DataObject) -> None:
+    content = bytearray(pack(parcel))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(content)))
+    try:
+        found = unpack(bytes(content[:cut]))
+    except Refused:
+        return
+    assert cut == len(content)
+    assert sum(len(b.data) for b in found.blocks.values()) == parcel.nbytes
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(content: bytes) -> None:
+    with pytest.raises(Refused):
+        unpack(content)
+
+
+def test_a_declared_size_is_believed_only_within_bounds() -> None:
+    huge = struct.pack("<4sIQ", b"FLM1", 10, 1 << 60)
+    with pytest.raises(Refused, match="more than"):
+        unpack(huge)
+    with pytest.raises(Refused, match="more than 100"):
+        unpack(pack(Parcel("k", {}, {"a": Block.raw(b"x" * 101)})), most=100)
+    assert unpack(pack(Parcel("k", {}, {"a": Block.raw(b"x" * 100)})), most=100).nbytes == 100
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "data"),
+    [
+        ("float32", (3,), b"\0" * 11),
+        ("float32", (3,), b"\0" * 13),
+        ("object", (1,), b"\0" * 8),
+        ("float32", (-1,), b""),
+        ("float32", (1 << 60, 1 << 60), b""),
+        ("float32", (1.0,), b"\0" * 4),
+        ("uint8", (True,), b"\0"),
+    ],
+)
+def test_an_array_that_is_not_what_it_says_is_refused(dtype: str, shape: Any, data: bytes) -> None:
+    with pytest.raises(Refused):
+        Block(dtype, shape, data)
+
+
+def test_a_long_header_is_refused_on_both_sides() -> None:
+    with pytest.raises(Refused, match="header"):
+        pack(Parcel("k", {"a": "x" * MOST_HEADER}))
+
+
+def test_an_answer_repeats_what_its_question_says_of_itself() -> None:
+    address = {"run": "r", "round": 3, "client": 4, "nonce": "n"}
+    question = Parcel("train", {**address, "accepted": "before"})
+    answer = question.reply("trained", {"loss": 1.0, "round": 99})
+    assert {key: answer.header[key] for key in ADDRESS} == address
+    assert "accepted" not in answer.header
+    assert failed(question, "x" * 1000).header == {**address, "reason": "x" * 300}
+
+
+def test_parcels_pass_through_a_socket_one_after_the_other() -> None:
+    one, other = socket.socketpair()
+    big = Parcel("big", {"n": 1}, {"row": Block("float32", (1 << 20,), bytes(4 << 20))})
+
+    def write() -> None:
+        with one:
+            send(one, big)
+            send(one, Parcel("small"))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with other:
+        first, second, third = receive(other), receive(other), receive(other)
+    writer.join()
+    assert first is not None
+    assert same(first, big)
+    assert second == Parcel("small")
+    assert third is None
+
+
+def test_a_parcel_that_is_cut_off_on_its_way_is_refused() -> None:
+    for keep in (1, 15, 17, 40):
+        one, other = socket.socketpair()
+        with other:
+            with one:
+                one.sendall(pack(Parcel("k", {"a": 1}, {"row": Block.raw(b"0123456789")}))[:keep])
+            with pytest.raises(Refused, match="cut off"):
+                receive(other)

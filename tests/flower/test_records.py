@@ -1,0 +1,41 @@
+"""Parcels as Flower's records, through Flower's own way to make bytes of them."""
+
+import pytest
+from hypothesis import given
+from test_parcel import parcels, same
+
+from fedloom.flower.parcel import Block, Parcel, Refused
+
+pytestmark = pytest.mark.flower
+
+
+@given(parcels)
+def test_what_flower_carries_comes_out(parcel: Parcel) -> None:
+    from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+
+    from fedloom.flower.records import from_records, to_records
+
+    assert same(from_records(recorddict_from_proto(recorddict_to_proto(to_records(parcel)))), parcel)
+
+
+def test_other_records_are_refused() -> None:
+    import numpy as np
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    from fedloom.flower.records import from_records, to_records
+
+    good = to_records(Parcel("train", {}, {"row": Block("float32", (1,), bytes(4))}))
+    about, array = good["fedloom"], Array(np.zeros(3, dtype=np.float32))
+    short = Array(dtype="float32", shape=(4,), stype="fedloom.raw", data=bytes(4))
+    for records in (
+        RecordDict(),
+        RecordDict({"fedloom": about}),
+        RecordDict({"fedloom": about, "blocks": about}),
+        RecordDict({"fedloom": about, "blocks": ArrayRecord({"row": array})}),
+        RecordDict({"fedloom": about, "blocks": ArrayRecord({"row": short})}),
+        RecordDict({"fedloom": ConfigRecord({"kind": 3, "header": "{}"}), "blocks": ArrayRecord()}),
+        RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "[1]"}), "blocks": ArrayRecord()}),
+        RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "{" * 9999}), "blocks": ArrayRecord()}),
+    ):
+        with pytest.raises(Refused):
+            from_records(records)

@@ -1,0 +1,388 @@
+"""FedMR's secure exchange in the rounds of the Flower engine: the host's bits, and a server that sees nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake import FakeLink, make_run, make_sites, reach
+
+from fedloom.api import execute
+from fedloom.config import Config
+from fedloom.errors import FedloomError, InputError
+from fedloom.experiment import build, replace_config
+from fedloom.flower.certificates import make, node_names
+from fedloom.flower.parcel import Parcel
+from fedloom.flower.relay_site import pick
+from fedloom.flower.site import Site, Trained
+
+SECURE = {"fedmr": {"secure": True}}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make(folder, node_names(5))
+    return folder
+
+
+def nodes(certificates: Path, count: int, **more: Any) -> list[dict[str, Any]]:
+    usual = {"roster": str(certificates / "roster.pub"), "exchange-draws": "seeded", **more}
+    return [{"client": k, "key": str(certificates / "nodes" / f"site-{k}"), **usual} for k in range(count)]
+
+
+def run_of(**settings: Any) -> Config:
+    usual = {"method": "fedmr", "options": SECURE, "rounds": 3, "seed": 1, "deadline": 5.0}
+    return make_run(**{**usual, **settings})
+
+
+def federate(
+    config: Config,
+    certificates: Path,
+    tmp_path: Path,
+    change: Callable[[FakeLink], None] = lambda link: None,
+    **more: Any,
+) -> tuple[Any, FakeLink]:
+    sites = make_sites(config, tmp_path, nodes(certificates, config.clients or 0, **more))
+    link = FakeLink(sites)
+    change(link)
+    out = tmp_path / "run"
+    return execute(config, out=out, sites=reach(link, config, out)), link
+
+
+def on_host(config: Config, tmp_path: Path) -> Any:
+    return execute(replace_config(config, engine="plain", deadline=600.0), out=tmp_path / "host")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"secure": True},
+        {"secure": True, "mixed": True},
+        {"secure": True, "granularity": "tensor", "send_probability": 0.9},
+        {"secure": True, "granularity": "segment:0.5", "first_stage": 1},
+    ],
+)
+def test_the_result_has_the_bits_of_the_host(certificates: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    config = run_of(options={"fedmr": options})
+    finished, link = federate(config, certificates, tmp_path)
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+    kinds = [parcel.kind for parcel in link.asked]
+    first_stage = options.get("first_stage", 0)
+    assert kinds.count("mix/train") == 5 * (3 - first_stage)
+    assert kinds.count("train") == 5 * first_stage
+    assert kinds.count("mix/release") == 5 * (3 - first_stage)
+
+
+def test_with_what_stays_at_home(certificates: Path, tmp_path: Path) -> None:
+    """FedRep's heads do not travel, and so are not exchanged either; the server's models are those of the host."""
+    config = run_of(method="fedmr+fedrep", rounds=2, options={**SECURE, "fedrep": {"head_epochs": 1}})
+    models = []
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
+    for sites in (None, reach(link, config, tmp_path / "run")):
+        settings = {} if sites else {"engine": "plain", "deadline": 600.0}
+        experiment = build(replace_config(config, **settings), sites=sites)
+        with experiment.engine:
+            for round in range(2):
+                experiment.rounds.play(round)
+            models.append(experiment.rounds.parts.server.models().clone())
+            stays = experiment.rounds.parts.local.stays_home(experiment.layout)
+    assert stays
+    for columns in stays:
+        models[0][:, columns] = models[1][:, columns] = 0
+    assert torch.equal(*models)
+    assert len({row.numpy().tobytes() for row in models[0]}) == 5
+
+
+def test_choices_are_private_unless_a_site_says_otherwise(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(rounds=2, options={"fedmr": {"secure": True, "granularity": "tensor"}})
+    digests = set()
+    for k in range(3):
+        (tmp_path / str(k)).mkdir()
+        finished, _ = federate(config, certificates, tmp_path / str(k), **{"exchange-draws": "private"})
+        digests.add(finished.summary["digest"])
+    assert len(digests) == 3
+
+
+# What the server has
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tensor]]:
+    """What every client trained: (round, client, row)."""
+    trained: list[tuple[int, int, torch.Tensor]] = []
+    train = Site.train
+
+    def listen(site: Site, question: Parcel) -> Trained:
+        done = train(site, question)
+        trained.append((question.header["round"], question.header["client"], done.row.clone()))
+        return done
+
+    monkeypatch.setattr(Site, "train", listen)
+    return trained
+
+
+def pieces(row: torch.Tensor, columns: list[list[slice]]) -> list[bytes]:
+    """Sixteen bytes from each part of each layer that is long enough to be told from others."""
+    found = []
+    for parts in columns:
+        content = pick(row, parts)
+        found += [content[at : at + 16] for at in range(0, len(content) - 16, max(16, len(content) // 8 // 4 * 4))]
+    return [piece for piece in found if len(set(piece)) > 8]
+
+
+def test_the_server_never_has_a_trained_model_nor_a_layer_before_the_end(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = recorded(monkeypatch)
+    config = run_of(options={"fedmr": {"secure": True, "mixed": True}})
+    received: list[bytes] = []
+
+    def watch(link: FakeLink) -> None:
+        def see(node: int, question: Parcel, answer: Parcel) -> Parcel:
+            received.extend(bytes(block.data) for block in answer.blocks.values())
+            received.append(repr(dict(answer.header)).encode())
+            return answer
+
+        link.meddle = see
+
+    finished, _ = federate(config, certificates, tmp_path, watch)
+    assert finished.summary["lost"] == 0
+    experiment = build(replace_config(config, engine="plain"))
+    layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
+    experiment.engine.close()
+    content = b"".join(received) + caplog.text.encode()
+    assert len(trained) == 15
+    searched = [piece for _, _, row in trained for piece in pieces(row, layers)]
+    assert len(searched) > 200
+    assert not [piece for piece in searched if piece in content], "nothing that was received can be read"
+    assert searched[7] in content + pick(trained[0][2], layers[0]) + pick(trained[0][2], layers[1]), "else it is found"
+
+    # The files of the run hold recombined models only: no row of any checkpoint is what one client trained.
+    files = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    last = [row for round, _, row in trained if round == 2]
+    assert not [row for row in last if row.numpy().tobytes() in files]
+
+
+def test_nor_do_the_engine_s_updates_hold_one(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each update is made of several clients' layers, and together they have each layer once."""
+    from fedloom.engines.flower import FlowerEngine
+
+    trained, updates = recorded(monkeypatch), list[tuple[int, torch.Tensor]]()
+    update = FlowerEngine._update
+
+    def keep(engine: FlowerEngine, job: Any, answer: Parcel) -> Any:
+        made = update(engine, job, answer)
+        updates.append((job.client, made.row.clone()))
+        return made
+
+    monkeypatch.setattr(FlowerEngine, "_update", keep)
+    config = run_of(rounds=1, options={"fedmr": {"secure": True, "mixed": True}})
+    federate(config, certificates, tmp_path)
+    experiment = build(replace_config(config, engine="plain"))
+    layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
+    experiment.engine.close()
+    assert len(updates) == len(trained) == 5
+    for columns in layers:
+        before = sorted(pick(row, columns) for _, _, row in trained)
+        assert sorted(pick(row, columns) for _, row in updates) == before
+    assert not any(torch.equal(row, whole) for _, row in updates for _, _, whole in trained)
+
+
+# Drop-outs and trouble
+
+
+def gone_at(kind: str, node: int) -> Callable[[FakeLink], None]:
+    def change(link: FakeLink) -> None:
+        def meddle(at: int, question: Parcel, answer: Parcel) -> Parcel | None:
+            return None if (at, question.kind) == (node, kind) else answer
+
+        link.meddle = meddle
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["mix/train", "mix/offer", "mix/lock"])
+def test_a_site_that_drops_out_leaves_a_round_of_the_others(certificates: Path, tmp_path: Path, kind: str) -> None:
+    config = run_of(rounds=2, clients=4, per_round=4, deadline=0.4)
+    finished, _ = federate(config, certificates, tmp_path, gone_at(kind, 102))
+    records = [record for record in finished.history if record["round"]]
+    assert [record["lost"] for record in records] == [1, 1]
+    assert records[0]["lost_clients"] == {"2": "no answer within 0.4 s"}
+    attempts = 1 if kind == "mix/train" else 2
+    assert records[0]["diagnostics"]["engine.exchange_attempts"] == attempts
+
+
+def test_a_client_lost_before_the_exchange_is_the_same_in_all_engines(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(lost=0.3, rounds=3)
+    finished, _ = federate(config, certificates, tmp_path, **{"fewest-sites": 2})
+    lost = [record["lost"] for record in finished.history if record["round"]]
+    assert any(lost)
+    assert max(lost) <= 3, "at least two are left"
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_a_client_that_trains_to_nothing_finite_takes_no_part(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Site.train
+
+    def spoil(site: Site, question: Parcel) -> Trained:
+        done = train(site, question)
+        if question.header["client"] == 1:
+            done.row[3] = np.nan
+        return done
+
+    monkeypatch.setattr(Site, "train", spoil)
+    finished, _ = federate(run_of(rounds=1), certificates, tmp_path)
+    assert finished.history[-1]["lost_clients"] == {"1": "its model is not finite"}
+
+
+def test_a_site_without_credentials_is_named(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3)
+    configured = nodes(certificates, 3)
+    del configured[1]["roster"]
+    out = tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, configured))
+    with pytest.raises(FedloomError, match=r"client 1 cannot take part .*all sites' public keys: roster="):
+        execute(config, out=out, sites=reach(link, config, out))
+
+
+def test_two_sites_are_too_few_unless_they_say_otherwise(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=2, per_round=2, rounds=1, min_clients=0)
+    (tmp_path / "a").mkdir()
+    finished, _ = federate(config, certificates, tmp_path / "a")
+    assert "2 sites take part, but site-" in finished.history[-1]["lost_clients"]["0"]
+    assert "wants 3 at least" in finished.history[-1]["lost_clients"]["1"]
+    (tmp_path / "b").mkdir()
+    finished, _ = federate(config, certificates, tmp_path / "b", **{"fewest-sites": 2})
+    assert finished.summary["lost"] == 0
+
+
+def test_in_a_simulation_the_server_exchanges_as_it_always_does(tmp_path: Path) -> None:
+    config = run_of(rounds=2)
+    link = FakeLink(make_sites(config, tmp_path, [{"partition-id": k, "num-partitions": 5} for k in range(5)]))
+    out = tmp_path / "run"
+    finished = execute(config, out=out, sites=reach(link, config, out))
+    assert {parcel.kind for parcel in link.asked} == {"hello", "train"}
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_what_travels_beside_the_models_would_tell_all(certificates: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"fedmr.secure hides nothing where clients send .* beside their models"):
+        federate(run_of(method="fedmr+scaffold"), certificates, tmp_path)
+
+
+def test_several_clients_at_one_site(certificates: Path, tmp_path: Path) -> None:
+    """Each of them is a participant of its own; three sites are three."""
+    config = run_of()
+    configured = nodes(certificates, 3)
+    for k, node in enumerate(configured):
+        del node["client"]
+        node["clients"] = ",".join(str(c) for c in range(k, 5, 3))
+    out = tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, configured))
+    finished = execute(config, out=out, sites=reach(link, config, out))
+    assert finished.summary["lost"] == 0
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+@pytest.fixture
+def asked(certificates: Path, tmp_path: Path) -> tuple[Site, Parcel]:
+    """A site that has played a round, and what it was asked first."""
+    _, link = federate(run_of(clients=3, per_round=3, rounds=1), certificates, tmp_path)
+    question = next(parcel for parcel in link.asked if parcel.kind == "mix/train" and parcel.header["client"] == 0)
+    return link.sites[100], question
+
+
+def refusal(site: Site, question: Parcel, kind: str | None = None, **header: Any) -> str:
+    answer = site.answer(Parcel(kind or question.kind, {**question.header, **header}, question.blocks))
+    assert answer.kind == "failed"
+    return str(answer.header["reason"])
+
+
+def test_a_client_trains_three_times_for_a_round_and_no_more(asked: tuple[Site, Parcel]) -> None:
+    """Whatever slot it is told, and whatever it is asked about other rounds in between."""
+    site, question = asked
+    for slot in (1, 2):
+        assert (
+            site.answer(Parcel(question.kind, {**question.header, "slot": slot}, question.blocks)).kind == "mix/hello"
+        )
+        later = Parcel(question.kind, {**question.header, "round": 6 + slot}, question.blocks)
+        assert site.answer(later).kind == "mix/hello"
+    assert "it has trained for the exchange of round 1 3 times already" in refusal(site, question)
+    assert "it has trained for the exchange of round 1 3 times already" in refusal(site, question, slot=2)
+
+
+def test_nor_does_it_send_its_model_in_any_other_way(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    assert "through the secure exchange of layers alone" in refusal(site, question, "train")
+    assert "through the secure exchange of layers alone" in refusal(site, question, "train", round=5)
+
+
+def test_a_site_exchanges_only_what_its_run_says(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3, rounds=2, options={"fedmr": {"secure": True, "first_stage": 1}})
+    _, link = federate(config, certificates, tmp_path)
+    question = next(parcel for parcel in link.asked if parcel.kind == "mix/train" and parcel.header["client"] == 0)
+    assert "in round 1 of this run no layers are exchanged" in refusal(link.sites[100], question, round=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"slot": -1}, "the slot -1"), ({"slot": "first"}, "the slot 'first'"), ({"slot": None}, "slot")],
+)
+def test_bad_slots_are_refused(asked: tuple[Site, Parcel], change: dict[str, Any], words: str) -> None:
+    site, question = asked
+    assert words in refusal(site, question, **change)
+    assert words in refusal(site, question, "mix/offer", **change)
+
+
+def test_a_server_without_a_key_is_refused(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    blocks = {name: block for name, block in question.blocks.items() if name != "server"}
+    answer = site.answer(Parcel(question.kind, {**question.header, "round": 1}, blocks))
+    assert "there is no key of the server in the question" in answer.header["reason"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"exchange-draws": "mine"}, "exchange-draws in a node's configuration is private or seeded, not 'mine'"),
+        ({"fewest-sites": "few"}, "fewest-sites in a node's configuration is a whole number from 1 on, not 'few'"),
+        ({"fewest-sites": 0}, "fewest-sites in a node's configuration is a whole number from 1 on, not '0'"),
+    ],
+)
+def test_bad_settings_of_a_node_are_named(certificates: Path, tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    finished, _ = federate(run_of(clients=3, per_round=3, rounds=1, min_clients=0), certificates, tmp_path, **more)
+    assert words in finished.history[-1]["lost_clients"]["0"]
+
+
+def test_a_server_that_begins_its_round_anew_has_its_sites_begin_anew(certificates: Path, tmp_path: Path) -> None:
+    """As after its restart, before anybody had committed: what a client trained then is replaced."""
+    config = run_of(clients=3, per_round=3, rounds=1)
+    sites = make_sites(config, tmp_path, nodes(certificates, 3))
+    link = FakeLink(sites)
+    link.meddle = lambda node, question, answer: None if question.kind == "mix/lock" else answer
+    behind = reach(link, config, tmp_path / "one")
+    execute(replace_config(config, deadline=0.2, min_clients=0), out=tmp_path / "one", sites=behind)
+    before = [site.memory["exchanges"][behind.roster.run, 0, k] for k, site in enumerate(sites.values())]
+    again = reach(FakeLink(sites), config, tmp_path / "two")
+    again.roster.run = behind.roster.run
+    finished = execute(config, out=tmp_path / "two", sites=again)
+    after = [site.memory["exchanges"][behind.roster.run, 0, k] for k, site in enumerate(sites.values())]
+    assert finished.summary["lost"] == 0
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+    assert not any(one is two for one, two in zip(before, after, strict=True))
+
+
+def test_a_stage_without_training_is_refused(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3, rounds=1)
+    _, link = federate(config, certificates, tmp_path)
+    question = next(parcel for parcel in link.asked if parcel.kind == "mix/offer" and parcel.header["client"] == 0)
+    later = Parcel(question.kind, {**question.header, "round": 7}, question.blocks)
+    answer = link.sites[100].answer(later)
+    assert answer.kind == "failed"
+    assert "it has no model of round 8 to exchange layers of" in answer.header["reason"]

@@ -1,0 +1,125 @@
+"""What methods say they cost is what they cost: bytes on the way, and what clients and server keep."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom.experiment import Experiment
+from fedloom.listing import list_methods
+from fedloom.methods import methods
+from fedloom.methods.catalogue import BUILT_IN
+from fedloom.rows import Kind
+from fedloom.testing import normed_network, plain_network, small_experiment
+
+NAMES = sorted(BUILT_IN)
+CLIENTS, CLASSES, INPUTS, NUMBER = 8, 10, 64, 4
+QUICK: dict[str, dict[str, Any]] = {
+    "feddf": {"steps": 5},
+    "fedcda": {"warmup": 1},
+    "dynafed": {"L": 4, "s": 2},
+    "fedrep": {"head_epochs": 1},
+}
+"""Options that save time, or let a method do in four rounds what it does later."""
+
+
+def played(name: str, network: Any, rounds: int = 4) -> tuple[Experiment, list[dict[str, Any]]]:
+    """All clients take part, so that after a round each has been seen; `fedcluster` has its own idea of a round."""
+    given = {name: QUICK[name]} if name in QUICK else {}
+    with small_experiment(name, given, model=network, per_round=CLIENTS, rounds=50).engine_closed() as experiment:
+        return experiment, [experiment.rounds.play(round) for round in range(rounds)]
+
+
+def bytes_of(experiment: Experiment, kinds: tuple[type[nn.Module], ...]) -> int:
+    """Bytes of the parameters and buffers of the last module of one of these kinds."""
+    module = experiment.rounds.context.make_module()
+    units = [name for name, each in module.named_modules() if isinstance(each, kinds)]
+    return sum(e.size * NUMBER for e in experiment.layout.entries if units and e.unit == units[-1])
+
+
+def said(name: str, experiment: Experiment, clients: int) -> int:
+    """The bytes of a round of so many clients, by what the catalogue says and what its words mean."""
+    sends = methods()[name].models_sent
+    if sends == "K(M + 1)":  # and a number for each model that came beside the client's own
+        M = experiment.composition.options[name].M
+        return clients * ((M + 1) * experiment.layout.nbytes + (M - 1) * NUMBER)
+    found = re.fullmatch(r"(\d)K(?: ([+-]) (\w+))?", sends)
+    assert found is not None, f"{name} sends {sends!r}, which this test cannot read"
+    total = 2 * experiment.layout.nbytes + (int(found[1]) - 2) * experiment.layout.trainable * NUMBER
+    if found[2] == "-":
+        home = {"heads": (nn.Linear,), "norms": (nn.BatchNorm1d,)}[found[3]]
+        total -= 2 * bytes_of(experiment, home)
+    if found[3] == "counts":
+        total += CLASSES * NUMBER
+    if found[3] == "means":  # one of each client: all of them down, one up with how many samples are behind it
+        total += CLIENTS * (INPUTS + CLASSES) * NUMBER + (INPUTS + CLASSES + 1) * NUMBER
+    if found[3] == "generators":  # of noise 32, hidden 256 and representations of 16, with batch norm; counts up
+        generator = (32 + CLASSES + 1) * 256 + 4 * 256 + (256 + 1) * 16
+        total += generator * NUMBER + CLASSES * NUMBER
+    return clients * total
+
+
+@pytest.mark.parametrize("network", [plain_network, normed_network], ids=["plain", "normed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_as_many_bytes_travel_as_a_method_says(name: str, network: Any) -> None:
+    experiment, records = played(name, network, rounds=9 if name == "fedcluster" else 3)
+    last = records[-1]
+    assert last["clients"] > 0
+    assert last["bytes_down"] + last["bytes_up"] == said(name, experiment, last["clients"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clients_keep_what_a_method_says(name: str) -> None:
+    experiment, _ = played(name, normed_network, rounds=2)
+    kept = sum(torch.Size(shape).numel() for shape in experiment.engine.homes.shapes.values()) * NUMBER
+    meaning = {
+        "nothing": 0,
+        "1 vector": experiment.layout.trainable * NUMBER,
+        "last model": experiment.layout.nbytes,
+        "its head": bytes_of(experiment, (nn.Linear,)),
+        "fixed head": bytes_of(experiment, (nn.Linear,)),
+        "batch norms": bytes_of(experiment, (nn.BatchNorm1d,)),
+    }
+    assert kept == meaning[methods()[name].client_keeps]
+
+
+def numbers(state: Any) -> int:
+    """Bytes of all tensors in the state of a part."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(numbers(value) for value in values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_server_keeps_what_a_method_says(name: str) -> None:
+    """In whole models: a few numbers about the clients are not counted."""
+    experiment, _ = played(name, plain_network, rounds=3)
+    kept = sum(numbers(part.state()) for _, part in experiment.rounds.parts.items()) / experiment.layout.nbytes
+    says = methods()[name].server_keeps
+    symbols = {"K": CLIENTS, "N": CLIENTS, "L": 4}
+    if models := re.fullmatch(r"(\d*)([KNL]?)(?:\+(\d))? models?", says):
+        whole = int(models[1] or 1) * symbols.get(models[2], 1) + int(models[3] or 0)
+        assert int(kept) == whole, f"it says {says}, and keeps {kept:.2f} models"
+        return
+    one = experiment.layout.nbytes
+    pool = CLIENTS * (INPUTS + CLASSES) * NUMBER
+    generator = 3 * ((32 + CLASSES + 1) * 256 + 2 * 256 + (256 + 1) * 16) * NUMBER + 2 * 256 * NUMBER
+    meaning = {"model, means": one + pool, "model, G": one + generator}  # G with its optimiser, and its statistics
+    assert kept * one == pytest.approx(meaning[says])
+
+
+def test_every_method_has_a_year_a_cost_and_words_for_its_computation() -> None:
+    for entry in list_methods():
+        assert entry["year"] in range(2017, 2026), entry["name"]
+        assert entry["extra compute"], entry["name"]
+        assert entry["server data"] in ("no", "inputs", "labels")
+    buffers = {e.kind for e in small_layout()} - {Kind.PARAMETER}
+    assert buffers == {Kind.BUFFER, Kind.INTEGER}, "the network of these tests has everything that travels"
+
+
+def small_layout() -> Any:
+    with small_experiment("fedavg", {}).engine_closed() as experiment:
+        return experiment.layout.entries

@@ -1,0 +1,107 @@
+"""benchmarks/experiments.py: its list makes sense, and what is stopped goes on."""
+
+import importlib.util
+import json
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fedloom.config import make_config
+from fedloom.experiment import replace_config
+from fedloom.methods import compose
+from fedloom.pretraining import Pretraining
+from fedloom.settings import validated
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+LISTED = tomllib.loads((FOLDER / "experiments.toml").read_text())["experiment"]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    spec = importlib.util.spec_from_file_location("experiments_driver", FOLDER / "experiments.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "LEAST", 0.0)
+    monkeypatch.setattr(module, "REFRESH", 0.0)
+    return module
+
+
+@pytest.mark.parametrize("experiment", LISTED, ids=lambda experiment: experiment["name"])
+def test_the_list_makes_sense(experiment: dict[str, Any], driver: ModuleType) -> None:
+    for plan in (experiment, driver.tiny(experiment)):
+        options = plan.get("options", {})
+        assert set(options) <= set(plan["methods"])
+        start = {"init": "made by the pretraining"} if "pretrain" in plan else {}
+        config = make_config({"device": "cuda", **plan["settings"], **start})
+        for method in plan["methods"]:
+            composition = compose(method, {name: given for name, given in options.items() if name == method})
+            assert replace_config(config, method=method, options=composition.stated()).method == method
+        if "pretrain" in plan:
+            before = validated(Pretraining, plan["pretrain"])
+            assert before.model == plan["settings"]["model"]
+            assert before.normalize == plan["settings"]["normalize"]
+    names = [one["name"] for one in LISTED]
+    assert len(set(names)) == len(names)
+
+
+SMALL = """
+[[experiment]]
+name = "digits, small"
+file = "digits"
+paper = "none"
+methods = ["fedavg", "scaffold"]
+seeds = 2
+at_once = 1
+[experiment.settings]
+rounds = 3
+clients = 4
+per_round = 2
+device = "cpu"
+engine = "plain"
+
+[[experiment]]
+name = "nothing"
+file = "digits"
+paper = "none"
+methods = ["fedavg"]
+seeds = 1
+at_once = 1
+[experiment.settings]
+data = "csv:/nowhere"
+device = "cpu"
+"""
+
+
+def test_what_is_stopped_goes_on(driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "list.toml").write_text(SMALL)
+    monkeypatch.setattr(driver, "LIST", tmp_path / "list.toml")
+
+    def call(*arguments: str) -> dict[str, Any]:
+        given = ["experiments.py", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results"), *arguments]
+        monkeypatch.setattr(sys, "argv", given)
+        driver.main()
+        return json.loads((tmp_path / "results" / "digits.json").read_text())  # type: ignore[no-any-return]
+
+    rounds = iter(range(100))
+    monkeypatch.setattr(driver.Deadline, "wants_stop", lambda _: next(rounds) > 3)
+    stopped = call("digits, small")["digits, small"]
+    assert stopped["ended"].startswith("stopped")
+    assert "scaffold" not in stopped["methods"]
+    monkeypatch.undo()
+    monkeypatch.setattr(driver, "LIST", tmp_path / "list.toml")
+    found = call()
+    assert list(found) == ["digits, small"], "data that are not there are told, and nothing is written about them"
+    entry = found["digits, small"]
+    assert entry["ended"] == "finished"
+    assert entry["seconds"] > stopped["seconds"]
+    assert list(entry["methods"]) == ["fedavg", "scaffold"]
+    assert entry["methods"]["fedavg"]["rounds"] == 3
+    assert len(entry["methods"]["fedavg"]["accuracy of each seed"]) == 2
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["digits.json"]

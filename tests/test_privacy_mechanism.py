@@ -1,0 +1,249 @@
+"""Clipping, the private mean, who takes part, and where noise comes from."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy import stats
+from torch import Tensor
+
+from fedloom.exchange import Job, Update
+from fedloom.privacy import Account, Privacy, clipped
+from fedloom.privacy.mechanism import base_of, default_delta
+from fedloom.privacy.sources import FromSeed, FromSystem
+from fedloom.streams import Streams
+
+WIDTH = 6
+ROWS = arrays(np.float32, WIDTH, elements=st.floats(-1e4, 1e4, width=32)).map(torch.from_numpy)
+CLIPS = st.floats(1e-3, 1e3)
+
+
+def make(**values: Any) -> Privacy:
+    settings = {"clip": 1.0, "noise": 0.0, "clients": 20, "per_round": 4, "source": FromSeed(Streams(0))}
+    settings |= {"account": Account(0.0, 0.2, 1e-3)} | values
+    return Privacy(**settings)
+
+
+def mean_of(privacy: Privacy, base: Tensor, rows: list[Tensor], round: int = 0) -> Tensor:
+    """The private mean of these models, in float64 so that nothing is rounded away."""
+    updates = iter([Update(Job(client, base), row, 3 + client, 1.0, 2) for client, row in enumerate(rows)])
+    return next(privacy.mean(round, base.double(), updates)).row
+
+
+# Clipping
+
+
+@given(ROWS, ROWS, CLIPS)
+def test_no_update_is_longer_than_the_clip(row: Tensor, received: Tensor, clip: float) -> None:
+    assert float(clipped(row, received, clip).norm()) <= clip * (1 + 1e-12)
+
+
+@given(ROWS, ROWS, CLIPS)
+def test_the_direction_of_an_update_is_kept(row: Tensor, received: Tensor, clip: float) -> None:
+    way, cut = row.double() - received.double(), clipped(row, received, clip)
+    assert torch.allclose(cut * way.norm(), way * cut.norm(), rtol=1e-9, atol=1e-9 * clip)
+    assert float(cut @ way) >= 0
+    if float(way.norm()) > clip:
+        assert float(cut.norm()) == pytest.approx(clip, rel=1e-12)
+
+
+@given(ROWS, ROWS)
+def test_an_update_within_the_clip_is_not_touched(row: Tensor, received: Tensor) -> None:
+    way = row.double() - received.double()
+    assert torch.equal(clipped(row, received, float(way.norm()) + 1e-6), way)
+
+
+def test_the_rows_themselves_are_left_alone() -> None:
+    row, received = torch.ones(WIDTH) * 5, torch.ones(WIDTH)
+    clipped(row, received, 0.1)
+    assert torch.equal(row, torch.ones(WIDTH) * 5)
+    assert torch.equal(received, torch.ones(WIDTH))
+
+
+# The mean
+
+
+@given(st.lists(ROWS, max_size=6), ROWS, CLIPS)
+def test_the_mean_divides_by_the_number_that_was_expected(rows: list[Tensor], base: Tensor, clip: float) -> None:
+    expected = base.double()
+    for row in rows:
+        way = row.double() - base.double()
+        expected = expected + way * min(1.0, clip / max(float(way.norm()), 1e-300)) / 4
+    assert torch.allclose(mean_of(make(clip=clip), base, rows), expected, rtol=1e-12, atol=1e-9)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=6), ROWS, ROWS, CLIPS)
+def test_one_client_more_or_less_moves_the_mean_by_no_more_than_its_share(
+    rows: list[Tensor], base: Tensor, other: Tensor, clip: float
+) -> None:
+    privacy = make(clip=clip)
+    without, with_one = mean_of(privacy, base, rows[1:]), mean_of(privacy, base, rows)
+    changed = mean_of(privacy, base, [other, *rows[1:]])
+    rounding = 1e-12 * (1 + float(base.double().norm()))
+    assert float((with_one - without).norm()) <= clip / 4 + rounding
+    assert float((with_one - changed).norm()) <= 2 * clip / 4 + rounding
+
+
+def test_samples_do_not_count() -> None:
+    base, row = torch.zeros(2), torch.tensor([0.5, 0.0])
+    means = [
+        next(make().mean(0, base, iter([Update(Job(0, base), row, samples, 1.0, 2)]))).row for samples in (1, 1000)
+    ]
+    assert torch.equal(*means)
+    assert means[0].tolist() == [0.125, 0.0]
+
+
+def test_the_server_is_handed_as_many_copies_as_clients_were_expected() -> None:
+    for answers in (0, 2, 9):
+        base = torch.zeros(3)
+        updates = iter([Update(Job(client, base), torch.ones(3), 1, 1.0, 1) for client in range(answers)])
+        copies = list(make(noise=1.0).mean(0, base, updates))
+        assert len(copies) == 4
+        assert all(copy.row is copies[0].row and copy.samples == 1 and copy.client < 0 for copy in copies)
+        assert copies[0].row.dtype is torch.float32
+
+
+def test_the_mean_is_rounded_once_at_its_end() -> None:
+    """In float32 the small update of the second client would vanish beside the large weight."""
+    base = torch.tensor([2.0**24], dtype=torch.float32)
+    rows = [base + 2.0, base + 2.0, base + 2.0, base + 2.0]
+    updates = iter([Update(Job(client, base), row, 1, 1.0, 1) for client, row in enumerate(rows)])
+    assert next(make(clip=1.0).mean(0, base, updates)).row.item() == 2.0**24  # + 1, which float32 does not have
+    assert mean_of(make(clip=1.0), base, rows).item() == 2.0**24 + 1
+
+
+def test_where_nobody_is_asked_the_model_at_hand_is_the_base() -> None:
+    models = torch.arange(6.0).view(2, 3)
+    assert base_of([], models).tolist() == [0.0, 1.0, 2.0]
+    assert base_of([Job(3, models[1]), Job(4, models[1])], models).tolist() == [3.0, 4.0, 5.0]
+
+
+# Noise
+
+
+def noise_in(privacy: Privacy, answers: list[Tensor], width: int, round: int = 0) -> Tensor:
+    base = torch.zeros(width, dtype=torch.float64)
+    return mean_of(privacy, base, answers, round)
+
+
+@pytest.mark.parametrize("source", [FromSeed(Streams(3)), FromSystem()], ids=["seed", "system"])
+def test_the_noise_of_the_server_has_the_deviation_that_was_asked_for(source: Any) -> None:
+    privacy = make(noise=1.5, clip=0.2, source=source)
+    for rows in ([], [torch.zeros(40_000, dtype=torch.float64)] * 3):  # also where nobody answers
+        drawn = noise_in(privacy, rows, 40_000)
+        assert float(drawn.std()) == pytest.approx(1.5 * 0.2 / 4, rel=0.03)
+        assert abs(float(drawn.mean())) < 5 * 1.5 * 0.2 / 4 / math.sqrt(40_000)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 3, 4])
+def test_shares_of_clients_that_do_not_answer_are_added_by_the_server(answers: int) -> None:
+    privacy = make(noise=2.0, clip=0.5, noise_by_clients=True)
+    drawn = noise_in(privacy, [torch.zeros(40_000, dtype=torch.float64)] * answers, 40_000)
+    missing = math.sqrt((4 - answers) / 4)
+    assert float(drawn.std()) == pytest.approx(2.0 * 0.5 / 4 * missing, rel=0.03)
+
+
+class FakeBench:
+    """As much of a bench as private training looks at."""
+
+    def __init__(self, client: int, received: Tensor, row: Tensor) -> None:
+        self.round, self.client, self.received, self.row = 2, client, received, row.clone()
+
+
+def train_nothing(bench: Any) -> Iterator[Any]:
+    yield "a pass"
+
+
+def private_update(privacy: Privacy, client: int, row: Tensor) -> Tensor:
+    bench: Any = FakeBench(client, torch.zeros_like(row), row)
+    assert list(privacy.on_client(train_nothing)(bench)) == ["a pass"]
+    return bench.row
+
+
+def test_a_client_clips_and_then_adds_its_share() -> None:
+    row = torch.full((40_000,), 1.0)
+    quiet = make(noise=1e-12, clip=3.0, noise_by_clients=True)
+    assert float(private_update(quiet, 0, row).norm()) == pytest.approx(3.0, rel=1e-5)
+    loud = make(noise=4.0, clip=3.0, noise_by_clients=True)
+    noise = private_update(loud, 0, row).double() - private_update(quiet, 0, row).double()
+    assert float(noise.std()) == pytest.approx(4.0 * 3.0 / math.sqrt(4), rel=0.03)
+
+
+def test_shares_of_clients_add_up_to_the_noise_of_the_server_and_differ() -> None:
+    privacy = make(noise=2.0, clip=0.5, noise_by_clients=True)
+    rows = [private_update(privacy, client, torch.zeros(40_000)) for client in range(4)]
+    assert abs(float(torch.corrcoef(torch.stack(rows)).triu(1).abs().max())) < 0.03
+    total = noise_in(privacy, rows, 40_000)
+    assert float(total.std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.03)
+
+
+def test_without_noise_by_clients_their_training_is_what_it_was() -> None:
+    assert make(noise=1.0).on_client(train_nothing) is train_nothing
+
+
+# Where draws come from
+
+
+SOURCES: list[Callable[[int], np.ndarray]] = [
+    lambda count: FromSeed(Streams(1)).normal(0, None, count),
+    lambda count: FromSystem().normal(0, None, count),
+]
+
+
+@pytest.mark.parametrize("draw", SOURCES, ids=["seed", "system"])
+def test_noise_is_normal(draw: Callable[[int], np.ndarray]) -> None:
+    assert stats.kstest(draw(20_001), "norm").pvalue > 1e-4
+    assert len(draw(1)) == 1
+    assert abs(np.corrcoef(draw(20_000)[:10_000], draw(20_000)[10_000:])[0, 1]) < 0.05  # the two halves of Box-Muller
+
+
+def test_draws_of_the_system_are_uniform_and_never_one() -> None:
+    drawn = FromSystem().uniform(0, 50_000)
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert stats.kstest(drawn, "uniform").pvalue > 1e-4
+
+
+def test_draws_of_the_seed_repeat_and_belong_to_one_round_and_client() -> None:
+    source = FromSeed(Streams(5))
+    keys = [(0, None), (1, None), (0, 0), (0, 1), (1, 0)]
+    drawn = [tuple(source.normal(*key, 3)) for key in keys]
+    assert drawn == [tuple(FromSeed(Streams(5)).normal(*key, 3)) for key in keys]
+    assert len(set(drawn)) == len(keys)
+
+
+def test_draws_of_the_system_never_repeat() -> None:
+    assert not np.array_equal(FromSystem().normal(0, None, 4), FromSystem().normal(0, None, 4))
+    assert not make(noise=1.0, source=FromSystem()).repeatable
+    assert make(noise=1.0).repeatable
+    assert make(noise=0.0, source=FromSystem()).repeatable  # nothing is drawn
+
+
+@pytest.mark.parametrize("source", [FromSeed(Streams(2)), FromSystem()], ids=["seed", "system"])
+def test_every_client_takes_part_on_its_own_with_the_same_chance(source: Any) -> None:
+    privacy = make(noise=1.0, clients=10, per_round=3, source=source)
+    cohorts = [privacy.select(round) for round in range(3000)]
+    assert all(cohort == sorted(set(cohort)) for cohort in cohorts)
+    asked = Counter(client for cohort in cohorts for client in cohort)
+    assert all(abs(asked[client] / 3000 - 0.3) < 0.05 for client in range(10))
+    sizes = np.array([len(cohort) for cohort in cohorts])
+    assert sizes.var() == pytest.approx(10 * 0.3 * 0.7, rel=0.15)  # of a binomial; a fixed number would have none
+    assert sizes.min() == 0
+    both = np.mean([0 in cohort and 1 in cohort for cohort in cohorts])
+    assert abs(both - 0.09) < 0.03
+
+
+def test_all_are_asked_where_all_are_wanted() -> None:
+    assert make(noise=1.0, clients=5, per_round=5).select(0) == [0, 1, 2, 3, 4]
+
+
+def test_delta_is_less_than_one_client() -> None:
+    assert default_delta(1000) == pytest.approx(1000**-1.1)
+    assert 0 < default_delta(1) < 1

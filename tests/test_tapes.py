@@ -1,0 +1,238 @@
+"""Recordings: when they are used, and how they are found to be wrong."""
+
+import gc
+import logging
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_graphs import FakeGraphTape
+from fedloom import cuda_streams, tapes
+from fedloom.tapes import Quiet, Tape
+
+
+class Counter(Quiet):
+    """A player with one tensor, and a number on the host that nobody watches."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(3)
+        self.noise = torch.Generator()
+        self.step = 1.0
+
+    def memory(self) -> list[Tensor]:
+        return [self.total]
+
+    def add_one(self) -> None:
+        self.total.add_(1.0)
+
+    def add_step(self) -> None:
+        self.total.add_(self.step)
+        self.step += 1
+
+    def add_noise(self) -> None:
+        self.total.add_(torch.rand(3, generator=self.noise))
+
+
+def play(tape: Tape, body: Callable[[], None], player: Counter, times: int, kind: Hashable = "k") -> None:
+    for _ in range(times):
+        tape.play(kind, "key", body, player)
+
+
+def test_a_step_is_done_then_recorded_then_replayed() -> None:
+    player, tape = Counter(), FakeGraphTape()
+    play(tape, player.add_one, player, 5)
+    assert player.total.tolist() == [5.0, 5.0, 5.0]
+    assert (tape.recorded, tape.replayed) == (1, 3)
+    assert tape.done == 2, "the first, and the one that the first replay was held against"
+
+
+def test_a_replay_that_does_something_else_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    player, tape = Counter(), FakeGraphTape()
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        play(tape, player.add_step, player, 2)
+        player.step = 2.0 + 1  # recording it has counted too, as it would on a GPU
+        play(tape, player.add_step, player, 4)
+    assert "its replay does something else" in caplog.text
+    expected = 1.0 + 2 + 3 + 4 + 5 + 6
+    assert player.total.tolist() == [expected] * 3, "no replay ever counted"
+
+
+def test_draws_go_on_as_if_nothing_had_been_recorded() -> None:
+    player, other = Counter(), Counter()
+    for one in (player, other):
+        one.noise.manual_seed(7)
+    tape = FakeGraphTape((player.noise,))
+    play(tape, player.add_noise, player, 6)
+    for _ in range(6):
+        other.add_noise()
+    assert torch.equal(player.total, other.total)
+    assert tape.replayed == 4
+
+
+def test_what_cannot_be_recorded_leaves_the_generators_as_they_were(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    player = Counter()
+    tape = FakeGraphTape((player.noise,))
+
+    def capture(body: Callable[[], None], _: object) -> None:
+        try:
+            body()
+            raise RuntimeError("cannot be recorded")
+        finally:
+            raise ValueError("the recording could not be ended")
+
+    monkeypatch.setattr(tape, "capture", capture)
+    player.noise.manual_seed(7)
+    states = list[Tensor]()
+
+    def watched() -> None:
+        states.append(player.noise.get_state())
+        player.add_noise()
+
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        play(tape, watched, player, 2)
+    first, in_vain, again = states
+    assert torch.equal(in_vain, again)
+    assert not torch.equal(first, again)
+    assert "not recorded but done anew each time: RuntimeError: cannot be recorded" in caplog.text
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_one_check_for_each_kind_or_for_each_recording(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tapes, "CHECK_ALL", everything)
+    player, tape = Counter(), FakeGraphTape()
+    for key in ("a", "b", "a", "b", "a", "b", "a", "b"):
+        tape.play("k", key, player.add_one, player)
+    assert player.total.tolist() == [8.0] * 3
+    assert tape.recorded == 2
+    assert tape.done == 1 + (2 if everything else 1)
+
+
+def test_a_last_bit_is_told_where_every_recording_is_checked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tapes, "CHECK_ALL", True)
+    player, tape = Counter(), FakeGraphTape()
+    small = [1.0, 1.0, 1.0 + 2**-20]
+
+    def body() -> None:
+        player.total.add_(small.pop(0) if small else 1.0)
+
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        play(tape, body, player, 3)
+    assert "a replay of the step k differs from it by 9.5e-07 of what it does" in caplog.text
+
+
+def test_not_a_number_is_no_difference_where_both_have_it() -> None:
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
+    assert tapes._distance(one, nan, nan.clone()) == 0.0
+    assert tapes._distance(one, nan, one) == float("inf")
+    assert tapes._distance(torch.tensor([1]), torch.tensor([1]), torch.tensor([2])) == float("inf")
+
+
+# The tape of a GPU, with everything of CUDA replaced by something that notes its name
+
+
+class Noting:
+    """Stands for torch's CUDA graphs, streams and generators; what is asked of them is noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        noted = self.noted = list[str]()
+
+        class Graph:
+            def register_generator_state(self, generator: object) -> None:
+                noted.append("register")
+
+            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+                noted.append(f"begin in pool {pool}, {capture_error_mode}")
+
+            def capture_end(self) -> None:
+                noted.append("end")
+
+            def replay(self) -> None:
+                noted.append("replay")
+
+        class Stream:
+            def __init__(self, device: torch.device, priority: int) -> None:
+                self.name = f"{device} {priority}"
+
+            def synchronize(self) -> None:
+                noted.append("synchronize")
+
+        class Generator:
+            def __init__(self, device: object = None) -> None:
+                self.state = torch.zeros(1)
+
+            def get_state(self) -> Tensor:
+                return self.state.clone()
+
+            def set_state(self, state: Tensor) -> None:
+                self.state = state
+
+            def graphsafe_set_state(self, other: object) -> None:
+                noted.append("a new state")
+
+        pools = iter(range(100))
+        for name, stand_in in (
+            ("CUDAGraph", Graph),
+            ("Stream", Stream),
+            ("stream", lambda stream: nullcontext()),
+            ("graph_pool_handle", lambda: next(pools)),
+        ):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch, "Generator", Generator)
+        monkeypatch.setattr(cuda_streams, "_spare", {})
+        monkeypatch.setattr(cuda_streams, "_made", {})
+        self.generator = Generator()
+
+
+def test_a_graph_is_recorded_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    player = Counter()
+    cuda = Noting(monkeypatch)
+    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,))  # type: ignore[arg-type]
+    play(tape, player.add_one, player, 2)
+    assert cuda.noted == ["register", "begin in pool 0, thread_local", "end", "replay"]
+    tape.close()
+    assert cuda.noted[-1] == "synchronize"
+
+
+def test_after_a_graph_that_failed_nothing_believes_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    player = Counter()
+    cuda = Noting(monkeypatch)
+    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,))  # type: ignore[arg-type]
+    calls = list[int]()
+
+    def second_fails() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            assert not gc.isenabled(), "nothing is collected while a graph is recorded"
+            raise RuntimeError("it asks the device for a number")
+
+    begun, ended = ["register", "begin in pool 0, thread_local"], ["end", "replay"]
+    tape.play("earlier", "its key", player.add_one, player)
+    tape.play("earlier", "its key", player.add_one, player)
+    play(tape, second_fails, player, 3)
+    assert len(calls) == 4
+    assert gc.isenabled()
+    assert cuda.noted == [*begun, *ended, *begun, "end", "synchronize", "a new state"]
+    tape.play("earlier", "its key", player.add_one, player)
+    assert cuda.noted[-4:] == ["register", "begin in pool 1, thread_local", *ended], "it draws from the new state"
+
+
+def test_streams_are_used_by_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    Noting(monkeypatch)
+    device = torch.device("cuda")
+    held = [cuda_streams.SpareStream(device) for _ in range(40)]
+    names = [spare.stream.name for spare in held]  # type: ignore[attr-defined]
+    assert names == ["cuda:0 0"] * 32 + ["cuda:0 -1"] * 8
+    stream = held[3].stream
+    held[3].close()
+    assert cuda_streams.SpareStream(torch.device("cuda", 0)).stream is stream
+    forgotten = held.pop().stream
+    gc.collect()
+    again = [cuda_streams.SpareStream(device).stream for _ in range(1)]
+    assert forgotten in again
