@@ -159,7 +159,7 @@ def build(
         ground.layout,
         engine,
         rounds,
-        ground.notes,
+        (*ground.notes, *(note for _, part in parts.items() for note in part.notes())),
         ground.beginning,
     )
 

@@ -384,6 +384,17 @@ def test_the_samples_lie_in_the_folder_and_in_the_report(tmp_path: Path) -> None
     assert page.count("data:image/png;base64,") >= 10
 
 
+@pytest.mark.parametrize(("at_once", "rounds", "told"), [(False, 3, True), (False, 4, False), (True, 3, False)])
+def test_a_run_too_short_for_it_is_told_so(at_once: bool, rounds: int, told: bool) -> None:
+    with small_experiment(
+        "dynafed", tiny(L=3, at_once=at_once), model=plain_network, rounds=rounds
+    ).engine_closed() as e:
+        assert bool(e.notes) == told
+        assert all("refines from round 4 on (dynafed.L is 3), and this run has 3" in note for note in e.notes)
+    equal = small_run("dynafed", tiny(L=3, at_once=at_once), rounds=rounds, model=plain_network).digest
+    assert (equal == small_run("fedavg", {}, rounds=rounds, model=plain_network).digest) == told
+
+
 def test_nothing_is_shown_before_there_is_something_to_show(tmp_path: Path) -> None:
     run = fedloom.run("dynafed", out=tmp_path / "run", **{**images(L=20, s=5), "report": True})
     assert not (tmp_path / "run" / "synthetic.safetensors").exists()

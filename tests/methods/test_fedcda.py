@@ -221,3 +221,12 @@ def test_as_many_batches_as_participants_is_one_at_a_time() -> None:
             number, loss = server.cache[client][picks[client]]
             rows.append(server.store.read(number))
             losses.append(loss)
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(2, False), (3, True)])
+def test_a_run_that_is_all_warm_up_is_told_so(warmup: int, told: bool) -> None:
+    with small_experiment(
+        "fedcda", {"fedcda": {"warmup": warmup}}, rounds=3, engine="plain"
+    ).engine_closed() as experiment:
+        said = [note for note in experiment.notes if f"warm-up of {warmup} rounds" in note and "this run has 3" in note]
+        assert bool(said) == told

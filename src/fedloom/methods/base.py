@@ -114,6 +114,10 @@ class Part(Generic[O]):
             else:
                 setattr(self, name, saved)
 
+    def notes(self) -> list[str]:
+        """What a person should be told before the run: sentences about settings that work and may not be meant."""
+        return []
+
     def diagnostics(self) -> dict[str, float]:
         """Numbers of the last round worth recording, by name."""
         return {}

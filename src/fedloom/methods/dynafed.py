@@ -124,6 +124,15 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         self._kinds = kinds_of(options.augment) if len(context.shape) == 3 else ()
         self._network = self._try_out()
 
+    def notes(self) -> list[str]:
+        first, rounds = self.options.L + (not self.options.at_once), self.context.rounds
+        if rounds >= first:
+            return []
+        return [
+            f"dynafed refines from round {first} on (dynafed.L is {self.options.L}), and this run has {rounds}: "
+            "until then it is FedAvg."
+        ]
+
     # Algorithm 2
 
     def take(self, round: int, update: Update) -> None:

@@ -73,6 +73,12 @@ class FedCDAServer(Server[FedCDAOptions]):
         """Sum of the chosen rows: so a round reads the models of its participants and no others."""
         self._last: dict[str, float] = {}
 
+    def notes(self) -> list[str]:
+        warmup, rounds = self.options.warmup, self.context.rounds
+        if rounds > warmup:
+            return []
+        return [f"fedcda selects after its warm-up of {warmup} rounds (fedcda.warmup), and this run has {rounds}."]
+
     def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
         return [Job(client, self.bank.rows[0]) for client in clients]
 
