@@ -177,4 +177,6 @@ def test_the_list_says_who_needs_it(command: Command) -> None:
         "feddf": "inputs",
         "fedlaw": "labels",
     }
-    assert "server data" in command("list", "methods").out.splitlines()[0]
+    told = command("list", "methods").out
+    assert "data on the server" in told
+    assert [line.split()[0] for line in told.splitlines() if line.endswith("inputs")] == ["fedbe", "feddf"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fake import flat, make_run
 
+from fedloom.flower import site_socket
 from fedloom.flower.app import write_settings
 from fedloom.flower.hasty import LONGEST, SHORTEST, Starts, Waits
 from fedloom.flower.parcel import Parcel
@@ -30,6 +31,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes]"]
     yield process
     process.kill()
     process.wait()
+    for site in site_socket._started:
+        site.wait(60)  # a site's process ends with its node
+    site_socket._started.clear()
 
 
 def question(kind: str, client: int = 0, **more: Any) -> Parcel:

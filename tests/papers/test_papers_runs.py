@@ -83,7 +83,7 @@ SHORT: dict[str, dict[str, Any]] = {
 """Options that make methods quick."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: other modules read the same data sets
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder to work in, with small data and small networks to start from."""
     root = tmp_path_factory.mktemp("papers")
