@@ -12,7 +12,7 @@ BLOCK_BYTES = 4 << 20
 
 SHORT = 2048
 """How many products `quick_products` adds up in float32; sums of such sums are in float64."""
-PIECES = 16
+PIECES = 32
 """How many such sums it takes at a time."""
 
 
