@@ -36,7 +36,7 @@ from fedloom.storage import read_json, read_tensors, write_atomically, write_jso
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module to mypy, which looks at Unix
 
 FORMAT = 1
 USE = "server_data_used_by"

@@ -259,7 +259,7 @@ def refuses_what_is_not_finite(method: str, options: Given) -> None:
             asked.append(any(job.client == 3 for job in jobs))
             return train(round, jobs)
 
-        experiment.engine.train = noted  # type: ignore[method-assign]
+        experiment.engine.train = noted  # type: ignore[method-assign]  # to see whom it is given
         for round in range(rounds):
             reason = experiment.rounds.play(round)["lost_clients"].get("3", "")
             assert "refused" in reason or not asked[-1], "an update that is not finite was not refused"

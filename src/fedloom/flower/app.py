@@ -6,8 +6,6 @@ are Flower's run config, `[tool.flwr.app.config]`: the fields of `Config` by nam
 """
 
 import hashlib
-import importlib.util
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +16,7 @@ from pydantic import Field
 from fedloom.config import Config, make_config
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.data import SiteData, Task
+from fedloom.own_files import run_file
 from fedloom.settings import Settings, validated
 
 SITE_DATA = "site_data.py"
@@ -91,23 +90,7 @@ def load_site_data(folder: Path) -> ModuleType | None:
     path = folder / SITE_DATA
     if not path.is_file():
         return None
-    name = f"fedloom_site_data_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except FedloomError:
-        del sys.modules[name]
-        raise
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}.") from error
-    return module
+    return run_file(path, f"fedloom_site_data_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}")
 
 
 def task_of(module: ModuleType | None) -> Task | None:

@@ -1,9 +1,7 @@
 """The methods by name, and how names compose: `fedcross+fedprox` is FedCross's server with FedProx's clients."""
 
 import importlib
-import importlib.util
 import re
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from pydantic import ValidationError
 
 from fedloom.errors import FedloomError, InputError, unknown
 from fedloom.methods.base import Companion, Context, Local, Options, Part, Refiner, Server
+from fedloom.own_files import run_file
 from fedloom.rows import Layout
 from fedloom.settings import explain
 
@@ -157,25 +156,9 @@ def _load_all() -> None:
 def import_file(path: str) -> None:
     """Run a user's Python file, which registers its methods; the same file again is not run twice."""
     file = Path(path)
-    name = f"fedloom_imported_{file.stem}"
     if not file.is_file():
         raise InputError(f"there is no file {path!r} to import.")
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(file.resolve()):
-        return
-    spec = importlib.util.spec_from_file_location(name, file.resolve())
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path!r} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except FedloomError:
-        del sys.modules[name]
-        raise
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}.") from error
+    run_file(file, f"fedloom_imported_{file.stem}")
 
 
 @dataclass(frozen=True)
