@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedloom.cuda_streams import SpareStream
+from fedloom.streams import GLOBAL_STATE
 
 log = logging.getLogger("fedloom")
 
@@ -55,8 +56,9 @@ class Quiet:
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
-        """Nothing is drawn."""
-        yield
+        """Nothing is drawn; but a recording takes note of the global generators, which are others' meanwhile."""
+        with GLOBAL_STATE:
+            yield
 
     @contextmanager
     def listen(self) -> Iterator[set[str]]:
@@ -98,6 +100,9 @@ class Tape:
 
     def refuse(self, kind: Hashable, reason: str) -> None:
         """Never record this step."""
+
+    def wait(self) -> None:
+        """Wait for all that was played."""
 
     def close(self) -> None:
         """Give back recordings and stream."""
@@ -214,8 +219,11 @@ class GraphTape(RecordingTape):
     def stream(self) -> AbstractContextManager[object]:
         return self._context
 
+    def wait(self) -> None:
+        self._spare.stream.synchronize()
+
     def close(self) -> None:
-        self._spare.stream.synchronize()  # graphs that are being played must not lose their memory
+        self.wait()  # graphs that are being played must not lose their memory
         super().close()
         self._spare.close()
 
@@ -236,7 +244,7 @@ class GraphTape(RecordingTape):
         # A generator whose capture did not end believes for ever that it is being recorded, and so does the pool. Other
         # recordings draw from the generators' old states, so they are made anew.
         self._pool = torch.cuda.graph_pool_handle()
-        self._spare.stream.synchronize()
+        self.wait()
         self._recordings.clear()
         self._reads.clear()
         for generator, state in zip(self._generators, states, strict=True):

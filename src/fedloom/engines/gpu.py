@@ -15,6 +15,7 @@ from fedloom.data import PooledFederation, Samples
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.slot import SlotBench
 from fedloom.engines.worker import Slots
+from fedloom.streams import GLOBAL_STATE
 from fedloom.workshop import Workshop
 
 RESULT_MEMORY = 8 << 30
@@ -73,9 +74,10 @@ class Gpu:
         """Go on with one slot less: there is no memory for all of them."""
         self.slots.remove(slot)
         self.most = len(self.slots)
-        self.synchronize()
         slot.close()
-        torch.cuda.empty_cache()
+        self.synchronize()
+        with GLOBAL_STATE:  # nobody records meanwhile
+            torch.cuda.empty_cache()
 
     def make_room(self, jobs: int) -> int:
         """Have memory for answers, one place for each job, or as many as there is room for; says how many."""
@@ -118,9 +120,11 @@ class Gpu:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def synchronize(self) -> None:
-        """Wait for all that it has been asked to do."""
+        """Wait for all that it has been asked to do. Not for the whole GPU: others may be recording on it."""
+        for slot in self.slots:
+            slot.tape.wait()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         """Give back all memory; work that nobody waited for ends before."""

@@ -1,8 +1,8 @@
 """A slot of the CUDA engine: a bench whose tensors stay where they are, so that its steps can be recorded.
 
-A client's whole training is put into the slot's stream without waiting for any of it. So batches are not cut on the
-host: the samples' positions of a whole pass lie in one buffer, a counter on the device says how far it is used, and the
-same recording serves every step with a batch of that size. Losses go into a buffer too and are read at the end.
+A client's whole training is put into the slot's stream without waiting for any of it. So batches are not cut when their
+step comes: those of a whole pass are laid out before it (stock.py), and the same recording serves every step with a
+batch of that size. Losses are noted on the device too and read at the end.
 """
 
 import copy
@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
+from fedloom.engines.stock import Stock
 from fedloom.optim import Steady
 from fedloom.streams import GLOBAL_STATE
 from fedloom.tapes import Tape, make_tape
@@ -27,10 +27,7 @@ MOST_OPTIMIZERS = 8
 """Optimisers whose state a slot keeps in its place, for methods that train with several settings in turn."""
 
 STRETCH = 8
-"""Steps in one recording, where there are so many with batches of one size in a row."""
-
-LOSSES = 1 << 16
-"""Losses of the last steps that a slot keeps."""
+"""Steps in one recording at most, where there are so many with batches of one size in a row."""
 
 
 class _Watched:
@@ -69,13 +66,12 @@ class SlotBench(Bench):
         self._places = (self.row, self.home, self.uploads)
         self._extras: dict[str, Tensor] = {}
         self._space: Samples | None = None
-        self._noted: list[tuple[int, int]] = []
+        self._noted: list[tuple[Tensor, list[int]]] = []
         self._tokens: dict[Hashable, int] = {}
         self._lr_space = zeros((), dtype=layout.dtype)
-        self._order_space = zeros(1 << 16, dtype=torch.int64)
-        self._loss_space = zeros(LOSSES)
-        self._cursor, self._turn = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64)
-        self._offsets = torch.arange(max(1, shop.training.batch_size), device=self.device)
+        augmented = shop.augment is not None  # that is part of a step: what it draws depends on the batch
+        ready = _as_it_is if augmented else partial(shop.prepare, channels_last=shop.channels_last)
+        self._stock = Stock(self.device, ready, channels_last=shop.channels_last and not augmented)
 
     def seat(
         self,
@@ -96,8 +92,7 @@ class SlotBench(Bench):
         for place in uploads.values():
             place.zero_()
         kept = {name: self._kept_extra(name, value) for name, value in extras.items()}
-        self._positions, self._turns = positions, 0
-        self._turn.zero_()
+        self._positions = positions
         self._noted.clear()
         self.begin(round, client, store, row, self.received, kept, dict(homes), dict(uploads), first_visit)
 
@@ -144,11 +139,8 @@ class SlotBench(Bench):
 
     def last_losses(self) -> tuple[Tensor, list[int]]:
         """The losses of the last epoch, on their way to the host, and the sizes of their batches."""
-        noted = self._noted[-LOSSES:]
-        first = noted[0][0] % LOSSES if noted else 0
-        over = max(0, first + len(noted) - LOSSES)  # those that were written at the beginning again
-        found = torch.cat([self._loss_space[first : first + len(noted) - over], self._loss_space[:over]])
-        return found.to("cpu", non_blocking=True), [size for _, size in noted]
+        losses = [found for found, _ in self._noted] or [torch.zeros(0, device=self.device)]
+        return torch.cat(losses).to("cpu", non_blocking=True), [size for _, sizes in self._noted for size in sizes]
 
     def bring(self, samples: Samples) -> Samples:
         """Copy samples from the host into memory of the slot, which is the same for all clients that fit into it."""
@@ -225,7 +217,7 @@ class SlotBench(Bench):
 
     def memory(self) -> list[Tensor]:
         """Everything on the bench that a step may change."""
-        places = [self.row, self.gradient, self._loss_space, self._cursor, self._turn]
+        places = [self.row, self.gradient, *self._stock.changing]
         if self._bound is not None:
             places.append(self._bound)
         for group in (self.home, self.uploads, self._buffers, self.scratch, vars(self.optimizer)):
@@ -234,59 +226,42 @@ class SlotBench(Bench):
 
     def launch(self, piece: Pass) -> Iterator[None]:
         """Run one pass; gives way after every few steps, which need not have been carried out by then."""
-        plan: list[Positions] = []
-        for cut in self._cuts(piece):
-            if cut.first:
-                self._noted.clear()
-            self._noted.append((self._turns, len(cut)))
-            self._turns += 1
-            plan.append(self._positions[cut.positions])
-        if not plan:
+        cuts = list(self._cuts(piece))
+        if not cuts:
             return
-        self._lay_out(np.concatenate(plan), max(map(len, plan)))
+        room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
         kind = (getattr(piece.step, "__func__", piece.step), id(getattr(piece.step, "__self__", None)))
         own = _summary(self.scratch)
         state = (kind, self._state(), own)
         token = self._tokens.setdefault(state, len(self._tokens))  # quicker to look up at every step
-        for number, (size, count) in enumerate(_stretches([len(batch) for batch in plan])):
-            before = self.host["steps"]
-            self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, before), self)
-            self.host["steps"] = before + count
-            if not number and _summary(self.scratch) != own:
-                self.tape.refuse(kind, "it keeps count of something on the host")
-            yield
-
-    def _lay_out(self, order: Positions, largest: int) -> None:
-        """Put the positions of a pass where its steps find them."""
-        if largest > len(self._offsets):
-            self._offsets = torch.arange(2 * largest, device=self.device)
-        if len(order) > len(self._order_space):
-            self._order_space = torch.zeros(2 * len(order), dtype=torch.int64, device=self.device)
-        host = torch.from_numpy(order)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        self._order_space[: len(order)].copy_(host, non_blocking=True)
-        self._cursor.zero_()
+        for low in range(0, len(cuts), room):
+            part = cuts[low : low + room]
+            sizes = [len(cut) for cut in part]
+            self._stock.fill(self._store, [self._positions[cut.positions] for cut in part])
+            for number, (size, count) in enumerate(_stretches(sizes)):
+                before = self.host["steps"]
+                self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, before), self)
+                self.host["steps"] = before + count
+                if not number and _summary(self.scratch) != own:
+                    self.tape.refuse(kind, "it keeps count of something on the host")
+                yield
+            first = max((number for number, cut in enumerate(part) if cut.first), default=None)
+            if first is not None:  # an epoch began here: losses before it are not asked for
+                self._noted.clear()
+            self._noted.append((self._stock.losses(first or 0, len(part)), sizes[first or 0 :]))
 
     def _take(self, step: Step, size: int, count: int, before: int) -> None:
         """Some steps with batches of one size, after `before` others."""
         for number in range(count):
             self.host["steps"] = before + number
-            self._take_one(step, size)
-
-    def _take_one(self, step: Step, size: int) -> None:
-        """Fetch the next batch, learn from it, note the loss."""
-        at = self._order_space.index_select(0, self._cursor + self._offsets[:size])
-        x, y = self._store.x.index_select(0, at), self._store.y.index_select(0, at)
-        loss = self._step(step, self._prepared(Samples(x, y)))
-        self._loss_space.index_copy_(0, self._turn, loss.detach().float().view(1))
-        self._cursor.add_(size)
-        self._turn.add_(1).remainder_(LOSSES)
+            batch = self._stock.take(size)
+            if self._augment is not None:
+                batch = self._prepared(Samples(batch.x, batch.y))
+            self._stock.note(self._step(step, batch))
 
     def _state(self) -> Hashable:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
-        tensors: list[Tensor] = [self.row, self.weights, self.gradient, self.received, self._store.x, self._store.y]
-        tensors += [self._order_space, self._offsets, self._loss_space]
+        tensors: list[Tensor] = [self.row, self.weights, self.gradient, self.received, *self._stock.places]
         tensors += [*self.extras.values(), *self.home.values(), *self.uploads.values()]
         if self._bound is not None:
             tensors.append(self._bound)
@@ -304,17 +279,23 @@ def apart(shop: Workshop) -> Workshop:
 
 
 def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Batches as (size, how many of that size in a row), the first alone and then STRETCH or one at a time.
+    """Batches as (size, how many of that size in a row): the first alone, then STRETCH, halves of it, and so on.
 
-    A recording of several steps is launched as quickly as one of a single step.
+    A recording of several steps is launched nearly as quickly as one of a single step.
     """
     yield sizes[0], 1
     at = 1
     while at < len(sizes):
-        many = sizes[at : at + STRETCH]
-        count = STRETCH if len(many) == STRETCH and len(set(many)) == 1 else 1
-        yield sizes[at], count
-        at += count
+        alike = next((n for n, size in enumerate(sizes[at : at + STRETCH]) if size != sizes[at]), None)
+        count = STRETCH
+        while count > (alike if alike is not None else len(sizes) - at):
+            count //= 2
+        yield sizes[at], max(1, count)
+        at += max(1, count)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _address(tensor: Tensor) -> Hashable:
