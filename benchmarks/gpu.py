@@ -52,6 +52,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "engines"))
 import agreement as against_loop  # what the tests hold against each other too
 
 CLIENTS, PER_ROUND, EPOCHS = 100, 10, 5
+WARM_SECONDS = 15.0
+"""How long rounds are played, at most, before any is timed: clients differ in size, and each size is recorded once."""
 
 
 class Sheet:
@@ -214,13 +216,15 @@ class Loop:
 
 def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
     data, loops = federation(options), dict[str, list[float]]()
-    rounds, warm = (1, 1) if options.tiny else (options.rounds, options.warm)
+    rounds, most = (1, 1) if options.tiny else (options.rounds, options.warm)
     ceilings = measure_ceilings(options.device, 256 if options.tiny else 8192)
     sheet.put("profile", "ceilings", ceilings)
     for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
         with experiment_of(model, precision, data, options).engine_closed() as experiment:
             play, select = experiment.rounds.play, experiment.rounds.parts.server.select
-            first = sum(seconds(options.device, play, number) for number in range(warm))
+            began = time.monotonic()
+            warm = next((n for n in range(most) if play(n) and time.monotonic() - began > WARM_SECONDS), most - 1) + 1
+            first = time.monotonic() - began
             ours, theirs, lower = [], [], []
             epochs = experiment.config.epochs
             full = Loop(model, data, options.device, False, epochs)
@@ -240,7 +244,8 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             if lower:
                 ms["loop in bf16"] = statistics.median(lower)
             tapes = [slot.tape for slot in engine_of(experiment).slots]
-            sheet.put("speed", f"{model}, {precision}", {
+            name = f"{model}, {precision}{', fast' if options.fast else ''}"
+            sheet.put("speed", name, {
                 "ms a round": {name: round(1000 * value, 1) for name, value in ms.items()},
                 "spread": {"fedloom": spread(ours), "loop": spread(loops[model])},
                 "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
@@ -251,7 +256,7 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             })  # fmt: skip
             sheet.put(
                 "profile",
-                f"{model}, {precision}",
+                name,
                 profile(experiment, data, (model, precision), warm + rounds, ceilings),
             )
         if options.device == "cuda":
@@ -323,7 +328,7 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--fast", action="store_true", help="let the engine use what is not the same every time")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed")
-    parser.add_argument("--warm", type=int, default=20, help="rounds before, in which steps are recorded")
+    parser.add_argument("--warm", type=int, default=60, help="rounds before, in which steps are recorded")
     parser.add_argument("--minutes", type=float, default=5.0, help="for each part")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="to try the benchmark out")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.optim import SGD, Adam, Optimizer, clip_
+from fedloom.optim import MOST_PIECES, SGD, Adam, Optimizer, clip_, pieces
 from fedloom.training import Training
 
 SIZES = [1, 7, 64, 1003]
@@ -123,3 +123,13 @@ def test_training_makes_the_optimizer_it_names() -> None:
 def test_learning_rate_decays_by_the_round() -> None:
     training = Training(lr=0.5, lr_decay=0.5)
     assert [training.lr_at(round) for round in (0, 1, 3)] == [0.5, 0.25, 0.0625]
+
+
+@given(st.integers(1, 300_000))
+@settings(max_examples=60, deadline=None)
+def test_pieces_are_the_whole_row_and_begin_where_a_gpu_reads_four_numbers_at_once(size: int) -> None:
+    row = torch.arange(size)
+    found = pieces(row)
+    assert torch.equal(torch.cat(found), row)
+    assert len(found) <= MOST_PIECES
+    assert all(int(piece[0]) % 4 == 0 for piece in found)

@@ -118,9 +118,12 @@ def test_entries_do_not_overlap_and_fill_the_row_in_order(module: nn.Module) -> 
     layout = Layout.of(module)
     end = 0
     for entry in layout.entries:
-        gap = entry.offset - end
+        gap = entry.columns.start - end
         assert 0 <= gap < 2
         assert gap == 0 or entry.kind is Kind.INTEGER
+        assert 0 <= entry.gap < 4
+        assert entry.gap == 0 or entry.kind is Kind.BUFFER
+        assert entry.kind is not Kind.BUFFER or entry.size % 4 or entry.offset % 4 == 0
         end = entry.columns.stop
     assert layout.size == max(end, layout.floats)
     assert 0 < layout.trainable <= layout.floats <= layout.size

@@ -4,7 +4,7 @@ A `Local` (see methods/base.py) works on these and yields `Pass`es, "run these e
 the benches and runs the passes. Nothing here knows methods or processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedloom.batches import Batch, Cut, Epoch, Positions
 from fedloom.data import Samples
 from fedloom.optim import Optimizer, clip_
+from fedloom.precision import tune
 from fedloom.rows import Kind
 from fedloom.scores import SCORE_BATCH, Score, score_chunks
 from fedloom.training import Training
@@ -207,10 +208,19 @@ class Bench:
         """Put the gradient of `loss` with respect to the bound model's weights into `gradient`."""
         parts = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         if all(part is not None for part in parts):
-            torch._foreach_copy_(self._slices, parts)
+            if self.device.type == "cpu":
+                torch._foreach_copy_(self._slices, parts)
+            else:
+                torch.cat(self._in_row(parts), out=self.gradient)  # the same, but better spread over a GPU
             return
         for target, part in zip(self._slices, parts, strict=True):  # a layer that took no part has no gradient
             target.zero_() if part is None else target.copy_(part)
+
+    def _in_row(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters' gradients as they lie in a row, one after the other."""
+        orders = (entry.channels_last for entry in self.layout.entries if entry.kind is Kind.PARAMETER)
+        both = zip(parts, orders, strict=True)
+        return [(part.permute(0, 2, 3, 1) if last else part).reshape(-1) for part, last in both]
 
     def descend(self) -> None:
         """Clip `gradient` if asked to, and take the optimiser's step with it on `weights`."""
@@ -228,6 +238,7 @@ class Bench:
             self._losses.append((loss.detach(), len(cut)))
 
     def _step(self, step: Step, batch: Batch) -> Tensor:
+        tune(len(batch) == self.training.batch_size)
         # Batch norm cannot take statistics of one sample: it uses those it has.
         resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
         for norm in resting:

@@ -23,12 +23,12 @@ from fedloom.data.server import ServerData
 from fedloom.engines import CudaEngine, Engine, Homes, HostEngine, PlainEngine, Shop
 from fedloom.engines.base import Train
 from fedloom.engines.host import available as can_fork
-from fedloom.engines.precision import set_precision
 from fedloom.errors import FedloomError, InputError
 from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.methods import Context, compose, import_file
 from fedloom.methods.base import Local, nobody
 from fedloom.methods.catalogue import Composition, personalised
+from fedloom.precision import set_precision
 from fedloom.privacy import Privacy, compose_private, refuse_unfit
 from fedloom.rounds import Rounds
 from fedloom.rows import Layout

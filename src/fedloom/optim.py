@@ -10,6 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+MOST_PIECES = 32
+"""Tensors that torch's fused optimisers take in one kernel."""
+
 
 class Optimizer(Protocol):
     """One step down `gradient`, which may be overwritten."""
@@ -47,7 +50,7 @@ class SGD:
     def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if isinstance(lr, Tensor) and can_fuse(weights) and (self.velocity is not None or not self.momentum):
             torch._fused_sgd_(
-                [weights], [gradient], [self.velocity] if self.velocity is not None else [],
+                pieces(weights), pieces(gradient), pieces(self.velocity) if self.velocity is not None else [],
                 weight_decay=self.weight_decay, momentum=self.momentum, lr=lr, dampening=0.0, nesterov=self.nesterov,
                 maximize=False, is_first_step=False,
             )  # fmt: skip
@@ -96,9 +99,11 @@ class Adam:
         self.steps += 1
         first, second = self.betas
         if isinstance(lr, Tensor) and isinstance(self.steps, Tensor) and can_fuse(weights):
+            parts = pieces(weights)
             torch._fused_adam_(
-                [weights], [gradient], [self.mean], [self.square], [], [self.steps], lr=lr, beta1=first, beta2=second,
-                weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False,
+                parts, pieces(gradient), pieces(self.mean), pieces(self.square), [], [self.steps] * len(parts),
+                lr=lr, beta1=first, beta2=second, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False,
+                maximize=False,
             )  # fmt: skip
             return
         if self.weight_decay:
@@ -117,6 +122,11 @@ class Adam:
 def can_fuse(weights: Tensor) -> bool:
     """Whether a step is one kernel here, with a learning rate that lies on the device."""
     return weights.is_cuda and weights.dtype is torch.float32
+
+
+def pieces(row: Tensor) -> tuple[Tensor, ...]:
+    """A row in pieces: such a kernel gives each tensor, or each 65536 numbers of it, to one processor of the GPU."""
+    return torch.split(row, max(2, -(-len(row) // (1024 * MOST_PIECES))) * 1024)
 
 
 def clip_(gradient: Tensor, largest: float) -> None:

@@ -9,7 +9,8 @@ A row has three blocks, one for each kind of tensor:
     [ trainable parameters | float buffers | integer buffers, as raw bytes ]
      0                     trainable       floats                          size
 
-Only the first block is optimised; the first two are averaged; the bytes of the third are copied, never added.
+Only the first block is optimised; the first two are averaged; the bytes of the third are copied, never added. Before a
+float buffer there may be a few zeros, so that it begins where a GPU can read it (see VECTOR).
 Frozen parameters (`requires_grad=False`) are the same in every model and so are not part of a row.
 """
 
@@ -23,6 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import InputError
+
+VECTOR = 4
+"""Float buffers of so many numbers, or a multiple, begin at a multiple: batch norm on a GPU reads four at a time."""
 
 
 class Kind(StrEnum):
@@ -48,6 +52,8 @@ class Entry:
     size: int
     """Row elements it takes; for integers enough of them to hold its bytes."""
     channels_last: bool
+    gap: int = 0
+    """Zeros before it."""
 
     @property
     def name(self) -> str:
@@ -55,11 +61,12 @@ class Entry:
 
     @property
     def columns(self) -> slice:
-        return slice(self.offset, self.offset + self.size)
+        """Its part of a row, with the zeros before it: those of all entries are the whole row."""
+        return slice(self.offset - self.gap, self.offset + self.size)
 
     def view(self, row: Tensor) -> Tensor:
         """This tensor as a view into `row`."""
-        flat = row[self.columns]
+        flat = row[self.offset : self.offset + self.size]
         if self.kind is Kind.INTEGER:
             raw = flat.view(torch.uint8)[: prod(self.shape) * self.dtype.itemsize]
             return raw.view(self.dtype).view(self.shape)
@@ -98,13 +105,15 @@ class Layout:
             nonlocal end
             for names, tensor in tensors.items():
                 size = tensor.numel()
+                gap = -end % VECTOR if kind is Kind.BUFFER and size % VECTOR == 0 else 0
+                end += gap
                 if kind is Kind.INTEGER:
                     end += -end % (8 // dtype.itemsize)  # 64-bit integers must lie on 8-byte boundaries
                     size = -(-size * tensor.dtype.itemsize // 8) * (8 // dtype.itemsize)
                 unit = names[0].rpartition(".")[0]
                 strided = channels_last and tensor.dim() == 4 and kind is Kind.PARAMETER
                 shape = tuple(tensor.shape)
-                entries.append(Entry(names, shape, tensor.dtype, kind, unit, end, size, strided))
+                entries.append(Entry(names, shape, tensor.dtype, kind, unit, end, size, strided, gap))
                 end += size
 
         place(Kind.PARAMETER, trainable)

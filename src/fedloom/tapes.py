@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedloom.cuda_streams import SpareStream
+from fedloom.precision import tune, tunes
 from fedloom.streams import GLOBAL_STATE
 
 log = logging.getLogger("fedloom")
@@ -140,7 +141,7 @@ class RecordingTape(Tape):
             else:
                 self._checked.add(which)
                 self._check(kind, recording, body, player)
-        elif kind in self._refused or not self._is_warm(key if torch.backends.cudnn.benchmark else kind):
+        elif kind in self._refused or not self._is_warm(key if tunes() else kind):
             super().play(kind, key, body, player)
         elif self.recorded >= PATIENCE and self.replayed + self.done < 4 * self.recorded:
             self.refuse(kind, "it changes from client to client")
@@ -231,6 +232,7 @@ class GraphTape(RecordingTape):
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
+        tune(False)  # trying out cannot be recorded; a step that was tried out before says so
         with _without_collection():
             # Other threads may do as they like meanwhile; and going backward, autograd works in a thread of its own.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")

@@ -101,7 +101,7 @@ def trained_by_a_loop(experiment: Experiment, jobs: list[Job], device: str) -> l
         x, y = shop.prepare(samples.x.to(device)), samples.y.to(device)
         module.load_state_dict(experiment.layout.state_dict(job.row))
         module.train()
-        optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM, fused=device == "cuda")
+        optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)
         order = torch.from_numpy(Streams(0).numpy("batches", 0, job.client).permutation(len(x))).to(device)
         with Streams(0).globally("noise", 0, job.client, device):  # the seed of dropout
             for low in range(0, len(x), BATCH):

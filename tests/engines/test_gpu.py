@@ -1,6 +1,7 @@
 """The engines on a GPU. Run with `make test-gpu` where there is one."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedloom.bench import Batch, Bench
 from fedloom.engines import CudaEngine
 from fedloom.errors import FedloomError
 from fedloom.methods import Local, Method, Options, methods, register
+from fedloom.optim import SGD, Adam, Steady
 from fedloom.testing import CHECKS, SmallFederation, small_experiment, small_run
 
 pytestmark = [
@@ -119,8 +121,9 @@ def both(method: str, rounds: int = 3, **settings: Any) -> tuple[list[Tensor], i
 
 
 @pytest.mark.parametrize("method", sorted(methods()))
-def test_the_cuda_engine_does_what_the_plain_one_does(method: str) -> None:
+def test_the_cuda_engine_does_what_the_plain_one_does(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where a method that decides by small differences decides alike."""
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 2)  # few kinds of recordings, so that each is replayed soon
     rows, replayed = both(method, rounds=2, model=lambda: in_double(dense()))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-7, atol=1e-9)
     assert (replayed > 0) is (method not in NEVER_RECORDED)
@@ -198,6 +201,40 @@ def test_lower_precision_learns_too() -> None:
                 found = experiment.rounds.play(round)
             accuracy[precision] = found["accuracy"]
     assert accuracy["bf16"] > accuracy["fp32"] - 0.1
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_batch_norm_finds_its_statistics_in_a_row(precision: str) -> None:
+    """ResNet-18 has ten biases before them; kernels for channels-last images read statistics four numbers at a time."""
+    given = {"precision": precision, "channels_last": True}
+    with experiment_of("resnet18", "cuda", double=False, **given).engine_closed() as experiment:
+        rows, _ = trained_at_once(experiment, jobs_of(experiment), "cuda")
+        assert all(experiment.layout.is_finite(row) for row in rows)
+
+
+@pytest.mark.parametrize("size", [7, 5000, 200_000])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGD(), partial(torch.optim.SGD, lr=0.03)),
+        (SGD(0.9, weight_decay=5e-4), partial(torch.optim.SGD, lr=0.03, momentum=0.9, weight_decay=5e-4)),
+        (SGD(0.5, nesterov=True), partial(torch.optim.SGD, lr=0.03, momentum=0.5, nesterov=True)),
+        (Adam(weight_decay=1e-3), partial(torch.optim.Adam, lr=0.03, weight_decay=1e-3)),
+    ],
+)
+def test_optimisers_step_as_torchs_fused_ones_do(ours: Steady, theirs: Any, size: int) -> None:
+    draw = torch.Generator("cuda").manual_seed(size)
+    weights = torch.randn(size, generator=draw, device="cuda")
+    twin = nn.Parameter(weights.clone())
+    lr = torch.tensor(0.03, device="cuda")
+    optimizer = theirs([twin], fused=True)
+    optimizer.param_groups[0]["lr"] = lr  # on the device, as ours has it
+    ours.settle(weights)
+    for _ in range(6):
+        twin.grad = torch.randn(size, generator=draw, device="cuda")
+        ours.step(weights, twin.grad.clone(), lr)
+        optimizer.step()
+        assert torch.equal(weights, twin.detach())
 
 
 def test_every_first_replay_is_checked_to_the_bit(

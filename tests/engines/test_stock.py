@@ -1,0 +1,106 @@
+"""Batches laid out before their steps, and how steps are put together in recordings."""
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.data import Prepare, Samples
+from fedloom.engines import slot, stock
+from fedloom.engines.stock import Stock
+
+CPU = torch.device("cpu")
+HALF = Prepare((0.5, 0.5), (0.25, 0.25))
+
+
+def images(count: int) -> Samples:
+    draw = torch.Generator().manual_seed(count)
+    x = torch.randint(0, 256, (count, 3, 4, 2), dtype=torch.uint8, generator=draw)
+    return Samples(x, torch.arange(count))
+
+
+def make(channels_last: bool = False) -> Stock:
+    return Stock(CPU, lambda x: HALF(x, channels_last=channels_last), channels_last=channels_last)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 39), min_size=1, max_size=7), min_size=1, max_size=9),
+    st.integers(0, 9),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_batches_come_in_order_as_they_would_be_prepared_one_by_one(
+    batches: list[list[int]], batch_size: int, channels_last: bool
+) -> None:
+    store, held = images(40), make(channels_last)
+    largest = max(map(len, batches))
+    room = held.prepare(store, largest, batch_size if batch_size >= largest else 0)
+    assert room >= 1
+    for low in range(0, len(batches), room):
+        part = [np.array(batch) for batch in batches[low : low + room]]
+        held.fill(store, part)
+        for number, positions in enumerate(part):
+            batch = held.take(len(positions))
+            wanted = HALF(store.x[torch.from_numpy(positions)], channels_last=channels_last)
+            assert torch.equal(batch.x, wanted)
+            assert batch.x.stride() == wanted.stride(), "kernels are chosen by it"
+            assert batch.y.tolist() == positions.tolist()
+            held.note(torch.tensor(float(low + number)))
+        assert held.losses(0, len(part)).tolist() == [float(low + number) for number in range(len(part))]
+
+
+def test_one_room_serves_clients_of_all_sizes() -> None:
+    """A recording knows addresses and widths, so these must not change from client to client."""
+    store, held = images(40), make()
+    held.prepare(store, 8, 8)
+    before = [(place.data_ptr(), place.shape, place.stride()) for place in held.places]
+    for largest in (3, 8, 1):
+        held.prepare(store, largest, 8)
+        held.fill(store, [np.arange(largest)])
+        assert [(place.data_ptr(), place.shape, place.stride()) for place in held.places] == before
+
+
+def test_whole_clients_as_batches_share_the_memory() -> None:
+    store, held = images(40), make()
+    held.prepare(store, 30, 0)
+    before = held.places[0].data_ptr()
+    held.prepare(store, 7, 0)
+    assert held.places[0].data_ptr() == before
+    held.fill(store, [np.arange(7), np.arange(7, 14)])
+    held.take(7)
+    held.note(torch.zeros(()))
+    assert held.take(7).y.tolist() == list(range(7, 14))
+
+
+def test_a_batch_that_is_larger_than_the_room_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "STOCK_BYTES", 200)
+    store, held = images(40), make()
+    assert held.prepare(store, 40, 0) == 1
+    held.fill(store, [np.arange(40)])
+    assert torch.equal(held.take(40).x, HALF(store.x))
+
+
+def test_little_room_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "STOCK_BYTES", 4 * 5 * 24 * 3)
+    assert make().prepare(images(40), 5, 5) == 3
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=60), st.sampled_from([1, 2, 3, 8]))
+@settings(max_examples=100, deadline=None)
+def test_stretches_are_all_steps_in_order(sizes: list[int], longest: int) -> None:
+    before, slot.STRETCH = slot.STRETCH, longest
+    try:
+        found = list(slot._stretches(sizes))
+    finally:
+        slot.STRETCH = before
+    assert [size for size, count in found for _ in range(count)] == sizes
+    assert found[0][1] == 1, "the first is looked at more closely"
+    assert max(count for _, count in found) <= longest
+    starts = accumulate((count for _, count in found), initial=0)
+    for start, (size, count) in zip(starts, found, strict=False):
+        assert sizes[start : start + count] == [size] * count
+    alike = [7] * (1 + 2 * 8 + 4 + 1)
+    assert [count for _, count in slot._stretches(alike)] == [1, 8, 8, 4, 1]
