@@ -27,8 +27,8 @@ from PIL import Image
 
 from fedloom.api import Run, execute
 from fedloom.config import Config, make_config
-from fedloom.experiment import Own, replace_config
 from fedloom.flower.loopback import loopback
+from fedloom.request import Own, replace_config
 
 WAYS = ("host", "flower", "as shipped")
 

@@ -29,8 +29,8 @@ from fedloom.api import execute
 from fedloom.config import Config
 from fedloom.engines import Engine, PlainEngine, Shop
 from fedloom.exchange import Job, Lost, Update
-from fedloom.experiment import replace_config
 from fedloom.flower import certificates
+from fedloom.request import replace_config
 from fedloom.storage import write_atomically
 
 GOOD = 0.85

@@ -42,11 +42,12 @@ from fedloom.data import PooledFederation, Samples, load
 from fedloom.data.partition import partition
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment, Own, build
+from fedloom.experiment import Experiment, build
 from fedloom.methods import methods
 from fedloom.models import build as build_model
+from fedloom.request import Own
+from fedloom.small_runs import small_experiment
 from fedloom.streams import Streams
-from fedloom.testing import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "engines"))
 import agreement as against_loop  # what the tests hold against each other too

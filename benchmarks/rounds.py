@@ -36,8 +36,9 @@ from fedloom.config import Config
 from fedloom.data import PooledFederation, Prepare, Samples, load
 from fedloom.data.partition import partition
 from fedloom.errors import InputError
-from fedloom.experiment import Own, build
+from fedloom.experiment import build
 from fedloom.models import build as build_model
+from fedloom.request import Own
 from fedloom.streams import Streams
 
 CLIENTS, PER_ROUND, BATCH, LR, MOMENTUM = 100, 10, 50, 0.01, 0.5

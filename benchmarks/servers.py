@@ -4,16 +4,15 @@
 
 FedCross and FedMR are held against one pass of memory traffic over the rows they must read and write: for FedMR a copy
 of all K rows, for FedCross one and a half (its similarities read the rows once more). FedCDA is held against trying
-the combinations on the models themselves (a few are timed, the rest is multiplication). One thread, medians.
+the combinations on the models themselves (a few are timed, the rest is multiplication). One thread, medians. What
+FedCDA's cache needs of memory: cache.py.
 """
 
 import argparse
 import itertools
 import json
-import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.banks import Bank
-from fedloom.exchange import Job, Update
 from fedloom.gram import inner_products
 from fedloom.methods import Context
-from fedloom.methods.fedcda import FedCDAOptions, FedCDAServer
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
 from fedloom.methods.selection import Fixed, enumerate_all, solve
@@ -142,28 +139,6 @@ def large_search(participants: int, cached: int, limit: float) -> dict[str, floa
     return {"seconds": time.perf_counter() - start, "gap": choice.gap, "proven": float(choice.proven)}
 
 
-def cache_on_disk(size: int, clients: int, per_round: int) -> dict[str, float]:
-    """Resident memory of FedCDA with its cache in a file, in rows of a participant and MiB above."""
-    layout = Layout.of(network(size))
-    with tempfile.TemporaryDirectory() as folder:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        server = FedCDAServer(context(layout, clients, per_round, Path(folder)), FedCDAOptions(warmup=0))
-        rounds = clients // per_round
-        row = layout.empty()
-        for number in range(rounds):
-            members = range(number * per_round, (number + 1) * per_round)
-            updates = (Update(Job(c, server.deploy()), row.normal_(), 1, 0.5, 1) for c in members)
-            server.collect(number, updates)
-        server.store.close()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        written = server.store._next * layout.nbytes
-    return {
-        "MiB in file": written / 2**20,
-        "MiB resident": peak / 1024,
-        "rows a participant": peak * 1024 / layout.nbytes / per_round,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="What servers that keep many models cost.")
     parser.add_argument("--size", type=int, default=11_173_962, help="parameters of a model (ResNet-18)")
@@ -177,7 +152,6 @@ def main() -> None:
         "parameters": layout.size,
         "models": options.models,
     }
-    result["cache of 1000 clients on disk, 10 a round, 1 M parameters"] = cache_on_disk(1_000_000, 1000, 10)
     result["seconds"] = many_models(layout, options.models)
     result["fedcda optimal, P=10, K=3"] = search(10, 3, options.size)
     result["fedcda optimal, P=30, K=3"] = large_search(30, 3, 10.0)

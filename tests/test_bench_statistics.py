@@ -15,8 +15,8 @@ from fedloom.config import command_of, make_config
 from fedloom.data import Augment, Prepare, Samples
 from fedloom.methods.base import Local, Options
 from fedloom.rows import Kind, Layout
+from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_run
 from fedloom.streams import Streams
-from fedloom.testing import SmallFederation, normed_network, plain_network, small_run
 from fedloom.training import Training
 
 

@@ -21,11 +21,11 @@ from fedloom.config import RESULT_FREE, Config
 from fedloom.data import datasets as named_data
 from fedloom.data.partition import partition
 from fedloom.data.partitions.request import Pool
-from fedloom.experiment import check
 from fedloom.listing import list_datasets, list_methods, list_models, list_partitions
 from fedloom.methods import catalogue
 from fedloom.models import networks
 from fedloom.pretraining import Pretraining
+from fedloom.request import check
 from fedloom.testing import check_method
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fedloom.config import make_config
-from fedloom.experiment import replace_config
 from fedloom.methods import compose
 from fedloom.pretraining import Pretraining
+from fedloom.request import replace_config
 from fedloom.settings import validated
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"

@@ -251,6 +251,22 @@ def test_settings_that_make_no_sense(command: Command, file: Path, words: tuple[
 # runs
 
 
+def test_a_run_in_runs_goes_by_its_name(command: Command, tmp_path: Path) -> None:
+    """From where the run was made; a file of that name comes first, and a path is taken as it is."""
+    first = command("run", "fedavg", *TINY, "--out", "runs/first", "--quiet", "--json").result
+    by_path = command("run", "fedavg", *TINY, "--init", "runs/first", "--out", "a", "--quiet", "--json").result
+    by_name = command("run", "fedavg", *TINY, "--init", "first", "--out", "b", "--quiet", "--json").result
+    assert by_name["digest"] == by_path["digest"] != first["digest"]
+    assert fedloom.api.RunFolder.open(tmp_path / "b").config.init == str(tmp_path / "runs" / "first")
+    save_file(network().state_dict(), tmp_path / "first")
+    by_file = command("run", "fedavg", *TINY, "--init", "first", "--out", "c", "--quiet", "--json").result
+    assert by_file["digest"] != by_name["digest"]
+    for other in ("second", "deep/first"):
+        ended = command("run", "fedavg", *TINY, "--init", other, "--out", "d", "--quiet")
+        assert (ended.code, ended.err.count("\n")) == (2, 1)
+        assert "cannot read" in ended.err
+
+
 def test_a_run_starts_there_and_says_what_it_took(command: Command, file: Path, tmp_path: Path) -> None:
     ended = command("run", "fedavg", *TINY, "--classes", "0-4", "--init", "start.safetensors", "--out", "r")
     assert ended.code == 0, ended.err

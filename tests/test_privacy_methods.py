@@ -16,15 +16,8 @@ from fedloom.experiment import Experiment
 from fedloom.methods import Method, methods
 from fedloom.methods.catalogue import BUILT_IN, register
 from fedloom.methods.fedavg import FedAvgServer
-from fedloom.testing import (
-    SmallFederation,
-    alike,
-    all_the_mean,
-    as_they_are,
-    plain_network,
-    small_run,
-    state_after,
-)
+from fedloom.small_runs import SmallFederation, plain_network, small_run
+from fedloom.testing import alike, all_the_mean, as_they_are, state_after
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "privacy.md"
 OURS = [method for method in methods().values() if method.name in BUILT_IN]

@@ -16,8 +16,8 @@ from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
 from fedloom.privacy import Account
 from fedloom.privacy.mechanism import default_delta
+from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment, small_run
 from fedloom.storage import read_tensors
-from fedloom.testing import SmallFederation, normed_network, plain_network, small_experiment, small_run
 
 PRIVATE: dict[str, Any] = {"clip_update": 0.5, "noise": 0.8}
 FEW = ("--clients", 12, "--per-round", 4, "--rounds", 4, "--epochs", 1, "--model", "logreg", "--engine", "plain")

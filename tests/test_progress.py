@@ -42,3 +42,10 @@ def test_the_time_left_is_from_the_pace_so_far(
     display.work("synthesis", 25, 100)
     display.end()
     assert "synthesis 25/100, 1 min 00 s left" in capfd.readouterr().err
+
+
+def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
+    display = Display()
+    display.begin(Path("run"), make_config({"rounds": 1}), [])
+    display.end()
+    assert capfd.readouterr().err.endswith(": 1 round\n")

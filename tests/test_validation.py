@@ -16,8 +16,8 @@ from fedloom.config import command_of, make_config
 from fedloom.data import Prepare, Samples
 from fedloom.errors import InputError
 from fedloom.rows import Layout
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
 from fedloom.streams import Streams
-from fedloom.testing import SmallFederation, small_experiment, small_run
 from fedloom.training import Training
 
 

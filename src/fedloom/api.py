@@ -20,11 +20,12 @@ from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import Experiment, Own, Sites, build, check, replace_config
+from fedloom.experiment import Experiment, Sites, build
 from fedloom.folder import RunFolder, free_name
 from fedloom.initial import checksum
 from fedloom.metrics import summarise
 from fedloom.report import read_run, write_report
+from fedloom.request import Own, check, replace_config
 from fedloom.rows import digest
 from fedloom.settings import Plan
 from fedloom.storage import read_tensors

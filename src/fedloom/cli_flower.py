@@ -45,9 +45,10 @@ def new(
 
     With --partition own the sites bring data of their own, and no data set is read by name.
     """
-    from fedloom.experiment import build, check, pin_partition, replace_config
+    from fedloom.experiment import build
     from fedloom.flower.writing import write_app
     from fedloom.initial import checksum
+    from fedloom.request import check, pin_partition, replace_config
 
     options = parse_settings(set_ or ())
     imports = {"imports": import_} if import_ else {}

@@ -35,7 +35,7 @@ PRETRAINING = {
 }  # fmt: skip
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", bool: "yes|no"}
-METAVAR_OF = {"init": "FILE", "classes": "LIST", "init_sha256": "HASH", "partition_sha256": "HASH"}
+METAVAR_OF = {"init": "FILE|NAME", "classes": "LIST", "init_sha256": "HASH", "partition_sha256": "HASH"}
 
 
 def settable(

@@ -13,7 +13,6 @@ from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
-from fedloom.experiment import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.folder import RunFolder, is_run
 from fedloom.grids import make_grid, options_of
 from fedloom.initial import checksum
@@ -22,6 +21,7 @@ from fedloom.methods import methods as known_methods
 from fedloom.report import Comparison, Effects, Grid, analyse, read_run, write_report
 from fedloom.report import compare as tabulate
 from fedloom.report.grid import FILE as GRID_FILE
+from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.storage import write_atomically
 from fedloom.together import carry_out
 

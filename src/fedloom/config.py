@@ -41,7 +41,7 @@ class Config(Training):
     model: str = "mlp"
     """the network (`fedloom list models`)"""
     init: str | None = None
-    """the starting model: a safetensors file, a torch state dict, or the folder of a run"""
+    """the starting model: a safetensors file, a torch state dict, the folder of a run, or the name of one in runs/"""
     init_sha256: str | None = None
     """refuse another file than the one with this SHA-256; a run notes it down by itself"""
     new_head: bool = False
@@ -142,7 +142,12 @@ class Config(Training):
     @field_validator("init")
     @classmethod
     def _absolute_init(cls, path: str | None) -> str | None:
-        return None if path is None else str(Path(path).absolute())
+        if path is None:
+            return None
+        place, run = Path(path), Path("runs", path)
+        if place.name == path and not place.exists() and run.is_dir():
+            place = run
+        return str(place.absolute())
 
     @field_validator("init_sha256", "partition_sha256")
     @classmethod

@@ -12,12 +12,14 @@ from itertools import product
 from typing import Any
 
 from fedloom.config import Config
+from fedloom.data.download import Progress
 from fedloom.errors import InputError, unknown
-from fedloom.experiment import Own, Progress, build, replace_config, with_server_data
+from fedloom.experiment import build
 from fedloom.methods import Composition, Method, compose, methods
 from fedloom.methods.catalogue import Clash
 from fedloom.privacy import refuse_unfit
 from fedloom.report.grid import Cell, Factor, Grid
+from fedloom.request import Own, replace_config, with_server_data
 
 Given = Mapping[str, Mapping[str, Any]]
 

@@ -28,11 +28,12 @@ from fedloom.bench import Batch, Bench, Pass, Workshop
 from fedloom.checkpoints import Checkpoints
 from fedloom.config import absolute_data
 from fedloom.data import Dataset, PooledFederation
+from fedloom.devices import make_device
 from fedloom.engines import Homes, PlainEngine, Shop
 from fedloom.engines.host import core_count
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job, Lost
-from fedloom.experiment import make_device, make_module, try_out
+from fedloom.fitting import make_module, try_out
 from fedloom.folder import alone
 from fedloom.initial import checksum, read_source
 from fedloom.optim import Optimizer

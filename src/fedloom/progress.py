@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fedloom.report import human_bytes, human_seconds
+from fedloom.report.words import plural
 from fedloom.settings import Plan
 
 PAUSE = 5.0
@@ -59,7 +60,7 @@ class Display:
             self._task = self._bars.add_task(self._name, total=config.rounds, completed=done, state="", left="")
             self._bars.start()
         else:
-            many = f"{config.rounds} {self._unit}s"
+            many = plural(config.rounds, self._unit)
             start = f"goes on after {self._unit} {done} of {config.rounds}" if done else many
             self.console.print(f"{self._name}: {start}")
 

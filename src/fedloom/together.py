@@ -15,7 +15,7 @@ from typing import Any
 from fedloom.api import Run, Silent, Stopped, Watcher
 from fedloom.config import Config
 from fedloom.cuda_streams import own_stream
-from fedloom.experiment import make_device
+from fedloom.devices import make_device
 
 Job = tuple[Path, Config, Callable[[Watcher], Run]]
 """A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""

@@ -154,6 +154,10 @@ def test_a_file_outside_its_folder_is_not_read(tmp_path: Path) -> None:
         (leaf({"A": ([window("")], [7])}), "not 80 characters"),
         (leaf({"A": ([[1.0] * 784], [7])}), r"not 80 characters .*\(\d+ characters\)"),
         (leaf({"A": ([], [])}), "holds no samples"),
+        (
+            leaf({"A": ([window("")], ["c"]), "B": ([window("")], ["c"])}, users=["A"], num_samples=[1]),
+            "samples of 'B', who is not among its users",
+        ),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

@@ -65,7 +65,9 @@ def test_numbers_are_standardised_and_words_one_hot(tmp_path: Path) -> None:
     assert any("people.csv: 2 missing values" in note for note in data.notes)
     assert any("more.csv: 2 missing values" in note for note in data.notes)
     assert any("more.csv: 1 words that no training row has" in note for note in data.notes)
-    assert any("1 columns of numbers" in note and "4 inputs" in note for note in data.notes)
+    assert any("columns of numbers: 1," in note and "of words: 1," in note for note in data.notes)
+    assert any(note.endswith("inputs: 4.") for note in data.notes)
+    assert not any("read as words" in note for note in data.notes)
 
 
 def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
@@ -150,6 +152,18 @@ def test_separators_quotes_marks_and_gzip(tmp_path: Path, separator: str) -> Non
 def test_what_is_no_plain_number_is_a_word(tmp_path: Path, text: str) -> None:
     columns = read_csv(put(tmp_path / "t.csv", f'x;y\n"{text}";1\n'))
     assert columns["x"] == [text]
+
+
+@pytest.mark.parametrize("slip", ["4O", "inf", "1_000"])
+def test_what_makes_words_of_numbers_is_named(tmp_path: Path, slip: str) -> None:
+    rows = "".join(f"{i}.5,{i % 2}\n" for i in range(900))
+    assert (
+        f"people.csv: column 'x' was read as words, for '{slip}' is no number."
+        in table(tmp_path, f"x,y\n{rows}{slip},1\n2.5,0\n", "label=y,test=0.01").notes
+    )
+    many = "".join(f"{i}.5,{i % 2}\n" for i in range(2000))
+    with pytest.raises(InputError, match=rf"too many to be categories \('{slip}' is no number\); leave it out"):
+        table(tmp_path, f"x,y\n{many}{slip},1\n2.5,0\n", "label=y,test=0.01")
 
 
 def test_a_number_too_large_for_a_float_is_refused(tmp_path: Path) -> None:

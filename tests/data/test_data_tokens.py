@@ -134,8 +134,8 @@ def test_the_cuda_engine_takes_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path:
         def make(shop: object, *_: object) -> object:
             return engine(shop, "cpu")
 
-        monkeypatch.setattr("fedloom.experiment.PlainEngine", make)
-        monkeypatch.setattr("fedloom.experiment._engine_class", lambda *_: PlainEngine)
+        monkeypatch.setattr("fedloom.devices.PlainEngine", make)
+        monkeypatch.setattr("fedloom.experiment.engine_class", lambda *_: PlainEngine)
         settings = {"rounds": 2, "epochs": 1, "lr": 0.5, "batch_size": 8, "report": False}
         out = tmp_path / engine.__name__
         return fedloom.run(data=federation(), model=Reader, engine="plain", out=out, **settings).digest

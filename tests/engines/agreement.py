@@ -19,8 +19,9 @@ from fedloom.config import make_config
 from fedloom.data import PooledFederation, Prepare, Samples
 from fedloom.engines import CudaEngine
 from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment, Own, build
+from fedloom.experiment import Experiment, build
 from fedloom.models import build as build_model
+from fedloom.request import Own
 from fedloom.streams import Streams
 
 SIZES = (95, 70, 46, 33)

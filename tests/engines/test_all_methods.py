@@ -11,7 +11,7 @@ from fedloom.engines import CudaEngine
 from fedloom.experiment import Experiment
 from fedloom.methods.catalogue import BUILT_IN
 from fedloom.rows import Kind
-from fedloom.testing import small_experiment
+from fedloom.small_runs import small_experiment
 
 ROUNDS = 3
 QUICK: dict[str, dict[str, Any]] = {

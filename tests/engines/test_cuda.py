@@ -17,8 +17,8 @@ from fedloom.engines.slot import SlotBench
 from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment
 from fedloom.methods import Local, Method, Options, methods, register
+from fedloom.small_runs import SmallFederation, small_experiment
 from fedloom.tapes import Tape
-from fedloom.testing import SmallFederation, small_experiment
 
 LOCALS = [name for name, method in methods().items() if method.local is not None]
 

@@ -14,7 +14,7 @@ from fedloom.engines.order import LargestFirst
 from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment
 from fedloom.methods import Local, Method, Options, register
-from fedloom.testing import small_experiment
+from fedloom.small_runs import small_experiment
 
 
 def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:

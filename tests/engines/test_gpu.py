@@ -26,7 +26,8 @@ from fedloom.engines import CudaEngine
 from fedloom.errors import FedloomError
 from fedloom.methods import Local, Method, Options, methods, register
 from fedloom.optim import SGD, Adam, Steady
-from fedloom.testing import CHECKS, SmallFederation, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.testing import CHECKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +57,7 @@ def test_a_round_agrees_with_the_cpu(method: str) -> None:
 
 
 def test_it_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("fedloom.testing").testing.SETTINGS, "device", "cuda")
+    monkeypatch.setitem(__import__("fedloom.small_runs").small_runs.SETTINGS, "device", "cuda")
     CHECKS["resumes exactly"]("scaffold", {})
 
 

@@ -5,12 +5,12 @@ import torch
 from test_cuda import answers, assert_alike, jobs_for
 
 from fake_graphs import fake_tape
+from fedloom.devices import make_devices
 from fedloom.engines import CudaEngine
 from fedloom.engines.gpu import Gpu
 from fedloom.engines.slot import SlotBench
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import make_devices
-from fedloom.testing import small_experiment
+from fedloom.small_runs import small_experiment
 
 CLIENTS = [5, 0, 7, 2, 1, 6, 3]
 
@@ -119,6 +119,6 @@ def test_devices_that_make_no_sense(names: str) -> None:
 
 
 def test_the_plain_engine_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.experiment._usable_device", torch.device)
+    monkeypatch.setattr("fedloom.devices._usable_device", torch.device)
     with pytest.raises(InputError, match="plain engine computes on one device, not on 'cuda:0,cuda:1'"):
         small_experiment("fedavg", {}, engine="plain", device="cuda:0,cuda:1")

@@ -18,15 +18,8 @@ from fedloom.engines import CudaEngine, HostEngine
 from fedloom.exchange import Job
 from fedloom.experiment import Experiment, build
 from fedloom.methods import Local, Method, Options, register
-from fedloom.testing import (
-    SETTINGS,
-    SmallFederation,
-    _StopAfter,
-    normed_network,
-    plain_network,
-    small_experiment,
-    small_run,
-)
+from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, plain_network, small_experiment, small_run
+from fedloom.testing import _StopAfter
 
 METHODS = ["fedbn", "fedrep", "fedbabu", "fedfomo"]
 KEYS = ("personal_accuracy_mean", "personal_accuracy_worst10", "personal_clients")

@@ -10,13 +10,13 @@ import torch
 from fake import FakeLink, flat, make_run
 
 from fedloom.errors import InputError
-from fedloom.experiment import replace_config
 from fedloom.flower import commands
 from fedloom.flower.app import ServerSettings, read_settings
 from fedloom.flower.door import folder_of
 from fedloom.flower.server import play
 from fedloom.flower.site import Site, clients_of
 from fedloom.flower.writing import write_app
+from fedloom.request import replace_config
 
 FILES = ["README.md", "client_app.py", "pyproject.toml", "server_app.py", "site_data.py"]
 

@@ -14,9 +14,9 @@ from fedloom.config import Config
 from fedloom.engines import Engine, PlainEngine, Shop
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job, Lost, Update
-from fedloom.experiment import replace_config
 from fedloom.flower.data import ServerFederation
 from fedloom.flower.parcel import Block, Parcel
+from fedloom.request import replace_config
 from fedloom.storage import read_json
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import pytest
 
 from fedloom.api import Run, execute, resume
 from fedloom.config import Config, make_config
-from fedloom.experiment import replace_config
+from fedloom.request import replace_config
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 

@@ -12,7 +12,8 @@ import torch
 from fedloom.api import execute
 from fedloom.config import make_config
 from fedloom.exchange import Update
-from fedloom.experiment import build, replace_config
+from fedloom.experiment import build
+from fedloom.request import replace_config
 
 pytest.importorskip("flwr")
 from fedloom.flower.bridge import BridgeLink

@@ -12,11 +12,12 @@ from fake import FakeLink, make_run, make_sites, reach
 from fedloom.api import execute
 from fedloom.config import Config
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import build, replace_config
+from fedloom.experiment import build
 from fedloom.flower.certificates import make, node_names
 from fedloom.flower.parcel import Parcel
 from fedloom.flower.relay_site import pick
 from fedloom.flower.site import Site, Trained
+from fedloom.request import replace_config
 
 SECURE = {"fedmr": {"secure": True}}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from fake import FakeLink, make_run, make_sites, reach
 
 from fedloom.api import execute
-from fedloom.experiment import replace_config
 from fedloom.flower.parcel import Parcel
+from fedloom.request import replace_config
 
 
 def test_a_site_that_the_server_gave_its_number_still_has_it_after_a_restart(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from fedloom.config import make_config
 from fedloom.data import Samples
 from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment, Own, build
-from fedloom.testing import SETTINGS, SmallFederation, plain_network
+from fedloom.experiment import Experiment, build
+from fedloom.request import Own
+from fedloom.small_runs import SETTINGS, SmallFederation, plain_network
 
 
 @contextmanager

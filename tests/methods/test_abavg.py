@@ -6,7 +6,7 @@ from proxies import always, answers, noisy, play, put_together
 
 from fedloom.data import Samples
 from fedloom.rows import Mean
-from fedloom.testing import SmallFederation
+from fedloom.small_runs import SmallFederation
 
 
 def labelled(labels: list[int]) -> Samples:

@@ -7,7 +7,7 @@ import torch
 
 from fedloom import Update
 from fedloom.rows import Kind
-from fedloom.testing import normed_network, small_experiment
+from fedloom.small_runs import normed_network, small_experiment
 
 AVERAGING: dict[str, dict[str, Any]] = {
     "swa": {"start": 0.0},

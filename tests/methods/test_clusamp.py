@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fedloom.exchange import Job, Update
 from fedloom.methods.clusamp import distances, distributions
 from fedloom.rows import Mean
-from fedloom.testing import SmallFederation, check_method, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.testing import check_method
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 100))

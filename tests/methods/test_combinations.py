@@ -18,7 +18,7 @@ from fedloom.errors import InputError
 from fedloom.grids import PLAIN, make_grid
 from fedloom.methods import compose, methods
 from fedloom.report.grid import Cell, Grid
-from fedloom.testing import SETTINGS, Outcome, SmallFederation, plain_network, small_run
+from fedloom.small_runs import SETTINGS, Outcome, SmallFederation, plain_network, small_run
 
 NAMES = {
     "server": ("fedavg", "fedcda", "fedcross", "fedmr", "scaffold"),

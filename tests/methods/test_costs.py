@@ -12,7 +12,7 @@ from fedloom.listing import list_methods
 from fedloom.methods import methods
 from fedloom.methods.catalogue import BUILT_IN
 from fedloom.rows import Kind
-from fedloom.testing import normed_network, plain_network, small_experiment
+from fedloom.small_runs import normed_network, plain_network, small_experiment
 
 NAMES = sorted(BUILT_IN)
 CLIENTS, CLASSES, INPUTS, NUMBER = 8, 10, 64, 4
@@ -33,10 +33,11 @@ def played(name: str, network: Any, rounds: int = 4) -> tuple[Experiment, list[d
 
 
 def bytes_of(experiment: Experiment, kinds: tuple[type[nn.Module], ...]) -> int:
-    """Bytes of the parameters and buffers of the last module of one of these kinds."""
+    """Bytes of the parameters and buffers of the last module of one of these kinds, with the zeros before them."""
     module = experiment.rounds.context.make_module()
     units = [name for name, each in module.named_modules() if isinstance(each, kinds)]
-    return sum(e.size * NUMBER for e in experiment.layout.entries if units and e.unit == units[-1])
+    own = [e.columns for e in experiment.layout.entries if units and e.unit == units[-1]]
+    return sum(columns.stop - columns.start for columns in own) * NUMBER
 
 
 def said(name: str, experiment: Experiment, clients: int) -> int:

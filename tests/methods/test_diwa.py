@@ -4,7 +4,7 @@ import torch
 
 from fedloom.methods import methods
 from fedloom.methods.soups import greedy_soup, merit
-from fedloom.testing import small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
 
 DIWA_AS_SOUP = {
     "selection": "greedy",

@@ -17,8 +17,9 @@ from fedloom.methods import compose
 from fedloom.methods.dynafed import DynaFedOptions, DynaFedRefiner
 from fedloom.methods.synthesis import Synthetic, match
 from fedloom.rows import Kind, digest
+from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
 from fedloom.storage import read_tensors
-from fedloom.testing import CHECKS, check_method, normed_network, plain_network, small_experiment, small_run
+from fedloom.testing import CHECKS, check_method
 
 TINY: dict[str, Any] = {
     "L": 2,

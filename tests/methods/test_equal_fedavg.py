@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from fedloom import Job, Update
 from fedloom.config import make_config
-from fedloom.experiment import Experiment, Own, build
+from fedloom.experiment import Experiment, build
 from fedloom.methods import methods
 from fedloom.methods.catalogue import BUILT_IN
 from fedloom.methods.clusamp import distributions
+from fedloom.request import Own
 from fedloom.rows import digest
-from fedloom.testing import SETTINGS, SmallFederation, normed_network, plain_network, small_experiment
+from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, plain_network, small_experiment
 
 UNIFORM = {"weighting": "uniform"}
 EVERYONE = 8

@@ -8,7 +8,8 @@ from fedloom.exchange import Update
 from fedloom.experiment import Experiment
 from fedloom.methods.fedasam import SwaOptions, place_in_cycle
 from fedloom.rows import Kind
-from fedloom.testing import check_method, plain_network, small_experiment, small_run
+from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.testing import check_method
 
 
 def ascent(v: Tensor, g: Tensor, model: object = plain_network, **options: float) -> Tensor:

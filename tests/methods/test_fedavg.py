@@ -13,8 +13,8 @@ import fedloom
 from fedloom.data import Federation
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
+from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment
 from fedloom.streams import Streams
-from fedloom.testing import SmallFederation, normed_network, plain_network, small_experiment
 
 
 def reference(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedloom.rows import digest
-from fedloom.testing import small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
 
 
 @pytest.mark.parametrize(

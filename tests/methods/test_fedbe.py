@@ -12,7 +12,8 @@ from fedloom.experiment import Experiment
 from fedloom.methods.fedbe import FedBERefiner
 from fedloom.methods.proxy import Proxy
 from fedloom.rows import Kind
-from fedloom.testing import check_method, normed_network, plain_network
+from fedloom.small_runs import normed_network, plain_network
+from fedloom.testing import check_method
 
 KINDS = ["gaussian", "normalised", "dirichlet"]
 

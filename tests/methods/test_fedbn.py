@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedloom.bench import STAYS
 from fedloom.models import build
 from fedloom.rows import Kind, Layout
-from fedloom.testing import plain_network, small_experiment, small_run
+from fedloom.small_runs import plain_network, small_experiment, small_run
 
 
 class Residual(nn.Module):
@@ -131,6 +131,7 @@ def test_it_works_with_servers_of_many_models(server: str) -> None:
 
 def test_bytes_are_counted_without_norms() -> None:
     (fedbn,), (fedavg,) = (small_run(name, {}, rounds=1).records for name in ("fedbn", "fedavg"))
-    size = 16 * 2 * 4 + 16 * 2 * 4 + 8  # weight, bias, mean and variance of 16 channels, and a counter
+    # Weight and bias of 16 channels, two zeros, mean and variance, and a counter.
+    size = 16 * 2 * 4 + 2 * 4 + 16 * 2 * 4 + 8
     for key in ("bytes_down", "bytes_up"):
         assert fedavg[key] - fedbn[key] == 4 * size

@@ -1,7 +1,10 @@
 """FedCDA: the cache, the choice, and where it must equal simpler methods."""
 
 import json
+import weakref
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +17,10 @@ from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
 from fedloom.methods.fedcda import FedCDAServer
 from fedloom.rows import Kind
+from fedloom.rowstore import RowStore
+from fedloom.small_runs import small_experiment, small_run
 from fedloom.storage import join, split
-from fedloom.testing import check_method, small_experiment, small_run
+from fedloom.testing import check_method
 
 
 @pytest.fixture
@@ -63,6 +68,24 @@ def test_the_global_model_is_the_mean_of_the_chosen_models_of_all_clients_seen(e
         cached = {number for models in server.cache.values() for number, _ in models}
         assert set(server.chosen.values()) <= cached
         assert all(len(models) <= 3 for models in server.cache.values())
+
+
+@pytest.mark.parametrize("selection", ["approximate", "newest", "random"])
+@pytest.mark.parametrize("warmup", [0, 9])
+def test_the_cache_is_the_last_k_answers_of_each_client_oldest_first(selection: str, warmup: int) -> None:
+    given = {"fedcda": {"warmup": warmup, "selection": selection, "K": 2}}
+    answered: dict[int, list[tuple[torch.Tensor, float]]] = {}
+    with small_experiment("fedcda", given).engine_closed() as experiment:
+        server = server_of(experiment)
+        for number, clients in enumerate(([0, 1], [0, 2], [1, 0], [0, 1], [2, 0])):
+            for update in (updates := answers(experiment, clients, number)):
+                answered.setdefault(update.client, []).append((update.row.clone(), update.loss))
+            server.collect(number, iter(updates))
+        assert set(server.cache) == set(answered)
+        for client, models in server.cache.items():
+            for (number, loss), (row, wanted) in zip(models, answered[client][-2:], strict=True):
+                assert torch.equal(server.store.read(number), row)
+                assert loss == wanted
 
 
 def test_who_does_not_take_part_keeps_cache_and_choice(experiment: Experiment) -> None:
@@ -141,6 +164,24 @@ def test_without_divergence_the_lowest_loss_wins() -> None:
             assert losses[pick] == min(losses)
 
 
+@pytest.mark.parametrize("L", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_model_whose_loss_is_not_finite_is_the_last_resort(bad: float, L: float) -> None:
+    """An overflow is no low loss; and where all have overflowed the models alone decide."""
+    options = {"fedcda": {"warmup": 0, "L": L, "selection": "optimal"}}
+    with small_experiment("fedcda", options).engine_closed() as experiment:
+        server = server_of(experiment)
+        losses = {0: [bad, 2.0, 3.0], 1: [2.0, bad, 3.0], 2: [3.0, 2.0, bad], 3: [bad, bad, bad]}
+        for number in range(3):
+            for update in answers(experiment, [0, 1, 2, 3], number):
+                server._cache(replace(update, loss=losses[update.client][number]))
+        picks = server.choose(0, [0, 1, 2, 3])
+        assert all(np.isfinite(losses[client][picks[client]]) for client in (0, 1, 2))
+        if L == 0:
+            assert picks == {0: 1, 1: 0, 2: 1, 3: 2}, "the lowest finite loss, or the newest of equals"
+        assert json.loads(json.dumps(split(server.state())[0])), "it can be saved"
+
+
 def test_one_cached_model_and_everyone_taking_part_is_uniform_fedavg() -> None:
     settings_ = {"per_round": 8}
     ours = small_run("fedcda", {"fedcda": {"K": 1, "warmup": 0}}, **settings_).digest
@@ -187,6 +228,25 @@ def test_a_cache_in_a_file_gives_the_same_bits_and_resumes(tmp_path: Path) -> No
         assert torch.equal(second.rounds.parts.server.deploy(), expected)
 
 
+def test_rows_in_a_file_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice needs K rows a participant beside each other; what is read for it must be gone once it is there."""
+    options, held, most = {"fedcda": {"warmup": 0, "selection": "optimal"}}, weakref.WeakSet[torch.Tensor](), 0
+    read = RowStore.read
+
+    def watched(self: RowStore, number: int) -> torch.Tensor:
+        nonlocal most
+        row = read(self, number)
+        most = max(most, len(held) + 1)
+        held.add(row)
+        return row
+
+    monkeypatch.setattr(RowStore, "read", watched)
+    with small_experiment("fedcda", options, cache_dir=str(tmp_path / "cache")).engine_closed() as experiment:
+        for number in range(4):
+            server_of(experiment).collect(number, iter(answers(experiment, [0, 1, 2, 3], number)))
+    assert 1 <= most <= 2, "of 12 candidates: one that is read, and one that is about to go"
+
+
 def test_integer_buffers_are_those_of_a_model(experiment: Experiment) -> None:
     server = server_of(experiment)
     updates = answers(experiment, [0, 1])
@@ -197,30 +257,38 @@ def test_integer_buffers_are_those_of_a_model(experiment: Experiment) -> None:
     assert [int(c) for c in experiment.layout.views(server.deploy(), Kind.INTEGER)] == [8]
 
 
-def test_as_many_batches_as_participants_is_one_at_a_time() -> None:
-    """B = P: each participant in the shuffled order takes what is best beside those before it; later ones are out."""
-    participants, L = [0, 1, 2, 3], 3.0
-    options = {"fedcda": {"warmup": 0, "B": 4, "L": L}}
-    with small_experiment("fedcda", options).engine_closed() as experiment:
-        server = server_of(experiment)
+@pytest.mark.parametrize("L", [0.01, 3.0, 1000.0])
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 9])
+def test_batches_are_decided_one_after_the_other_beside_those_before_them(B: int, L: float) -> None:
+    """Eq. 8 on the models themselves: all combinations of a batch, with earlier ones fixed and later ones left out.
+
+    With B = 1 that is brute force over everyone, with B = P one participant at a time; more batches than that are P.
+    """
+    participants = [0, 1, 2, 3]
+    with small_experiment("fedcda", {"fedcda": {"warmup": 0, "B": B, "L": L}}).engine_closed() as experiment:
+        server, found = server_of(experiment), Counter[int]()
         for number in range(3):
             server.collect(number, iter(answers(experiment, [0, 1, 2, 3, 4, 5], number)))
-        for update in answers(experiment, participants, 7):
-            server._leave(update.client)
-            server._cache(update)
-        picks = server.choose(5, participants)
-        order = [participants[i] for i in server.context.streams.numpy("fedcda", 5).permutation(4)]
-        rows = [server.store.read(number) for number in server.chosen.values()]
-        losses = [dict(server.cache[c])[number] for c, number in server.chosen.items()]
-        for client in order:
-            values = [
-                objective(server, torch.stack([*rows, server.store.read(number)]), [*losses, loss], L)
-                for number, loss in server.cache[client]
-            ]
-            assert values[picks[client]] == pytest.approx(min(values), rel=1e-9)
-            number, loss = server.cache[client][picks[client]]
-            rows.append(server.store.read(number))
-            losses.append(loss)
+        for round in range(5, 17):
+            for update in answers(experiment, participants, round):
+                server._leave(update.client)
+                server._cache(update)
+            picks = server.choose(round, participants)
+            order = [participants[i] for i in server.context.streams.numpy("fedcda", round).permutation(4)]
+            rows = [server.store.read(number) for number in server.chosen.values()]
+            losses = [dict(server.cache[c])[number] for c, number in server.chosen.items()]
+            for batch in np.array_split(order, min(B, 4)):
+                values = {}
+                for combination in np.ndindex(*(len(server.cache[c]) for c in batch)):
+                    models = [server.cache[c][pick] for c, pick in zip(batch, combination, strict=True)]
+                    chosen = torch.stack([*rows, *(server.store.read(number) for number, _ in models)])
+                    values[combination] = objective(server, chosen, [*losses, *(loss for _, loss in models)], L)
+                best = min(values, key=lambda each: values[each])
+                assert tuple(picks[c] for c in batch) == best
+                found.update(best)
+                rows += [server.store.read(server.cache[c][pick][0]) for c, pick in zip(batch, best, strict=True)]
+                losses += [server.cache[c][pick][1] for c, pick in zip(batch, best, strict=True)]
+        assert min(found[place] for place in range(3)) > 2, "each of the three is chosen now and then"
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(2, False), (3, True)])

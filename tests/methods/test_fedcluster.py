@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.testing import CHECKS, SmallFederation, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.testing import CHECKS
 
 
 def test_one_cluster_is_fedavg_bit_for_bit() -> None:

@@ -18,8 +18,9 @@ from fedloom.errors import InputError
 from fedloom.methods import Context, compose
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.rows import Kind, digest
+from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
 from fedloom.streams import Streams
-from fedloom.testing import CHECKS, normed_network, plain_network, small_experiment, small_run
+from fedloom.testing import CHECKS
 
 
 class Loose(nn.Module):

@@ -14,8 +14,8 @@ from fedloom.gram import cosine_gaps, gap_errors, inner_products, quick_products
 from fedloom.methods import Context
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.rows import Layout
+from fedloom.small_runs import small_experiment
 from fedloom.streams import Streams
-from fedloom.testing import small_experiment
 from fedloom.training import Training
 
 WIDTH = 40_000

@@ -14,7 +14,8 @@ from fedloom.experiment import Experiment
 from fedloom.methods.feddf import FedDFRefiner
 from fedloom.methods.proxy import Proxy, divergence
 from fedloom.rows import Kind, Mean
-from fedloom.testing import SmallFederation, check_method, normed_network, plain_network, small_run
+from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_run
+from fedloom.testing import check_method
 
 QUICK: dict[str, Any] = {"steps": 30, "check_every": 10, "patience": 20, "lr": 0.01}
 

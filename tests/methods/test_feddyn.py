@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import fedloom
 from fedloom.data import Federation, Samples
 from fedloom.rows import Kind
-from fedloom.testing import SmallFederation, check_method, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.testing import check_method
 
 UNIFORM = {"fedavg": {"weighting": "uniform"}}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
 from fedloom.methods.fedexp import step_size
-from fedloom.testing import small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
 
 
 def collect(experiment: Experiment, changes: list[Tensor], samples: list[int] | None = None) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.engines.base import train_client
 from fedloom.exchange import Job
 from fedloom.experiment import Experiment
-from fedloom.testing import small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
 
 
 def visit(experiment: Experiment, v: Tensor, others: list[Tensor], client: int = 2) -> tuple[Tensor, list[float]]:

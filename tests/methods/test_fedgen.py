@@ -11,7 +11,7 @@ from fedloom.experiment import Experiment
 from fedloom.methods import compose
 from fedloom.methods.generator import Generator, diversity, generator_loss, label_weights
 from fedloom.rows import Layout
-from fedloom.testing import SmallFederation, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
 
 
 def test_the_authors_generator_has_the_authors_size() -> None:

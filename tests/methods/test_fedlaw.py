@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from proxies import always, answers, noisy, play, put_together
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedloom.experiment import Experiment
 from fedloom.methods.fedlaw import FedLAWServer
 from fedloom.rows import Kind, Mean
-from fedloom.testing import check_method, normed_network, plain_network
+from fedloom.small_runs import normed_network, plain_network
+from fedloom.testing import check_method
 
 
 def server_of(experiment: Experiment) -> FedLAWServer:
@@ -125,7 +127,9 @@ def test_clients_without_samples_change_nothing() -> None:
     assert torch.equal(merged[0], merged[1])
 
 
-@pytest.mark.parametrize("options", [{"form": "quad"}, {"shrink": False}, {"batch_size": 16, "halve_every": 1}])
+@pytest.mark.parametrize(
+    "options", [{"form": "quad"}, {"shrink": False}, {"batch_size": 16, "halve_every": 1}, {"swa": True}]
+)
 def test_conformance_with_other_options(options: dict[str, Any]) -> None:
     check_method("fedlaw", {"fedlaw": {**options, "epochs": 2}})
 
@@ -133,3 +137,48 @@ def test_conformance_with_other_options(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["fedlaw+fedprox", "fedlaw+scaffold", "abavg+lss"])
 def test_conformance_together(method: str) -> None:
     check_method(method, {"lss": {"models": 2}} if "lss" in method else {})
+
+
+def by_torch(experiment: Experiment, rows: Tensor, start: Tensor, moves: list[bool], epochs: int) -> list[Tensor]:
+    """(u, s) after each step of PyTorch's own Adam on all of the server's data, of which only some numbers move."""
+    server, layout, module = server_of(experiment), experiment.layout, experiment.rounds.context.make_module()
+    z = start.clone().requires_grad_()
+    optimizer, seen = torch.optim.Adam([z], lr=0.1, betas=(0.5, 0.999)), []
+    for _ in range(epochs):
+        lam, gamma = server.merge(z)
+        state = {e.name: gamma * sum(a * e.view(row) for a, row in zip(lam, rows, strict=True)) for e in layout.entries}
+        data = server._proxy.samples
+        (slope,) = torch.autograd.grad(F.cross_entropy(functional_call(module, state, (data.x,)), data.y), z)
+        z.grad = slope * torch.tensor(moves)
+        optimizer.step()
+        seen.append(z.detach().clone())
+    return seen
+
+
+@pytest.mark.parametrize("start", [0, 2, 9])
+def test_in_two_stages_the_weights_are_a_mean_over_epochs_and_the_factor_comes_after_them(start: int) -> None:
+    options = {"swa": True, "swa_start": start, "epochs": 9, "batch_size": 0, "lr": 0.1}
+    with put_together("fedlaw", options) as experiment:
+        rows = torch.stack(noisy(experiment, 3, 0.5))
+        begin = torch.tensor([1 / 8, 2 / 8, 5 / 8, 1.0]).log()
+        first = by_torch(experiment, rows, begin, [True, True, True, False], 5)
+        mean = torch.stack(first[start:] or first[-1:]).mean(0)
+        expected = by_torch(experiment, rows, mean, [False, False, False, True], 4)[-1]
+        weights, gamma = server_of(experiment).learn(0, rows, [1, 2, 5])
+        lam, factor = server_of(experiment).merge(expected)
+        assert weights == pytest.approx(lam.tolist(), abs=1e-5)
+        assert gamma == pytest.approx(float(factor), abs=1e-5)
+        assert abs(gamma - 1) > 0.05
+        assert lam.tolist() != pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.01)
+
+
+def test_in_two_stages_without_a_factor_all_epochs_are_for_the_weights() -> None:
+    learned = []
+    for swa in (False, True):
+        with put_together(
+            "fedlaw", {"swa": swa, "swa_start": 9, "shrink": False, "epochs": 4, "lr": 0.1}
+        ) as experiment:
+            rows = torch.stack(noisy(experiment, 3, 0.5))
+            learned.append(server_of(experiment).learn(0, rows, [1, 2, 5]))
+    assert learned[0] == learned[1]
+    assert learned[0][1] == 1

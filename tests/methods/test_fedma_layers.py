@@ -21,7 +21,8 @@ from fedloom.methods.growing import Prior, grow
 from fedloom.methods.symmetries import find
 from fedloom.models.networks import build
 from fedloom.rows import Kind
-from fedloom.testing import check_method, normed_network, small_experiment
+from fedloom.small_runs import normed_network, small_experiment
+from fedloom.testing import check_method
 
 CLASSES = 10
 

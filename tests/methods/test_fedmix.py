@@ -10,7 +10,8 @@ from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
 from fedloom.methods.fedmix import fedmix_loss
-from fedloom.testing import SmallFederation, check_method, normed_network, plain_network, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment, small_run
+from fedloom.testing import check_method
 
 NAMES = ["fedmix", "naivemix"]
 

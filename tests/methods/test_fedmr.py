@@ -20,8 +20,9 @@ from fedloom.methods import Context, compose, recombination
 from fedloom.methods.fedmr import FedMROptions, FedMRServer, layers
 from fedloom.methods.recombination import Participant
 from fedloom.rows import Kind, digest
+from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
 from fedloom.streams import Streams
-from fedloom.testing import CHECKS, normed_network, plain_network, small_experiment, small_run
+from fedloom.testing import CHECKS
 
 
 class Loose(nn.Module):

@@ -11,7 +11,7 @@ from fedloom.exchange import Update
 from fedloom.experiment import Experiment
 from fedloom.methods.fedmut import coefficients
 from fedloom.rows import Kind
-from fedloom.testing import SmallFederation, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
 
 
 @given(st.integers(1, 30), st.floats(0, 1), st.integers(0, 1000))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.experiment import Experiment
-from fedloom.testing import small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
 
 
 def test_without_a_pull_it_is_fedavg_bit_for_bit() -> None:

@@ -13,7 +13,7 @@ from fedloom.errors import InputError
 from fedloom.experiment import Experiment
 from fedloom.models import build
 from fedloom.rows import Kind, Layout
-from fedloom.testing import SmallFederation, normed_network, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, normed_network, small_experiment, small_run
 
 HARD = {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0}
 """Everything that moves a weight whose gradient is zero."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.bench import Batch, Bench
 from fedloom.exchange import Update
 from fedloom.experiment import Experiment
-from fedloom.testing import plain_network, small_experiment, small_run
+from fedloom.small_runs import plain_network, small_experiment, small_run
 
 
 def sam(rho: float, **settings: object) -> Experiment:

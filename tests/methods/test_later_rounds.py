@@ -8,7 +8,7 @@ from fake_graphs import fake_tape
 from fedloom.engines import CudaEngine
 from fedloom.engines.base import Engine
 from fedloom.exchange import Job, Update
-from fedloom.testing import normed_network, plain_network, small_experiment
+from fedloom.small_runs import normed_network, plain_network, small_experiment
 
 Answer = dict[str, Tensor]
 

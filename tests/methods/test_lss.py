@@ -21,8 +21,9 @@ from fedloom.methods import compose, lss
 from fedloom.methods.base import Context, Local
 from fedloom.methods.lss import LSSLocal, LSSOptions, simplex_weights
 from fedloom.rows import Layout
+from fedloom.small_runs import plain_network, small_run
 from fedloom.streams import Streams
-from fedloom.testing import check_method, plain_network, small_run
+from fedloom.testing import check_method
 from fedloom.training import Training
 
 CONTEXT: Context = None  # type: ignore[assignment]  # a Local asks the run for nothing

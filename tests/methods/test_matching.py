@@ -22,7 +22,7 @@ from fedloom.methods.fedma import FedMAOptions, FedMAServer, incoming, match
 from fedloom.methods.gamf import GAMFOptions, GAMFServer, fourth_norms, graduated, sinkhorn
 from fedloom.models.networks import build
 from fedloom.rows import Kind
-from fedloom.testing import normed_network, small_experiment, small_run
+from fedloom.small_runs import normed_network, small_experiment, small_run
 
 SERVERS: dict[str, tuple[type[AligningServer[Any]], type[Any]]] = {
     "fedma": (FedMAServer, FedMAOptions),

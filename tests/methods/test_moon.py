@@ -13,7 +13,7 @@ from fedloom.experiment import Experiment
 from fedloom.methods.heads import find_head
 from fedloom.methods.moon import contrast
 from fedloom.rows import digest
-from fedloom.testing import SmallFederation, small_experiment, small_run
+from fedloom.small_runs import SmallFederation, small_experiment, small_run
 
 
 def naive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:

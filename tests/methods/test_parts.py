@@ -11,7 +11,8 @@ from fedloom.bench import STAYS
 from fedloom.methods import Context, Local, Options, compose
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.rows import Kind
-from fedloom.testing import check_method, plain_network, small_experiment, small_run
+from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.testing import check_method
 
 
 class NormsStayHome(Local[Options]):

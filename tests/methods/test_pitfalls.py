@@ -20,7 +20,7 @@ from fedloom.experiment import Experiment
 from fedloom.methods import methods
 from fedloom.methods.catalogue import BUILT_IN
 from fedloom.rows import Kind
-from fedloom.testing import SETTINGS, SmallFederation, normed_network, small_experiment, small_run
+from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, small_experiment, small_run
 
 NAMES = sorted(BUILT_IN)
 QUICK: dict[str, dict[str, Any]] = {

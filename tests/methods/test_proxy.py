@@ -14,7 +14,7 @@ from fedloom.errors import InputError
 from fedloom.experiment import build
 from fedloom.methods import proxy as module
 from fedloom.methods.proxy import Proxy
-from fedloom.testing import normed_network, plain_network, small_experiment, small_run
+from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
 
 IMAGES = {"method": "feddf", "model": "cnn", "clients": 4, "engine": "plain", "server_data": "split:30"}
 

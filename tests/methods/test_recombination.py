@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.methods.recombination import Message, Participant, deliver, exchange
+from fedloom.methods import recombination
+from fedloom.methods.recombination import Message, Participant, deliver, exchange, recombine
 from fedloom.streams import Streams
 
 COUNTS = st.integers(1, 6)
@@ -89,6 +90,29 @@ def test_messages_are_twice_the_layers_sent_and_none_is_to_oneself(
     assert max(Counter((m.sender, m.layer) for m in sent).values(), default=0) <= 1, "to one other client"
     assert all(int(m.payload[0]) == m.sender for m in sent), "a client offers what is its own"
     assert all(int(m.payload[1]) == m.layer for m in wire.seen)
+
+
+@quick
+@given(COUNTS, LAYERS, SEEDS, st.booleans())
+def test_models_are_recombined_by_such_an_exchange_with_all_others_and_not_oneself(
+    count: int, layers: int, seed: int, mixed: bool
+) -> None:
+    sent: list[Message] = []
+
+    class Watched(Participant):
+        def offer(self) -> list[Message]:
+            sent.extend(messages := super().offer())
+            return messages
+
+    models = {7 + i: [torch.tensor([7 + i, n]) for n in range(layers)] for i in range(count)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recombination, "Participant", Watched)
+        found = recombine(models, lambda purpose, client: Streams(seed).numpy(purpose, 0, client), 0.9, mixed)
+    assert all(m.receiver != m.sender for m in sent)
+    assert {m.receiver for m in sent} | {m.sender for m in sent} <= set(models)
+    assert list(found) == list(models)
+    for number in range(layers):
+        assert sorted(model[number].tolist() for model in found.values()) == [[me, number] for me in models]
 
 
 @quick

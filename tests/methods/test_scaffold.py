@@ -9,8 +9,9 @@ import fedloom
 from fedloom.config import make_config
 from fedloom.data import Federation, Samples
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment, Own, build
-from fedloom.testing import SmallFederation, plain_network, small_experiment, small_run
+from fedloom.experiment import Experiment, build
+from fedloom.request import Own
+from fedloom.small_runs import SmallFederation, plain_network, small_experiment, small_run
 
 
 class Quadratics(Federation):

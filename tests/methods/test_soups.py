@@ -21,7 +21,8 @@ from fedloom.experiment import Experiment
 from fedloom.methods import soups
 from fedloom.methods.soups import average, greedy_soup, merit
 from fedloom.rows import Layout
-from fedloom.testing import check_method, small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
+from fedloom.testing import check_method
 
 
 def dropping() -> nn.Module:

@@ -13,7 +13,8 @@ from fedloom.exchange import Update
 from fedloom.experiment import Experiment
 from fedloom.methods.swa import snapshot_steps
 from fedloom.rows import Kind
-from fedloom.testing import check_method, small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
+from fedloom.testing import check_method
 
 
 def trace(experiment: Experiment, client: int = 1) -> tuple[Update, list[Tensor], list[float]]:

@@ -13,7 +13,7 @@ from fedloom.exchange import Update
 from fedloom.experiment import Experiment
 from fedloom.methods.swad import SwadOptions, Valley
 from fedloom.rows import Kind, Layout, Mean
-from fedloom.testing import small_experiment, small_run
+from fedloom.small_runs import small_experiment, small_run
 
 LAYOUT = Layout.of(torch.nn.Linear(1, 1, bias=False))
 

@@ -14,8 +14,8 @@ from fedloom.methods.sweep import Sweep
 from fedloom.methods.synthesis import Network, Step, Synthetic, match, soft_loss
 from fedloom.optim import SGD, Adam
 from fedloom.rows import Layout
+from fedloom.small_runs import small_experiment
 from fedloom.tapes import Tape
-from fedloom.testing import small_experiment
 
 CPU, SHAPE, CLASSES = torch.device("cpu"), (2, 6, 6), 3
 

@@ -13,9 +13,10 @@ import torch
 from fedloom.config import make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
-from fedloom.experiment import Own, build
+from fedloom.experiment import build
 from fedloom.methods.catalogue import BUILT_IN
 from fedloom.models.networks import NETWORKS
+from fedloom.request import Own
 
 VIT = "depth=2,width=16,heads=2"
 CASES: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -24,10 +24,11 @@ from fedloom.data.federation import Federation
 from fedloom.data.normalize import normalized
 from fedloom.data.partition import partition
 from fedloom.data.partitions.request import Pool
-from fedloom.experiment import Own, build, replace_config
+from fedloom.experiment import build
 from fedloom.methods import compose
 from fedloom.models import build as build_network
 from fedloom.models import count
+from fedloom.request import Own, replace_config
 
 ROWS = [row for row in read_rows() if row.command]
 RUNS = [row for row in ROWS if row.command.split()[1] in ("run", "compare")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.columns import Columns, Numbers, Texts
+from fedloom.data.columns import Columns, Numbers, Texts, to_numbers
 from fedloom.errors import InputError
 
 MOST_WORDS = 1000
@@ -71,8 +71,8 @@ class Encoder:
         numeric = sum(isinstance(part, Standardise) for part in self._parts.values())
         self.width = sum(part.width for part in self._parts.values())
         self.notes.append(
-            f"{where}: {numeric} columns of numbers, standardised by all training rows together, and "
-            f"{len(self._parts) - numeric} of words, one-hot: {self.width} inputs."
+            f"{where}: columns of numbers: {numeric}, standardised by all training rows together; of words: "
+            f"{len(self._parts) - numeric}, one-hot; inputs: {self.width}."
         )
 
     def _standardise(self, name: str, values: Numbers) -> Standardise:
@@ -90,11 +90,16 @@ class Encoder:
 
     def _one_hot(self, name: str, values: Texts) -> OneHot:
         words = sorted({word for word in values if word is not None})
+        # A slip of the pen among numbers makes them all words: it must be found.
+        strange = [word for word in words if to_numbers([word]) is None]
+        slip = f"{strange[0]!r} is no number" if 0 < len(strange) <= len(words) / 2 else ""
         if len(words) > MOST_WORDS:
             raise InputError(
-                f"{self._where} has {len(words)} different words in column {name!r}, too many to be categories; leave "
-                f"it out with drop={name}."
+                f"{self._where} has {len(words)} different words in column {name!r}, too many to be categories"
+                f"{f' ({slip})' if slip else ''}; leave it out with drop={name}."
             )
+        if slip:
+            self.notes.append(f"{self._where}: column {name!r} was read as words, for {slip}.")
         return OneHot({word: position for position, word in enumerate(words)})
 
     def encode(self, columns: Columns, rows: NDArray[np.int64], which: str) -> Matrix:

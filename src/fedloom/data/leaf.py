@@ -70,6 +70,8 @@ def _read(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     sizes = content.get("num_samples")
     if sizes is not None and (not isinstance(sizes, list) or len(sizes) != len(users)):
         raise InputError(f"{path} has {len(users)} users, but 'num_samples' does not have one number for each.")
+    if surplus := data.keys() - set(users):
+        raise InputError(f"{path} has samples of {min(surplus)!r}, who is not among its users.")
     for number, user in enumerate(users):
         held = data.get(user)
         x, y = (held.get("x"), held.get("y")) if isinstance(held, dict) else (None, None)

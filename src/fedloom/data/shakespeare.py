@@ -162,8 +162,8 @@ def _from_json(path: Path) -> dict[str, Sequence[str]]:
         said = speeches.get(user)
         if not isinstance(said, list) or not all(isinstance(speech, str) for speech in said):
             raise InputError(f"{path} has no list of speeches for {user!r}.")
-    if surplus := next((user for user in speeches if user not in set(users)), None):
-        raise InputError(f"{path} has speeches of {surplus!r}, who is not among its users.")
+    if surplus := speeches.keys() - set(users):
+        raise InputError(f"{path} has speeches of {min(surplus)!r}, who is not among its users.")
     return {user: speeches[user] for user in users if any(speech.strip() for speech in speeches[user])}
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from fedloom.bench import Bench
 from fedloom.config import Config
 from fedloom.engines.base import Shop
-from fedloom.experiment import Own, build_shop
 from fedloom.flower.data import Task
 from fedloom.flower.tensors import Travel
+from fedloom.ground import build_shop
+from fedloom.request import Own
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fedloom.config import Config, to_toml
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import Own, build, replace_config
+from fedloom.experiment import build
 from fedloom.flower import commands
 from fedloom.flower.bridge import BridgeLink, listen
 from fedloom.flower.door import HERE
@@ -30,6 +30,7 @@ from fedloom.flower.hasty import WITH_PARENT
 from fedloom.flower.relay_server import refuse_telltales
 from fedloom.flower.server import Behind
 from fedloom.flower.writing import write_app
+from fedloom.request import Own, replace_config
 
 RUN = "FEDLOOM_RUN"
 """The environment of every process that is started here names the run's folder, so that one can tell whose it is."""

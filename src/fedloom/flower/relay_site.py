@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
-from fedloom.experiment import check
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, serve, travelling
@@ -32,6 +31,7 @@ from fedloom.flower.site import Site, StateLost, greets, handles
 from fedloom.flower.site import train as plain_train
 from fedloom.methods.base import Server
 from fedloom.methods.recombination import Draw, purpose
+from fedloom.request import check
 from fedloom.streams import Streams
 
 FEWEST = 3

@@ -64,7 +64,7 @@ def serve(grid: "Grid", context: "Context", app: Path) -> None:
 def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any:
     """Play the run of an app over a link, from its beginning or from its last checkpoint; returns the finished run."""
     from fedloom.api import execute, resume
-    from fedloom.experiment import Own
+    from fedloom.request import Own
 
     task = task_of(load_site_data(app))
     config = with_task(config, task)

@@ -20,13 +20,13 @@ from fedloom._version import __version__
 from fedloom.data import Federation
 from fedloom.engines.base import reason_of, score_client, train_client
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import Own, replace_config
 from fedloom.flower.app import brought_by, load_site_data, read_settings, task_of, with_task
 from fedloom.flower.data import confined, of_site
 from fedloom.flower.equipment import equip
 from fedloom.flower.kept import Kept
 from fedloom.flower.parcel import Parcel, Refused, failed
 from fedloom.flower.tensors import from_block, to_block
+from fedloom.request import Own, replace_config
 from fedloom.rows import all_finite
 from fedloom.storage import read_json, write_json
 

@@ -14,13 +14,15 @@ ends the search. `newest` takes each client's last model, `random` any.
 
 Where the paper is silent. Clients never seen are left out of the mean and of J. During warm-up the model is FedAvg's
 over the participants (`warmup_mode=newest`: the mean of all clients' newest models, as in code that is probably the
-authors'), and everyone's newest model is chosen. With fewer than K models those there are. Equal choices go to the
-newest. Norms are over trainable parameters; buffers of the chosen models are averaged with them.
+authors'), and everyone's newest model is chosen. With fewer than K models those there are; one whose loss is not finite
+only where no other is. Equal choices go to the newest. Norms are over trainable parameters; buffers of the chosen
+models are averaged with them.
 
 The search never touches a model: it needs the inner products of the candidates and nothing else (selection.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -120,8 +122,7 @@ class FedCDAServer(Server[FedCDAOptions]):
             self.total -= self.store.read(self.chosen.pop(client))[: self.context.layout.floats].cpu()
 
     def _cache(self, update: Update) -> None:
-        loss = update.loss if np.isfinite(update.loss) else 0.0
-        self.cache.setdefault(update.client, []).append((self.store.put(update.row), loss))
+        self.cache.setdefault(update.client, []).append((self.store.put(update.row), update.loss))
         self._evict(update.client)
 
     def _evict(self, client: int) -> None:
@@ -190,8 +191,12 @@ class Products:
     def __init__(self, server: FedCDAServer, participants: list[int]) -> None:
         trainable = slice(0, server.context.layout.trainable)
         reference = server.bank.rows[0].cpu()
-        models = [server.cache[client] for client in participants]
-        rows = torch.stack([server.store.read(number).cpu() for each in models for number, _ in each])
+        models = [_candidates(server.cache[client]) for client in participants]
+        numbers = [number for each in models for _, number, _ in each]
+        # One by one into their place: of rows in a file no second copy is ever held.
+        rows = torch.empty(len(numbers), trainable.stop, dtype=server.store.dtype)
+        for row, number in zip(rows, numbers, strict=True):
+            row.copy_(server.store.read(number)[trainable])
         count = len(server.chosen)
         fixed = server.total[trainable] - count * reference[trainable].double()
         gram = inner_products(rows, reference, trainable, last=fixed).numpy()
@@ -199,10 +204,11 @@ class Products:
         self.fixed = Fixed(count=count, loss_sum=0.0, norms=0.0, sum_norm=float(gram[-1, -1]))
         ends = np.cumsum([0, *(len(each) for each in models)])
         self.places = {c: np.arange(ends[i], ends[i + 1]) for i, c in enumerate(participants)}
-        self.losses = {c: np.array([loss for _, loss in each]) for c, each in zip(participants, models, strict=True)}
+        self.losses = {c: np.array([f for *_, f in each]) for c, each in zip(participants, models, strict=True)}
+        self.cached = {c: [at for at, *_ in each] for c, each in zip(participants, models, strict=True)}
 
     def choose(self, batch: list[int], options: FedCDAOptions) -> Choice:
-        """The best choice for these clients; afterwards they are fixed."""
+        """The best choice for these clients, by places in their caches; afterwards they are fixed."""
         places = np.concatenate([self.places[client] for client in batch])
         losses = [self.losses[client] for client in batch]
         choice = solve(
@@ -222,7 +228,17 @@ class Products:
             sum_norm=self.fixed.sum_norm + 2 * float(self.with_fixed[picked].sum()) + own,
         )
         self.with_fixed += self.gram[:, picked].sum(axis=1)
-        return choice
+        return replace(choice, picks=tuple(self.cached[c][pick] for c, pick in zip(batch, choice.picks, strict=True)))
+
+
+def _candidates(models: list[tuple[int, float]]) -> list[tuple[int, int, float]]:
+    """(place, number of the row, loss) of the cached models to choose from: those whose loss is a finite number.
+
+    A loss may overflow where the model does not, and is NaN where nothing was trained. Where no loss is finite, none
+    counts.
+    """
+    finite = [(place, number, loss) for place, (number, loss) in enumerate(models) if np.isfinite(loss)]
+    return finite or [(place, number, 0.0) for place, (number, _) in enumerate(models)]
 
 
 register(

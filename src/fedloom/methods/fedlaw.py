@@ -10,13 +10,17 @@ gamma = s^2 instead. Adam and its numbers are those of the authors' code.
 
 gamma scales trainable parameters only: batch norm's statistics get the mean by lambda. The authors' code lets batch
 norm adapt to the server's data while it learns; here it uses that mean, so that what is learned is what is deployed.
-Their proxy data are a part of the test set; ours are not (`--server-data`). `shrink=false` leaves gamma at 1. Their
-variant that learns lambda with averaged weights first and gamma after it is left out.
+Their proxy data are a part of the test set; ours are not (`--server-data`). `shrink=false` leaves gamma at 1.
+
+`swa` is their variant in two stages: half of the epochs learn lambda, from the mean of u at the ends of all epochs but
+the first few (stochastic weight averaging), and the other half learn gamma for that lambda. Their rate climbs a little
+while u is averaged; ours stays.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -43,6 +47,10 @@ class FedLAWOptions(Options):
     """what keeps lambda and gamma positive: softmax and exp, or squares"""
     shrink: bool = True
     """learn gamma; otherwise it is 1 and only the weights are learned"""
+    swa: bool = False
+    """learn the weights in the first half of the epochs, as a mean over epochs, and gamma in the second half"""
+    swa_start: int = Field(6, ge=0)
+    """with swa: epochs before the first that counts in that mean; where none is left, the last counts alone"""
 
 
 class FedLAWServer(SingleServer[FedLAWOptions]):
@@ -82,27 +90,40 @@ class FedLAWServer(SingleServer[FedLAWOptions]):
 
     def learn(self, round: int, rows: Tensor, samples: list[int]) -> tuple[list[float], float]:
         """The weights of these models, and the factor on their mean."""
-        options, proxy, trainable = self.options, self._proxy, self.context.layout.trainable
-        floats, y = self.context.layout.floats, proxy.samples.y
+        options, draw = self.options, self.context.streams.numpy("fedlaw", round)
         p = torch.tensor(samples, dtype=rows.dtype, device=rows.device)
         p /= p.sum()
         start, one = (p.sqrt(), p.new_ones(1)) if options.form == "quad" else (p.log(), p.new_zeros(1))
-        learned, optimizer, merged = torch.cat([start, one]), Adam(betas=(0.5, 0.999)), rows[0].clone()
-        draw = self.context.streams.numpy("fedlaw", round)
-        for epoch in range(options.epochs):
-            lr = options.lr * 0.5 ** (epoch // options.halve_every)
-            for index in proxy.batches(draw, options.batch_size):
+        learned, u, s = torch.cat([start, one]), slice(0, len(p)), slice(len(p), len(p) + 1)
+        rates = [options.lr * 0.5 ** (epoch // options.halve_every) for epoch in range(options.epochs)]
+        if not options.swa:
+            for _ in self.descend(rows, learned, slice(u.start, s.stop if options.shrink else u.stop), rates, draw):
+                pass
+        else:
+            first = (len(rates) + 1) // 2 if options.shrink else len(rates)
+            ends = [learned[u].clone() for _ in self.descend(rows, learned, u, rates[:first], draw)]
+            learned[u] = torch.stack(ends[options.swa_start :] or ends[-1:]).mean(0)
+            for _ in self.descend(rows, learned, s, rates[: len(rates) - first], draw):
+                pass
+        weights, gamma = self.merge(learned)
+        return [float(weight) for weight in weights.cpu()], float(gamma)
+
+    def descend(
+        self, rows: Tensor, learned: Tensor, moves: slice, rates: Iterable[float], draw: np.random.Generator
+    ) -> Iterator[None]:
+        """Learn a part of (u, s), in place, with one pass over the server's data at each rate; stops after each."""
+        proxy, layout, optimizer = self._proxy, self.context.layout, Adam(betas=(0.5, 0.999))
+        trainable, floats, merged = layout.trainable, layout.floats, rows[0].clone()
+        for lr in rates:
+            for index in proxy.batches(draw, self.options.batch_size):
                 z = learned.detach().requires_grad_()
                 weights, gamma = self.merge(z)
                 torch.mv(rows[:, trainable:floats].t(), weights.detach(), out=merged[trainable:floats])
                 output = proxy.network(gamma * (weights @ rows[:, :trainable]), proxy.inputs(index), merged)
-                loss = self.context.criterion(output, y.index_select(0, index))
+                loss = self.context.criterion(output, proxy.samples.y.index_select(0, index))
                 (gradient,) = torch.autograd.grad(loss, z)
-                if not options.shrink:
-                    gradient[-1] = 0
-                optimizer.step(learned, gradient, lr)
-        weights, gamma = self.merge(learned)
-        return [float(weight) for weight in weights.cpu()], float(gamma)
+                optimizer.step(learned[moves], gradient[moves], lr)
+            yield
 
     def diagnostics(self) -> dict[str, float]:
         return dict(self._last)

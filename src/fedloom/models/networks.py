@@ -1,10 +1,10 @@
 """The catalogue of the papers' networks: plain modules whose tensors keep their names and order.
 
 Each ends in a linear layer called `head`; what comes before it is the body. Parameters belong to leaf modules, which
-are what FedMR calls layers.
+are what FedMR calls layers. `NAME+projection` is a network with MOON's projection before its head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from fedloom.errors import InputError, unknown
 from fedloom.models import convolutional, dense, recurrent, resnet, vgg, vit
 from fedloom.models.base import Network, Shape, Wanted, parse
+from fedloom.models.projection import added, project, split
 
 NETWORKS: dict[str, Network[Any]] = {
     **dense.NETWORKS,
@@ -56,18 +57,22 @@ def build(name: str, shape: Shape, classes: int, tokens: int = 0) -> nn.Module:
     the global generator. The shape of text is (length,); `tokens` says how many different ones the data have, where
     that is known and the name does not say it.
     """
-    network, wanted, options = _find(name, shape, classes, tokens)
+    plain, projected = split(name)
+    network, wanted, options = _find(plain, shape, classes, tokens)
     made: nn.Module = network.make(wanted, options)
-    return made
+    return project(made) if projected else made
 
 
 def count(name: str, shape: Shape, classes: int, tokens: int = 0) -> int:
     """How many trainable parameters `build` gives, without the memory for them and without drawing a number."""
-    network, wanted, options = _find(name, shape, classes, tokens)
+    plain, projected = split(name)
+    network, wanted, options = _find(plain, shape, classes, tokens)
     if network.count is not None:
-        return network.count(wanted, options)
+        known = network.count(wanted, options)
+        one_class = network.count(replace(wanted, classes=classes + 1), options) - known  # its weights and its bias
+        return known + (added(one_class - 1, classes) if projected else 0)
     with torch.device("meta"):
-        made: nn.Module = network.make(wanted, options)
+        made = build(name, shape, classes, tokens)
     return sum(p.numel() for p in made.parameters() if p.requires_grad)
 
 

@@ -1,0 +1,165 @@
+"""What server and clients have in common, before there are any parts of a method: data, network, layout, context."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom import data as datasets
+from fedloom.config import Config
+from fedloom.data import Federation, Samples
+from fedloom.data.download import Progress
+from fedloom.devices import make_device
+from fedloom.engines import Engine, Homes, PlainEngine, Shop
+from fedloom.engines.base import Train
+from fedloom.errors import InputError
+from fedloom.fitting import copy_module, make_module, try_out
+from fedloom.gathering import gather
+from fedloom.initial import Beginning, begin_with, read_source
+from fedloom.methods import Context
+from fedloom.methods.base import Local, nobody
+from fedloom.methods.catalogue import Composition, personalised
+from fedloom.precision import set_precision
+from fedloom.privacy import Privacy
+from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+from fedloom.workshop import STAYS, Workshop
+
+
+@dataclass
+class Ground:
+    """What server and clients have in common, before there are any parts of a method."""
+
+    config: Config
+    composition: Composition
+    federation: Federation
+    class_names: tuple[str, ...]
+    notes: tuple[str, ...]
+    module: nn.Module
+    beginning: Beginning | None
+    layout: Layout
+    channels_last: bool
+    context: Context
+    privacy: Privacy | None
+
+    def shop(self, local: Local[Any], personal: Train | None) -> Shop:
+        """What an engine needs to train clients with this `local`."""
+        config, layout, federation = self.config, self.layout, self.federation
+        stays = local.stays_home(layout)
+        homes = local.home(layout)
+        if stays:
+            homes = {**homes, STAYS: (sum(columns.stop - columns.start for columns in stays),)}
+        workshop = Workshop(
+            module=self.module,
+            layout=layout,
+            criterion=self.context.criterion,
+            prepare=federation.prepare,
+            training=config.model_copy(update={"validation": config.validation or local.holds_out()}),
+            streams=self.context.streams,
+            classes=federation.classes,
+            channels_last=self.channels_last,
+            augment=datasets.make_augment(config.augment),
+            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+            uploads=local.uploads(layout),
+            home=homes,
+            stays_home=tuple(stays),
+        )
+        try_out(workshop, federation)
+        set_precision(self.context.device, config.precision, not config.fast)
+        train = local.train if self.privacy is None else self.privacy.on_client(local.train)
+        return Shop(workshop, federation, train, Homes(homes, layout.dtype), personal)
+
+
+def lay_ground(
+    config: Config,
+    own: Own | None,
+    engine_class: type[Engine],
+    progress: Progress | None = None,
+    start: Mapping[str, Tensor] | None = None,
+    working: Callable[[str, int, int], None] = nobody,
+    seen: Callable[[Federation], Federation] | None = None,
+) -> Ground:
+    """Gather the data and make the network. The class of the engine is needed here, for it says where models lie.
+
+    `progress` follows downloads, and `working` long work of the method on the server. `start` is taken instead of what
+    `init` names. `seen` makes of the clients' data what the server sees of them, where they are elsewhere.
+    """
+    own = own or Own()
+    composition = check(config)
+    config = with_server_data(pin_partition(config), own, [composition])
+    streams = Streams(config.seed)
+    device = make_device(config.device)
+    gathered = gather(config, own, composition, streams, progress)
+    federation, held, notes = gathered.federation, gathered.held, gathered.notes
+    if config.clients is None:
+        config = replace_config(config, clients=len(federation))
+    elif len(federation) != config.clients:
+        raise InputError(f"clients is {config.clients}, but the data has {len(federation)} of them.")
+    if seen is not None:
+        federation = seen(federation)
+    module = make_module(config.model, own.model, federation, streams, shared=device.type == "cpu" and not config.init)
+    beginning = None
+    if start is not None:
+        module.load_state_dict(start)
+    elif config.init is not None:
+        source = read_source(Path(config.init), config.init_sha256)
+        beginning = begin_with(module, source, streams, config.model, config.new_head, gathered.class_names)
+    wanted = config.channels_last
+    if wanted is None:
+        wanted = device.type == "cpu" or config.precision == "bf16"
+    channels_last = wanted and len(federation.shape) == 3
+    layout = Layout.of(module, channels_last=channels_last)
+    privacy = Privacy.of(config, len(federation), streams)
+    rounds = config.rounds if privacy is None else privacy.rounds_of(config)
+    if rounds < config.rounds:
+        notes = (*notes, f"max_epsilon {config.max_epsilon:g} is enough for {rounds} of {config.rounds} rounds.")
+    context = Context(
+        layout=layout,
+        initial=layout.read(module, device),
+        clients=len(federation),
+        per_round=config.cohort,
+        rounds=rounds,
+        streams=streams,
+        training=config,
+        samples=federation.samples,
+        criterion=own.loss or (F.cross_entropy if federation.classes else F.mse_loss),
+        make_module=lambda: copy_module(module, share_frozen=True),
+        classes=federation.classes,
+        shape=federation.shape,
+        cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
+        keep_checkpoints=config.keep_checkpoints,
+        device=device,
+        make_bank=partial(engine_class.make_bank, dtype=layout.dtype, device=device),
+        progress=working,
+        server_data=None if held is None else Samples(held.samples.x.to(device), held.samples.y.to(device)),
+        server_labels=held is not None and held.classes == federation.classes,
+        prepare=federation.prepare,
+    )
+    return Ground(
+        config=config,
+        composition=composition,
+        federation=federation,
+        class_names=gathered.class_names,
+        notes=notes,
+        module=module,
+        beginning=beginning,
+        layout=layout,
+        channels_last=channels_last,
+        context=context,
+        privacy=privacy,
+    )
+
+
+def build_shop(config: Config, own: Own | None = None) -> tuple[Config, Shop]:
+    """What a site needs to train its clients: everything but the server's parts, which may be large."""
+    ground = lay_ground(config, own, PlainEngine)
+    local = ground.composition.build_local(ground.context)
+    server = ground.composition.part_class("server")
+    personal = local.personal if personalised(server, local, ground.layout) else None
+    return ground.config, ground.shop(local, personal)
