@@ -7,7 +7,7 @@ import torch
 
 from fedloom import Update
 from fedloom.rows import Kind
-from fedloom.small_runs import normed_network, small_experiment
+from fedloom.small_runs import normed_network, plain_network, small_experiment
 
 AVERAGING: dict[str, dict[str, Any]] = {
     "swa": {"start": 0.0},
@@ -48,3 +48,18 @@ def test_nothing_else_changes_and_it_may_be_left_out(name: str) -> None:
         same = torch.equal(state[entry.name], averaged[entry.name])
         assert same == (entry.kind is not Kind.BUFFER), entry.name
     assert not torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_a_comparison_that_would_not_treat_all_alike_is_told_so(name: str) -> None:
+    def said(options: dict[str, Any], **settings: Any) -> list[str]:
+        with small_experiment(name, {name: options}, **settings).engine_closed() as experiment:
+            return [note for note in experiment.notes if "--statistics estimated" in note]
+
+    assert len(said({})) == 1
+    assert f"{name}.estimate" in said({})[0]
+    assert said({}, statistics="estimated") == []
+    assert said({"estimate": False}) == []
+    assert said({}, model=plain_network) == []
+    if name != "swad":
+        assert said({"snapshots" if name == "swa" else "models": 1}) == []

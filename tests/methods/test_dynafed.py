@@ -267,6 +267,17 @@ def test_fine_tuning_is_training_on_the_soft_labels() -> None:
             torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
+def test_every_fine_tuning_begins_with_a_new_optimiser() -> None:
+    with small_experiment("dynafed", tiny(refine_batch=4), model=plain_network).engine_closed() as experiment:
+        for round in range(2):
+            experiment.rounds.play(round)
+        rows = [experiment.rounds.parts.server.deploy().clone() for _ in range(3)]
+        for row, slot in zip(rows, (0, 1, 0), strict=True):
+            refiner_of(experiment).fine_tune(5, slot, row)
+        assert digest(rows[0]) == digest(rows[2]), "nothing is left over from the models before"
+        assert digest(rows[0]) != digest(rows[1]), "each has batches of its own"
+
+
 def test_batch_norm_keeps_the_statistics_that_were_averaged() -> None:
     with small_experiment("dynafed", tiny()).engine_closed() as experiment:
         for round in range(2):

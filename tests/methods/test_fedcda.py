@@ -150,6 +150,20 @@ def test_moving_all_models_or_the_losses_of_one_client_changes_no_choice(
     assert picks[0] == picks[1]
 
 
+def test_random_takes_any_cached_model_alike() -> None:
+    with small_experiment("fedcda", {"fedcda": {"warmup": 0, "selection": "random"}}).engine_closed() as experiment:
+        server = server_of(experiment)
+        for number in range(3):
+            server.collect(number, iter(answers(experiment, [0, 1], number)))
+        server.collect(3, iter(answers(experiment, [2], 3)))
+        drawn = [server.choose(round, [0, 1, 2]) for round in range(900)]
+        assert drawn[:5] == [server.choose(round, [0, 1, 2]) for round in range(5)]
+    assert {picks[2] for picks in drawn} == {0}, "of a client seen once there is one"
+    pairs = Counter((picks[0], picks[1]) for picks in drawn)
+    assert len(pairs) == 9
+    assert all(60 < times < 140 for times in pairs.values()), "100 expected, with a deviation of 9"
+
+
 def test_without_divergence_the_lowest_loss_wins() -> None:
     with small_experiment("fedcda", {"fedcda": {"warmup": 0, "L": 0.0}}).engine_closed() as experiment:
         server = server_of(experiment)

@@ -13,6 +13,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import Experiment
 from fedloom.methods.feddf import FedDFRefiner
 from fedloom.methods.proxy import Proxy, divergence
+from fedloom.optim import Adam
 from fedloom.rows import Kind, Mean
 from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_run
 from fedloom.testing import check_method
@@ -107,6 +108,15 @@ def test_it_ends_when_nothing_is_gained_and_keeps_the_best() -> None:
         assert numbers["steps"] == 20
         assert numbers["divergence after"] == numbers["divergence before"]
         assert torch.allclose(refined, expected, atol=1e-6)
+
+
+def test_the_rate_falls_to_nothing_by_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    monkeypatch.setattr(Adam, "step", lambda self, weights, gradient, lr: rates.append(lr))
+    with put_together("feddf", {"steps": 4, "lr": 0.2, "validation": 0.0}) as experiment:
+        play(experiment, answers(experiment, noisy(experiment, 2)))
+    half = 0.5**0.5
+    assert rates == pytest.approx([0.2, 0.1 * (1 + half), 0.1, 0.1 * (1 - half)])
 
 
 def test_a_student_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

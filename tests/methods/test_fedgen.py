@@ -10,6 +10,7 @@ from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
 from fedloom.methods import compose
 from fedloom.methods.generator import Generator, diversity, generator_loss, label_weights
+from fedloom.optim import Adam
 from fedloom.rows import Layout
 from fedloom.small_runs import SmallFederation, small_experiment, small_run
 
@@ -159,6 +160,47 @@ def test_generated_representations_teach_the_head_and_not_the_rest() -> None:
             layout = experiment.layout
     moved = {e.unit: bool((e.view(rows[0]) != e.view(rows[1])).any()) for e in layout.entries if e.unit != "1"}
     assert moved == {"0": False, "3": True}
+
+
+def test_a_clients_step_follows_the_papers_loss_whose_weights_decay_by_the_round() -> None:
+    """One step of plain SGD on all samples, against the three terms written out and differentiated as they are."""
+    options = {"fedgen": {"alpha": 3.0, "beta": 0.8, "decay": 0.5}}
+    given = {"steps": 1, "batch_size": 0, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+    with small_experiment("fedgen", options, **given).engine_closed() as experiment:
+        experiment.rounds.play(0)
+        local, module, layout = (
+            experiment.rounds.parts.local,
+            experiment.rounds.context.make_module(),
+            experiment.layout,
+        )
+        step, generate, batches, made = local.step, local.generate, [], []
+        local.step = lambda bench, batch: (batches.append(batch), step(bench, batch))[1]
+        local.generate = lambda bench, y: (made.append((y.clone(), generate(bench, y))), made[-1][1])[1]
+        received = experiment.rounds.parts.server.deploy().clone()
+        row = sent(experiment, 2, 3).row.clone()
+    ((x, y),) = [(batch.x, batch.y) for batch in batches]
+    (any_y, any_z), (own_y, own_z) = made
+    assert torch.equal(own_y, y)
+    assert not torch.equal(any_y, y)
+    assert set(any_y.tolist()) - set(y.tolist()), "labels that are not its own are taught too"
+    layout.bind(module, received.clone())
+    output = module.train()(x)
+    target = F.softmax(F.linear(own_z, module[-1].weight, module[-1].bias), 1).detach()
+    taught = F.cross_entropy(F.linear(any_z, module[-1].weight, module[-1].bias), any_y)
+    distance = (target * (target.log() - F.log_softmax(output, 1))).sum(1).mean()
+    fade = 0.5**2
+    loss = F.cross_entropy(output, y) + fade * 3.0 * taught + fade * 0.8 * distance
+    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
+    torch.testing.assert_close((received - row)[: layout.trainable] / 0.1, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_the_generators_rate_decays_by_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    monkeypatch.setattr(Adam, "step", lambda self, weights, gradient, lr: rates.append(lr))
+    with small_experiment("fedgen", {"fedgen": {"steps": 2, "lr": 0.4, "decay": 0.5}}).engine_closed() as experiment:
+        for round in range(3):
+            experiment.rounds.play(round)
+    assert rates == [0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
 
 
 def test_classes_of_nobody_and_a_client_of_one_sample_are_no_trouble() -> None:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from fedloom.experiment import Experiment
 from fedloom.methods.fedlaw import FedLAWServer
+from fedloom.optim import Adam
 from fedloom.rows import Kind, Mean
 from fedloom.small_runs import normed_network, plain_network
 from fedloom.testing import check_method
@@ -115,6 +116,14 @@ def test_one_step_follows_the_gradient_of_the_merged_models_loss(form: str) -> N
         expected, factor = server.merge(learned)
         assert weights == pytest.approx(expected.tolist(), abs=2e-6)
         assert gamma == pytest.approx(float(factor), abs=2e-6)
+
+
+def test_the_rate_is_halved_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    monkeypatch.setattr(Adam, "step", lambda self, weights, gradient, lr: rates.append(lr))
+    with put_together("fedlaw", {"epochs": 5, "lr": 0.4, "halve_every": 2, "batch_size": 40}) as experiment:
+        server_of(experiment).learn(0, torch.stack(noisy(experiment, 2)), [1, 1])
+    assert rates == [0.4] * 4 + [0.2] * 4 + [0.1] * 2, "two batches of 40 in each epoch"
 
 
 def test_clients_without_samples_change_nothing() -> None:

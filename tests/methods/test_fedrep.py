@@ -147,7 +147,7 @@ def test_the_head_of_our_networks_is_what_scores_classes(name: str, shape: tuple
 
 
 def test_a_network_of_one_layer_has_no_body() -> None:
-    with pytest.raises(InputError, match="no body to share"):
+    with pytest.raises(InputError, match="fedrep and fedbabu share a network's body, and one that is a single layer"):
         small_run("fedrep", {}, model=lambda: nn.Linear(64, 10))
 
 

@@ -182,6 +182,26 @@ def test_with_all_weight_on_the_member_it_is_plain_training() -> None:
         assert plain.weights.sub(plain.received[: plain.layout.trainable]).norm() > 0.01
 
 
+@pytest.mark.parametrize(("init", "sizes"), [(True, [3, 4]), (False, [2, 3])])
+def test_a_first_member_trained_alone_is_neither_interpolated_nor_pushed(init: bool, sizes: list[int]) -> None:
+    """Ordinary training on the loss and affinity, as in the authors' code; the others go on as usual."""
+    options = {"scale": "absolute", "affinity": 1.0, "first_alone": True, "include_init": init}
+    with forced(lambda count: torch.full((count,), 1 / count)) as asked:
+        first = grow(soup(models=3, diversity=0.9, **options), seat())[0]
+    assert asked == [size for size in sizes for _ in range(4)], "four steps of the second and of the third member"
+    bench = seat()
+    f_p = bench.received[: bench.layout.trainable]
+
+    class Pulled(Local[LSSOptions]):
+        def correct(self, bench: Bench) -> None:
+            bench.gradient.add_(bench.weights - f_p, alpha=2.0)
+
+    for piece in Pulled(CONTEXT, LSSOptions()).train(bench):
+        bench.run(piece)
+    torch.testing.assert_close(first, bench.weights, rtol=1e-9, atol=1e-12)
+    assert float((first - f_p).norm()) > 0.01
+
+
 # affinity and diversity
 
 

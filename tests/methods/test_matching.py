@@ -19,7 +19,7 @@ from fedloom.methods import Context
 from fedloom.methods.aligning import AligningServer, assign, squared_distances
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.methods.fedma import FedMAOptions, FedMAServer, incoming, match
-from fedloom.methods.gamf import GAMFOptions, GAMFServer, fourth_norms, graduated, sinkhorn
+from fedloom.methods.gamf import Edges, GAMFOptions, GAMFServer, fourth_norms, graduated, sinkhorn
 from fedloom.models.networks import build
 from fedloom.rows import Kind
 from fedloom.small_runs import normed_network, small_experiment, small_run
@@ -268,6 +268,22 @@ def test_fourth_norms_are_what_they_say() -> None:
     a, b = (torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(2))
     torch.testing.assert_close(fourth_norms(a, b), torch.cdist(a, b, p=4))
     assert float(fourth_norms(a, a).diagonal().max()) < 1e-3
+
+
+def test_affinities_are_those_of_the_formula() -> None:
+    """Weights into a layer are compared under the matching of the layer before it, weights out of it as they are."""
+    server, (_, layout, anchor) = make("gamf", "mlp"), network("mlp")
+    noise = torch.Generator().manual_seed(9)
+    row = anchor + 0.3 * torch.randn(anchor.shape, generator=noise)
+    P = [torch.randn(n, n, generator=noise, dtype=torch.float64).softmax(1) for n in (12, 8)]
+    hidden = server.symmetries.groups[1]
+    for entry, turned in ((layout.entries[2], False), (layout.entries[4], True)):
+        (tie,) = (tie for tie in hidden.ties if tie.entry.offset == entry.offset)
+        a, b = (entry.view(each).double() for each in (anchor, row))
+        a, b = (a.T, b.T) if turned else (a, b @ P[0].T)
+        expected = torch.tensor([[float(((x - y) ** 4).sum() ** 0.25) for y in b] for x in a]).double().mul(-0.5).exp()
+        found = Edges(server.symmetries, hidden, tie).affinity(anchor, row, P)
+        torch.testing.assert_close(found, expected / expected.mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_soft_matchings_mix_and_hard_ones_do_not() -> None:

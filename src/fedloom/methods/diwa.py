@@ -39,6 +39,8 @@ class DiwaOptions(SoupsOptions):
 class DiwaLocal(SoupsLocal[DiwaOptions]):
     """A soup."""
 
+    name = "diwa"
+
 
 register(
     Method(

@@ -46,7 +46,10 @@ class HeadAndBody(Local[O]):
     def __init__(self, context: Context, options: O) -> None:
         super().__init__(context, options)
         if self.body(context.layout) == []:
-            raise InputError("a network that is one layer has a head and no body to share; use a deeper one.")
+            raise InputError(
+                "fedrep and fedbabu share a network's body, and one that is a single layer, as logreg is, has none; "
+                "use a deeper one."
+            )
 
     def head(self, layout: Layout) -> slice:
         """The columns of the head's parameters: of the layer called `head`, or else of the last one."""

@@ -29,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedloom.bench import Bench, Pass
 from fedloom.methods.base import Context, Local, Options
 from fedloom.methods.catalogue import Method, register
+from fedloom.methods.swa import treated_apart
 from fedloom.rows import Layout, Mean
 from fedloom.training import Training
 
@@ -82,10 +83,15 @@ def dropout_layers(module: nn.Module) -> list[_DropoutNd]:
 class SoupsLocal(Local[O]):
     """Several trainings from the received model, and the mean of what came out."""
 
+    name = "soups"
+
     def __init__(self, context: Context, options: O) -> None:
         super().__init__(context, options)
         # The network's own rates, because a bench whose client failed in the middle may still have others.
         self.rates = [layer.p for layer in dropout_layers(context.make_module())] if options.dropouts else []
+
+    def notes(self) -> list[str]:
+        return treated_apart(self.context, self.name) if self.options.estimate and self.options.models > 1 else []
 
     def holds_out(self) -> float:
         options = self.options

@@ -16,9 +16,9 @@ from math import ceil
 from pydantic import Field
 
 from fedloom.bench import Bench, Pass
-from fedloom.methods.base import Local, Options
+from fedloom.methods.base import Context, Local, Options
 from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Mean
+from fedloom.rows import Kind, Mean
 
 
 class SwaOptions(Options):
@@ -39,8 +39,21 @@ def snapshot_steps(total: int, start: float, snapshots: int) -> list[int]:
     return [first + ceil((total - first) * i / count) for i in range(1, count + 1)]
 
 
+def treated_apart(context: Context, method: str) -> list[str]:
+    """What to say of a method that estimates statistics anew in a run whose other methods would not."""
+    if context.training.statistics == "estimated" or all(e.kind is not Kind.BUFFER for e in context.layout.entries):
+        return []
+    return [
+        f"{method} estimates batch norm's statistics of its mean anew ({method}.estimate), other methods keep those of "
+        "their training: compare with --statistics estimated, which treats all alike."
+    ]
+
+
 class SwaLocal(Local[SwaOptions]):
     """Ordinary training, cut where a snapshot is taken."""
+
+    def notes(self) -> list[str]:
+        return treated_apart(self.context, "swa") if self.options.estimate and self.options.snapshots > 1 else []
 
     def train(self, bench: Bench) -> Iterator[Pass]:
         total, options = bench.length(Pass(self.step)), self.options

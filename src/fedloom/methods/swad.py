@@ -25,7 +25,7 @@ from torch import Tensor
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.methods.base import Local, Options
 from fedloom.methods.catalogue import Method, register
-from fedloom.methods.swa import snapshot_steps
+from fedloom.methods.swa import snapshot_steps, treated_apart
 from fedloom.rows import Mean
 
 
@@ -81,6 +81,9 @@ class Valley:
 
 class SwadLocal(Local[SwadOptions]):
     """Ordinary training; the iterates since the last check are averaged as they come."""
+
+    def notes(self) -> list[str]:
+        return treated_apart(self.context, "swad") if self.options.estimate else []
 
     def holds_out(self) -> float:
         return self.options.validation
