@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engines.base import train_client
-from fedloom.exchange import Job
+from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
 from fedloom.small_runs import small_experiment, small_run
 
@@ -105,6 +105,20 @@ def test_the_server_keeps_what_clients_sent_and_who_gained_from_whom() -> None:
         rated = {client: set(server.P[client].nonzero().flatten().tolist()) for client in range(8)}
         assert rated == {client: set(others) for client, others in server._others.items()}
         assert not server.P.diagonal().any()
+
+
+def test_gains_add_up_over_the_rounds_as_they_are() -> None:
+    """Negative ones too; and for those alone whose models were received."""
+    with small_experiment("fedfomo", {"fedfomo": {"M": 3, "epsilon": 0.0}}).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        server.sent[:] = 1
+        server.P[0] = torch.tensor([0.0, 5.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+        for round, u in enumerate([[0.5, -0.25], [1.0, 0.125]]):
+            (job,) = server.dispatch(round, [0])
+            row = job.row.clone()
+            server.collect(round, iter([Update(job, row, 10, 1.0, 1, {"u": torch.tensor(u)})]))
+        assert server.P[0].tolist() == [0.0, 6.5, 3.875, 0.0, 0.0, 0.0, 0.0, 0.0]
+        assert not server.P[1:].any()
 
 
 def test_models_of_a_round_stay_until_its_last_client_has_read_them() -> None:

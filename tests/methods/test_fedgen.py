@@ -149,6 +149,26 @@ def test_clients_leave_the_generator_and_its_statistics_alone() -> None:
         assert int(local.norm.num_batches_tracked) == 0
 
 
+def test_noise_is_uniform_on_the_clients_as_on_the_server() -> None:
+    with small_experiment("fedgen", {"fedgen": {"steps": 3}}).engine_closed() as experiment:
+        local, companion = experiment.rounds.parts.local, experiment.rounds.parts.companion
+        drawn: dict[str, list[Tensor]] = {"client": [], "server": []}
+        at, lesson = local.generator.at, companion.generator.lesson
+        local.generator.at = lambda a, b, noise, y: (drawn["client"].append(noise), at(a, b, noise, y))[1]
+        companion.generator.lesson = lambda row, noise, *rest: (
+            drawn["server"].append(noise),
+            lesson(row, noise, *rest),
+        )[1]
+        for round in range(2):
+            experiment.rounds.play(round)
+    for noises in drawn.values():
+        noise = torch.cat(noises)
+        assert noise.shape[1] == 32
+        assert 0 <= float(noise.min()) < 0.01
+        assert 0.99 < float(noise.max()) < 1
+        assert float(noise.mean()) == pytest.approx(0.5, abs=0.03)
+
+
 def test_generated_representations_teach_the_head_and_not_the_rest() -> None:
     """With alpha alone and no samples' loss, only the head would move: the difference to FedAvg in one step."""
     rows = []

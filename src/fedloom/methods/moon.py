@@ -9,10 +9,10 @@ which is CE + mu * mean log(1 + e^((s- - s+)/tau)), the form used here: on a cli
 w itself, the difference is exactly 0, the term exactly mu log 2, and its gradient exactly 0.
 
 The representation is what goes into the network's last linear layer. The paper's networks have a projection of two
-layers (to 256) before the classifier: that is `--model NAME+projection` (models/projection.py), which FedAvg must be given
-too to be compared. The two frozen models compute as in a test, with batch norm's running statistics, where the authors'
-code leaves them in training mode. mu is the authors' for CIFAR-10; it is 1 for CIFAR-100, and they tune it in
-{0.001, ..., 10}.
+layers (to 256) before the classifier: that is `--model NAME+projection` (models/projection.py), to be given to FedAvg
+too where the two are compared. The two frozen models compute as in a test, with batch norm's running statistics, where
+the authors' code leaves them in training mode. mu is the authors' for CIFAR-10; it is 1 for CIFAR-100, and they tune it
+in {0.001, ..., 10}.
 """
 
 from collections.abc import Iterator
