@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,7 +110,7 @@ def main() -> None:
 def result(found: list[dict[str, Any]]) -> dict[str, Any]:
     """What was measured, and where."""
     return {
-        "command": "python benchmarks/flower.py",
+        "command": " ".join(["python", *sys.argv]),
         "parameters": 1_663_370,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
