@@ -63,7 +63,9 @@ def trained_on_host(config: Any) -> tuple[dict[int, torch.Tensor], list[list[sli
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="looks into the memory of processes as Linux shows it")
-def test_five_sites_exchange_and_the_server_never_has_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_sites_exchange_and_what_passes_the_server_shows_no_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"method": "fedmr", "clients": 5, "per_round": 5, "rounds": 1, "seed": 3, "epochs": 1, "nodes": 5}
     options = {"fedmr": {"secure": True, "mixed": True}}
     config = make_config({**settings, "partition": "dirichlet:0.5", "options": options, "engine": "flower"})
@@ -104,7 +106,8 @@ def test_five_sites_exchange_and_the_server_never_has_a_layer(tmp_path: Path, mo
     host = execute(replace_config(config, engine="plain"), out=tmp_path / "host")
     assert finished.summary["digest"] == host.summary["digest"]
 
-    # What came to the server, what is in its processes and what is in its logs: no piece of any layer.
+    # What came to the server, what the SuperLink has in memory and what is in the logs: no piece of any layer. (At last
+    # the server opens the recombined models, whose layers it then has without being told whose they are.)
     logs = b"".join(path.read_bytes() for path in (out / "flower").glob("*.log"))
     places = {"received": b"".join(received), "logs": logs, **{f"process {k}": v for k, v in at_server.items()}}
     assert len(places["received"]) > 2 * 5 * rows[0].nbytes
