@@ -75,6 +75,6 @@ class TakenBack:
             vars(self._player)["_host_state"] = drawn
 
 
-def fake_tape(device: torch.device, generators: tuple[torch.Generator, ...] = ()) -> FakeGraphTape:
+def fake_tape(device: torch.device, generators: tuple[torch.Generator, ...] = (), urgency: int = 0) -> FakeGraphTape:
     """In the place of `make_tape`."""
     return FakeGraphTape(generators)

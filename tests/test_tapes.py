@@ -193,7 +193,7 @@ class Noting:
 def test_a_graph_is_recorded_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
     player = Counter()
     cuda = Noting(monkeypatch)
-    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,))  # type: ignore[arg-type]
+    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     play(tape, player.add_one, player, 2)
     assert cuda.noted == ["register", "begin in pool 0, thread_local", "end", "replay"]
     tape.close()
@@ -203,7 +203,7 @@ def test_a_graph_is_recorded_in_the_right_order(monkeypatch: pytest.MonkeyPatch)
 def test_after_a_graph_that_failed_nothing_believes_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     player = Counter()
     cuda = Noting(monkeypatch)
-    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,))  # type: ignore[arg-type]
+    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     calls = list[int]()
 
     def second_fails() -> None:
@@ -231,8 +231,20 @@ def test_streams_are_used_by_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert names == ["cuda:0 0"] * 32 + ["cuda:0 -1"] * 8
     stream = held[3].stream
     held[3].close()
-    assert cuda_streams.SpareStream(torch.device("cuda", 0)).stream is stream
+    taken = cuda_streams.SpareStream(torch.device("cuda", 0))
+    assert taken.stream is stream
     forgotten = held.pop().stream
     gc.collect()
-    again = [cuda_streams.SpareStream(device).stream for _ in range(1)]
-    assert forgotten in again
+    assert cuda_streams.SpareStream(device).stream is forgotten
+
+
+def test_urgent_work_has_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Noting(monkeypatch)
+    device = torch.device("cuda")
+    held = [cuda_streams.SpareStream(device, urgency) for urgency in (3, 2, 1, 0, 9)]
+    names = [spare.stream.name for spare in held]  # type: ignore[attr-defined]
+    assert names == ["cuda:0 -3", "cuda:0 -2", "cuda:0 -1", "cuda:0 0", "cuda:0 -3"]
+    urgent = held[0].stream
+    held[0].close()
+    assert cuda_streams.SpareStream(device).stream is not urgent
+    assert cuda_streams.SpareStream(device, 3).stream is urgent

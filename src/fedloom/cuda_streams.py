@@ -16,19 +16,24 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 STREAMS_OF_A_PRIORITY = 32
 """torch hands out the same 32 streams of a priority in turn; two slots in one stream would disturb each other."""
 
+MOST_URGENT = 3
+"""torch knows these priorities, from 0 on."""
+
 _lock = threading.Lock()
-_spare: dict[int, list[torch.cuda.Stream]] = {}
-_made: dict[int, int] = {}
+_spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+_made: dict[tuple[int, int], int] = {}
 
 
 class SpareStream:
-    """A stream that nobody else uses, as long as there are any, until it is closed or forgotten."""
+    """A stream that nobody else uses, as long as there are any, until it is closed or forgotten.
 
-    def __init__(self, device: torch.device) -> None:
-        index = device.index or 0
+    Where the GPU has to choose, it takes the work of a more urgent stream first, from 0 to MOST_URGENT. Where all
+    streams of that urgency are in use it is one of the next.
+    """
+
+    def __init__(self, device: torch.device, urgency: int = 0) -> None:
         with _lock:
-            spare = _spare.setdefault(index, [])
-            self.stream = spare.pop() if spare else _make(index)
+            self.stream, spare = _find(device.index or 0, min(urgency, MOST_URGENT))
         self._give_back = weakref.finalize(self, spare.append, self.stream)
 
     def close(self) -> None:
@@ -36,10 +41,20 @@ class SpareStream:
         self._give_back()
 
 
-def _make(index: int) -> torch.cuda.Stream:
-    number = _made[index] = _made.get(index, 0) + 1
-    priority = -((number - 1) // STREAMS_OF_A_PRIORITY)
-    return torch.cuda.Stream(torch.device("cuda", index), priority=priority)  # type: ignore[no-untyped-call]  # torch's
+def _find(index: int, urgency: int) -> tuple[torch.cuda.Stream, list[torch.cuda.Stream]]:
+    """A stream, and where to put it when it is no longer used."""
+    for level in sorted(range(MOST_URGENT + 1), key=lambda level: abs(level - urgency)):
+        spare = _spare.setdefault((index, level), [])
+        if spare:
+            return spare.pop(), spare
+        if _made.get((index, level), 0) < STREAMS_OF_A_PRIORITY:
+            return _make(index, level), spare
+    return _make(index, urgency), _spare[index, urgency]
+
+
+def _make(index: int, urgency: int) -> torch.cuda.Stream:
+    _made[index, urgency] = _made.get((index, urgency), 0) + 1
+    return torch.cuda.Stream(torch.device("cuda", index), priority=-urgency)  # type: ignore[no-untyped-call]  # torch's
 
 
 @contextmanager

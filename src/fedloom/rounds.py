@@ -254,7 +254,7 @@ def fault_of(update: Update, layout: Layout, uploads: Shapes) -> str | None:
     """Why an update must not reach a model, or None. What comes from outside is checked before it is used."""
     if update.row.shape != (layout.size,) or update.row.dtype is not layout.dtype:
         return f"its model has {tuple(update.row.shape)} numbers, not {layout.size}"
-    if not layout.is_finite(update.row):
+    if not (layout.is_finite(update.row) if update.finite is None else update.finite):
         return "its model is not finite"
     if update.extras.keys() != uploads.keys():
         return f"it sent {sorted(update.extras)} beside its model, not {sorted(uploads)}"

@@ -151,17 +151,17 @@ class Layout:
         """Make the tensors of `module` views into `row`: what trains there is the row itself."""
         if row.shape != (self.size,) or row.dtype is not self.dtype:
             raise ValueError(f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}")
+        modules = dict(module.named_modules(remove_duplicate=False))
         for entry in self.entries:
             view = entry.view(row)
             for name in entry.names:
                 path, _, leaf = name.rpartition(".")
-                owner = module.get_submodule(path)
                 if entry.kind is Kind.PARAMETER:
-                    owner.get_parameter(leaf).data = view
+                    getattr(modules[path], leaf).data = view
                 else:
                     # `.data`: views of one row would share a version, so that autograd takes one batch norm's new
                     # statistics for a change of another's, and refuses to go backward.
-                    owner._buffers[leaf] = view.data
+                    modules[path]._buffers[leaf] = view.data
 
     def state_dict(self, row: Tensor) -> dict[str, Tensor]:
         """The named tensors of `row`, copied, without the frozen ones."""

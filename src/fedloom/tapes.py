@@ -78,9 +78,9 @@ class Recording(Protocol):
         """Do it again."""
 
 
-def make_tape(device: torch.device, generators: tuple[torch.Generator, ...] = ()) -> "Tape":
+def make_tape(device: torch.device, generators: tuple[torch.Generator, ...] = (), urgency: int = 0) -> "Tape":
     """What records on this device; `generators` are those that steps draw from, beside the global ones."""
-    return GraphTape(device, generators) if device.type == "cuda" else Tape()
+    return GraphTape(device, generators, urgency) if device.type == "cuda" else Tape()
 
 
 class Tape:
@@ -210,10 +210,10 @@ class RecordingTape(Tape):
 class GraphTape(RecordingTape):
     """Records steps as CUDA graphs, on a stream of its own."""
 
-    def __init__(self, device: torch.device, generators: tuple[torch.Generator, ...]) -> None:
+    def __init__(self, device: torch.device, generators: tuple[torch.Generator, ...], urgency: int) -> None:
         super().__init__(generators)
         self._device = device
-        self._spare = SpareStream(device)
+        self._spare = SpareStream(device, urgency)
         self._context = torch.cuda.stream(self._spare.stream)  # made once: it is entered at every step
         self._pool = torch.cuda.graph_pool_handle()  # graphs of one slot never run at the same time: they share memory
 

@@ -22,6 +22,10 @@ RESULT_MEMORY = 8 << 30
 """Bytes for answers that wait for their turn."""
 
 
+URGENT = 3
+"""The first slots go before the others, the first of all by this much, and each after it by one less."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A client's training that is on its way; what it holds is there once `ready` has happened."""
@@ -66,7 +70,9 @@ class Gpu:
         """Have as many slots as are wanted, or as there is memory for."""
         while len(self.slots) < min(self.most, wanted):
             try:
-                self.slots.append(SlotBench(self._workshop, self.device))
+                # The largest clients go to the first slots. Were they served like all others, they would be left over
+                # in the end, too few to fill the GPU.
+                self.slots.append(SlotBench(self._workshop, self.device, max(0, URGENT - len(self.slots))))
             except torch.OutOfMemoryError:
                 self.most = len(self.slots)
 

@@ -143,7 +143,7 @@ class HostEngine(Engine):
                 if isinstance(reply, Trained):
                     uploads, home = self._slots.group(slot, "uploads"), self._slots.group(slot, "home")
                     row = self._slots.row(slot)
-                    yield Update(job, row, reply.samples, reply.loss, reply.steps, uploads, home)
+                    yield Update(job, row, reply.samples, reply.loss, reply.steps, uploads, home, reply.finite)
                 elif isinstance(reply, Failed):
                     yield Lost(job, reply.reason)
                 free.append(slot)

@@ -52,13 +52,13 @@ class SlotBench(Bench):
 
     round, client, first_visit, steps = _Watched(), _Watched(), _Watched(), _Watched()
 
-    def __init__(self, shop: Workshop, device: torch.device) -> None:
+    def __init__(self, shop: Workshop, device: torch.device, urgency: int = 0) -> None:
         self.host: dict[str, Any] = {}
         self.listening: set[str] | None = None
         super().__init__(apart(shop), device)
         layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
         self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
-        self.tape = make_tape(self.device, (self._generator, self._noise))
+        self.tape = make_tape(self.device, (self._generator, self._noise), urgency)
         zeros = partial(torch.zeros, device=self.device)
         self.row, self.received = layout.empty(self.device), layout.empty(self.device)
         self.home = {name: zeros(shape, dtype=layout.dtype) for name, shape in shop.home.items()}

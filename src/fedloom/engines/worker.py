@@ -73,6 +73,8 @@ class Trained:
     samples: int
     loss: float
     steps: int
+    finite: bool
+    """Whether the model is: a worker that has just written it looks through it faster than the coordinator can."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         received = order.row.tensor()
         accuracy = score_client(bench, shop, order.round, order.client, row, received, home, order.first_visit)
         return Fared(order.index, accuracy)
-    uploads = slots.group(order.slot, "uploads")
+    row, uploads = slots.row(order.slot), slots.group(order.slot, "uploads")
     for tensor in uploads.values():
         tensor.zero_()
     samples, loss, steps = train_client(
@@ -180,11 +182,11 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         shop,
         order.round,
         order.client,
-        slots.row(order.slot),
+        row,
         order.row.tensor(),
         {name: place.tensor() for name, place in order.extras},
         slots.group(order.slot, "home"),
         uploads,
         order.first_visit,
     )
-    return Trained(order.index, samples, loss, steps)
+    return Trained(order.index, samples, loss, steps, shop.workshop.layout.is_finite(row))

@@ -10,6 +10,7 @@ from torch import nn
 from fedloom.models.base import Network, Wanted
 from fedloom.models.dense import dense
 from fedloom.models.norms import NormName, NormOptions
+from fedloom.models.pooling import MeanPool2d
 
 
 class Padded(NormOptions):
@@ -69,7 +70,7 @@ def convnet(wanted: Wanted, options: ConvNetOptions) -> nn.Module:
         if options.norm != "none":
             layers[f"conv{i}_norm"] = options.make(wanted, channels, (height, width))
         layers[f"conv{i}_relu"] = nn.ReLU()
-        layers[f"conv{i}_pool"] = nn.AvgPool2d(2)
+        layers[f"conv{i}_pool"] = MeanPool2d()
         planes, height, width = channels, height // 2, width // 2
     return nn.Sequential(layers | dense([planes * height * width], wanted.classes))
 
