@@ -9,6 +9,7 @@ them out on the CPU, with two rounds of a few steps on two classes; its figures 
 """
 
 import argparse
+import hashlib
 import json
 import shlex
 import sys
@@ -30,6 +31,16 @@ REFRESH = 30.0
 """Seconds between two writings of results while runs are under way."""
 LEAST = 40.0
 """Seconds below which nothing new is begun."""
+
+
+def listed() -> list[dict[str, Any]]:
+    """The experiments. One that is `like` another has its entries, but for those of its own."""
+    found: dict[str, dict[str, Any]] = {}
+    for own in tomllib.loads(LIST.read_text())["experiment"]:
+        other = found[own["like"]] if "like" in own else {}
+        settings = {**other.get("settings", {}), **own.get("settings", {})}
+        found[own["name"]] = {**other, "options": {}, **own, "settings": settings}
+    return list(found.values())
 
 
 class Page:
@@ -129,7 +140,8 @@ def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Pa
     try:
         if "pretrain" in experiment:
             given = {"device": "cuda", **experiment["pretrain"]}
-            start = pretrain(out=folder.with_suffix(".safetensors"), watcher=watcher, **given)
+            which = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
+            start = pretrain(out=runs / f"start-{which}.safetensors", watcher=watcher, **given)
             settings["init"] = str(start.path)
             print(f"  pretrained: accuracy {start.about['accuracy']:.4f}", flush=True)
         found = fedloom.compare(
@@ -151,7 +163,7 @@ def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Pa
 
 
 def main() -> None:
-    known = tomllib.loads(LIST.read_text())["experiment"]
+    known = listed()
     parser = argparse.ArgumentParser(description="Whole experiments of the papers on a GPU.")
     parser.add_argument("names", nargs="*", help=f"some of: {'; '.join(e['name'] for e in known)}; by default all")
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop")

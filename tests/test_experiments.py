@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,20 +16,44 @@ from fedloom.request import replace_config
 from fedloom.settings import validated
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-LISTED = tomllib.loads((FOLDER / "experiments.toml").read_text())["experiment"]
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FOLDER)
+def load_driver() -> ModuleType:
     spec = importlib.util.spec_from_file_location("experiments_driver", FOLDER / "experiments.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(FOLDER)
+        spec.loader.exec_module(module)
+    return module
+
+
+LISTED = load_driver().listed()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = load_driver()
     monkeypatch.setattr(module, "LEAST", 0.0)
     monkeypatch.setattr(module, "REFRESH", 0.0)
     return module
+
+
+def test_an_experiment_like_another_has_its_entries(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = '\n[[experiment]]\nname = "longer"\nlike = "digits, small"\nseeds = 1\n[experiment.settings]\nrounds = 9\n'
+    (tmp_path / "list.toml").write_text(SMALL + like)
+    monkeypatch.setattr(driver, "LIST", tmp_path / "list.toml")
+    first, _, longer = driver.listed()
+    assert longer == {
+        **first,
+        "name": "longer",
+        "like": "digits, small",
+        "seeds": 1,
+        "settings": {**first["settings"], "rounds": 9},
+    }
 
 
 @pytest.mark.parametrize("experiment", LISTED, ids=lambda experiment: experiment["name"])
