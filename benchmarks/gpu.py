@@ -69,7 +69,7 @@ class Sheet:
         self._found["machine"] = {"device": name, "torch": torch.__version__}
 
     def put(self, part: str, name: str, value: Any) -> None:
-        self._found.setdefault("commands", {})[part] = " ".join(["python", *sys.argv])
+        self._found.setdefault("commands", {})[f"{part}: {name}"] = " ".join(["python", *sys.argv])
         self._found.setdefault(part, {})[name] = value
         print(f"{part}: {name}: {json.dumps(value)}", flush=True)
         if self._path is not None:

@@ -27,6 +27,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,23 +173,24 @@ def main() -> None:
     beside = [multiprocessing.get_context("fork").Process(target=_compute, daemon=True) for _ in range(options.busy)]
     for process in beside:
         process.start()
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__},
-        "data": federation()[1],
-        "rounds": options.rounds,
-        "repeats": options.repeats,
-        "seconds a round": {},
-    }
+    found: dict[str, Any] = {}
+    if options.out and options.out.exists():  # figures of other networks stay
+        found = json.loads(options.out.read_text())
+    found["machine"] = {"cpu": _cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    about = {"command": " ".join(["python", *sys.argv]), "data": federation()[1], "rounds": options.rounds}
     for model in options.models:
-        result["seconds a round"][model] = repeated(model, options.rounds, options.workers, options.repeats)
-        print(model, result["seconds a round"][model], flush=True)
+        ratios = repeated(model, options.rounds, options.workers, options.repeats)
+        found.setdefault("seconds a round", {})[model] = {**ratios, **about}
+        print(model, ratios, flush=True)
     costs = sorted(round(overhead(20, options.workers), 3) for _ in range(options.repeats))
-    result["milliseconds a client without training, 1.7 M parameters"] = costs[len(costs) // 2]
-    result["all of these"] = costs
+    found["milliseconds a client without training, 1.7 M parameters"] = {
+        "median": statistics.median(costs),
+        "all": costs,
+        "command": about["command"],
+    }
     print("milliseconds a client without training:", costs)
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _compute() -> None:

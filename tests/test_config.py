@@ -56,6 +56,10 @@ def attempt(values: dict[str, Any]) -> tuple[Config | None, str]:
         ({"min_clients": 11}, "min_clients is 11, but only 10 clients are asked in a round."),
         ({"nesterov": True}, "nesterov needs a momentum above 0, not 0.0."),
         (
+            {"keep_optimizer": True},
+            "keep_optimizer needs something to keep: optimizer adam, or a momentum above 0, not 0.0.",
+        ),
+        (
             {"engine": "host", "device": "cuda"},
             "the host engine computes on the CPU, not on 'cuda'; use --engine cuda.",
         ),

@@ -89,6 +89,14 @@ def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["m.safetensors"], "no checkpoint is left behind"
 
 
+def test_a_gpu_is_told_to_compute_the_same_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test-gpu` makes a file twice; this holds where there is no GPU."""
+    told: list[Any] = []
+    monkeypatch.setattr("fedloom.pretraining.set_precision", lambda *given, **named: told.append((given, named)))
+    pretrain(tmp_path / "m.safetensors", epochs=1)
+    assert told == [((torch.device("cpu"), "tf32"), {"deterministic": True})]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_stopped_and_gone_on_equals_uninterrupted(tmp_path: Path, optimizer: str) -> None:
     """With everything that has state: momentum or moments, augmentation, the schedule."""

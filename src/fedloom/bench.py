@@ -16,12 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.batches import Batch, Cut, Epoch, Positions
 from fedloom.data import Samples
-from fedloom.optim import Optimizer, clip_
+from fedloom.optim import Optimizer, Steady, clip_
 from fedloom.precision import tune
 from fedloom.rows import Kind
 from fedloom.scores import SCORE_BATCH, Score, score_chunks
 from fedloom.training import Training
-from fedloom.workshop import STAYS, Criterion, Pass, Step, Workshop, put_columns
+from fedloom.workshop import OPTIMIZER, STAYS, Criterion, Pass, Step, Workshop, put_columns
 
 __all__ = ["Batch", "Bench", "Criterion", "Pass", "Step", "Workshop"]
 
@@ -51,6 +51,8 @@ class Bench:
     """Room for what a `Local` needs between its steps; empty for each client."""
     optimizer: Optimizer
     """What `descend` steps with; a `Local` may put its own here."""
+    _steady: Steady
+    """The one that was made here last."""
     validation: Samples
     """What is held out of this client's training, the same in every round; empty unless the run or method asks."""
 
@@ -123,6 +125,8 @@ class Bench:
         self.bind(self.row)
         self.module.train()
         self.new_optimizer()
+        if self._shop.training.keep_optimizer:
+            self._steady.recall({name: self.home[f"{OPTIMIZER}{name}"] for name in self._remembered()})
 
     def _new_noise(self) -> torch.Generator:
         """What augmentation draws from, for this client and round."""
@@ -132,10 +136,17 @@ class Bench:
         """The training is over: estimate statistics if the run asks for it, and keep at home what stays there."""
         if self.training.statistics == "estimated":
             self.estimate_statistics()
+        if self._shop.training.keep_optimizer:
+            known = self._steady.known(self.weights)
+            for name in self._remembered() & known.keys():  # with other settings at last it may know less
+                self.home[f"{OPTIMIZER}{name}"].copy_(known[name])
         if self._shop.stays_home:
             self.home[STAYS].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
             for columns in self._shop.stays_home:
                 self.row[columns] = self.received[columns]
+
+    def _remembered(self) -> set[str]:
+        return set(self._shop.training.make_optimizer().remembers(0))
 
     @property
     def samples(self) -> int:
@@ -166,7 +177,7 @@ class Bench:
         made = self.training.make_optimizer()
         if self.device.type != "cpu":
             made.settle(self.weights)  # as steps that are recorded need it: all engines on a GPU round alike
-        self.optimizer = made
+        self.optimizer = self._steady = made
 
     def adopt(self, training: Training) -> None:
         """Train this client from here on with other settings, and a new optimiser."""

@@ -29,7 +29,7 @@ from fedloom.privacy import Privacy
 from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.rows import Layout
 from fedloom.streams import Streams
-from fedloom.workshop import STAYS, Workshop
+from fedloom.workshop import OPTIMIZER, STAYS, Workshop
 
 
 @dataclass
@@ -53,6 +53,9 @@ class Ground:
         config, layout, federation = self.config, self.layout, self.federation
         stays = local.stays_home(layout)
         homes = local.home(layout)
+        if config.keep_optimizer:
+            shapes = config.make_optimizer().remembers(layout.trainable)
+            homes = {**homes, **{f"{OPTIMIZER}{name}": shape for name, shape in shapes.items()}}
         if stays:
             homes = {**homes, STAYS: (sum(columns.stop - columns.start for columns in stays),)}
         workshop = Workshop(

@@ -5,6 +5,7 @@ without its bookkeeping per step, which costs a tenth of the time of the MLP
 (benchmarks/choices.py). State is rows too. On a GPU it is that of `torch.optim` with `fused=True`: one kernel a step.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -30,6 +31,15 @@ class Steady(Optimizer, Protocol):
     def reset(self) -> None:
         """Forget what was learned, in place."""
 
+    def remembers(self, size: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what it knows after a step, for `size` weights."""
+
+    def known(self, weights: Tensor) -> dict[str, Tensor]:
+        """What it knows now, zeros where that is nothing yet."""
+
+    def recall(self, known: Mapping[str, Tensor]) -> None:
+        """Go on with what another one knew."""
+
 
 class SGD:
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay."""
@@ -46,6 +56,18 @@ class SGD:
     def reset(self) -> None:
         if self.velocity is not None:
             self.velocity.zero_()
+
+    def remembers(self, size: int) -> dict[str, tuple[int, ...]]:
+        return {"velocity": (size,)} if self.momentum else {}
+
+    def known(self, weights: Tensor) -> dict[str, Tensor]:
+        if not self.momentum:
+            return {}
+        return {"velocity": torch.zeros_like(weights) if self.velocity is None else self.velocity}
+
+    def recall(self, known: Mapping[str, Tensor]) -> None:
+        if self.momentum:
+            self.velocity = _taken(self.velocity, known["velocity"])
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if isinstance(lr, Tensor) and can_fuse(weights) and (self.velocity is not None or not self.momentum):
@@ -93,6 +115,19 @@ class Adam:
             if isinstance(state, Tensor):
                 state.zero_()
 
+    def remembers(self, size: int) -> dict[str, tuple[int, ...]]:
+        return {"mean": (size,), "square": (size,), "steps": ()}
+
+    def known(self, weights: Tensor) -> dict[str, Tensor]:
+        steps = torch.as_tensor(self.steps, dtype=weights.dtype, device=weights.device)
+        if self.mean is None or self.square is None:
+            return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "steps": steps}
+        return {"mean": self.mean, "square": self.square, "steps": steps}
+
+    def recall(self, known: Mapping[str, Tensor]) -> None:
+        self.mean, self.square = _taken(self.mean, known["mean"]), _taken(self.square, known["square"])
+        self.steps = self.steps.copy_(known["steps"]) if isinstance(self.steps, Tensor) else int(known["steps"])
+
     def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if self.mean is None or self.square is None:
             self.mean, self.square = torch.zeros_like(weights), torch.zeros_like(weights)
@@ -117,6 +152,11 @@ class Adam:
             weights.sub_((self.mean / denominator).mul_(lr / correction))
         else:
             weights.addcdiv_(self.mean, denominator, value=-lr / correction)
+
+
+def _taken(place: Tensor | None, value: Tensor) -> Tensor:
+    """The value, in the place where there is one."""
+    return value.clone() if place is None else place.copy_(value)
 
 
 def can_fuse(weights: Tensor) -> bool:

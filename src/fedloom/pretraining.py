@@ -37,6 +37,7 @@ from fedloom.fitting import make_module, try_out
 from fedloom.folder import alone
 from fedloom.initial import checksum, read_source
 from fedloom.optim import Optimizer
+from fedloom.precision import set_precision
 from fedloom.rows import Layout, digest
 from fedloom.settings import Plan, Settings, validated
 from fedloom.storage import write_tensors
@@ -240,6 +241,7 @@ class _Pretrainer:
     def __init__(self, plan: Pretraining, watcher: Observer) -> None:
         self.plan, self.watcher = plan, watcher
         device, streams, training = make_device(plan.device), Streams(plan.seed), plan.training()
+        set_precision(device, "tf32", deterministic=True)  # the command in the file makes the same file again
         loaded = datasets.load(plan.data, progress=watcher.download)
         self.dataset = datasets.normalized(datasets.keep_classes(loaded, plan.classes), plan.normalize)
         federation = _one_client(self.dataset)

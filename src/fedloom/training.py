@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedloom.optim import SGD, Adam, Steady
 from fedloom.settings import Settings
@@ -18,7 +18,9 @@ class Training(Settings):
     batch_size: int = Field(20, ge=0)
     """samples in a batch; 0 takes all of a client's samples at once"""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """sgd or adam, made anew for each client and round"""
+    """sgd or adam, made anew for each client and round unless keep_optimizer says otherwise"""
+    keep_optimizer: bool = False
+    """clients go on in a round with the momentum or moments that they ended their last one with"""
     lr: float = Field(0.05, ge=0)
     """learning rate of the clients"""
     lr_decay: float = Field(1.0, gt=0)
@@ -37,6 +39,12 @@ class Training(Settings):
     """batch norm's statistics: as training left them, or estimated anew from a client's samples before it sends"""
     validation: float = Field(0.0, ge=0, lt=1)
     """share of each client's samples held out of its training, for methods that choose by them"""
+
+    @model_validator(mode="after")
+    def _remembers(self) -> "Training":
+        if self.keep_optimizer and self.optimizer == "sgd" and not self.momentum:
+            raise ValueError("keep_optimizer needs something to keep: optimizer adam, or a momentum above 0, not 0.0.")
+        return self
 
     def make_optimizer(self) -> Steady:
         """A new optimiser as these options ask for."""

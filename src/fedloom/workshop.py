@@ -23,6 +23,9 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 STAYS = "@stays"
 """The name under which a client keeps the columns of the model that stay with it."""
 
+OPTIMIZER = "@optimizer "
+"""How the names begin under which a client keeps what its optimiser knows."""
+
 
 @dataclass(frozen=True)
 class Pass:

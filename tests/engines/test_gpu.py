@@ -69,6 +69,12 @@ def test_convolutions_give_the_same_bits_twice(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
+def test_pretraining_makes_the_same_file_twice(tmp_path: Path) -> None:
+    files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    made = [fedloom.pretrain("digits", file, "cnn", epochs=2, device="cuda") for file in files]
+    assert made[0].digest == made[1].digest
+
+
 def test_workers_are_not_forked_from_a_process_that_has_trained_beside_a_gpu() -> None:
     torch.zeros((), device="cuda", requires_grad=True).backward()
     with (
@@ -191,6 +197,15 @@ def test_what_cannot_be_recorded_is_done_all_the_same(
     rows, number = both("special", rounds=4, lr_decay=0.5, model=lambda: dense(dropout))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
     assert (number > 0) is replayed
+
+
+@pytest.mark.parametrize("way", [{"optimizer": "adam", "lr": 0.01}, {"momentum": 0.5}])
+def test_clients_keep_what_their_optimiser_knew(way: dict[str, Any]) -> None:
+    kept, number = both("fedavg", rounds=5, keep_optimizer=True, **way)
+    anew, _ = both("fedavg", rounds=5, **way)
+    assert number
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[0], anew[0])
 
 
 def test_lower_precision_learns_too() -> None:

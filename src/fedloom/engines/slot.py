@@ -177,7 +177,7 @@ class SlotBench(Bench):
             self._optimizers[key] = made
         else:
             self._optimizers[key].reset()
-        self.optimizer = self._optimizers[key]
+        self.optimizer = self._steady = self._optimizers[key]
 
     def _seed(self) -> None:
         """Code that only knows torch's global generators draws from the stream of this client and round."""

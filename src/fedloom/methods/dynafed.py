@@ -11,7 +11,7 @@ of the start; N, s', and Adam with its rates on X and y and on the rate of the i
 with one eta, which it does not state: `optimizer=sgd`, `rate_lr=0`); differentiable augmentation (dsa.py) in synthesis
 and fine-tuning; fine-tuning by Adam made anew each round. Where the two differ, the paper is the default and the code
 an option: L (25), s (3), `target` (several), `at_once`. The code's clients keep the moments of their Adam between
-rounds; ours begin each round anew.
+rounds; ours do where the run says `keep_optimizer`.
 
 Our own choices. Any server can be refined: the trajectory is that of the deployed model, and every model that the
 next round starts from is fine-tuned. A round in which nobody answered brings no new model, so it is not counted and

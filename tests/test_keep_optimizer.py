@@ -1,0 +1,116 @@
+"""Clients that go on with the momentum or the moments of their last round."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedloom
+from fedloom.data import Federation
+from fedloom.engines import CudaEngine
+from fedloom.errors import InputError
+from fedloom.optim import SGD, Adam
+from fedloom.small_runs import SETTINGS, plain_network, small_experiment, small_run
+from fedloom.streams import Streams
+from fedloom.testing import CHECKS
+
+WAYS = [{"optimizer": "adam", "lr": 0.01}, {"momentum": 0.9, "lr": 0.05}]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_client_is_one_long_training_bit_for_bit(way: dict[str, Any], tmp_path: Path) -> None:
+    x, y = torch.randn(30, 64), torch.randint(0, 10, (30,))
+    federation = Federation.from_arrays([(x, y)], test=(x, y), classes=10)
+    module = plain_network()
+    given = {"rounds": 3, "epochs": 2, "batch_size": 0, "report": False, "engine": "plain", **way}
+    ours = fedloom.run("fedavg", federation, module, out=tmp_path / "run", keep_optimizer=True, **given).model()
+    anew = fedloom.run("fedavg", federation, module, out=tmp_path / "anew", **given).model()
+    kind = torch.optim.Adam if "optimizer" in way else torch.optim.SGD
+    optimizer = kind(module.parameters(), **{name: value for name, value in way.items() if name != "optimizer"})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for number in range(3):
+        draws = Streams(0).numpy("batches", number, 0)
+        for _ in range(2):
+            order = torch.from_numpy(draws.permutation(30))
+            optimizer.zero_grad()
+            F.cross_entropy(module(x[order]), y[order]).backward()
+            optimizer.step()
+    torch.set_num_threads(threads)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+        assert not torch.equal(anew.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("make", [Adam, lambda: SGD(0.9), lambda: SGD(0.5, True, 1e-3)])
+@pytest.mark.parametrize("settled", [False, True])
+def test_what_one_knew_another_goes_on_with(make: Callable[[], SGD | Adam], settled: bool) -> None:
+    gradients = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    whole, weights = torch.ones(9), torch.ones(9)
+    lr: Any = torch.tensor(0.1) if settled else 0.1
+
+    def made() -> SGD | Adam:
+        optimizer = make()
+        if settled:
+            optimizer.settle(weights)
+        return optimizer
+
+    long, first, second = made(), made(), made()
+    for gradient in gradients:
+        long.step(whole, gradient.clone(), lr)
+    for gradient in gradients[:3]:
+        first.step(weights, gradient.clone(), lr)
+    known = {name: tensor.clone() for name, tensor in first.known(weights).items()}
+    assert {name: tuple(tensor.shape) for name, tensor in known.items()} == first.remembers(9)
+    second.recall(known)
+    for gradient in gradients[3:]:
+        second.step(weights, gradient.clone(), lr)
+    assert torch.equal(whole, weights)
+    assert all(torch.equal(known[name], kept) for name, kept in first.known(weights).items()), "it was copied"
+
+
+@pytest.mark.parametrize("make", [Adam, lambda: SGD(0.9)])
+def test_one_that_knows_nothing_yet_is_as_good_as_new(make: Callable[[], SGD | Adam]) -> None:
+    one, other, gradient = torch.ones(5), torch.ones(5), torch.randn(5)
+    blank, new = make(), make()
+    blank.recall({name: tensor.clone() for name, tensor in make().known(one).items()})
+    blank.step(one, gradient.clone(), 0.1)
+    new.step(other, gradient.clone(), 0.1)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_engine_keeps_it(way: dict[str, Any]) -> None:
+    plain = small_run("fedavg", {}, keep_optimizer=True, **way)
+    assert small_run("fedavg", {}, **way).digest != plain.digest
+    assert small_run("fedavg", {}, keep_optimizer=True, engine="host", workers=2, **way).digest == plain.digest
+    # Without batch norm: a bias before it has no gradient but rounding, whose sign Adam would follow.
+    given: dict[str, Any] = {"keep_optimizer": True, "model": plain_network, **way}
+    with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+        experiment.engine = experiment.rounds.engine = CudaEngine(experiment.engine.shop, "cpu", 3)
+        for number in range(SETTINGS["rounds"]):
+            experiment.rounds.play(number)
+        cuda = experiment.rounds.deployed()
+    with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+        for number in range(SETTINGS["rounds"]):
+            experiment.rounds.play(number)
+        torch.testing.assert_close(cuda, experiment.rounds.deployed(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["resumes exactly", "engines agree", "copes with lost clients", "copes with tiny clients", "leaves inputs alone"],
+)
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedrep", "lss", "fedcross"])
+def test_methods_keep_their_promises_with_it(method: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "keep_optimizer", True)
+    monkeypatch.setitem(SETTINGS, "momentum", 0.5)
+    CHECKS[check](method, {})
+
+
+def test_sgd_without_momentum_has_nothing_to_keep() -> None:
+    with pytest.raises(InputError, match=r"keep_optimizer needs something to keep: optimizer adam, or a momentum"):
+        fedloom.run("fedavg", keep_optimizer=True)
