@@ -16,8 +16,8 @@ PANELS = {
         "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
     ),
     "Local training": (
-        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov", "weight_decay", "clip",
-        "augment", "statistics", "channels_last", "validation",
+        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov",
+        "keep_optimizer", "weight_decay", "clip", "augment", "statistics", "channels_last", "validation",
     ),
     "Privacy": ("clip_update", "noise", "noise_by", "noise_source", "delta", "max_epsilon"),
     "Running": (
