@@ -129,6 +129,10 @@ def test_lists_are_tables_and_json(command: Command, what: str) -> None:
         assert entry["summary"] in text
 
 
+def test_networks_are_listed_with_what_each_may_have(command: Command) -> None:
+    assert "--model NAME+projection" in command("list", "models").out
+
+
 def test_methods_are_listed_with_their_year_and_cost_in_a_hundred_columns(command: Command) -> None:
     lines = command("list", "methods").out.splitlines()
     assert max(len(line) for line in lines) <= 100

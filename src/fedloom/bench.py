@@ -4,8 +4,7 @@ A `Local` (see methods/base.py) works on these and yields `Pass`es, "run these e
 the benches and runs the passes. Nothing here knows methods or processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.batches import Batch, Cut, Epoch, Positions
 from fedloom.data import Samples
+from fedloom.lowering import lower
 from fedloom.optim import Optimizer, Steady, clip_
 from fedloom.precision import tune
 from fedloom.rows import Kind
@@ -61,7 +61,7 @@ class Bench:
         self.training = shop.training
         self.device = torch.device(device)
         self._shop = shop
-        self.module = _in_type(shop.module.to(self.device), self.device, shop.autocast)
+        self.module = lower(shop.module.to(self.device), self.device, shop.autocast)
         self._augment = shop.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
@@ -367,18 +367,3 @@ class Bench:
         nothing = np.zeros(self._shop.classes, dtype=np.int64)
         pieces = (self.score(row, samples[chunk]) for chunk in score_chunks(samples))
         return sum(pieces, start=Score(0.0, 0, nothing, nothing))
-
-
-def _in_type(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The module; where a type is given it computes in it while it trains, and its output has the usual type."""
-    if dtype is not None:  # no closure: a copy of the module must compute with its own weights
-        module.forward = partial(_lower, module, module.forward, device.type, dtype)
-    return module
-
-
-def _lower(module: nn.Module, forward: Callable[..., Any], device: str, dtype: torch.dtype, *inputs: Any) -> Any:
-    if not module.training:
-        return forward(*inputs)
-    with torch.autocast(device, dtype, cache_enabled=False):
-        result = forward(*inputs)
-    return result.float() if isinstance(result, Tensor) else result

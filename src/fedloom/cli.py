@@ -283,6 +283,8 @@ def list_(
     else:
         titles = [title for title in entries[0] if title not in ("options", "found", "missing", "get")]
         print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
+    if what == "models":
+        print("\nAny of them with MOON's projection before its last layer: --model NAME+projection")
     for entry in entries:
         if entry.get("missing"):
             print(f"\n{entry['name']} is read without {', '.join(entry['missing'])}.")
