@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fedloom
+import one_client
 from fedloom.data import Federation
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
 from fedloom.optim import SGD, Adam
 from fedloom.small_runs import SETTINGS, plain_network, small_experiment, small_run
-from fedloom.streams import Streams
 from fedloom.testing import CHECKS
 
 WAYS = [{"optimizer": "adam", "lr": 0.01}, {"momentum": 0.9, "lr": 0.05}]
@@ -30,16 +29,7 @@ def test_one_client_is_one_long_training_bit_for_bit(way: dict[str, Any], tmp_pa
     anew = fedloom.run("fedavg", federation, module, out=tmp_path / "anew", **given).model()
     kind = torch.optim.Adam if "optimizer" in way else torch.optim.SGD
     optimizer = kind(module.parameters(), **{name: value for name, value in way.items() if name != "optimizer"})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for number in range(3):
-        draws = Streams(0).numpy("batches", number, 0)
-        for _ in range(2):
-            order = torch.from_numpy(draws.permutation(30))
-            optimizer.zero_grad()
-            F.cross_entropy(module(x[order]), y[order]).backward()
-            optimizer.step()
-    torch.set_num_threads(threads)
+    one_client.train(module, optimizer, x, y, rounds=3, epochs=2)
     for name, tensor in module.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name
         assert not torch.equal(anew.state_dict()[name], tensor), name

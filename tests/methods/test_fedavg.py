@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom
+import one_client
 from fedloom.data import Federation
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
@@ -70,16 +71,7 @@ def test_one_client_with_full_batches_is_plain_sgd_bit_for_bit(tmp_path) -> None
         "fedavg", federation, module, rounds=3, epochs=2, batch_size=0, lr=0.2, out=tmp_path / "run", report=False
     ).model()
     optimizer = torch.optim.SGD(module.parameters(), 0.2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for number in range(3):
-        draws = Streams(0).numpy("batches", number, 0)
-        for _ in range(2):
-            order = torch.from_numpy(draws.permutation(30))
-            optimizer.zero_grad()
-            F.cross_entropy(module(x[order]), y[order]).backward()
-            optimizer.step()
-    torch.set_num_threads(threads)
+    one_client.train(module, optimizer, x, y, rounds=3, epochs=2)
     for name, tensor in module.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name
 
