@@ -11,6 +11,7 @@ Parts, all by default, each of which may take `--minutes` and is written as soon
   speed      whole rounds against a plain sequential PyTorch loop in the same process, in turn: 100 clients by
              class-wise Dirichlet 0.1, 10 a round, 5 epochs, batch 50, SGD with momentum 0.5; medians, the same clients
              for both; and one more round as the profiler sees it, held against what the chip can do, measured here too
+  together   a steady round of `--at-once` runs that share the GPU in one process, as the profiler sees it
   cost       runs with evaluation every ten rounds and checkpoints: the share of time that is not training
   seeds      the accuracy of five runs here and of the same five on the CPU
 
@@ -27,19 +28,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_profile import BATCH, LR, MOMENTUM, measure_ceilings, profile, seconds
+from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds
 from torch import nn
 
 import fedloom
 from fedloom.config import make_config
+from fedloom.cuda_streams import own_stream
 from fedloom.data import PooledFederation, Samples, load
 from fedloom.data.partition import partition
+from fedloom.devices import make_device
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
@@ -265,6 +270,49 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
+def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    """A steady round of several runs that share the GPU, as `fedloom compare --at-once` lets them."""
+    data, count = federation(options), 2 if options.tiny else options.at_once
+    rounds, warm = (1, 1) if options.tiny else (options.rounds, options.warm)
+    stages = [range(warm), range(warm, warm + rounds), range(warm + rounds, warm + rounds + 1)]
+
+    def one_run(model: str, precision: str, gate: Barrier) -> None:
+        try:
+            with (
+                own_stream(make_device(options.device)),
+                experiment_of(model, precision, data, options).engine_closed() as run,
+            ):
+                for numbers in stages:
+                    gate.wait()
+                    for number in numbers:
+                        run.rounds.play(number)
+                    gate.wait()
+        except BaseException:
+            gate.abort()  # nobody waits for a run that has failed
+            raise
+
+    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
+        gate = Barrier(count + 1)
+
+        def stage(gate: Barrier = gate) -> None:
+            gate.wait()
+            gate.wait()
+
+        with ThreadPoolExecutor(count) as pool:
+            runs = [pool.submit(one_run, model, precision, gate) for _ in range(count)]
+            try:
+                stage()
+                wall = seconds(options.device, stage) / rounds
+                spans = profiled(options.device, stage)
+            except BrokenBarrierError:
+                spans = []
+        for run in runs:
+            run.result()
+        took = {"ms for a round of one run": round(1000 * wall / count, 1)}
+        found = busy_share(spans, wall) if spans else {}  # on a CPU the profiler does not see other threads
+        sheet.put("profile", f"{model}, {precision}, {count} runs at once", took | found)
+
+
 def spread(values: list[float]) -> list[float]:
     return [round(1000 * min(values), 1), round(1000 * max(values), 1)]
 
@@ -296,26 +344,32 @@ def cost(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
 
 SEEDS = """
 import json, sys, fedloom
-found = fedloom.compare(["fedavg"], seeds=5, data="digits", model="cnn", rounds=int(sys.argv[2]), device=sys.argv[1],
-                        eval_every=5, out=sys.argv[3], report=False, at_once=5 if sys.argv[1] == "cuda" else 1)
-print(json.dumps([run.summary["accuracy"] for run in found.runs]))
+data, device, rounds, folder = sys.argv[1:]
+found = fedloom.compare(["fedavg"], seeds=5, data=data, model="cnn" if data == "digits" else "lenet",
+                        partition="dirichlet:0.5", rounds=int(rounds), epochs=1, lr=0.05, eval_every=10,
+                        device=device, out=folder, report=False, at_once=5 if device == "cuda" else 1)
+print(json.dumps([[run.summary["accuracy"], run.history[-1]["loss"]] for run in found.runs]))
 """
 
 
 def seeds(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    data = federation(options).name
+    data = "digits" if data == "made up" else data  # these are always at hand
     for device in clock.while_left(["cpu", "cuda"] if options.device == "cuda" else ["cpu"]):
         with tempfile.TemporaryDirectory() as folder:
-            given = [sys.executable, "-c", SEEDS, device, "2" if options.tiny else "40", str(Path(folder) / "runs")]
-            done = subprocess.run(given, capture_output=True, text=True, check=True)
-        values = json.loads(done.stdout.strip().splitlines()[-1])
-        mean, deviation = statistics.mean(values), statistics.stdev(values)
-        sheet.put("seeds", device, {"accuracy": values, "mean": round(mean, 4), "deviation": round(deviation, 4)})
+            given = [data, device, "2" if options.tiny else "100", str(Path(folder) / "runs")]
+            done = subprocess.run([sys.executable, "-c", SEEDS, *given], capture_output=True, text=True, check=True)
+        accuracies, losses = zip(*json.loads(done.stdout.strip().splitlines()[-1]), strict=True)
+        mean, deviation = statistics.mean(accuracies), statistics.stdev(accuracies)
+        found = {"data": data, "accuracy": accuracies, "mean": round(mean, 4), "deviation": round(deviation, 4)}
+        sheet.put("seeds", device, found | {"loss": losses})  # losses tell that the two have computed by themselves
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
     "agreement": agreement,
     "methods": every_method,
     "speed": speed,
+    "together": together,
     "cost": cost,
     "seeds": seeds,
 }
@@ -330,6 +384,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="let the engine use what is not the same every time")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed")
     parser.add_argument("--warm", type=int, default=60, help="rounds before, in which steps are recorded")
+    parser.add_argument("--at-once", type=int, default=3, help="runs that share the GPU in `together`")
     parser.add_argument("--minutes", type=float, default=5.0, help="for each part")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="to try the benchmark out")
