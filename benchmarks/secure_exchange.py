@@ -28,7 +28,7 @@ from fedloom.config import make_config
 from fedloom.experiment import build
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.relay import Note, Relay, serve
-from fedloom.flower.sealed import ServerKey, Terms
+from fedloom.flower.sealed import Opener, Terms
 from fedloom.flower.sealed_site import SealedSite
 from fedloom.methods.recombination import MOST, is_whole, recombine
 from fedloom.models import build as build_model
@@ -48,7 +48,7 @@ def sealed(clients: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     """One exchange: bytes of one client, and processor time of one site and of the server."""
     identities = [Identity.new() for _ in range(clients)]
     roster = SiteKeys.parse("".join(one.public_line(f"site-{k}") for k, one in enumerate(identities)))
-    key = ServerKey()
+    key = Opener()
     terms = Terms(sizes, 0.5, False, key.public)
     layers = [np.random.default_rng(0).bytes(size) for size in sizes]
     spent = 0.0

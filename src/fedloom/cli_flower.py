@@ -93,6 +93,12 @@ def supernode(
     roster: Annotated[
         Path | None, typer.Option(help="the file with all sites' public keys, for the exchange of fedmr.secure")
     ] = None,
+    models_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="a private key that all sites have and the server has not: with it, fedmr.secure shows no layer"
+        ),
+    ] = None,
     data: Annotated[str | None, typer.Option(help='what site_data.py finds as node["data"], such as a path')] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="more for site_data.py; may be repeated")
@@ -109,7 +115,7 @@ def supernode(
         if not equals or not name:
             raise InputError(f"--set takes NAME=VALUE, not {pair!r}.")
         node[name] = value
-    paths = {"folder": folder, "roster": roster}
+    paths = {"folder": folder, "roster": roster, "models-key": models_key}
     given = {"client": client, "data": data, **{name: path and str(path.absolute()) for name, path in paths.items()}}
     node |= {name: value for name, value in given.items() if value is not None}
     commands.be(commands.supernode(address, node, ca, key, port), commands.environment())

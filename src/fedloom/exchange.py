@@ -77,6 +77,8 @@ class LayerExchange:
     send_probability: float
     mixed: bool
     """Whether to go on until no client is left with a model that one of them trained."""
+    changed_by_server: bool = False
+    """Whether the server works on single models afterwards, so that it must be able to read them."""
 
 
 def _nbytes(row: Tensor, extras: Mapping[str, Tensor]) -> int:

@@ -181,7 +181,8 @@ class Rounds:
 
     def _layer_exchange(self, round: int) -> LayerExchange | None:
         server = self.parts.server
-        return server.layer_exchange(self.context.layout, server.options, round)
+        exchange = server.layer_exchange(self.context.layout, server.options, round)
+        return exchange and replace(exchange, changed_by_server=self.parts.refiner is not None)
 
     def _bytes_at_home(self) -> int:
         """The part of every model that does not travel."""

@@ -1,6 +1,6 @@
 """Sites and a relay in one process, with a network between them that can be meddled with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,7 +9,7 @@ import torch
 
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, serve
-from fedloom.flower.sealed import Refusal, ServerKey, Terms
+from fedloom.flower.sealed import Opener, Refusal, Session, Terms
 from fedloom.flower.sealed_site import SealedSite
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
@@ -49,8 +49,9 @@ class World:
         round: int = 0,
         fewest: int = 2,
         draws: Callable[[int], Callable[[int, int], Draw]] | None = None,
+        hidden: bool = False,
     ) -> None:
-        self.key = ServerKey()
+        self.key, self.hidden = Opener(), hidden
         self.terms = Terms(sizes, chance, mixed, self.key.public)
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
@@ -65,6 +66,7 @@ class World:
                 self.terms,
                 (draws or self.seeded)(slot),
                 fewest,
+                self.average if hidden else None,
             )
             for slot in range(count)
         }
@@ -73,6 +75,10 @@ class World:
         self.seen: list[tuple[str, str, int, Note]] = []
         self.said: list[str] = []
         """Every refusal of a site."""
+
+    def average(self, session: Session, number: int, sealed: Sequence[bytes]) -> bytes:
+        """As a site with a models key does it."""
+        return mean_of([self.key.open(layer, session, number) for layer in sealed])
 
     def seeded(self, slot: int) -> Callable[[int, int], Draw]:
         return lambda attempt, exchange: stream(self.seed, self.round, slot, attempt, exchange)
@@ -102,9 +108,60 @@ class World:
         return answer
 
     def run(self) -> Outcome:
-        self.relay = Relay(self.ask, RUN, self.round, self.terms, self.key)
+        self.relay = Relay(self.ask, RUN, self.round, self.terms, None if self.hidden else self.key)
         greetings = self.ask("hello", {slot: Note({"attempt": 0}) for slot in self.sites})
         return self.relay.exchange(greetings)
+
+
+def mean_of(layers: Sequence[bytes]) -> bytes:
+    """The mean of layers of floats, in their order."""
+    numbers = [np.frombuffer(layer, dtype=np.float32) for layer in layers]
+    mean: np.ndarray = np.add.reduce(numbers) / np.float32(len(numbers))
+    return mean.astype(np.float32).tobytes()
+
+
+def opened(world: World, outcome: Outcome) -> dict[int, list[bytes]]:
+    """Models that the server could not open, as the sites do."""
+    session = outcome.session
+    assert session is not None or not outcome.models
+    return {
+        slot: [world.key.open(layer, session, number) for number, layer in enumerate(layers)]  # type: ignore[arg-type]
+        for slot, layers in outcome.models.items()
+    }
+
+
+class Gone:
+    """Sites that go at a stage, before they have read the question or after they have answered it in vain."""
+
+    def __init__(self, world: World, when: dict[int, tuple[str, int, bool]]) -> None:
+        self.when, self.world, self.asked = when, world, dict[tuple[str, int], int]()
+        self.gone: set[int] = set()
+        world.down, world.up = self.down, self.up
+
+    def down(self, stage: str, slot: int, note: Note) -> Note | Silence:
+        times = self.asked[stage, slot] = self.asked.get((stage, slot), -1) + 1
+        if slot in self.when:
+            leaves, at, heard = self.when[slot]
+            if (leaves, at) == (stage, times) and not heard:
+                self.gone.add(slot)
+        return Silence("did not answer within 1 s") if slot in self.gone else note
+
+    def up(self, stage: str, slot: int, note: Note) -> Note | Silence:
+        if slot in self.when:
+            leaves, at, heard = self.when[slot]
+            if (leaves, at) == (stage, self.asked[stage, slot]) and heard:
+                self.gone.add(slot)
+        return Silence("did not answer within 1 s") if slot in self.gone else note
+
+
+def traces(layer: bytes) -> list[bytes]:
+    """Pieces of a layer as one might find them: as they are, in other byte orders, in other precisions."""
+    values = np.frombuffer(layer, np.float32)
+    wide = [values, values.byteswap(), values.astype(np.float64), values.astype(np.float64).byteswap()]
+    narrow = [values.astype(np.float16), torch.from_numpy(values.copy()).bfloat16().view(torch.uint8).numpy()]
+    bare = [np.frombuffer(form.tobytes(), np.uint8) for form in [*wide, *narrow]]
+    mantissas = np.frombuffer(layer, np.uint8).reshape(-1, 4)[:, 1:3]  # less the sign, the exponent and the last bits
+    return [form.tobytes()[at : at + 8] for form in [*bare, mantissas] for at in range(0, form.size - 8, 4)]
 
 
 def stream(seed: int, round: int, slot: int, attempt: int = 0, number: int = 0) -> np.random.Generator:

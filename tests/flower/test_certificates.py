@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedloom.errors import InputError
 from fedloom.flower.certificates import DAYS, make, node_names
 from fedloom.flower.identity import Identity, SiteKeys
+from fedloom.flower.sealed import Opener
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_all_files_are_there_and_private_keys_are_private(made: Path) -> None:
     nodes = [f"nodes/site-{k}" for k in range(3)]
-    private = {"server.key", *nodes}
+    private = {"server.key", "models.key", *nodes}
     assert set(contents(made)) == {"ca.crt", "server.pem", "roster.pub", *private, *(f"{name}.pub" for name in nodes)}
     for name in contents(made):
         assert stat.S_IMODE((made / name).stat().st_mode) == (0o600 if name in private else 0o644)
@@ -46,6 +47,29 @@ def test_node_keys_are_what_supernodes_want(made: Path) -> None:
         assert isinstance(private, ec.EllipticCurvePrivateKey)
         assert isinstance(private.curve, ec.SECP384R1)
         assert private.public_key() == public
+
+
+def test_the_models_key_is_one_that_a_site_can_open_layers_with(made: Path) -> None:
+    key = Opener.read(made / "models.key")
+    assert Opener.read(made / "models.key").public == key.public
+    assert Opener().public != key.public
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is not a private key in PEM"),
+        (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "is not a private key in PEM"),
+        ("server.key", "is no X25519 key; `openssl genpkey -algorithm X25519` makes one"),
+        (None, "cannot read the models key"),
+    ],
+)
+def test_other_files_are_no_models_key(made: Path, tmp_path: Path, content: bytes | str | None, words: str) -> None:
+    path = made / content if isinstance(content, str) else tmp_path / "key"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        Opener.read(path)
 
 
 def test_the_roster_names_all_of_them(made: Path) -> None:
@@ -106,7 +130,7 @@ def test_but_not_under_another_name_nor_from_another_authority(made: Path, tmp_p
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path) -> None:
     make(tmp_path, ["one"])
     before = contents(tmp_path)
-    with pytest.raises(InputError, match=r"has ca.crt already and 5 more of these files; --force replaces them"):
+    with pytest.raises(InputError, match=r"has ca.crt already and 6 more of these files; --force replaces them"):
         make(tmp_path, ["one"])
     with pytest.raises(InputError, match="--force"):
         make(tmp_path, ["two"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relay_world import World, assert_all_or_nothing, in_process, owners
+from relay_world import Gone, World, assert_all_or_nothing, in_process, owners
 
 from fedloom.flower.relay import Note, Silence
 from fedloom.flower.sealed_site import MOST_ATTEMPTS, unpredictable
@@ -71,30 +71,6 @@ def test_where_nothing_is_ever_sent_models_that_must_be_mixed_are_not_handed_ove
 
 
 # Drop-outs
-
-
-class Gone:
-    """Sites that go at a stage, before they have read the question or after they have answered it in vain."""
-
-    def __init__(self, world: World, when: dict[int, tuple[str, int, bool]]) -> None:
-        self.when, self.world, self.asked = when, world, dict[tuple[str, int], int]()
-        self.gone: set[int] = set()
-        world.down, world.up = self.down, self.up
-
-    def down(self, stage: str, slot: int, note: Note) -> Note | Silence:
-        times = self.asked[stage, slot] = self.asked.get((stage, slot), -1) + 1
-        if slot in self.when:
-            leaves, at, heard = self.when[slot]
-            if (leaves, at) == (stage, times) and not heard:
-                self.gone.add(slot)
-        return Silence("did not answer within 1 s") if slot in self.gone else note
-
-    def up(self, stage: str, slot: int, note: Note) -> Note | Silence:
-        if slot in self.when:
-            leaves, at, heard = self.when[slot]
-            if (leaves, at) == (stage, self.asked[stage, slot]) and heard:
-                self.gone.add(slot)
-        return Silence("did not answer within 1 s") if slot in self.gone else note
 
 
 LEAVING = st.tuples(st.sampled_from(STAGES), st.integers(0, 1), st.booleans())

@@ -18,7 +18,7 @@ from fedloom.request import replace_config
 pytest.importorskip("flwr")
 from fedloom.flower.bridge import BridgeLink
 from fedloom.flower.loopback import _Loopback
-from fedloom.flower.relay_site import pick
+from fedloom.flower.tensors import pick
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 

@@ -88,8 +88,9 @@ def test_a_model_that_is_locked_but_has_another_size() -> None:
     world = World(3, (32, 64))
 
     class Short(SealedSite):
-        def _model(self, now: Any) -> bytes:
-            return super()._model(now)[:-1]
+        def _model(self, now: Any) -> list[bytes]:
+            *layers, last = super()._model(now)
+            return [*layers, last[:-1]]
 
     world.sites[1].__class__ = Short
     outcome = world.run()

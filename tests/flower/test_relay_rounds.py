@@ -15,8 +15,8 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import build
 from fedloom.flower.certificates import make, node_names
 from fedloom.flower.parcel import Parcel
-from fedloom.flower.relay_site import pick
 from fedloom.flower.site import Site, Trained
+from fedloom.flower.tensors import pick
 from fedloom.request import replace_config
 
 SECURE = {"fedmr": {"secure": True}}
@@ -341,11 +341,11 @@ def test_bad_slots_are_refused(asked: tuple[Site, Parcel], change: dict[str, Any
     assert words in refusal(site, question, "mix/offer", **change)
 
 
-def test_a_server_without_a_key_is_refused(asked: tuple[Site, Parcel]) -> None:
+def test_a_question_without_a_key_to_seal_for_is_refused(asked: tuple[Site, Parcel]) -> None:
     site, question = asked
-    blocks = {name: block for name, block in question.blocks.items() if name != "server"}
+    blocks = {name: block for name, block in question.blocks.items() if name != "opener"}
     answer = site.answer(Parcel(question.kind, {**question.header, "round": 1}, blocks))
-    assert "there is no key of the server in the question" in answer.header["reason"]
+    assert "there is no key in the question to seal layers for" in answer.header["reason"]
 
 
 @pytest.mark.parametrize(

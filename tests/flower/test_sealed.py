@@ -15,8 +15,8 @@ from fedloom.flower.sealed import (
     Board,
     Channel,
     Hello,
+    Opener,
     Refusal,
-    ServerKey,
     Session,
     Terms,
     digest,
@@ -28,7 +28,7 @@ from fedloom.flower.sealed import (
 )
 
 quick = settings(deadline=None, max_examples=50)
-SERVER = ServerKey()
+SERVER = Opener()
 TERMS = Terms((16, 0, 40), 0.5, False, SERVER.public)
 SESSION = Session(RUN, 3, 1)
 LAYERS = [bytes(range(16)), b"", bytes(range(40))]
@@ -117,7 +117,7 @@ def test_lengths_are_fixed(field: str) -> None:
         replace(TERMS, sizes=(16, 0)),
         replace(TERMS, send_probability=0.25),
         replace(TERMS, mixed=True),
-        replace(TERMS, server=ServerKey().public),
+        replace(TERMS, opener=Opener().public),
     ],
 )
 def test_terms_differ_in_everything_that_matters(terms: Terms) -> None:
@@ -204,12 +204,12 @@ def test_a_layer_is_taken_with_its_key_and_opened_by_the_server() -> None:
     for number, layer in enumerate(LAYERS):
         taken = Board.take(board.content, number, board.keys[number], TERMS, SESSION, "site-0#0")
         assert SERVER.open(taken, SESSION, number) == layer
-        with pytest.raises(Refusal, match="is not sealed for this server, this round and this place"):
+        with pytest.raises(Refusal, match="is not sealed for this key, this round and this place"):
             SERVER.open(taken, SESSION, number + 1)
-        with pytest.raises(Refusal, match="is not sealed for this server"):
+        with pytest.raises(Refusal, match="is not sealed for this key"):
             SERVER.open(taken, replace(SESSION, round=9), number)
-        with pytest.raises(Refusal, match="is not sealed for this server"):
-            ServerKey().open(taken, SESSION, number)
+        with pytest.raises(Refusal, match="is not sealed for this key"):
+            Opener().open(taken, SESSION, number)
 
 
 def test_keys_open_one_layer_of_one_board_of_one_attempt() -> None:

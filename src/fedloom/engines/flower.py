@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from fedloom.flower.parcel import ADDRESS, Block, Parcel, Refused
 from fedloom.flower.roster import LOG, Roster
 from fedloom.flower.tensors import Travel, fill, to_block
 from fedloom.scores import Score, score_chunks
+
+if TYPE_CHECKING:  # it needs `cryptography`
+    from fedloom.flower.vault import Vault
 
 SHORTEST_POLL, LONGEST_POLL, POLL_SHARE = 0.05, 1.0, 0.05
 """Seconds between two looks for answers: at least, at most, and as a share of the time that the round has waited. Each
@@ -78,6 +81,7 @@ class FlowerEngine(Engine):
         self._nonce = ""
         self._late: dict[str, tuple[int, int, float]] = {}
         self._plan: LayerExchange | None = None
+        self._vault: Vault | None = None
         self._exchanged: dict[str, float] = {}
         self.late = 0
         """Answers that came after their deadline, in the whole run."""
@@ -115,11 +119,12 @@ class FlowerEngine(Engine):
     def arrange(self, round: int, exchange: LayerExchange | None) -> bool:
         self._plan, self._exchanged = None, {}
         if exchange is not None:
-            from fedloom.flower.relay_server import can_exchange
+            from fedloom.flower.relay_server import can_exchange, sealed_for
 
             self.roster.refresh(self.link)
             if can_exchange(self.roster.greetings, self.shop.workshop.uploads):
                 self._plan = exchange
+                self._sealed().begin(sealed_for(self.roster.greetings, exchange))
         return self._plan is not None
 
     def _trained(self, round: int, jobs: Sequence[Job], questions: Sequence[Question]) -> Iterator[Parcel | Silence]:
@@ -129,7 +134,7 @@ class FlowerEngine(Engine):
             return
         from fedloom.flower.relay_server import Exchange
 
-        exchange = Exchange(partial(self.ask, round), self.roster.run, round, self._plan, self._travel)
+        exchange = Exchange(partial(self.ask, round), self.roster.run, round, self._plan, self._travel, self._sealed())
         yield from exchange.train([job.slot for job in jobs], questions)
         self._exchanged = exchange.costs()
 
@@ -154,9 +159,19 @@ class FlowerEngine(Engine):
         }
         return Update(job, row, samples, loss, steps, uploads)
 
+    def _sealed(self) -> "Vault":
+        """The models that the server cannot open."""
+        if self._vault is None:
+            from fedloom.flower.vault import Vault
+
+            self._vault = Vault()
+        return self._vault
+
     def accept(self, update: Update) -> None:
         if self.shop.workshop.home:
             self.accepted[update.client] = self._nonce
+        if self._vault is not None:
+            self._vault.accept(update.slot)
 
     def score(self, row: Tensor) -> Score | None:
         test = self.shop.federation.test
@@ -247,11 +262,15 @@ class FlowerEngine(Engine):
         return {**self._exchanged, **({"late": float(self.late)} if self.late else {})}
 
     def state(self) -> dict[str, Any]:
-        return {"accepted": {str(client): nonce for client, nonce in sorted(self.accepted.items())}, "late": self.late}
+        accepted = {str(client): nonce for client, nonce in sorted(self.accepted.items())}
+        sealed = {"vault": self._vault.state()} if self._vault is not None and self._vault.key else {}
+        return {"accepted": accepted, "late": self.late, **sealed}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.accepted = {int(client): str(nonce) for client, nonce in state.get("accepted", {}).items()}
         self.late = int(state.get("late", 0))
+        if "vault" in state:
+            self._sealed().load(state["vault"])
 
     def close(self) -> None:
         torch.set_num_threads(self._threads)

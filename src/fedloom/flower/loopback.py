@@ -57,7 +57,9 @@ def loopback(config: Config, own: Own, path: Path, as_shipped: bool = False) -> 
     if parts.server.layer_exchange(plain.layout, parts.server.options, config.rounds) is not None:
         refuse_telltales(parts.local.uploads(plain.layout))
     config = replace_config(plain.config, engine="flower", nodes=config.nodes)
-    with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped) as started:
+    # A refiner works on single models, so with one the server must be able to open them.
+    hidden = parts.refiner is None
+    with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped, hidden) as started:
         yield Behind(started.link, config, path, START_SECONDS)
 
 
@@ -81,9 +83,9 @@ def _ended_by_sigterm() -> Iterator[None]:
 class _Loopback:
     """The processes of one federation."""
 
-    def __init__(self, config: Config, logs: Path, as_shipped: bool) -> None:
+    def __init__(self, config: Config, logs: Path, as_shipped: bool, hidden: bool) -> None:
         assert config.clients is not None
-        self._config, self._logs, self._as_shipped = config, logs, as_shipped
+        self._config, self._logs, self._as_shipped, self._hidden = config, logs, as_shipped, hidden
         self._names = [f"site-{number}" for number in range(min(config.nodes or config.clients, config.clients))]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -136,6 +138,8 @@ class _Loopback:
         self._wait("run", (folder / "registered").exists, "the registration of the nodes' keys")
         # For a run that is to have the bits of the other engines; between real sites nobody is to know these choices.
         exchange = {"roster": str(certificates / "roster.pub"), "exchange-draws": "seeded", "fewest-sites": 1}
+        if self._hidden:
+            exchange["models-key"] = str(certificates / "models.key")
         for number, (name, own_port) in enumerate(zip(self._names, ports, strict=True)):
             clients = ",".join(map(str, range(number, self._config.clients or 0, len(self._names))))
             node = {"clients": clients, "folder": str((self._logs / name).absolute()), **exchange}

@@ -2,7 +2,7 @@
 
 The stages are those of sealed_site.py. The relay asks every site at each of them, and passes on what it gets:
 
-    hello -> offer -> answer -> lock -> commit -> release -> models
+    hello -> offer -> answer -> lock -> commit -> release -> models, or -> mean
 
 - Sites that do not answer hello, offer, answer or lock have dropped out. The attempt is given up and another one begun
   with those who are left, from their own untouched layers. So it is when a site refuses what it was shown; that site
@@ -11,6 +11,9 @@ The stages are those of sealed_site.py. The relay asks every site at each of the
   once more. After that only those who have not committed can begin again, and where everybody has the round goes
   without their models.
 - At release one answer is enough: every site has all keys.
+- Where layers are sealed for the server, it opens the recombined models. Where they are sealed for the sites it cannot,
+  and asks them for the mean of each layer. Any site can compute any of them, so they share the work, and what one does
+  not answer another does.
 
 Whoever drops out, the server ends with a recombined model from every site of one attempt, or with none at all and its
 own models as they were. Sealed layers can be told apart, so it also sees that each is there once; what it does not see
@@ -19,10 +22,9 @@ is whose they were.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 from fedloom.exchange import LayerExchange
-from fedloom.flower.sealed import HPKE_OVERHEAD, Hello, Refusal, ServerKey, Session, Terms, unlock
+from fedloom.flower.sealed import Hello, Opener, Refusal, Session, Terms, cut, unlock
 from fedloom.flower.sealed_site import MOST_ATTEMPTS, Again, SealedSite
 from fedloom.flower.tensors import Travel
 from fedloom.methods.recombination import MOST
@@ -71,7 +73,11 @@ class Outcome:
     """What came of an exchange."""
 
     models: dict[int, list[bytes]] = field(default_factory=dict)
-    """By slot: the layers of a recombined model, in the clear."""
+    """By slot: the layers of a recombined model, in the clear, or as they are where the server cannot open them."""
+    mean: list[bytes] = field(default_factory=list)
+    """The layers of the mean of these models, where the server cannot open them."""
+    session: Session | None = None
+    """The attempt that these models are from."""
     lost: dict[int, str] = field(default_factory=dict)
     """By slot: why there is none."""
     attempts: int = 1
@@ -89,9 +95,9 @@ class _Dropped(Exception):
 
 
 class Relay:
-    """One round's exchange, run from the server."""
+    """One round's exchange, run from the server; without a key it opens no layer."""
 
-    def __init__(self, ask: Ask, run: str, round: int, terms: Terms, key: ServerKey, fewest: int = 2) -> None:
+    def __init__(self, ask: Ask, run: str, round: int, terms: Terms, key: Opener | None, fewest: int = 2) -> None:
         self.run, self.round, self.terms, self.key, self.fewest = run, round, terms, key, fewest
         self.result = Outcome()
         self._ask = ask
@@ -172,7 +178,7 @@ class Relay:
     def _release(
         self, session: Session, exchange: int, questions: dict[int, Note], locked: Mapping[int, Note]
     ) -> Outcome:
-        """Unlock all models with the keys of whoever answers, and take the server's seal off their layers."""
+        """Unlock all models with the keys of whoever answers, and open their layers or have their mean computed."""
         keys: dict[int, set[bytes]] = {slot: set() for slot in locked}
         for _ in range(2):
             for answer in self._asked("release", questions).values():
@@ -189,6 +195,9 @@ class Relay:
                 result.lost[slot] = f"refused: {error}"
         if twice := _twice(sealed):
             return self._give_up(list(locked), f"refused: {twice}")
+        result.session = session
+        if self.key is None:
+            return self._averaged(session, exchange, sealed)
         for slot, layers in sealed.items():
             try:
                 result.models[slot] = [self.key.open(layer, session, number) for number, layer in enumerate(layers)]
@@ -196,8 +205,31 @@ class Relay:
                 result.lost[slot] = f"refused: {error}"
         return result
 
+    def _averaged(self, session: Session, exchange: int, sealed: dict[int, list[bytes]]) -> Outcome:
+        """The mean of each layer, from the sites: from each of them some, and from others what one does not say."""
+        slots, found, why = sorted(sealed), dict[int, bytes](), ""
+        header = {"attempt": session.attempt, "exchange": exchange}
+        for turn in range(len(slots)):
+            questions: dict[int, Note] = {}
+            for number in set(range(self.terms.layers)) - found.keys():
+                asked = slots[(number + turn) % len(slots)]
+                parts = parts_for(f"layer-{number}", {slot: layers[number] for slot, layers in sealed.items()})
+                before = questions.get(asked, Note(header))
+                questions[asked] = Note(header, {**before.parts, **parts})
+            for slot, answer in self._asked("mean", questions).items():
+                if isinstance(answer, Silence):
+                    why = f"slot {slot} at mean: {answer.reason}"
+                    continue
+                for number, mean in answer.by_slot("mean").items():
+                    if f"layer-{number}/{slot}" in questions[slot].parts and len(mean) == self.terms.sizes[number]:
+                        found[number] = mean
+            if len(found) == self.terms.layers:
+                self.result.models, self.result.mean = sealed, [found[number] for number in sorted(found)]
+                return self.result
+        return self._give_up(slots, f"no site gave the mean of the models: {why or 'what came was none'}")
+
     def _unlocked(self, session: Session, exchange: int, slot: int, model: bytes, keys: Iterable[bytes]) -> list[bytes]:
-        """The layers of one model, still sealed for the server."""
+        """The layers of one model, each still in its seal."""
         who, error = self._hellos[slot].who, Refusal("no site released the key to its model.")
         for key in keys:
             try:
@@ -205,10 +237,7 @@ class Relay:
             except Refusal as wrong:
                 error = wrong
                 continue
-            ends = list(accumulate((size + HPKE_OVERHEAD for size in self.terms.sizes), initial=0))
-            if len(opened) != ends[-1]:
-                raise Refusal(f"the model of {who} has {len(opened)} bytes, not {ends[-1]}.")
-            return [opened[start:end] for start, end in pairwise(ends)]
+            return cut(opened, self.terms.sealed_sizes, f"the model of {who}")
         raise error
 
     def _give_up(self, slots: Iterable[int], reason: str) -> Outcome:
@@ -293,6 +322,10 @@ def serve(site: SealedSite, stage: str, question: Note) -> Note:
         return Note(parts=parts_for("offer", said.offers) if isinstance(said, Again) else parts_for("commit", said))
     if stage == "release":
         return Note(parts=parts_for("key", site.release(attempt, exchange, question.by_slot("commit"))))
+    if stage == "mean":
+        layers = {number: question.by_slot(f"layer-{number}") for number in range(site.terms.layers)}
+        wanted = {number: sealed for number, sealed in layers.items() if sealed}
+        return Note(parts=parts_for("mean", site.mean(attempt, exchange, wanted)))
     raise Refusal(f"an exchange has no stage {stage!r}.")
 
 

@@ -5,20 +5,20 @@ of the exchange, and the models that come of it stand for the answers to the que
 nor its log has a model or a layer in a form that it could read.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fedloom.engines import flower
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, travelling
-from fedloom.flower.sealed import ServerKey, Terms
-from fedloom.flower.tensors import Travel
+from fedloom.flower.sealed import KEY, Opener, Terms
+from fedloom.flower.tensors import Travel, put
+from fedloom.flower.vault import Vault
 
 Ask = Callable[[Sequence[flower.Question]], Iterator[Parcel | flower.Silence]]
 
@@ -37,6 +37,25 @@ def can_exchange(greetings: Mapping[int, Mapping[str, Any]], uploads: Mapping[st
     return True
 
 
+def sealed_for(greetings: Mapping[int, Mapping[str, Any]], plan: LayerExchange) -> str:
+    """The public key of the sites' models key, in hexadecimal digits; empty where they have none."""
+    keys = {client: str(greeting.get("seals_for") or "") for client, greeting in greetings.items()}
+    for client, key in keys.items():
+        if key != keys[min(keys)]:
+            has = "has no models key" if not key else "has a models key"
+            other = "has none" if not keys[min(keys)] else "has another one" if key else "has one"
+            raise FedloomError(f"client {client} {has}, but client {min(keys)} {other}; all sites must have the same.")
+    key = next(iter(keys.values()), "")
+    if key and not re.fullmatch(f"[0-9a-f]{{{2 * KEY}}}", key):
+        raise FedloomError(f"the sites say that their models key is {key[:40]!r}, which is none.")
+    if key and plan.changed_by_server:
+        raise FedloomError(
+            "the server refines models one by one, which it cannot where sites seal them for each other: start the "
+            "sites without a models key."
+        )
+    return key
+
+
 def refuse_telltales(uploads: Mapping[str, Any]) -> None:
     """What clients send beside their models is not exchanged."""
     if uploads:
@@ -48,21 +67,23 @@ def refuse_telltales(uploads: Mapping[str, Any]) -> None:
 
 
 class Exchange:
-    """Training and exchange in one round. `outcome` says what it came to and cost."""
+    """Training and exchange in one round. `outcome` says what it came to and cost.
 
-    def __init__(self, ask: Ask, run: str, round: int, plan: LayerExchange, travel: Travel) -> None:
+    Layers are sealed for a key of the server or, where sites have a models key, for that. Then what the server gets for
+    each model is the mean of all, and the models themselves go to the vault.
+    """
+
+    def __init__(self, ask: Ask, run: str, round: int, plan: LayerExchange, travel: Travel, vault: Vault) -> None:
         self._ask, self._run, self._round, self._plan, self._travel = ask, run, round, plan, travel
-        self._key = ServerKey()
+        self._vault = vault
+        self._key = None if vault.key else Opener()
+        self._public = bytes.fromhex(vault.key) if self._key is None else self._key.public
         self._layers = travelling(plan, travel)
         self.outcome = Outcome()
 
     def train(self, slots: Sequence[int], questions: Sequence[flower.Question]) -> Iterator[Parcel | flower.Silence]:
         """Answers to questions of the kind `train`, with models that have been recombined."""
-        key = {"server": Block.raw(self._key.public)}
-        asked = [
-            replace(q, kind="mix/train", header={**q.header, "attempt": 0, "slot": slot}, blocks={**q.blocks, **key})
-            for slot, q in zip(slots, questions, strict=True)
-        ]
+        asked = [self._asked(slot, question) for slot, question in zip(slots, questions, strict=True)]
         trained = dict(zip(slots, self._ask(asked), strict=True))
         clients = {slot: question.client for slot, question in zip(slots, questions, strict=True)}
         self._exchange({slot: parcel for slot, parcel in trained.items() if _is_hello(parcel)}, clients)
@@ -73,11 +94,35 @@ class Exchange:
             elif parcel.kind == "mix/idle":
                 yield Parcel("trained", parcel.header, {"row": question.blocks["row"]})
             elif slot in self.outcome.models:
-                yield Parcel("trained", parcel.header, {"row": self._row(self.outcome.models.pop(slot))})
+                yield Parcel("trained", parcel.header, {"row": self._shown(slot)})
             elif slot in self.outcome.lost:
                 yield flower.Silence(self.outcome.lost[slot])
             else:
                 yield flower.Silence(_refusal(parcel) or f"refused: it sent {parcel.kind[:40]!r}, not a hello")
+
+    def _asked(self, slot: int, question: flower.Question) -> flower.Question:
+        """The question of the kind `train` as it is put to a site that will exchange layers."""
+        header, blocks = {**question.header, "attempt": 0, "slot": slot}, dict(question.blocks)
+        blocks["opener"] = Block.raw(self._public)
+        sealed = self._vault.find(slot, blocks["row"])
+        if sealed is not None:
+            del blocks["row"]
+            blocks["model"] = Block.raw(sealed.content)
+            header |= {"sealed_round": sealed.session.round, "sealed_attempt": sealed.session.attempt}
+        return replace(question, kind="mix/train", header=header, blocks=blocks)
+
+    def _shown(self, slot: int) -> Block:
+        """What the server gets for a recombined model."""
+        outcome, model = self.outcome, self.outcome.models.pop(slot)
+        if self._key is not None:
+            return self._row(model)
+        assert outcome.session is not None, "there are models"
+        self._vault.bring(slot, b"".join(model), outcome.session, self._mean)
+        return self._mean
+
+    @cached_property
+    def _mean(self) -> Block:
+        return self._row(self.outcome.mean)
 
     def costs(self) -> dict[str, float]:
         """What the exchange took, beyond the models that go down; for the record of the round."""
@@ -106,7 +151,7 @@ class Exchange:
 
         width = self._travel.layout.dtype.itemsize
         sizes = tuple(width * sum(part.stop - part.start for part in columns) for columns in self._layers)
-        terms = Terms(sizes, self._plan.send_probability, self._plan.mixed, self._key.public)
+        terms = Terms(sizes, self._plan.send_probability, self._plan.mixed, self._public)
         relay = Relay(ask, self._run, self._round, terms, self._key)
         self.outcome = relay.exchange({slot: _note("mix/hello", parcel) for slot, parcel in hellos.items()})
 
@@ -116,15 +161,6 @@ class Exchange:
         for columns, layer in zip(self._layers, layers, strict=True):
             put(row, columns, layer)
         return self._travel.pack(row)
-
-
-def put(row: Tensor, columns: Sequence[slice], layer: bytes) -> None:
-    """Write one layer, as bytes, into a model."""
-    start = 0
-    for part in columns:
-        size = (part.stop - part.start) * row.element_size()
-        row[part] = torch.frombuffer(bytearray(layer[start : start + size]), dtype=row.dtype)
-        start += size
 
 
 def _is_hello(parcel: Parcel | flower.Silence) -> bool:

@@ -5,6 +5,8 @@ node's configuration says who the site is and whom it believes:
 
     key              its private key, the one its SuperNode has
     roster           a file with the public keys of all sites, by name
+    models-key       a private key that all sites have and the server has not; layers are then sealed for it, and the
+                     server gets no layer, only means
     fewest-sites     how many sites must take part, itself among them (3)
     exchange-draws   `private`: which layers go where is drawn where nobody can know it; `seeded`: it follows from the
                      run's seed, as in the other engines, and then the server can work it out
@@ -12,26 +14,27 @@ node's configuration says who the site is and whom it believes:
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, serve, travelling
-from fedloom.flower.sealed import KEY, Refusal, Terms
+from fedloom.flower.sealed import HPKE_OVERHEAD, KEY, Opener, Refusal, Session, Terms, cut
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, greets, handles
 from fedloom.flower.site import train as plain_train
+from fedloom.flower.tensors import pick, put
 from fedloom.methods.base import Server
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.request import check
+from fedloom.rows import Layout, Mean
 from fedloom.streams import Streams
 
 FEWEST = 3
@@ -39,7 +42,7 @@ FEWEST = 3
 MOST_TIMES = 3
 """How often a client trains for one round's exchange. A server that was restarted plays its last round again; one that
 only says so gets as many recombinations of the same layers, and no more."""
-STAGES = ("hello", "offer", "answer", "lock", "commit", "release")
+STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 
 
 @greets
@@ -48,7 +51,9 @@ def introduce(site: Site) -> dict[str, Any]:
     simulated = "partition-id" in site.node and "key" not in site.node
     try:
         identity, roster = _credentials(site.node)
-        return {"exchanges_as": roster.name_of(identity), "simulated": False}
+        models_key = _models_key(site.node)
+        seals_for = models_key and models_key.public.hex()
+        return {"exchanges_as": roster.name_of(identity), "simulated": False, "seals_for": seals_for}
     except InputError as error:  # it can still take part in everything else
         return {"exchanges_as": None, "simulated": simulated, "exchange_trouble": str(error)[:300]}
 
@@ -68,14 +73,17 @@ def train(site: Site, question: Parcel) -> Parcel:
     What is exchanged, and how, the site knows from the run itself: the server only says who is in which slot.
     """
     identity, roster = _credentials(site.node)
+    models_key = _models_key(site.node)
     plan, header = _plan(site, question), question.header
     if plan is None:
         raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
+    columns = travelling(plan, site.travel)
+    opener = _opener(question, models_key)
     times = site.memory.setdefault("exchanged", Counter())
     if times[_key(question)] == MOST_TIMES:
         raise Refused(f"it has trained for the exchange of round {header['round'] + 1} {MOST_TIMES} times already")
     try:
-        done = site.train(question)
+        done = site.train(_opened(site, question, models_key, columns))
     except StateLost as error:
         return question.reply("failed", {"reason": str(error), "state_lost": True})
     about = {"samples": done.samples, "loss": done.loss, "steps": done.steps}
@@ -87,10 +95,11 @@ def train(site: Site, question: Parcel) -> Parcel:
         raise FedloomError("its model is not finite")  # nobody else could refuse it once it is sealed
     site.stage(question, done)
     row, slot = done.row.cpu(), _slot(question)
-    layers = [pick(row, columns) for columns in travelling(plan, site.travel)]
-    terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, _server_key(question))
+    layers = [pick(row, parts) for parts in columns]
+    terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener)
     draws, fewest = _draws(site, header["round"], slot), _fewest(site.node)
-    sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest)
+    average = None if models_key is None else partial(_mean, site.layout, columns, models_key)
+    sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest, average)
     times[_key(question)] += 1
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
@@ -121,9 +130,38 @@ def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[s
     return question.reply(f"mix/{stage}", {**about, **answer.header}, blocks)
 
 
-def pick(row: Tensor, columns: list[slice]) -> bytes:
-    """One layer of a model, as bytes."""
-    return b"".join(row[part].contiguous().view(torch.uint8).numpy().tobytes() for part in columns)
+def _opened(site: Site, question: Parcel, models_key: Opener | None, columns: list[list[slice]]) -> Parcel:
+    """The question with the model in the clear, where it came sealed."""
+    block = question.blocks.get("model")
+    if block is None:
+        return question
+    if models_key is None:
+        raise Refused("the model in the question is sealed, and this site has no models key")
+    round, attempt = question.header.get("sealed_round"), question.header.get("sealed_attempt")
+    if type(round) is not int or type(attempt) is not int:
+        raise Refused("the question does not say when its model was sealed")
+    session, row = Session(question.header["run"], round, attempt), site.initial.clone()
+    width = row.element_size()
+    sizes = [HPKE_OVERHEAD + width * sum(part.stop - part.start for part in parts) for parts in columns]
+    layers = cut(bytes(block.data), sizes, "the model in the question")
+    for number, (parts, sealed) in enumerate(zip(columns, layers, strict=True)):
+        put(row, parts, models_key.open(sealed, session, number))
+    if not site.layout.is_finite(row):
+        raise Refused("the model in the question is not finite")
+    others = {name: block for name, block in question.blocks.items() if name != "model"}
+    return Parcel(question.kind, question.header, {**others, "row": site.travel.pack(row)})
+
+
+def _mean(
+    layout: Layout, columns: list[list[slice]], key: Opener, session: Session, number: int, sealed: Sequence[bytes]
+) -> bytes:
+    """The mean of one layer over models, by the arithmetic of a server that has them."""
+    mean, row = Mean(layout), torch.zeros_like(layout.empty())
+    for layer in sealed:
+        put(row, columns[number], key.open(layer, session, number))
+        mean.add(row)
+    mean.into(row)
+    return pick(row, columns[number])
 
 
 def _plan(site: Site, question: Parcel) -> LayerExchange | None:
@@ -176,8 +214,15 @@ def _slot(question: Parcel) -> int:
     return slot
 
 
-def _server_key(question: Parcel) -> bytes:
-    block = question.blocks.get("server")
+def _opener(question: Parcel, models_key: Opener | None) -> bytes:
+    """The public key to seal layers for. A site that has a models key seals for that and for nothing else."""
+    block = question.blocks.get("opener")
     if block is None or block.nbytes != KEY:
-        raise Refused("there is no key of the server in the question")
+        raise Refused("there is no key in the question to seal layers for")
+    if models_key is not None and bytes(block.data) != models_key.public:
+        raise Refused("it seals its layers for the sites' models key, and was asked to do so for another")
     return bytes(block.data)
+
+
+def _models_key(node: Mapping[str, Any]) -> Opener | None:
+    return Opener.read(Path(str(node["models-key"]))) if "models-key" in node else None

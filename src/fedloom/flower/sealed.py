@@ -9,8 +9,11 @@ Nothing here is a cipher of our own: X25519, HKDF-SHA256, ChaCha20-Poly1305, ECD
   the hash of everybody's hello. Two sites that were shown different hellos have different keys and understand nothing.
   Every message has its own number, which is its nonce, and names run, round, attempt, exchange, stage, sender and
   receiver as associated data. So a message opens at one place only: not twice, not later, not elsewhere, not reflected.
-- A `Board` holds all layers of one site, each sealed for the server (other sites pass layers on and do not read them)
-  and then locked with a key of its own (the server does not read them either). Whoever has the key owns the layer.
+- A `Board` holds all layers of one site, each sealed for an `Opener` and then locked with a key of its own. Whoever has
+  the key owns the layer.
+- An `Opener` is the key pair that layers are sealed for, and there are two kinds. The server's own, made for one round:
+  then other sites pass layers on and do not read them, and the server reads recombined models at the end. Or the models
+  key, a file that all sites have and the server has not: then the server never reads a layer.
 """
 
 import hashlib
@@ -19,15 +22,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, InputError, brief
 from fedloom.flower.identity import Identity, SiteKeys
 
 PURPOSE = "hello of a layer exchange, version 1"
@@ -92,13 +97,13 @@ class Terms:
     send_probability: float
     mixed: bool
     """Whether to exchange again while somebody is left with a model that one client trained."""
-    server: bytes
+    opener: bytes
     """The public key that layers are sealed for."""
 
     @cached_property
     def digest(self) -> bytes:
         return hashlib.sha256(
-            frame(len(self.sizes), *self.sizes, repr(float(self.send_probability)), int(self.mixed), self.server)
+            frame(len(self.sizes), *self.sizes, repr(float(self.send_probability)), int(self.mixed), self.opener)
         ).digest()
 
     @property
@@ -106,9 +111,14 @@ class Terms:
         return len(self.sizes)
 
     @property
+    def sealed_sizes(self) -> list[int]:
+        """Bytes of each layer in its seal."""
+        return [size + HPKE_OVERHEAD for size in self.sizes]
+
+    @property
     def locked_sizes(self) -> list[int]:
         """Bytes of each layer on a board."""
-        return [size + HPKE_OVERHEAD + TAG for size in self.sizes]
+        return [size + TAG for size in self.sealed_sizes]
 
 
 @dataclass(frozen=True)
@@ -228,23 +238,31 @@ class Board:
 
     @classmethod
     def of(cls, layers: Sequence[bytes], terms: Terms, session: Session, who: str) -> "Board":
-        server = X25519PublicKey.from_public_bytes(terms.server)
+        opener = X25519PublicKey.from_public_bytes(terms.opener)
         keys, parts = [], []
         for number, layer in enumerate(layers):
             key = secrets.token_bytes(KEY)
-            sealed = _SUITE.encrypt(layer, server, _layer(session, number))
+            sealed = _SUITE.encrypt(layer, opener, _layer(session, number))
             parts.append(ChaCha20Poly1305(key).encrypt(_ONCE, sealed, _owned(session, who, number)))
             keys.append(key)
         return cls(b"".join(parts), keys)
 
     @staticmethod
     def take(content: bytes, number: int, key: bytes, terms: Terms, session: Session, who: str) -> bytes:
-        """One layer of the board of `who`, still sealed for the server."""
-        start, end = list(pairwise(accumulate(terms.locked_sizes, initial=0)))[number]
+        """One layer of the board of `who`, still in its seal."""
         try:
-            return ChaCha20Poly1305(key).decrypt(_ONCE, content[start:end], _owned(session, who, number))
+            locked = cut(content, terms.locked_sizes, f"the board of {who}")[number]
+            return ChaCha20Poly1305(key).decrypt(_ONCE, locked, _owned(session, who, number))
         except InvalidTag:
             raise Refusal(f"layer {number} of {who} does not open with the key that was passed on.") from None
+
+
+def cut(content: bytes, sizes: Sequence[int], what: str) -> list[bytes]:
+    """Parts of these sizes that lie one after the other."""
+    ends = list(accumulate(sizes, initial=0))
+    if len(content) != ends[-1]:
+        raise Refusal(f"{what} has {len(content)} bytes, not {ends[-1]}.")
+    return [content[start:end] for start, end in pairwise(ends)]
 
 
 def digest(content: bytes) -> bytes:
@@ -263,23 +281,40 @@ def unlock(key: bytes, locked: bytes, session: Session, exchange: int, who: str)
         raise Refusal(f"the model of {who} does not open with the key that was released.") from None
 
 
-class ServerKey:
-    """The key pair that layers are sealed for; the server makes one for each round and forgets it afterwards."""
+class Opener:
+    """A key pair that layers are sealed for: a fresh one, or one that was given."""
 
-    def __init__(self) -> None:
-        self._private = X25519PrivateKey.generate()
+    def __init__(self, private: X25519PrivateKey | None = None) -> None:
+        self._private = private or X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
+
+    @classmethod
+    def read(cls, path: Path) -> "Opener":
+        """The sites' models key: an X25519 key as `openssl genpkey -algorithm X25519` writes it."""
+        try:
+            key = load_pem_private_key(path.read_bytes(), password=None)
+        except OSError as error:
+            raise InputError(f"cannot read the models key {path}: {error.strerror or error}.") from error
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise InputError(f"{path} is not a private key in PEM without a passphrase: {brief(error)}.") from error
+        if not isinstance(key, X25519PrivateKey):
+            raise InputError(f"the models key {path} is no X25519 key; `openssl genpkey -algorithm X25519` makes one.")
+        return cls(key)
+
+    def private_bytes(self) -> bytes:
+        """The key as a file for `read`."""
+        return self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
     def open(self, sealed: bytes, session: Session, number: int) -> bytes:
         try:
             return _SUITE.decrypt(sealed, self._private, _layer(session, number))
         except (InvalidTag, ValueError):
-            raise Refusal(f"layer {number} is not sealed for this server, this round and this place.") from None
+            raise Refusal(f"layer {number} is not sealed for this key, this round and this place.") from None
 
 
 def _layer(session: Session, number: int) -> bytes:
-    """What a layer's seal for the server is bound to. Not to whose it is: the server is not to know."""
-    return frame("a layer for the server", session.encode(), number)
+    """What a layer's seal is bound to. Not to whose it is: who opens it is not to know."""
+    return frame("a layer", session.encode(), number)
 
 
 def _owned(session: Session, who: str, number: int) -> bytes:

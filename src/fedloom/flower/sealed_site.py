@@ -12,6 +12,7 @@ One attempt, as a site sees it:
     lock      gets the others' answers, and their boards    gives its recombined model, under a key that it keeps
     commit    gets the others' word that theirs are locked  gives the others its key: from here there is no way back
     release   gets the others' keys                         gives the server all of them
+    mean      gets one layer of every model, still sealed   gives the mean of them, in the clear
 
     hello ---> offer ---> answer ---> lock ---> commit ---> release
       ^          |         | ^         |          |
@@ -23,6 +24,10 @@ still has: the next attempt begins with its own untouched layers, fresh keys and
 refuses every other attempt of the round, and any one site that is left can release all models. So the server gets all
 recombined models of one attempt, or none. Nor can it get two recombinations of the same layers and compare them: keys
 are released only after everybody has committed, and who has committed does not begin again.
+
+`mean` is for sites that have a models key, and may be asked of any of them. It is the mean over everybody who took
+part, of exactly those layers that they have handed over: with its word that its model is locked, each tells the others
+what is in it, by hashes. So nothing that the server could ask for, in any order, tells it more than that one mean.
 
 A stage is done once. The same question has the same answer again, word for word; another question at that stage is
 refused. A message that does not open, or does not fit, ends the attempt.
@@ -39,7 +44,6 @@ from torch import Tensor
 
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.sealed import (
-    HPKE_OVERHEAD,
     KEY,
     Board,
     Channel,
@@ -47,6 +51,7 @@ from fedloom.flower.sealed import (
     Refusal,
     Session,
     Terms,
+    cut,
     digest,
     frame,
     lock,
@@ -64,6 +69,9 @@ Sealed = dict[int, bytes]
 """A message for each other participant, or from each, by slot."""
 Draws = Callable[[int, int], Draw]
 """(attempt, exchange) -> where this site's choices come from."""
+Average = Callable[[Session, int, Sequence[bytes]], bytes]
+"""(session, which layer, that layer of every model, sealed) -> their mean, in the clear."""
+HASH = 32
 
 
 class Unpredictable:
@@ -111,6 +119,8 @@ class _Attempt:
     """Everybody's, from the first time that models are put together."""
     key: bytes = b""
     """What its recombined model is locked with."""
+    contents: dict[int, list[bytes]] = field(default_factory=dict)
+    """By slot: the hashes of the sealed layers in everybody's recombined model."""
     said: dict[tuple[str, int], tuple[bytes, object]] = field(default_factory=dict)
     """By stage and exchange: what was asked, hashed, and what was answered."""
     over: str = ""
@@ -120,7 +130,8 @@ class _Attempt:
 class SealedSite:
     """One model of one site in one round. The methods are the stages, in their order.
 
-    `fewest` is how many sites must take part at least, whatever the server says.
+    `fewest` is how many sites must take part at least, whatever the server says. `average` opens layers that are sealed
+    for the sites; without it they are sealed for the server, and this site has no means to compute one.
     """
 
     def __init__(
@@ -134,6 +145,7 @@ class SealedSite:
         terms: Terms,
         draws: Draws = unpredictable,
         fewest: int = 2,
+        average: Average | None = None,
     ) -> None:
         if [len(layer) for layer in layers] != list(terms.sizes):
             raise ValueError("the layers do not have the sizes that the terms say")
@@ -141,6 +153,7 @@ class SealedSite:
         self.who = f"{self.name}#{slot}"
         self.run, self.round, self.slot = run, round, slot
         self.layers, self.terms, self.draws, self.fewest = list(layers), terms, draws, fewest
+        self._average = average
         self.committed = False
         self._now: _Attempt | None = None
 
@@ -196,9 +209,11 @@ class SealedSite:
             except RuntimeError as error:
                 raise Refusal(f"the layers do not add up: {error}.") from None
             now.key = secrets.token_bytes(KEY)
-            locked = lock(now.key, self._model(now), now.hello.session, exchange, self.who)
-            words = {slot: channel.seal(exchange, "lock", self._whole(now)) for slot, channel in now.channels.items()}
-            return locked, words
+            layers = self._model(now)
+            now.contents = {self.slot: [digest(layer) for layer in layers]}
+            locked = lock(now.key, b"".join(layers), now.hello.session, exchange, self.who)
+            word = self._whole(now) + b"".join(now.contents[self.slot])
+            return locked, {slot: channel.seal(exchange, "lock", word) for slot, channel in now.channels.items()}
 
         asked = _flat(answers) + _flat({slot: digest(content) for slot, content in boards.items()})
         return self._once("lock", attempt, exchange, asked, "commit", work)
@@ -207,12 +222,14 @@ class SealedSite:
         """The key to this site's model for each of the others, or offers of one more exchange."""
 
         def work(now: _Attempt) -> Sealed | Again:
-            opened = self._opened(now, "lock", words, 1)
-            if self.terms.mixed and b"\1" in {self._whole(now), *opened.values()}:
+            opened = self._opened(now, "lock", words, 1 + HASH * self.terms.layers)
+            if self.terms.mixed and b"\1" in {self._whole(now), *(word[:1] for word in opened.values())}:
                 if exchange + 1 == MOST:
                     raise Refusal(f"after {MOST} exchanges there is still a model that one client trained.")
                 now.exchange, now.due = exchange + 1, "answer"
                 return Again(self._offers(now))
+            for slot, word in opened.items():
+                now.contents[slot] = cut(word[1:], [HASH] * self.terms.layers, f"the lock of slot {slot}")
             self.committed = True
             return {slot: channel.seal(exchange, "commit", now.key) for slot, channel in now.channels.items()}
 
@@ -225,6 +242,25 @@ class SealedSite:
             return {**self._opened(now, "commit", keys, KEY), self.slot: now.key}
 
         return self._once("release", attempt, exchange, _flat(keys), "nothing", work)
+
+    def mean(self, attempt: int, exchange: int, layers: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
+        """The mean of some layers over all models, in the clear; `layers` has them by number and slot, still sealed."""
+        now = self._now
+        if self._average is None:
+            raise Refusal(f"{self.who} has no key to open layers with.")
+        if now is None or now.hello.session.attempt != attempt or now.exchange != exchange or not self.committed:
+            raise Refusal(f"{self.who} has not committed itself in attempt {attempt} of round {self.round + 1}.")
+        for number, sealed in layers.items():
+            if number >= self.terms.layers or sealed.keys() != now.contents.keys():
+                raise Refusal(f"a mean of layer {number} would not be that of all who took part.")
+            for slot, layer in sealed.items():
+                if digest(layer) != now.contents[slot][number]:
+                    raise Refusal(f"layer {number} of slot {slot} is not what {now.hellos[slot].who} handed over.")
+        session = now.hello.session
+        return {
+            number: self._average(session, number, [sealed[slot] for slot in sorted(sealed)])
+            for number, sealed in layers.items()
+        }
 
     # What the stages are made of
 
@@ -321,23 +357,18 @@ class SealedSite:
                 raise Refusal(f"the board of {now.hellos[slot].who} is not the one that its hello names.")
         now.boards = {**boards, self.slot: now.board.content}
 
-    def _model(self, now: _Attempt) -> bytes:
-        """The layers that the deeds are for, each still sealed for the server."""
+    def _model(self, now: _Attempt) -> list[bytes]:
+        """The layers that the deeds are for, each still in its seal."""
         session = now.hello.session
         owners = [(number, _origin(deed), _key(deed)) for number, deed in enumerate(now.deeds)]
-        return b"".join(
+        return [
             Board.take(now.boards[owner], number, key, self.terms, session, now.hellos[owner].who)
             for number, owner, key in owners
-        )
+        ]
 
     def _whole(self, now: _Attempt) -> bytes:
         """Whether this site would upload just what one client trained, itself or another."""
         return bytes([is_whole(map(_origin, now.deeds))])
-
-
-def upload_size(terms: Terms) -> int:
-    """Bytes of a recombined model before it is locked."""
-    return sum(terms.sizes) + HPKE_OVERHEAD * terms.layers
 
 
 def _deed(slot: int, key: bytes) -> Tensor:

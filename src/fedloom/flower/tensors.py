@@ -41,6 +41,20 @@ def from_block(block: Block, dtype: torch.dtype, shape: tuple[int, ...], what: s
     return fill(torch.empty(shape, dtype=dtype), block, what)
 
 
+def pick(row: Tensor, columns: Sequence[slice]) -> bytes:
+    """One layer of a model, as bytes."""
+    return b"".join(row[part].contiguous().view(torch.uint8).numpy().tobytes() for part in columns)
+
+
+def put(row: Tensor, columns: Sequence[slice], layer: bytes) -> None:
+    """Write one layer, as bytes, into a model."""
+    start = 0
+    for part in columns:
+        size = (part.stop - part.start) * row.element_size()
+        row[part] = torch.frombuffer(bytearray(layer[start : start + size]), dtype=row.dtype)
+        start += size
+
+
 class Travel:
     """Which part of a model travels: all columns but those that stay with the clients."""
 
