@@ -2,22 +2,25 @@
 
 import json
 import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from fedloom.api import execute
-from fedloom.config import make_config
+from fedloom.config import Config, make_config
 from fedloom.exchange import Update
 from fedloom.experiment import build
 from fedloom.request import replace_config
 
 pytest.importorskip("flwr")
-from fedloom.flower.bridge import BridgeLink
-from fedloom.flower.loopback import _Loopback
 from fedloom.flower.tensors import pick
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
@@ -37,91 +40,124 @@ def memory_of(pid: int) -> bytes:
     return b"".join(found)
 
 
-def pieces(row: torch.Tensor, columns: list[list[slice]], sent: torch.Tensor) -> list[bytes]:
-    """Sixteen bytes from several places of each layer, with enough in them not to be met by chance.
+def among(memory: bytes, searched: set[bytes]) -> set[bytes]:
+    """Those of some pieces that are anywhere in a memory: all at once, for there is much of it."""
+    starts, goes_on = np.zeros(1 << 16, dtype=bool), np.zeros(1 << 16, dtype=bool)
+    for piece in searched:
+        starts[int.from_bytes(piece[:2], "little")] = goes_on[int.from_bytes(piece[2:4], "little")] = True
+    found = set()
+    for shift in (0, 1):
+        pairs = np.frombuffer(memory, dtype="<u2", offset=shift, count=(len(memory) - shift) // 2)
+        places = np.flatnonzero(starts[pairs[:-1]])
+        for place in places[goes_on[pairs[places + 1]]]:
+            start = shift + 2 * int(place)
+            found.add(memory[start : start + 16])
+    return found & searched
 
-    What training left as the server sent it is no secret: weights of a unit that never answers, say.
-    """
-    found = []
+
+def pieces(row: torch.Tensor, columns: list[list[slice]]) -> set[bytes]:
+    """Sixteen bytes from several places of each layer, with enough in them not to be met by chance."""
+    found = set()
     for parts in columns:
         content = pick(row, parts)
-        found += [content[at : at + 16] for at in range(0, len(content) - 16, max(16, len(content) // 4 // 4 * 4))]
-    known = sent.numpy().tobytes()
-    return [piece for piece in found if len(set(piece)) > 10 and piece not in known]
+        found |= {content[at : at + 16] for at in range(0, len(content) - 16, max(16, len(content) // 4 // 4 * 4))}
+    return {piece for piece in found if len(set(piece)) > 10}
 
 
-def trained_on_host(config: Any) -> tuple[dict[int, torch.Tensor], list[list[slice]], torch.Tensor]:
-    """What each client trains in the first round, how it is cut into layers, and what was sent to all."""
+def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
+    """By round and client: pieces of what it trains that nobody else has, nor had from the server in the first round.
+
+    Numbers that training leaves as they were, such as those of a dead unit, are in many models, and in their mean.
+    """
+    found: list[tuple[int, int, set[bytes]]] = []
     with build(replace_config(config, engine="plain")).engine_closed() as experiment:
         server: Any = experiment.rounds.parts.server
-        jobs = list(server.dispatch(0, server.select(0)))
-        rows = {}
-        for answer in experiment.engine.train(0, jobs):
-            assert isinstance(answer, Update)
-            rows[answer.client] = answer.row.clone()
-        return rows, server.layers, experiment.rounds.context.initial.clone()
+        known = experiment.rounds.context.initial.numpy().tobytes()
+        train = experiment.engine.train
+
+        def listen(round: int, jobs: Any) -> Any:
+            for answer in train(round, jobs):
+                assert isinstance(answer, Update)
+                found.append((round, answer.client, pieces(answer.row, server.layers)))
+                yield answer
+
+        experiment.engine.train = listen  # type: ignore[method-assign]
+        for round in range(config.rounds):
+            experiment.rounds.play(round)
+    times = Counter(piece for _, _, some in found for piece in some)
+    return [(round, client, {p for p in some if times[p] == 1 and p not in known}) for round, client, some in found]
+
+
+def site_processes(run: Path) -> list[int]:
+    """The processes in which this run's sites train."""
+    words = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    return [pid for pid, said in words.items() if "fedloom.flower.site_process" in said and str(run / "flower") in said]
+
+
+SERVER = """
+import json, sys
+from fedloom.api import Silent, execute
+from fedloom.config import Config, make_config
+
+class Waiting(Silent):
+    def record(self, record):
+        print(record["round"], flush=True)
+        sys.stdin.readline()
+
+done = execute(make_config(json.loads(sys.argv[1])), out=sys.argv[2], watcher=Waiting())
+print(done.summary["digest"], done.summary["lost"], flush=True)
+"""
+SITES = ("supernode", "site_process", "clientapp", "site-")
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="looks into the memory of processes as Linux shows it")
-def test_five_sites_exchange_and_what_passes_the_server_shows_no_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"method": "fedmr", "clients": 5, "per_round": 5, "rounds": 1, "seed": 3, "epochs": 1, "nodes": 5}
-    options = {"fedmr": {"secure": True, "mixed": True}}
-    config = make_config({**settings, "partition": "dirichlet:0.5", "options": options, "engine": "flower"})
-    rows, layers, sent = trained_on_host(config)
-    searched = {client: pieces(row, layers, sent) for client, row in rows.items()}
-    assert all(len(found) > 5 for found in searched.values())
-    out, received = tmp_path / "run", list[bytes]()
-    at_server: dict[int, bytes] = {}
-    at_sites: list[bytes] = []
-    receive, leave = BridgeLink.receive, _Loopback.__exit__
+def test_no_process_of_the_server_ever_has_a_layer_in_its_memory(tmp_path: Path) -> None:
+    """Five sites in three rounds, and a look into every process of the server after each of them."""
+    settings = {
+        "method": "fedmr", "clients": 5, "per_round": 5, "rounds": 3, "seed": 3, "epochs": 1, "nodes": 5,
+        "partition": "dirichlet:0.5", "options": {"fedmr": {"secure": True, "mixed": True}}, "engine": "flower",
+    }  # fmt: skip
+    config = make_config(settings)
+    searched = trained_on_host(config)
+    assert len(searched) == 15
+    assert all(len(found) > 5 for _, _, found in searched)
+    secret = set.union(*(found for _, _, found in searched))
+    out, processes, at_sites = tmp_path / "run", set[str](), list[bytes]()
+    command = [sys.executable, "-c", SERVER, json.dumps(settings), str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for line in server.stdout:
+            if not line.strip().isdigit():
+                digest, lost = line.split()
+                break
+            for member in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess, FileNotFoundError, PermissionError):
+                    words = " ".join(member.cmdline())
+                    if not any(name in words for name in SITES):
+                        processes.add(words[:200])
+                        assert not among(memory_of(member.pid), secret), f"a layer is in the memory of {words[:80]}"
+            if line.strip() == "3":
+                at_sites = [memory_of(pid) for pid in site_processes(out)]
+            server.stdin.write("\n")
+            server.stdin.flush()
+    assert lost == "0"
+    assert len(processes) >= 3, "the server itself, the SuperLink and what it started"
+    # The search finds what is there: a site's process has what its client trained.
+    assert len(at_sites) == 5
+    held = [among(memory, secret) for memory in at_sites]
+    for round, client, found in searched:
+        if round == 2:
+            assert any(found <= some for some in held), f"client {client}"
 
-    def listen(link: BridgeLink, tickets: Any) -> Any:
-        answers = receive(link, tickets)
-        for answer in answers:
-            if answer.parcel is not None:
-                received.append(repr(dict(answer.parcel.header)).encode())
-                received.extend(bytes(block.data) for block in answer.parcel.blocks.values())
-        return answers
-
-    def look_first(started: _Loopback, *error: object) -> None:
-        for name, process in started._processes.items():
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            for member in family:
-                if not name.startswith("site-"):
-                    at_server[member.pid] = memory_of(member.pid)
-        for process in psutil.process_iter(["cmdline"]):
-            words = " ".join(process.info["cmdline"] or ())
-            if "fedloom.flower.site_process" in words and str(out / "flower" / "site-0") in words:
-                at_sites.append(memory_of(process.pid))
-        leave(started, *error)
-
-    monkeypatch.setattr(BridgeLink, "receive", listen)
-    monkeypatch.setattr(_Loopback, "__exit__", look_first)
-    finished = execute(config, out=out)
-    assert finished.summary["lost"] == 0
-
-    # The same bits as without any network.
+    # What it kept and what it said hold no layer either, and the result has the bits of a run without any network.
+    files = [path for path in out.rglob("*") if path.is_file() and "site-" not in str(path.relative_to(out).parent)]
+    kept = b"".join(path.read_bytes() for path in files)
+    assert {path.suffix for path in files} >= {".log", ".safetensors", ".jsonl"}
+    assert not among(kept, secret)
     host = execute(replace_config(config, engine="plain"), out=tmp_path / "host")
-    assert finished.summary["digest"] == host.summary["digest"]
-
-    # What came to the server, what the SuperLink has in memory and what is in the logs: no piece of any layer. (At last
-    # the server opens the recombined models, whose layers it then has without being told whose they are.)
-    logs = b"".join(path.read_bytes() for path in (out / "flower").glob("*.log"))
-    places = {"received": b"".join(received), "logs": logs, **{f"process {k}": v for k, v in at_server.items()}}
-    assert len(places["received"]) > 2 * 5 * rows[0].nbytes
-    assert len(at_server) >= 2, "the SuperLink and what it started"
-    for where, content in places.items():
-        for client, found in searched.items():
-            assert not [piece for piece in found if piece in content], f"a layer of client {client} in {where}"
-    # The search finds what is there: the first site's process has what its client trained.
-    assert any(all(piece in content for piece in searched[0][::4]) for content in at_sites)
-
-    record = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    costs = record["diagnostics"]
+    assert digest == host.summary["digest"]
+    costs = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["diagnostics"]
     assert costs["engine.exchange_attempts"] == 1
-    assert costs["engine.exchange_bytes_up"] > 2 * 5 * rows[0].nbytes
-    # No model that the server keeps is what one client trained.
-    models = b"".join(path.read_bytes() for path in out.rglob("*.safetensors"))
-    assert not [client for client, row in rows.items() if row.numpy().tobytes() in models]
+    size = build(replace_config(config, engine="plain")).layout.nbytes
+    assert costs["engine.exchange_bytes_up"] > (2 * 5 + 1) * size, "a board and a model from each, and a mean"
