@@ -271,10 +271,86 @@ def test_questions_that_are_not_right(
     asked: tuple[Site, Parcel], change: Callable[[Parcel], Parcel], words: str
 ) -> None:
     site, question = asked
-    answer = site.answer(change(question))
+    later = replace(question, header={**question.header, "round": 6})  # it has committed itself in the rounds before
+    answer = site.answer(change(later))
     assert answer.kind == "failed"
     assert words in answer.header["reason"]
-    assert site.answer(question).kind == "mix/hello", "and then the right one"
+    again = replace(question, header={**question.header, "round": 6})
+    assert site.answer(again).kind == "mix/hello", "and then the right one"
+
+
+def other_row(question: Parcel, certificates: Path, tmp_path: Path, away: float) -> Parcel:
+    """A question with the initial model, moved by so much, in place of a sealed one."""
+    (tmp_path / "third").mkdir()
+    site = make_sites(run_of(clients=3, per_round=3), tmp_path / "third", nodes(certificates, 3))[100]
+    site.build()
+    row = site.initial.clone()
+    row[: site.layout.trainable] += away
+    blocks = {name: one for name, one in question.blocks.items() if name != "model"}
+    return replace(question, blocks={**blocks, "row": site.travel.pack(row)})
+
+
+@pytest.mark.parametrize(("away", "kind"), [(0.0, "mix/hello"), (1e-7, "mix/hello"), (0.01, "failed")])
+def test_a_site_trains_no_model_of_the_server_s_own_making(
+    asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path, away: float, kind: str
+) -> None:
+    """Or the server might send all others a model that nobody learns anything from, and have the mean to itself."""
+    site, question = asked
+    changed = other_row(question, certificates, tmp_path, away)
+    later = replace(changed, header={**changed.header, "round": 7})
+    answer = site.answer(later)
+    assert answer.kind == kind
+    if kind == "failed":
+        words = "the model in the question is neither sealed nor the one that this run begins with"
+        assert words in answer.header["reason"]
+
+
+def test_after_rounds_in_the_open_it_takes_what_the_server_has_made(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3, rounds=2, options={"fedmr": {"secure": True, "first_stage": 1}})
+    finished, _ = federate(config, certificates, tmp_path, **key_of(certificates))
+    assert finished.summary["lost"] == 0
+
+
+# A server that is started again
+
+
+def test_a_server_that_dies_after_its_sites_have_committed_gets_what_it_had(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody trains anew, and the run has the bits that it would have had."""
+    config, out = run_of(rounds=3), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
+
+    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        if (question.kind, question.header["round"]) == ("mix/mean", 1):
+            raise KeyboardInterrupt
+        return answer
+
+    link.meddle = die
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle, trained = None, recorded(monkeypatch)
+    finished = resume(out, sites=reach(link, config, out))
+    assert finished.summary["lost"] == 0
+    assert sorted({round for round, _, _ in trained}) == [2]
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    first = site.answer(question)
+    assert first.kind == "mix/hello"
+    assert site.answer(replace(question, header={**question.header, "nonce": "0" * 32})).blocks == first.blocks
+    elsewhere = (question.header["slot"] + 1) % 3
+    for change in ({"slot": elsewhere}, {"sealed_round": 0, "sealed_attempt": 1}, {"accepted": "1" * 32}):
+        answer = site.answer(replace(question, header={**question.header, **change}))
+        assert "it has committed itself in round 2, and does so once" in answer.header["reason"]
+    # Not even after it was asked about other rounds, of which it remembers the last alone.
+    later = replace(question, header={**question.header, "round": 5})
+    assert site.answer(later).kind == "mix/hello"
+    for round in (0, 1):
+        answer = site.answer(replace(question, header={**question.header, "round": round}))
+        assert f"it has committed itself in round {round + 1}, and does so once" in answer.header["reason"]
 
 
 def test_a_site_without_the_key_says_so(asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path) -> None:

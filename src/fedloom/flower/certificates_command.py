@@ -39,7 +39,9 @@ def certificates(
     )
     print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without an end")
     print(f"{folder / 'roster.pub'}: all public keys, by which sites know each other")
-    print(f"{folder / 'models.key'}: a key for all sites and not for the server, so that it sees no layer (fedmr.secure)")
+    print(
+        f"{folder / 'models.key'}: a key for all sites but not for the server, which then sees no layer (fedmr.secure)"
+    )
     print(
         "They are for trying out: whoever has this folder can be the server and every site. In earnest each site makes"
     )

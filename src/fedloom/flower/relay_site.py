@@ -12,9 +12,12 @@ node's configuration says who the site is and whom it believes:
                      run's seed, as in the other engines, and then the server can work it out
 """
 
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,9 @@ from fedloom.exchange import LayerExchange
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, serve, travelling
-from fedloom.flower.sealed import HPKE_OVERHEAD, KEY, Opener, Refusal, Session, Terms, cut
+from fedloom.flower.sealed import HPKE_OVERHEAD, KEY, Opener, Refusal, Session, Terms, cut, frame
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
-from fedloom.flower.site import Site, StateLost, greets, handles
+from fedloom.flower.site import Site, StateLost, Trained, greets, handles
 from fedloom.flower.site import train as plain_train
 from fedloom.flower.tensors import pick, put
 from fedloom.methods.base import Server
@@ -79,6 +82,8 @@ def train(site: Site, question: Parcel) -> Parcel:
         raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
     columns = travelling(plan, site.travel)
     opener = _opener(question, models_key)
+    if models_key is not None and (again := _said_before(site, question)) is not None:
+        return again
     times = site.memory.setdefault("exchanged", Counter())
     if times[_key(question)] == MOST_TIMES:
         raise Refused(f"it has trained for the exchange of round {header['round'] + 1} {MOST_TIMES} times already")
@@ -86,9 +91,8 @@ def train(site: Site, question: Parcel) -> Parcel:
         done = site.train(_opened(site, question, models_key, columns))
     except StateLost as error:
         return question.reply("failed", {"reason": str(error), "state_lost": True})
-    about = {"samples": done.samples, "loss": done.loss, "steps": done.steps}
     if not done.samples:
-        return question.reply("mix/idle", about)
+        return question.reply("mix/idle", _about(done))
     if done.uploads:
         raise Refused("what travels beside a model would tell what was trained")
     if not site.layout.is_finite(done.row):
@@ -103,16 +107,54 @@ def train(site: Site, question: Parcel) -> Parcel:
     times[_key(question)] += 1
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
-        del ours[old]
-    ours[_key(question)] = sealed
-    return _answered(question, "hello", sealed, about)
+        if ours.pop(old).sealed.committed:
+            site.memory.setdefault("committed", set()).add(old)
+    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question))
+    return _answered(question, "hello", sealed, _about(done))
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An exchange that a client has begun."""
+
+    sealed: SealedSite
+    done: Trained
+    asked: str
+    """A hash of what it was asked to train."""
+
+
+def _said_before(site: Site, question: Parcel) -> Parcel | None:
+    """The same answer as before, where this client has committed itself in this round.
+
+    Two means of one round, over other sites or from other models, could be subtracted from each other. So a client
+    commits itself once in a round, and a server that begins its round anew, after its restart, gets what it had.
+    """
+    begun = site.memory.get("exchanges", {}).get(_key(question))
+    if begun is None or not begun.sealed.committed:
+        if _key(question) not in site.memory.get("committed", ()):
+            return None
+    elif begun.asked == _fingerprint(question):
+        site.stage(question, begun.done)
+        return _answered(question, "hello", begun.sealed, _about(begun.done))
+    raise Refused(f"it has committed itself in round {question.header['round'] + 1}, and does so once")
+
+
+def _about(done: Trained) -> dict[str, Any]:
+    return {"samples": done.samples, "loss": done.loss, "steps": done.steps}
+
+
+def _fingerprint(question: Parcel) -> str:
+    """Of what is to be trained, and from what."""
+    header = {name: value for name, value in question.header.items() if name != "nonce"}
+    content = [part for name, block in sorted(question.blocks.items()) for part in (name.encode(), bytes(block.data))]
+    return hashlib.sha256(frame(json.dumps(header, sort_keys=True), *content)).hexdigest()
 
 
 def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
-    sealed = site.memory.get("exchanges", {}).get(_key(question))
-    if sealed is None or sealed.slot != _slot(question):
+    begun = site.memory.get("exchanges", {}).get(_key(question))
+    if begun is None or begun.sealed.slot != _slot(question):
         raise Refused(f"it has no model of round {question.header['round'] + 1} to exchange layers of")
-    return _answered(question, stage, sealed, {})
+    return _answered(question, stage, begun.sealed, {})
 
 
 for _name in STAGES:
@@ -131,9 +173,15 @@ def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[s
 
 
 def _opened(site: Site, question: Parcel, models_key: Opener | None, columns: list[list[slice]]) -> Parcel:
-    """The question with the model in the clear, where it came sealed."""
+    """The question with its model in the clear.
+
+    Where there is a models key it must be one that sites have sealed, or the initial one. From a model of the server's
+    own making a client might learn nothing, or nothing but what the server wants to know.
+    """
     block = question.blocks.get("model")
     if block is None:
+        if models_key is not None:
+            _check_initial(site, question)
         return question
     if models_key is None:
         raise Refused("the model in the question is sealed, and this site has no models key")
@@ -152,6 +200,16 @@ def _opened(site: Site, question: Parcel, models_key: Opener | None, columns: li
     return Parcel(question.kind, question.header, {**others, "row": site.travel.pack(row)})
 
 
+def _check_initial(site: Site, question: Parcel) -> None:
+    if _plan_of(site, 0) is None:
+        return  # in the rounds before the first exchange the server made the models
+    if "row" not in question.blocks:
+        raise Refused("there is no model in the question")
+    row = site.travel.unpack(question.blocks["row"], site.initial.clone(), "the model")
+    if not torch.allclose(row, site.initial, rtol=1e-3, atol=1e-5):  # another machine may round differently
+        raise Refused("the model in the question is neither sealed nor the one that this run begins with")
+
+
 def _mean(
     layout: Layout, columns: list[list[slice]], key: Opener, session: Session, number: int, sealed: Sequence[bytes]
 ) -> bytes:
@@ -165,13 +223,18 @@ def _mean(
 
 
 def _plan(site: Site, question: Parcel) -> LayerExchange | None:
-    """What this run's clients exchange in a round, by the site's own copy of its configuration."""
+    """What this run's clients exchange in this round."""
+    return _plan_of(site, question.header["round"])
+
+
+def _plan_of(site: Site, round: int) -> LayerExchange | None:
+    """What they exchange in a round, by the site's own copy of the run's configuration."""
     site.build()
     run = check(site.config)
     owner = run.owner("server")
     assert owner is not None, "every run has a server"
     server: type[Server[Any]] = run.part_class("server")
-    return server.layer_exchange(site.layout, run.options[owner.name], question.header["round"])
+    return server.layer_exchange(site.layout, run.options[owner.name], round)
 
 
 def _key(question: Parcel) -> tuple[str, int, int]:
