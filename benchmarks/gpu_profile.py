@@ -4,6 +4,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,24 +59,39 @@ def profiled(device: str, work: Callable[..., object], *given: Any) -> list[tupl
 
 
 def busy_share(spans: list[tuple[int, int, str]], wall: float) -> dict[str, Any]:
-    """How much of the time at least one kernel runs, how many do at once, and which take longest."""
-    busy, end = 0, 0
+    """How much of the time at least one kernel runs, how many do at once, which take longest, and when none does."""
+    begin, end, gaps = spans[0][0], spans[0][0], list[tuple[int, int]]()
     for low, high, _ in spans:
-        busy, end = busy + max(0, high - max(low, end)), max(end, high)
-    total, length = sum(high - low for low, high, _ in spans), end - spans[0][0]
+        if low > end:
+            gaps.append((end, low))
+        end = max(end, high)
+    total, length, idle = sum(high - low for low, high, _ in spans), end - begin, sum(b - a for a, b in gaps)
     longest = Counter[str]()
     for low, high, name in spans:
         longest[name[:80]] += high - low
     return {
         "ms of the round": round(1000 * wall, 1),
         "ms in the profile": round(length / 1e6, 1),
-        "busy": round(busy / length, 4),
+        "busy": round(1 - idle / length, 4),
+        "busy, by tenths of the round": [
+            round(1 - _inside(gaps, begin + n * length / 10, begin + (n + 1) * length / 10) / (length / 10), 2)
+            for n in range(10)
+        ],
+        "idle, by the length of the gap": {
+            f"{low:g} to {high:g} us": round(sum(b - a for a, b in gaps if low <= (b - a) / 1000 < high) / length, 4)
+            for low, high in pairwise((0, 2, 10, 100, 1e6))
+        },
         "ms that kernels take in all": round(total / 1e6, 1),
         "kernels": len(spans),
-        "kernels at once, while there is one": round(total / busy, 2),
+        "kernels at once, while there is one": round(total / (length - idle), 2),
         "microseconds of a kernel": round(total / len(spans) / 1000, 2),
         "longest": {name: round(ns / total, 3) for name, ns in longest.most_common(6)},
     }
+
+
+def _inside(gaps: list[tuple[int, int]], low: float, high: float) -> float:
+    """How much of a stretch of time is in gaps."""
+    return sum(max(0.0, min(b, high) - max(a, low)) for a, b in gaps)
 
 
 def floors(
