@@ -96,7 +96,7 @@ def supernode(
     models_key: Annotated[
         Path | None,
         typer.Option(
-            help="a private key that all sites have and the server has not: with it, fedmr.secure shows no layer"
+            help="a key that all sites have and the server has not; with it fedmr.secure shows the server no layer"
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(help='what site_data.py finds as node["data"], such as a path')] = None,

@@ -234,6 +234,22 @@ def test_with_certificates_nodes_are_authenticated(tmp_path: Path) -> None:
         commands.superlink(tmp_path / "nowhere", "0.0.0.0", 8000)
 
 
+@pytest.mark.parametrize("name", ["roster", "models-key"])
+def test_files_that_a_site_needs_are_looked_for_at_once(tmp_path: Path, name: str) -> None:
+    node = {name: str(tmp_path / "file")}
+    with pytest.raises(InputError, match=r"there is no file .*file\."):
+        commands.supernode("localhost:8000", node)
+    (tmp_path / "file").write_text("")
+    assert f'{name}="{tmp_path / "file"}"' in commands.supernode("localhost:8000", node)[-1]
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_app_says_what_the_exchange_of_layers_needs(tmp_path: Path, secure: bool) -> None:
+    write_app(tmp_path / "app", make_run(method="fedmr", options={"fedmr": {"secure": secure}}))
+    said = (tmp_path / "app" / "README.md").read_text()
+    assert ("--roster roster.pub --models-key models.key" in said) == secure
+
+
 def test_flower_is_told_to_keep_to_itself(tmp_path: Path) -> None:
     environ = commands.environment(tmp_path)
     assert environ["FLWR_TELEMETRY_ENABLED"] == "0"

@@ -56,6 +56,9 @@ def supernode(
     else:
         words += ["--root-certificates", str(_there(ca)), "--auth-supernode-private-key", str(_there(key))]
         node = {**node, "key": str(key.absolute())}
+    for name in ("roster", "models-key"):
+        if name in node:
+            _there(Path(str(node[name])))
     # What the SuperNode and the processes of its app tell each other does not leave this machine.
     return [*words, "--host", "127.0.0.1", "--port", str(port), "--node-config", node_config(node)]
 

@@ -110,6 +110,17 @@ def project(config: Config, settings: dict[str, Any]) -> str:
     return to_toml(about)
 
 
+def _exchange(config: Config) -> str:
+    """What else a site is started with where clients exchange layers."""
+    if not config.options.get("fedmr", {}).get("secure"):
+        return ""
+    return """ \\
+        --roster roster.pub --models-key models.key
+
+`roster.pub` and `models.key` are for the exchange of layers. The server must not have `models.key`: with it the sites
+seal the models that pass it, and it gets their mean alone. Without, it opens recombined models after each round."""
+
+
 def readme(folder: Path, config: Config) -> str:
     """How to run the app."""
     name, clients = folder.absolute().name, config.clients
@@ -145,7 +156,7 @@ At the server, with this in its `~/.flwr/config.toml`:
 
 At each site:
 
-    fedloom flower supernode SERVER:8000 --ca ca.crt --key site-0 --client 0 --folder ~/fedloom-site
+    fedloom flower supernode SERVER:8000 --ca ca.crt --key site-0 --client 0 --folder ~/fedloom-site{_exchange(config)}
 
 And at the server:
 
