@@ -1,6 +1,6 @@
 """Whole experiments of the papers on a GPU, one after the other as far as the time goes.
 
-    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--runs FOLDER] [--results FOLDER]
+    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--runs DIR] [--results DIR]
 
 They are listed in benchmarks/experiments.toml, the most telling first. Each is a comparison (`fedloom compare`) whose
 runs share the GPU; accuracy curves go into small JSON files, refreshed while runs are under way, with the paper's
@@ -16,7 +16,9 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from curves import collected
@@ -31,6 +33,7 @@ REFRESH = 30.0
 """Seconds between two writings of results while runs are under way."""
 LEAST = 40.0
 """Seconds below which nothing new is begun."""
+_writing = Lock()
 
 
 def listed() -> list[dict[str, Any]]:
@@ -69,10 +72,11 @@ class Page:
             **found,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        entries = {**self._entries(), self._experiment["name"]: entry}
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(entries, indent=1) + "\n")
-        part.replace(self._path)
+        with _writing:
+            entries = {**self._entries(), self._experiment["name"]: entry}
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(entries, indent=1) + "\n")
+            part.replace(self._path)
 
 
 class Deadline(Silent):
@@ -170,19 +174,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="how many, instead of the experiment's own number")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
     parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--together", action="store_true", help="all at the same time, where each has a GPU's part")
     parser.add_argument("--tiny", action="store_true", help="to try them out")
     options = parser.parse_args()
     unknown = set(options.names) - {e["name"] for e in known}
     if unknown:
         parser.error(f"there is no experiment {min(unknown)!r}")
     end = time.monotonic() + 60 * options.minutes
-    for experiment in known:
-        if options.names and experiment["name"] not in options.names:
-            continue
+    chosen = [experiment for experiment in known if not options.names or experiment["name"] in options.names]
+
+    def one(experiment: dict[str, Any]) -> None:
         left = end - time.monotonic()
         if left < LEAST:
             print(f"{experiment['name']}: no time left", flush=True)
-            continue
+            return
         if options.seeds:
             experiment["seeds"] = options.seeds
         print(f"{experiment['name']}, {left / 60:.1f} minutes left", flush=True)
@@ -192,6 +197,9 @@ def main() -> None:
         except InputError as error:  # data that are not there, say: others may be
             ended = str(error)
         print(f"{experiment['name']}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(len(chosen) if options.together else 1) as pool:
+        list(pool.map(one, chosen))
 
 
 if __name__ == "__main__":
