@@ -29,7 +29,7 @@ from fedloom.config import make_config
 from fedloom.experiment import build
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.relay import Note, Relay, serve
-from fedloom.flower.sealed import Opener, Session, Terms
+from fedloom.flower.sealed import ModelsKey, Opener, Session, Terms
 from fedloom.flower.sealed_site import SealedSite
 from fedloom.methods.recombination import MOST, is_whole, recombine
 from fedloom.models import build as build_model
@@ -49,7 +49,7 @@ def sealed(clients: int, sizes: tuple[int, ...], for_sites: bool) -> dict[str, A
     """One exchange: bytes of one client, and processor time of one site and of the server."""
     identities = [Identity.new() for _ in range(clients)]
     roster = SiteKeys.parse("".join(one.public_line(f"site-{k}") for k, one in enumerate(identities)))
-    key = Opener()
+    key: Opener | ModelsKey = ModelsKey() if for_sites else Opener()
     terms = Terms(sizes, 0.5, False, key.public)
     layers = [np.random.default_rng(0).normal(size=size // 4).astype(np.float32).tobytes() for size in sizes]
     spent = 0.0
@@ -65,11 +65,12 @@ def sealed(clients: int, sizes: tuple[int, ...], for_sites: bool) -> dict[str, A
         spent += time.process_time() - start
         return answers
 
+    hidden: dict[str, Any] = {"seal": key.seal, "average": average} if isinstance(key, ModelsKey) else {}
     sites = {
-        k: SealedSite(identity, roster, RUN, 0, k, layers, terms, fewest=2, average=average if for_sites else None)
+        k: SealedSite(identity, roster, RUN, 0, k, layers, terms, fewest=2, **hidden)
         for k, identity in enumerate(identities)
     }
-    relay = Relay(ask, RUN, 0, terms, None if for_sites else key)  # type: ignore[arg-type]  # everybody answers
+    relay = Relay(ask, RUN, 0, terms, key if isinstance(key, Opener) else None)  # type: ignore[arg-type]  # everybody answers
     begin = time.process_time()
     outcome = relay.exchange(ask("hello", {k: Note({"attempt": 0}) for k in sites}))
     total = time.process_time() - begin

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake import FakeLink, make_run, make_sites, reach
 
-from fedloom.api import execute
+from fedloom.api import Silent, execute
 from fedloom.config import Config
 from fedloom.flower.parcel import Parcel
 from fedloom.flower.site import Site, Trained
@@ -67,3 +67,19 @@ def pieces(row: torch.Tensor, columns: list[list[slice]]) -> list[bytes]:
         content = pick(row, parts)
         found += [content[at : at + 16] for at in range(0, len(content) - 16, max(16, len(content) // 8 // 4 * 4))]
     return [piece for piece in found if len(set(piece)) > 8]
+
+
+class Two(Silent):
+    """Stops after two rounds."""
+
+    rounds = 0
+
+    def record(self, record: Any) -> None:
+        self.rounds = record["round"]
+
+    def wants_stop(self) -> bool:
+        return self.rounds >= 1  # the next one is under way by then
+
+
+def key_of(certificates: Path) -> dict[str, str]:
+    return {"models-key": str(certificates / "models.key")}

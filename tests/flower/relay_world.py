@@ -9,7 +9,7 @@ import torch
 
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, serve
-from fedloom.flower.sealed import Opener, Refusal, Session, Terms
+from fedloom.flower.sealed import ModelsKey, Opener, Refusal, Session, Terms
 from fedloom.flower.sealed_site import SealedSite
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
@@ -51,7 +51,7 @@ class World:
         draws: Callable[[int], Callable[[int, int], Draw]] | None = None,
         hidden: bool = False,
     ) -> None:
-        self.key, self.hidden = Opener(), hidden
+        self.key: Opener | ModelsKey = ModelsKey() if hidden else Opener()
         self.terms = Terms(sizes, chance, mixed, self.key.public)
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
@@ -66,6 +66,7 @@ class World:
                 self.terms,
                 (draws or self.seeded)(slot),
                 fewest,
+                self.key.seal if isinstance(self.key, ModelsKey) else None,
                 self.average if hidden else None,
             )
             for slot in range(count)
@@ -108,7 +109,8 @@ class World:
         return answer
 
     def run(self) -> Outcome:
-        self.relay = Relay(self.ask, RUN, self.round, self.terms, None if self.hidden else self.key)
+        key = self.key if isinstance(self.key, Opener) else None
+        self.relay = Relay(self.ask, RUN, self.round, self.terms, key)
         greetings = self.ask("hello", {slot: Note({"attempt": 0}) for slot in self.sites})
         return self.relay.exchange(greetings)
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedloom.errors import InputError
 from fedloom.flower.certificates import DAYS, make, node_names
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.sealed import Opener
+from fedloom.flower.sealed import ModelsKey, Session
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,19 @@ def test_node_keys_are_what_supernodes_want(made: Path) -> None:
 
 
 def test_the_models_key_is_one_that_a_site_can_open_layers_with(made: Path) -> None:
-    key = Opener.read(made / "models.key")
-    assert Opener.read(made / "models.key").public == key.public
-    assert Opener().public != key.public
+    key = ModelsKey.read(made / "models.key")
+    sealed = key.seal(b"a layer", Session("ab" * 16, 0), 3)
+    assert ModelsKey.read(made / "models.key").open(sealed, Session("ab" * 16, 0), 3) == b"a layer"
+    assert ModelsKey().public != key.public
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "is not a private key in PEM"),
-        (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "is not a private key in PEM"),
-        ("server.key", "is no X25519 key; `openssl genpkey -algorithm X25519` makes one"),
+        (b"", "must be 64 hexadecimal digits; `openssl rand -hex 32` makes one"),
+        (b"ab" * 31 + b"a\n", "must be 64 hexadecimal digits"),
+        (b"xy" * 32, "must be 64 hexadecimal digits"),
+        ("server.key", "must be 64 hexadecimal digits"),
         (None, "cannot read the models key"),
     ],
 )
@@ -69,7 +71,7 @@ def test_other_files_are_no_models_key(made: Path, tmp_path: Path, content: byte
     if isinstance(content, bytes):
         path.write_bytes(content)
     with pytest.raises(InputError, match=words):
-        Opener.read(path)
+        ModelsKey.read(path)
 
 
 def test_the_roster_names_all_of_them(made: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relay_world import Gone, World, assert_all_or_nothing, in_process, mean_of, opened, traces
 
 from fedloom.flower.relay import Note, Outcome, Silence
-from fedloom.flower.sealed import Opener, Refusal
+from fedloom.flower.sealed import ModelsKey, Refusal
 
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 SEEDS = st.integers(0, 2**32 - 1)
@@ -39,6 +39,17 @@ def test_models_are_those_of_the_exchange_in_one_process_and_the_mean_is_theirs(
     for number, mean in enumerate(outcome.mean):
         trained = np.stack([np.frombuffer(layers[number], np.float32) for layers in world.layers.values()])
         np.testing.assert_allclose(np.frombuffer(mean, np.float32), trained.mean(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_mean_is_of_what_is_handed_over_after_the_last_of_several_exchanges(seed: int) -> None:
+    """Half of all models of two layers are whole after one exchange, so these worlds exchange again."""
+    world = World(4, (32, 64), seed, mixed=True, hidden=True)
+    outcome = world.run()
+    assert outcome.exchanges > 1
+    assert not outcome.lost
+    assert opened(world, outcome) == in_process(world, [0, 1, 2, 3])
+    assert outcome.mean == means(world, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -225,13 +236,32 @@ def test_a_layer_that_was_changed_after_it_was_sealed_spoils_the_round_and_nothi
     assert "is not sealed for this key, this round and this place" in outcome.lost[0]
 
 
+def test_a_layer_that_is_handed_over_twice_is_seen_by_its_seal() -> None:
+    world = World(3, (32, 32), hidden=True)
+    boards: dict[int, list[bytes]] = {}
+    for slot in (0, 1):
+        model = world.sites[slot]._model
+
+        def same(now: object, slot: int = slot, model: Callable[..., list[bytes]] = model) -> list[bytes]:
+            boards[slot] = model(now)
+            return [boards[0][0], boards[slot][1]]
+
+        world.sites[slot]._model = same  # type: ignore[method-assign]
+    outcome = world.run()
+    assert not outcome.models
+    assert not outcome.mean
+    assert outcome.lost[2] == "refused: slots 0 and 1 have handed over the same layer 0."
+    assert not [stage for _, stage, _, _ in world.seen if stage == "mean"]
+
+
 def test_the_key_of_another_federation_opens_nothing() -> None:
     world = World(3, hidden=True)
     outcome = world.run()
     assert outcome.session is not None
     with pytest.raises(Refusal, match="is not sealed for this key"):
-        Opener().open(outcome.models[0][0], outcome.session, 0)
-    for session, number in ((replace(outcome.session, round=1), 0), (outcome.session, 1)):
+        ModelsKey().open(outcome.models[0][0], outcome.session, 0)
+    elsewhere = [replace(outcome.session, **change) for change in ({"round": 1}, {"attempt": 1}, {"run": "cd" * 16})]
+    for session, number in (*((session, 0) for session in elsewhere), (outcome.session, 1)):
         with pytest.raises(Refusal, match="is not sealed for this key"):
             world.key.open(outcome.models[0][0], session, number)
 

@@ -122,9 +122,15 @@ class FlowerEngine(Engine):
             from fedloom.flower.relay_server import can_exchange, sealed_for
 
             self.roster.refresh(self.link)
-            if can_exchange(self.roster.greetings, self.shop.workshop.uploads):
+            greetings = self.roster.greetings
+            if can_exchange(greetings, self.shop.workshop.uploads):
                 self._plan = exchange
-                self._sealed().begin(sealed_for(self.roster.greetings, exchange))
+                if greetings:  # where nobody is there for the moment, nobody says anything of a key
+                    self._sealed().begin(sealed_for(greetings, exchange))
+        elif any("open_rounds" in greeting for greeting in self.roster.greetings.values()):
+            from fedloom.flower.relay_server import refuse_open_rounds
+
+            refuse_open_rounds(self.roster.greetings)
         return self._plan is not None
 
     def _trained(self, round: int, jobs: Sequence[Job], questions: Sequence[Question]) -> Iterator[Parcel | Silence]:
@@ -134,7 +140,15 @@ class FlowerEngine(Engine):
             return
         from fedloom.flower.relay_server import Exchange
 
-        exchange = Exchange(partial(self.ask, round), self.roster.run, round, self._plan, self._travel, self._sealed())
+        exchange = Exchange(
+            partial(self.ask, round),
+            self.roster.run,
+            round,
+            self._plan,
+            self._travel,
+            self._sealed(),
+            self._check_words,
+        )
         yield from exchange.train([job.slot for job in jobs], questions)
         self._exchanged = exchange.costs()
 
@@ -146,18 +160,23 @@ class FlowerEngine(Engine):
         expected = {"row", *(f"upload/{name}" for name in shop.uploads)}
         if answer.blocks.keys() != expected:
             raise Refused(f"it sent {_names(answer.blocks)}, not {_names(expected)}")
-        samples, steps, loss = header.get("samples"), header.get("steps"), header.get("loss")
-        if type(samples) is not int or type(steps) is not int or type(loss) is not float or steps < 0:
-            raise Refused("it does not say how it trained")
-        declared = self.roster.registered[job.client].trains
-        if samples != declared:
-            raise Refused(f"it says that it trained on {samples} samples, but it registered {declared}")
+        self._check_words(job.client, answer)
+        samples, steps, loss = header["samples"], header["steps"], header["loss"]
         row = self._travel.unpack(answer.blocks["row"], self._row.copy_(job.row))
         uploads = {
             name: fill(torch.empty(shape, dtype=shop.layout.dtype), answer.blocks[f"upload/{name}"], f"its {name}")
             for name, shape in shop.uploads.items()
         }
         return Update(job, row, samples, loss, steps, uploads)
+
+    def _check_words(self, client: int, answer: Parcel) -> None:
+        """Refuse an answer that does not say rightly how its client trained."""
+        samples, steps, loss = (answer.header.get(name) for name in ("samples", "steps", "loss"))
+        if type(samples) is not int or type(steps) is not int or type(loss) is not float or steps < 0:
+            raise Refused("it does not say how it trained")
+        declared = self.roster.registered[client].trains
+        if samples != declared:
+            raise Refused(f"it says that it trained on {samples} samples, but it registered {declared}")
 
     def _sealed(self) -> "Vault":
         """The models that the server cannot open."""

@@ -57,8 +57,9 @@ def loopback(config: Config, own: Own, path: Path, as_shipped: bool = False) -> 
     if parts.server.layer_exchange(plain.layout, parts.server.options, config.rounds) is not None:
         refuse_telltales(parts.local.uploads(plain.layout))
     config = replace_config(plain.config, engine="flower", nodes=config.nodes)
-    # A refiner works on single models, so with one the server must be able to open them.
-    hidden = parts.refiner is None
+    # A refiner works on single models, and so do rounds before the first exchange: the server must open them.
+    exchanges_first = parts.server.layer_exchange(plain.layout, parts.server.options, 0) is not None
+    hidden = parts.refiner is None and exchanges_first
     with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped, hidden) as started:
         yield Behind(started.link, config, path, START_SECONDS)
 
@@ -139,7 +140,7 @@ class _Loopback:
         # For a run that is to have the bits of the other engines; between real sites nobody is to know these choices.
         exchange = {"roster": str(certificates / "roster.pub"), "exchange-draws": "seeded", "fewest-sites": 1}
         if self._hidden:
-            exchange["models-key"] = str(certificates / "models.key")
+            exchange["models-key"] = str(self._models_key(certificates).absolute())
         for number, (name, own_port) in enumerate(zip(self._names, ports, strict=True)):
             clients = ",".join(map(str, range(number, self._config.clients or 0, len(self._names))))
             node = {"clients": clients, "folder": str((self._logs / name).absolute()), **exchange}
@@ -152,6 +153,14 @@ class _Loopback:
             self._run(name, words, folder / name)
         self._connection = self._accept(server)
         self.link = BridgeLink(self._connection)
+
+    def _models_key(self, certificates: Path) -> Path:
+        """The sites' secret, which they need as long as the run goes on: it lies with what the first of them keeps."""
+        kept = self._logs / self._names[0] / "models.key"
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            shutil.copy2(certificates / "models.key", kept)
+        return kept
 
     def _run(self, name: str, words: Sequence[str], home: Path) -> None:
         """Start a process that ends with this one and writes to a log of its own."""

@@ -95,12 +95,24 @@ class _Dropped(Exception):
 
 
 class Relay:
-    """One round's exchange, run from the server; without a key it opens no layer."""
+    """One round's exchange, run from the server; without a key it opens no layer.
 
-    def __init__(self, ask: Ask, run: str, round: int, terms: Terms, key: Opener | None, fewest: int = 2) -> None:
+    `sound` says of the mean of a layer that a site has computed, by its number, whether it can be used.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        run: str,
+        round: int,
+        terms: Terms,
+        key: Opener | None,
+        fewest: int = 2,
+        sound: Callable[[int, bytes], bool] = lambda number, mean: True,
+    ) -> None:
         self.run, self.round, self.terms, self.key, self.fewest = run, round, terms, key, fewest
         self.result = Outcome()
-        self._ask = ask
+        self._ask, self._sound = ask, sound
         self._hellos: dict[int, Hello] = {}
         self._boards: dict[int, bytes] = {}
 
@@ -221,7 +233,9 @@ class Relay:
                     why = f"slot {slot} at mean: {answer.reason}"
                     continue
                 for number, mean in answer.by_slot("mean").items():
-                    if f"layer-{number}/{slot}" in questions[slot].parts and len(mean) == self.terms.sizes[number]:
+                    if f"layer-{number}/{slot}" not in questions[slot].parts:
+                        continue
+                    if len(mean) == self.terms.sizes[number] and self._sound(number, mean):
                         found[number] = mean
             if len(found) == self.terms.layers:
                 self.result.models, self.result.mean = sealed, [found[number] for number in sorted(found)]

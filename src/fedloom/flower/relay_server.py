@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from fedloom.engines import flower
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
-from fedloom.flower.parcel import Block, Parcel
+from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, travelling
 from fedloom.flower.sealed import KEY, Opener, Terms
 from fedloom.flower.tensors import Travel, put
@@ -38,7 +40,7 @@ def can_exchange(greetings: Mapping[int, Mapping[str, Any]], uploads: Mapping[st
 
 
 def sealed_for(greetings: Mapping[int, Mapping[str, Any]], plan: LayerExchange) -> str:
-    """The public key of the sites' models key, in hexadecimal digits; empty where they have none."""
+    """The fingerprint of the sites' models key, in hexadecimal digits; empty where they have none."""
     keys = {client: str(greeting.get("seals_for") or "") for client, greeting in greetings.items()}
     for client, key in keys.items():
         if key != keys[min(keys)]:
@@ -54,6 +56,16 @@ def sealed_for(greetings: Mapping[int, Mapping[str, Any]], plan: LayerExchange) 
             "sites without a models key."
         )
     return key
+
+
+def refuse_open_rounds(greetings: Mapping[int, Mapping[str, Any]]) -> None:
+    """Sites that have a models key train in no round without an exchange, where there are rounds with one."""
+    for client, greeting in greetings.items():
+        if greeting.get("open_rounds"):
+            raise FedloomError(
+                f"client {client} has a models key, and with one there are no rounds in the open: fedmr.first_stage "
+                "must be 0, or the sites must be started without a models key."
+            )
 
 
 def refuse_telltales(uploads: Mapping[str, Any]) -> None:
@@ -73,9 +85,18 @@ class Exchange:
     each model is the mean of all, and the models themselves go to the vault.
     """
 
-    def __init__(self, ask: Ask, run: str, round: int, plan: LayerExchange, travel: Travel, vault: Vault) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        run: str,
+        round: int,
+        plan: LayerExchange,
+        travel: Travel,
+        vault: Vault,
+        check: Callable[[int, Parcel], None],
+    ) -> None:
         self._ask, self._run, self._round, self._plan, self._travel = ask, run, round, plan, travel
-        self._vault = vault
+        self._vault, self._check = vault, check
         self._key = None if vault.key else Opener()
         self._public = bytes.fromhex(vault.key) if self._key is None else self._key.public
         self._layers = travelling(plan, travel)
@@ -86,6 +107,12 @@ class Exchange:
         asked = [self._asked(slot, question) for slot, question in zip(slots, questions, strict=True)]
         trained = dict(zip(slots, self._ask(asked), strict=True))
         clients = {slot: question.client for slot, question in zip(slots, questions, strict=True)}
+        for slot, parcel in trained.items():
+            if isinstance(parcel, Parcel) and _is_hello(parcel):
+                try:  # now: after the exchange others' layers would be lost with its answer
+                    self._check(clients[slot], parcel)
+                except Refused as refused:
+                    trained[slot] = flower.Silence(f"refused: {refused}")
         self._exchange({slot: parcel for slot, parcel in trained.items() if _is_hello(parcel)}, clients)
         for slot, question in zip(slots, questions, strict=True):
             parcel = trained[slot]
@@ -152,8 +179,13 @@ class Exchange:
         width = self._travel.layout.dtype.itemsize
         sizes = tuple(width * sum(part.stop - part.start for part in columns) for columns in self._layers)
         terms = Terms(sizes, self._plan.send_probability, self._plan.mixed, self._public)
-        relay = Relay(ask, self._run, self._round, terms, self._key)
+        relay = Relay(ask, self._run, self._round, terms, self._key, sound=self._is_sound)
         self.outcome = relay.exchange({slot: _note("mix/hello", parcel) for slot, parcel in hellos.items()})
+
+    def _is_sound(self, number: int, mean: bytes) -> bool:
+        row = torch.zeros_like(self._travel.layout.empty())
+        put(row, self._layers[number], mean)
+        return self._travel.layout.is_finite(row)
 
     def _row(self, layers: Sequence[bytes]) -> Block:
         """A recombined model as it would have travelled."""

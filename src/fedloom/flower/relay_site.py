@@ -5,8 +5,8 @@ node's configuration says who the site is and whom it believes:
 
     key              its private key, the one its SuperNode has
     roster           a file with the public keys of all sites, by name
-    models-key       a private key that all sites have and the server has not; layers are then sealed for it, and the
-                     server gets no layer, only means
+    models-key       a secret that all sites have and the server has not; layers are then sealed with it, and the server
+                     gets no layer, only means. It is for one run: what would be means of two could be subtracted
     fewest-sites     how many sites must take part, itself among them (3)
     exchange-draws   `private`: which layers go where is drawn where nobody can know it; `seeded`: it follows from the
                      run's seed, as in the other engines, and then the server can work it out
@@ -29,15 +29,16 @@ from fedloom.exchange import LayerExchange
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, serve, travelling
-from fedloom.flower.sealed import HPKE_OVERHEAD, KEY, Opener, Refusal, Session, Terms, cut, frame
+from fedloom.flower.sealed import KEY, SEAL, ModelsKey, Refusal, Session, Terms, cut, frame
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
-from fedloom.flower.site import Site, StateLost, Trained, greets, handles
+from fedloom.flower.site import Site, StateLost, Trained, clients_of, greets, handles
 from fedloom.flower.site import train as plain_train
 from fedloom.flower.tensors import pick, put
 from fedloom.methods.base import Server
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.request import check
 from fedloom.rows import Layout, Mean
+from fedloom.storage import read_json, write_json
 from fedloom.streams import Streams
 
 FEWEST = 3
@@ -45,6 +46,7 @@ FEWEST = 3
 MOST_TIMES = 3
 """How often a client trains for one round's exchange. A server that was restarted plays its last round again; one that
 only says so gets as many recombinations of the same layers, and no more."""
+OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 
 
@@ -54,17 +56,23 @@ def introduce(site: Site) -> dict[str, Any]:
     simulated = "partition-id" in site.node and "key" not in site.node
     try:
         identity, roster = _credentials(site.node)
+        about: dict[str, Any] = {"exchanges_as": roster.name_of(identity), "simulated": False}
         models_key = _models_key(site.node)
-        seals_for = models_key and models_key.public.hex()
-        return {"exchanges_as": roster.name_of(identity), "simulated": False, "seals_for": seals_for}
+        if models_key is not None:
+            about |= {"seals_for": models_key.public.hex(), "open_rounds": bool(_open_rounds(site))}
+        return about
     except InputError as error:  # it can still take part in everything else
         return {"exchanges_as": None, "simulated": simulated, "exchange_trouble": str(error)[:300]}
 
 
 @handles("train")
 def train_openly(site: Site, question: Parcel) -> Parcel:
-    """Ordinary training. Where a run's clients exchange layers, a site that can sends its model in no other way."""
-    if "key" in site.node and "roster" in site.node and _plan(site, question) is not None:
+    """Ordinary training. Where a run's clients exchange layers, a site that can sends its model in no other way.
+
+    A site that has a models key does so in no round of such a run.
+    """
+    hides = "models-key" in site.node and _exchanges(site)
+    if hides or ("key" in site.node and "roster" in site.node and _plan(site, question) is not None):
         raise Refused("its models leave it through the secure exchange of layers alone")
     return plain_train(site, question)
 
@@ -82,7 +90,7 @@ def train(site: Site, question: Parcel) -> Parcel:
         raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
     columns = travelling(plan, site.travel)
     opener = _opener(question, models_key)
-    if models_key is not None and (again := _said_before(site, question)) is not None:
+    if models_key is not None and (again := _said_before(site, question, models_key)) is not None:
         return again
     times = site.memory.setdefault("exchanged", Counter())
     if times[_key(question)] == MOST_TIMES:
@@ -102,13 +110,16 @@ def train(site: Site, question: Parcel) -> Parcel:
     layers = [pick(row, parts) for parts in columns]
     terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener)
     draws, fewest = _draws(site, header["round"], slot), _fewest(site.node)
-    average = None if models_key is None else partial(_mean, site.layout, columns, models_key)
-    sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest, average)
+    seal = average = None
+    if models_key is not None:
+        seal, average = models_key.seal, partial(_mean, site.layout, columns, models_key)
+    sealed = SealedSite(
+        identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest, seal, average
+    )
     times[_key(question)] += 1
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
-        if ours.pop(old).sealed.committed:
-            site.memory.setdefault("committed", set()).add(old)
+        del ours[old]
     ours[_key(question)] = _Begun(sealed, done, _fingerprint(question))
     return _answered(question, "hello", sealed, _about(done))
 
@@ -123,20 +134,46 @@ class _Begun:
     """A hash of what it was asked to train."""
 
 
-def _said_before(site: Site, question: Parcel) -> Parcel | None:
-    """The same answer as before, where this client has committed itself in this round.
+def _said_before(site: Site, question: Parcel, models_key: ModelsKey) -> Parcel | None:
+    """The same answer as before, where this client has committed itself in this round; else None, or a refusal.
 
-    Two means of one round, over other sites or from other models, could be subtracted from each other. So a client
-    commits itself once in a round, and a server that begins its round anew, after its restart, gets what it had.
+    Two means over the same clients but one, or from other models, could be subtracted from each other. So a models key
+    serves one run, whose rounds go by once each: a client that has committed itself in a round trains for no exchange
+    of that round or an earlier one. A server that begins its round anew, after its restart, gets what it had.
     """
+    diary, round, which = _Diary(site, models_key), question.header["round"], _who(site, question)
+    if diary.run not in ("", question.header["run"]):
+        raise Refused("its models key has served another run, and serves one only; all sites need a new one")
+    if round >= site.config.rounds:
+        raise Refused(f"this run has {site.config.rounds} rounds, and no round {round + 1}")
+    if round > diary.committed.get(which, -1):
+        return None
     begun = site.memory.get("exchanges", {}).get(_key(question))
-    if begun is None or not begun.sealed.committed:
-        if _key(question) not in site.memory.get("committed", ()):
-            return None
-    elif begun.asked == _fingerprint(question):
-        site.stage(question, begun.done)
-        return _answered(question, "hello", begun.sealed, _about(begun.done))
-    raise Refused(f"it has committed itself in round {question.header['round'] + 1}, and does so once")
+    if begun is None or begun.asked != _fingerprint(question):
+        raise Refused(f"it has committed itself in round {diary.committed[which] + 1}, and trains for it but once")
+    site.stage(question, begun.done)
+    return _answered(question, "hello", begun.sealed, _about(begun.done))
+
+
+class _Diary:
+    """What a site must not forget of a models key, not even when its process ends: the run, and rounds gone by."""
+
+    def __init__(self, site: Site, models_key: ModelsKey) -> None:
+        self._path = site.folder / f"models-key-{models_key.public.hex()[:32]}.json"
+        found: dict[str, Any] = read_json(self._path) if self._path.exists() else {}
+        self.run: str = found.get("run", "")
+        self.committed: dict[str, int] = found.get("committed", {})
+
+    def commit(self, run: str, which: str, round: int) -> None:
+        """Note it, before anybody is told."""
+        self.run = run
+        self.committed[which] = round
+        write_json(self._path, {"run": self.run, "committed": self.committed})
+
+
+def _who(site: Site, question: Parcel) -> str:
+    """Whose data are trained on; a site that the server gives a number has the same whatever the number."""
+    return str(question.header["client"]) if clients_of(site.node) else "all"
 
 
 def _about(done: Trained) -> dict[str, Any]:
@@ -154,7 +191,12 @@ def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
     begun = site.memory.get("exchanges", {}).get(_key(question))
     if begun is None or begun.sealed.slot != _slot(question):
         raise Refused(f"it has no model of round {question.header['round'] + 1} to exchange layers of")
-    return _answered(question, stage, begun.sealed, {})
+    answer = _answered(question, stage, begun.sealed, {})
+    models_key = _models_key(site.node)
+    if models_key is not None and stage == "commit" and begun.sealed.committed:
+        header = question.header
+        _Diary(site, models_key).commit(header["run"], _who(site, question), header["round"])
+    return answer
 
 
 for _name in STAGES:
@@ -172,7 +214,7 @@ def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[s
     return question.reply(f"mix/{stage}", {**about, **answer.header}, blocks)
 
 
-def _opened(site: Site, question: Parcel, models_key: Opener | None, columns: list[list[slice]]) -> Parcel:
+def _opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns: list[list[slice]]) -> Parcel:
     """The question with its model in the clear.
 
     Where there is a models key it must be one that sites have sealed, or the initial one. From a model of the server's
@@ -190,7 +232,7 @@ def _opened(site: Site, question: Parcel, models_key: Opener | None, columns: li
         raise Refused("the question does not say when its model was sealed")
     session, row = Session(question.header["run"], round, attempt), site.initial.clone()
     width = row.element_size()
-    sizes = [HPKE_OVERHEAD + width * sum(part.stop - part.start for part in parts) for parts in columns]
+    sizes = [SEAL + width * sum(part.stop - part.start for part in parts) for parts in columns]
     layers = cut(bytes(block.data), sizes, "the model in the question")
     for number, (parts, sealed) in enumerate(zip(columns, layers, strict=True)):
         put(row, parts, models_key.open(sealed, session, number))
@@ -201,17 +243,29 @@ def _opened(site: Site, question: Parcel, models_key: Opener | None, columns: li
 
 
 def _check_initial(site: Site, question: Parcel) -> None:
-    if _plan_of(site, 0) is None:
-        return  # in the rounds before the first exchange the server made the models
+    if _open_rounds(site):
+        raise Refused(OPEN_ROUNDS)
     if "row" not in question.blocks:
         raise Refused("there is no model in the question")
-    row = site.travel.unpack(question.blocks["row"], site.initial.clone(), "the model")
-    if not torch.allclose(row, site.initial, rtol=1e-3, atol=1e-5):  # another machine may round differently
+    row, floats = site.travel.unpack(question.blocks["row"], site.initial.clone(), "the model"), site.layout.floats
+    near = torch.allclose(row[:floats], site.initial[:floats], rtol=1e-3, atol=1e-5)  # machines round differently
+    if not near or not torch.equal(row[floats:].view(torch.uint8), site.initial[floats:].view(torch.uint8)):
         raise Refused("the model in the question is neither sealed nor the one that this run begins with")
 
 
+def _exchanges(site: Site) -> bool:
+    """Whether clients of this run exchange layers in any round."""
+    site.build()
+    return _plan_of(site, site.config.rounds - 1) is not None
+
+
+def _open_rounds(site: Site) -> bool:
+    """Whether this run has rounds before the first exchange, in which the server makes the models."""
+    return _exchanges(site) and _plan_of(site, 0) is None
+
+
 def _mean(
-    layout: Layout, columns: list[list[slice]], key: Opener, session: Session, number: int, sealed: Sequence[bytes]
+    layout: Layout, columns: list[list[slice]], key: ModelsKey, session: Session, number: int, sealed: Sequence[bytes]
 ) -> bytes:
     """The mean of one layer over models, by the arithmetic of a server that has them."""
     mean, row = Mean(layout), torch.zeros_like(layout.empty())
@@ -277,8 +331,8 @@ def _slot(question: Parcel) -> int:
     return slot
 
 
-def _opener(question: Parcel, models_key: Opener | None) -> bytes:
-    """The public key to seal layers for. A site that has a models key seals for that and for nothing else."""
+def _opener(question: Parcel, models_key: ModelsKey | None) -> bytes:
+    """What to seal layers for. A site that has a models key seals with that and for nothing else."""
     block = question.blocks.get("opener")
     if block is None or block.nbytes != KEY:
         raise Refused("there is no key in the question to seal layers for")
@@ -287,5 +341,5 @@ def _opener(question: Parcel, models_key: Opener | None) -> bytes:
     return bytes(block.data)
 
 
-def _models_key(node: Mapping[str, Any]) -> Opener | None:
-    return Opener.read(Path(str(node["models-key"]))) if "models-key" in node else None
+def _models_key(node: Mapping[str, Any]) -> ModelsKey | None:
+    return ModelsKey.read(Path(str(node["models-key"]))) if "models-key" in node else None

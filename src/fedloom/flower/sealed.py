@@ -9,43 +9,47 @@ Nothing here is a cipher of our own: X25519, HKDF-SHA256, ChaCha20-Poly1305, ECD
   the hash of everybody's hello. Two sites that were shown different hellos have different keys and understand nothing.
   Every message has its own number, which is its nonce, and names run, round, attempt, exchange, stage, sender and
   receiver as associated data. So a message opens at one place only: not twice, not later, not elsewhere, not reflected.
-- A `Board` holds all layers of one site, each sealed for an `Opener` and then locked with a key of its own. Whoever has
-  the key owns the layer.
-- An `Opener` is the key pair that layers are sealed for, and there are two kinds. The server's own, made for one round:
-  then other sites pass layers on and do not read them, and the server reads recombined models at the end. Or the models
-  key, a file that all sites have and the server has not: then the server never reads a layer.
+- A `Board` holds all layers of one site, each sealed for whoever is to open it and then locked with a key of its own.
+  Whoever has the key owns the layer.
+- Layers are sealed in one of two ways. For an `Opener`, a key pair that the server makes for one round: then other
+  sites pass layers on and do not read them, and the server reads recombined models at the end. Or with the `ModelsKey`,
+  a secret that all sites have and the server has not: then the server neither reads a layer nor can make one.
 """
 
 import hashlib
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from fedloom.errors import FedloomError, InputError, brief
+from fedloom.errors import FedloomError, InputError
 from fedloom.flower.identity import Identity, SiteKeys
 
 PURPOSE = "hello of a layer exchange, version 1"
 KEY = 32
 TAG = 16
-HPKE_OVERHEAD = 32 + TAG
-"""The sender's fresh key and the tag."""
+SEAL = 32 + TAG
+"""Bytes that a seal adds to a layer: the sender's fresh key or salt, and the tag."""
 STAGES = ("offer", "answer", "lock", "commit")
 """The stages in which sites write to each other."""
 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ONCE = bytes(12)
 """The nonce of a key that locks one thing and is never used again."""
+
+
+Seal = Callable[[bytes, "Session", int], bytes]
+"""(layer, session, which layer it is) -> the layer in its seal."""
 
 
 class Refusal(FedloomError):
@@ -98,7 +102,7 @@ class Terms:
     mixed: bool
     """Whether to exchange again while somebody is left with a model that one client trained."""
     opener: bytes
-    """The public key that layers are sealed for."""
+    """What layers are sealed for: the server's public key, or the fingerprint of the models key."""
 
     @cached_property
     def digest(self) -> bytes:
@@ -113,7 +117,7 @@ class Terms:
     @property
     def sealed_sizes(self) -> list[int]:
         """Bytes of each layer in its seal."""
-        return [size + HPKE_OVERHEAD for size in self.sizes]
+        return [size + SEAL for size in self.sizes]
 
     @property
     def locked_sizes(self) -> list[int]:
@@ -237,12 +241,11 @@ class Board:
     keys: list[bytes]
 
     @classmethod
-    def of(cls, layers: Sequence[bytes], terms: Terms, session: Session, who: str) -> "Board":
-        opener = X25519PublicKey.from_public_bytes(terms.opener)
+    def of(cls, layers: Sequence[bytes], seal: Seal, session: Session, who: str) -> "Board":
         keys, parts = [], []
         for number, layer in enumerate(layers):
             key = secrets.token_bytes(KEY)
-            sealed = _SUITE.encrypt(layer, opener, _layer(session, number))
+            sealed = seal(layer, session, number)
             parts.append(ChaCha20Poly1305(key).encrypt(_ONCE, sealed, _owned(session, who, number)))
             keys.append(key)
         return cls(b"".join(parts), keys)
@@ -282,34 +285,61 @@ def unlock(key: bytes, locked: bytes, session: Session, exchange: int, who: str)
 
 
 class Opener:
-    """A key pair that layers are sealed for: a fresh one, or one that was given."""
+    """The server's key pair, which layers are sealed for; it makes one for each round and forgets it afterwards."""
 
-    def __init__(self, private: X25519PrivateKey | None = None) -> None:
-        self._private = private or X25519PrivateKey.generate()
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
-
-    @classmethod
-    def read(cls, path: Path) -> "Opener":
-        """The sites' models key: an X25519 key as `openssl genpkey -algorithm X25519` writes it."""
-        try:
-            key = load_pem_private_key(path.read_bytes(), password=None)
-        except OSError as error:
-            raise InputError(f"cannot read the models key {path}: {error.strerror or error}.") from error
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise InputError(f"{path} is not a private key in PEM without a passphrase: {brief(error)}.") from error
-        if not isinstance(key, X25519PrivateKey):
-            raise InputError(f"the models key {path} is no X25519 key; `openssl genpkey -algorithm X25519` makes one.")
-        return cls(key)
-
-    def private_bytes(self) -> bytes:
-        """The key as a file for `read`."""
-        return self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
     def open(self, sealed: bytes, session: Session, number: int) -> bytes:
         try:
             return _SUITE.decrypt(sealed, self._private, _layer(session, number))
         except (InvalidTag, ValueError):
             raise Refusal(f"layer {number} is not sealed for this key, this round and this place.") from None
+
+
+def seal_for(public: bytes) -> Seal:
+    """How layers are sealed for an `Opener`."""
+    key = X25519PublicKey.from_public_bytes(public)
+    return lambda layer, session, number: _SUITE.encrypt(layer, key, _layer(session, number))
+
+
+class ModelsKey:
+    """A secret that all sites have and the server has not. Whoever has it can seal layers and open them."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret or secrets.token_bytes(KEY)
+        self.public = HKDF(SHA256(), length=KEY, salt=None, info=b"fedloom models key, its name").derive(self._secret)
+        """A fingerprint, by which sites and server see that it is the same everywhere."""
+
+    @classmethod
+    def read(cls, path: Path) -> "ModelsKey":
+        """From a file with 64 hexadecimal digits, as `openssl rand -hex 32` writes it."""
+        try:
+            text = path.read_bytes()[:1000].strip()
+        except OSError as error:
+            raise InputError(f"cannot read the models key {path}: {error.strerror or error}.") from error
+        if not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
+            raise InputError(f"the models key {path} must be 64 hexadecimal digits; `openssl rand -hex 32` makes one.")
+        return cls(bytes.fromhex(text.decode()))
+
+    def file(self) -> bytes:
+        """The key as a file for `read`."""
+        return self._secret.hex().encode() + b"\n"
+
+    def seal(self, layer: bytes, session: Session, number: int) -> bytes:
+        salt = secrets.token_bytes(KEY)
+        return salt + self._cipher(salt).encrypt(_ONCE, layer, _layer(session, number))
+
+    def open(self, sealed: bytes, session: Session, number: int) -> bytes:
+        try:
+            return self._cipher(sealed[:KEY]).decrypt(_ONCE, sealed[KEY:], _layer(session, number))
+        except (InvalidTag, ValueError):
+            raise Refusal(f"layer {number} is not sealed for this key, this round and this place.") from None
+
+    def _cipher(self, salt: bytes) -> ChaCha20Poly1305:
+        """A key for one layer alone."""
+        return ChaCha20Poly1305(HKDF(SHA256(), length=KEY, salt=salt, info=b"fedloom models key").derive(self._secret))
 
 
 def _layer(session: Session, number: int) -> bytes:

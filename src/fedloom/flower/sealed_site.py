@@ -49,12 +49,14 @@ from fedloom.flower.sealed import (
     Channel,
     Hello,
     Refusal,
+    Seal,
     Session,
     Terms,
     cut,
     digest,
     frame,
     lock,
+    seal_for,
     transcript,
 )
 from fedloom.methods.recombination import MOST, Draw, Message, Participant, is_whole
@@ -130,8 +132,8 @@ class _Attempt:
 class SealedSite:
     """One model of one site in one round. The methods are the stages, in their order.
 
-    `fewest` is how many sites must take part at least, whatever the server says. `average` opens layers that are sealed
-    for the sites; without it they are sealed for the server, and this site has no means to compute one.
+    `fewest` is how many sites must take part at least, whatever the server says. `seal` and `average` are for layers
+    that are sealed for the sites; without them they are sealed for the server, and this site opens none.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class SealedSite:
         terms: Terms,
         draws: Draws = unpredictable,
         fewest: int = 2,
+        seal: Seal | None = None,
         average: Average | None = None,
     ) -> None:
         if [len(layer) for layer in layers] != list(terms.sizes):
@@ -153,7 +156,7 @@ class SealedSite:
         self.who = f"{self.name}#{slot}"
         self.run, self.round, self.slot = run, round, slot
         self.layers, self.terms, self.draws, self.fewest = list(layers), terms, draws, fewest
-        self._average = average
+        self._seal, self._average = seal or seal_for(terms.opener), average
         self.committed = False
         self._now: _Attempt | None = None
 
@@ -168,7 +171,7 @@ class SealedSite:
         if not first <= attempt < MOST_ATTEMPTS:
             raise Refusal(f"{self.who} does not begin attempt {attempt} of round {self.round + 1}: {first} is next.")
         session, private = Session(self.run, self.round, attempt), X25519PrivateKey.generate()
-        board = Board.of(self.layers, self.terms, session, self.who)
+        board = Board.of(self.layers, self._seal, session, self.who)
         fresh = private.public_key().public_bytes_raw()
         hello = Hello(session, self.name, self.slot, self.terms.digest, fresh, digest(board.content))
         deeds = [_deed(self.slot, key) for key in board.keys]

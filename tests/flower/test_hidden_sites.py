@@ -1,0 +1,382 @@
+"""What a site with a models key answers, and what it does not, whatever the server asks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange_runs import SECURE, Two, federate, key_of, nodes, on_host, recorded, run_of
+from fake import FakeLink, make_sites, reach
+from torch import nn
+
+from fedloom.api import Stopped, execute, resume
+from fedloom.errors import FedloomError
+from fedloom.exchange import LayerExchange
+from fedloom.flower.parcel import Block, Parcel
+from fedloom.flower.relay import travelling
+from fedloom.flower.relay_server import sealed_for
+from fedloom.flower.relay_site import _Diary, _mean, _plan_of, _who
+from fedloom.flower.sealed import ModelsKey, Session, seal_for
+from fedloom.flower.site import Site
+from fedloom.flower.tensors import pick, put, to_block
+from fedloom.rows import Layout, Mean
+
+
+def fails(config: Any, tmp_path: Path, configured: list[dict[str, Any]]) -> str:
+    link, out = FakeLink(make_sites(config, tmp_path, configured)), tmp_path / "run"
+    with pytest.raises(FedloomError) as error:
+        execute(config, out=out, sites=reach(link, config, out))
+    assert not any(parcel.kind == "mix/train" for parcel in link.asked)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ([1, 1, None], "client 2 has no models key, but client 0 has one; all sites must have the same"),
+        ([None, 1, 1], "client 1 has a models key, but client 0 has none; all sites must have the same"),
+        ([1, 2, 1], "client 1 has a models key, but client 0 has another one; all sites must have the same"),
+    ],
+)
+def test_all_sites_have_the_same_key_or_none(
+    certificates: Path, tmp_path: Path, keys: list[int | None], words: str
+) -> None:
+    (tmp_path / "2").write_bytes(ModelsKey().file())
+    paths = {1: str(certificates / "models.key"), 2: str(tmp_path / "2")}
+    configured = [
+        {**node, **({"models-key": paths[key]} if key else {})}
+        for node, key in zip(nodes(certificates, 3), keys, strict=True)
+    ]
+    assert words in fails(run_of(clients=3, per_round=3), tmp_path, configured)
+
+
+def test_a_key_that_cannot_be_read_is_named(certificates: Path, tmp_path: Path) -> None:
+    configured = nodes(certificates, 3, **{"models-key": str(tmp_path / "nowhere")})
+    words = fails(run_of(clients=3, per_round=3), tmp_path, configured)
+    assert "client 0 cannot take part in the secure exchange" in words
+    assert "cannot read the models key" in words
+
+
+def test_a_refiner_cannot_work_on_models_that_are_sealed(certificates: Path, tmp_path: Path) -> None:
+    configured = nodes(certificates, 3, **key_of(certificates))
+    config = run_of(method="fedmr+dynafed", clients=3, per_round=3)
+    words = fails(config, tmp_path, configured)
+    assert "the server refines models one by one, which it cannot where sites seal them for each other" in words
+
+
+@pytest.fixture
+def asked(certificates: Path, tmp_path: Path) -> tuple[Site, Parcel]:
+    """A site that has played two rounds, and what it was asked first in the second."""
+    config, out = run_of(clients=3, per_round=3, rounds=9), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 3, **key_of(certificates))))
+    with pytest.raises(Stopped):
+        execute(config, out=out, sites=reach(link, config, out), watcher=Two())
+    question = next(
+        parcel
+        for parcel in link.asked
+        if (parcel.kind, parcel.header["client"], parcel.header["round"]) == ("mix/train", 0, 1)
+    )
+    return link.sites[100], question
+
+
+def block(change: Callable[[bytes], bytes]) -> Callable[[Parcel], Parcel]:
+    def changed(question: Parcel) -> Parcel:
+        sealed = Block.raw(change(bytes(question.blocks["model"].data)))
+        return replace(question, blocks={**question.blocks, "model": sealed})
+
+    return changed
+
+
+def header(**values: Any) -> Callable[[Parcel], Parcel]:
+    return lambda question: replace(question, header={**question.header, **values})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (block(lambda sealed: sealed[:-1]), "the model in the question has"),
+        (block(lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1])), "is not sealed for this key, this round"),
+        (header(sealed_round=1), "layer 0 is not sealed for this key, this round and this place"),
+        (header(sealed_attempt=1), "layer 0 is not sealed for this key, this round and this place"),
+        (header(sealed_round=None), "the question does not say when its model was sealed"),
+        (header(sealed_attempt="0"), "the question does not say when its model was sealed"),
+        (
+            lambda question: replace(question, blocks={**question.blocks, "opener": Block.raw(ModelsKey().public)}),
+            "it seals its layers for the sites' models key, and was asked to do so for another",
+        ),
+        (
+            lambda question: replace(
+                question, blocks={name: one for name, one in question.blocks.items() if name != "model"}
+            ),
+            "there is no model in the question",
+        ),
+    ],
+)
+def test_questions_that_are_not_right(
+    asked: tuple[Site, Parcel], change: Callable[[Parcel], Parcel], words: str
+) -> None:
+    site, question = asked
+    later = replace(question, header={**question.header, "round": 6})  # it has committed itself in the rounds before
+    answer = site.answer(change(later))
+    assert answer.kind == "failed"
+    assert words in answer.header["reason"]
+    again = replace(question, header={**question.header, "round": 6})
+    assert site.answer(again).kind == "mix/hello", "and then the right one"
+
+
+def other_row(question: Parcel, certificates: Path, tmp_path: Path, away: float) -> Parcel:
+    """A question with the initial model, moved by so much, in place of a sealed one."""
+    (tmp_path / "third").mkdir()
+    site = make_sites(run_of(clients=3, per_round=3), tmp_path / "third", nodes(certificates, 3))[100]
+    site.build()
+    row = site.initial.clone()
+    row[: site.layout.trainable] += away
+    blocks = {name: one for name, one in question.blocks.items() if name != "model"}
+    return replace(question, blocks={**blocks, "row": site.travel.pack(row)})
+
+
+@pytest.mark.parametrize(("away", "kind"), [(0.0, "mix/hello"), (1e-7, "mix/hello"), (0.01, "failed")])
+def test_a_site_trains_no_model_of_the_server_s_own_making(
+    asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path, away: float, kind: str
+) -> None:
+    """Or the server might send all others a model that nobody learns anything from, and have the mean to itself."""
+    site, question = asked
+    changed = other_row(question, certificates, tmp_path, away)
+    later = replace(changed, header={**changed.header, "round": 7})
+    answer = site.answer(later)
+    assert answer.kind == kind
+    if kind == "failed":
+        words = "the model in the question is neither sealed nor the one that this run begins with"
+        assert words in answer.header["reason"]
+
+
+def test_a_server_cannot_seal_a_model_of_its_own_making(asked: tuple[Site, Parcel], certificates: Path) -> None:
+    """All that it knows of the models key is its name."""
+    site, question = asked
+    name = ModelsKey.read(certificates / "models.key").public
+    session, sizes = Session(question.header["run"], 0), [len(pick(site.initial, c)) for c in columns_of(site)]
+    for seal in (seal_for(name), ModelsKey(name).seal):
+        forged = b"".join(seal(bytes(size), session, number) for number, size in enumerate(sizes))
+        blocks = {**question.blocks, "model": Block.raw(forged)}
+        header = {**question.header, "round": 6, "sealed_round": 0, "sealed_attempt": 0}
+        answer = site.answer(replace(question, header=header, blocks=blocks))
+        assert "layer 0 is not sealed for this key" in answer.header["reason"]
+
+
+def columns_of(site: Site) -> list[list[slice]]:
+    plan = _plan_of(site, 0)
+    assert plan is not None
+    return travelling(plan, site.travel)
+
+
+@pytest.mark.parametrize("first_stage", [1, 2])
+def test_there_are_no_rounds_in_the_open(certificates: Path, tmp_path: Path, first_stage: int) -> None:
+    """The server could send each client whatever it liked, and ask for its model."""
+    options = {"fedmr": {"secure": True, "first_stage": first_stage}}
+    config = run_of(clients=3, per_round=3, rounds=3, options=options)
+    configured = nodes(certificates, 3, **key_of(certificates))
+    words = fails(config, tmp_path, configured)
+    assert "client 0 has a models key, and with one there are no rounds in the open: fedmr.first_stage" in words
+    (tmp_path / "alone").mkdir()
+    site = make_sites(config, tmp_path / "alone", configured)[100]
+    site.build()
+    header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
+    question = Parcel("train", header, {"row": site.travel.pack(site.initial)})
+    assert "through the secure exchange of layers alone" in site.answer(question).header["reason"]
+    opener = Block.raw(ModelsKey.read(certificates / "models.key").public)
+    later = Parcel("mix/train", {**header, "round": first_stage}, {**question.blocks, "opener": opener})
+    assert "with a models key there are no rounds in the open" in site.answer(later).header["reason"]
+
+
+def test_a_run_without_any_exchange_is_trained_for_as_ever(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(method="fedavg", options={}, clients=3, per_round=3, rounds=1)
+    finished, _ = federate(config, certificates, tmp_path, **key_of(certificates))
+    assert finished.summary["lost"] == 0
+
+
+def test_without_a_roster_a_models_key_is_reason_enough_to_send_nothing(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3)
+    configured = nodes(certificates, 3, **key_of(certificates))
+    del configured[0]["roster"]
+    site = make_sites(config, tmp_path, configured)[100]
+    site.build()
+    header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16}
+    answer = site.answer(Parcel("train", header, {"row": site.travel.pack(site.initial)}))
+    assert "through the secure exchange of layers alone" in answer.header["reason"]
+
+
+# A server that is started again
+
+
+def test_a_server_that_dies_after_its_sites_have_committed_gets_what_it_had(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody trains anew, and the run has the bits that it would have had."""
+    config, out = run_of(rounds=3), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
+
+    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        if (question.kind, question.header["round"]) == ("mix/mean", 1):
+            raise KeyboardInterrupt
+        return answer
+
+    link.meddle = die
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle, trained = None, recorded(monkeypatch)
+    finished = resume(out, sites=reach(link, config, out))
+    assert finished.summary["lost"] == 0
+    assert sorted({round for round, _, _ in trained}) == [2]
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_what_a_client_wants_to_keep_is_ready_for_the_server_that_comes_back(
+    certificates: Path, tmp_path: Path
+) -> None:
+    """It is kept under the name of the last question, which is not that of the first."""
+    config = run_of(method="fedmr+fedrep", rounds=3, options={**SECURE, "fedrep": {"head_epochs": 1}})
+    out = tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
+
+    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        if (question.kind, question.header["round"]) == ("mix/mean", 1):
+            raise KeyboardInterrupt
+        return answer
+
+    link.meddle = die
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle = None
+    finished = resume(out, sites=reach(link, config, out))
+    assert [record["lost_clients"] for record in finished.history if record["round"]] == [{}, {}, {}]
+
+
+def test_nor_does_it_train_another_model_in_place_of_that(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    model = bytes(question.blocks["model"].data)
+    other = replace(question, blocks={**question.blocks, "model": Block.raw(model[::-1])})
+    assert "it has committed itself in round 2, and trains for it but once" in site.answer(other).header["reason"]
+    assert site.answer(question).kind == "mix/hello"
+
+
+def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    first = site.answer(question)
+    assert first.kind == "mix/hello"
+    assert site.answer(replace(question, header={**question.header, "nonce": "0" * 32})).blocks == first.blocks
+    elsewhere = (question.header["slot"] + 1) % 3
+    for change in ({"slot": elsewhere}, {"sealed_round": 0, "sealed_attempt": 1}, {"accepted": "1" * 32}):
+        answer = site.answer(replace(question, header={**question.header, **change}))
+        assert "it has committed itself in round 2, and trains for it but once" in answer.header["reason"]
+    # Not even after it was asked about other rounds, of which it remembers the last alone.
+    later = replace(question, header={**question.header, "round": 5})
+    assert site.answer(later).kind == "mix/hello"
+    for round in (0, 1):
+        answer = site.answer(replace(question, header={**question.header, "round": round}))
+        assert "it has committed itself in round 2, and trains for it but once" in answer.header["reason"]
+
+
+def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
+    asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path
+) -> None:
+    """A server could call the same round another run's, with one client less, and subtract the two means."""
+    site, question = asked
+    again = Site(site.given, site.node, site.app, site.folder)
+    for one in (site, again):
+        answer = one.answer(replace(question, header={**question.header, "run": "ef" * 16}))
+        assert "its models key has served another run, and serves one only" in answer.header["reason"]
+    for round in (0, 1):
+        answer = again.answer(replace(question, header={**question.header, "round": round}))
+        assert "it has committed itself in round 2, and trains for it but once" in answer.header["reason"]
+    assert again.answer(replace(question, header={**question.header, "round": 2})).kind == "mix/hello"
+    answer = site.answer(replace(question, header={**question.header, "round": 9}))
+    assert "this run has 9 rounds, and no round 10" in answer.header["reason"]
+
+
+def test_a_number_that_the_server_gives_does_not_make_a_site_another_one(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3, rounds=3)
+    configured = nodes(certificates, 3, **key_of(certificates))
+    del configured[0]["client"]
+    site = make_sites(config, tmp_path, configured)[100]
+    for number in (0, 1):
+        header = {"run": "ab" * 16, "round": 1, "client": -1, "nonce": "cd" * 16, "assigned": number}
+        assert site.answer(Parcel("hello", header)).kind == "hello"
+        header = {"run": "ab" * 16, "round": 1, "client": number, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
+        opener = Block.raw(ModelsKey.read(certificates / "models.key").public)
+        question = Parcel("mix/train", header, {"row": site.travel.pack(site.initial), "opener": opener})
+        answer = site.answer(question)
+        if number:
+            assert "it has committed itself in round 2" in answer.header["reason"]
+        else:
+            assert answer.kind == "mix/hello"
+            _Diary(site, ModelsKey.read(certificates / "models.key")).commit("ab" * 16, _who(site, question), 1)
+
+
+def test_a_sealed_model_that_is_not_finite_is_not_trained(
+    asked: tuple[Site, Parcel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, question = asked
+    opened = ModelsKey.open
+
+    def spoilt(key: ModelsKey, sealed: bytes, session: Session, number: int) -> bytes:
+        nan = torch.full((1,), float("nan")).numpy().tobytes()
+        return nan + opened(key, sealed, session, number)[4:]
+
+    monkeypatch.setattr(ModelsKey, "open", spoilt)
+    answer = site.answer(replace(question, header={**question.header, "round": 6}))
+    assert "the model in the question is not finite" in answer.header["reason"]
+
+
+@pytest.mark.parametrize("said", ["none", "ab" * 31, "AB" * 32, ["ab" * 32]])
+def test_sites_that_agree_on_something_that_is_no_key_are_refused(said: object) -> None:
+    plan = LayerExchange([], 0.5, False)
+    with pytest.raises(FedloomError, match=r"the sites say that their models key is .* which is none"):
+        sealed_for({client: {"seals_for": said} for client in range(3)}, plan)
+    assert sealed_for({client: {"seals_for": "ab" * 32} for client in range(3)}, plan) == "ab" * 32
+
+
+def test_counters_have_the_largest_as_their_mean() -> None:
+    """Bytes of integers lie in a row as floats, and must not be added."""
+    key, session, numbers = ModelsKey(), Session("ab" * 16, 0), (7, 1 << 40, 5)
+    layout = Layout.of(nn.BatchNorm1d(3))
+    columns = [[part for parts in layout.units().values() for part in parts]]
+    rows, sealed = [], []
+    for number in numbers:
+        module = nn.BatchNorm1d(3)
+        module.num_batches_tracked.fill_(number)  # type: ignore[union-attr]
+        module.weight.data.normal_(generator=torch.Generator().manual_seed(number))
+        rows.append(layout.read(module))
+        sealed.append(key.seal(pick(rows[-1], columns[0]), session, 0))
+    mean = Mean(layout)
+    for row in rows:
+        mean.add(row)
+    expected, found = layout.empty(), layout.empty()
+    mean.into(expected)
+    put(found, columns[0], _mean(layout, columns, key, session, 0, sealed))
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert layout.state_dict(found)["num_batches_tracked"] == 1 << 40
+
+
+def test_a_site_refuses_itself_to_send_what_would_tell_what_it_trained(certificates: Path, tmp_path: Path) -> None:
+    """Whatever the server thinks of it: the server's own refusal is not what protects the site."""
+    config = run_of(method="fedmr+scaffold", clients=3, per_round=3)
+    site = make_sites(config, tmp_path, nodes(certificates, 3, **key_of(certificates)))[100]
+    site.build()
+    address = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "0" * 32, "slot": 0, "attempt": 0, "accepted": None}
+    control = {"extra/c": to_block(torch.zeros(site.layout.trainable))}
+    opener = Block.raw(ModelsKey.read(certificates / "models.key").public)
+    question = Parcel("mix/train", address, {"row": site.travel.pack(site.initial), "opener": opener, **control})
+    answer = site.answer(question)
+    assert answer.kind == "failed"
+    assert answer.header["reason"] == "what travels beside a model would tell what was trained"
+
+
+def test_a_site_without_the_key_says_so(asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path) -> None:
+    _, question = asked
+    config = run_of(clients=3, per_round=3, rounds=2)
+    (tmp_path / "other").mkdir()
+    site = make_sites(config, tmp_path / "other", nodes(certificates, 3))[100]
+    answer = site.answer(question)
+    assert "the model in the question is sealed, and this site has no models key" in answer.header["reason"]
