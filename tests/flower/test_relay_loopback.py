@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from exchange_runs import Two
 
-from fedloom.api import execute
+from fedloom.api import Stopped, execute, resume
 from fedloom.config import Config, make_config
 from fedloom.exchange import Update
 from fedloom.experiment import build
@@ -161,3 +162,18 @@ def test_no_process_of_the_server_ever_has_a_layer_in_its_memory(tmp_path: Path)
     assert costs["engine.exchange_attempts"] == 1
     size = build(replace_config(config, engine="plain")).layout.nbytes
     assert costs["engine.exchange_bytes_up"] > (2 * 5 + 1) * size, "a board and a model from each, and a mean"
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_sealed_models(tmp_path: Path) -> None:
+    """Its sites are started anew, and must still have the key to what the server has kept for them."""
+    settings = {
+        "method": "fedmr", "clients": 3, "per_round": 3, "rounds": 3, "seed": 1, "epochs": 1, "nodes": 3,
+        "options": {"fedmr": {"secure": True}}, "engine": "flower",
+    }  # fmt: skip
+    config, out = make_config(settings), tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(config, out=out, watcher=Two())
+    finished = resume(out)
+    assert finished.summary["lost"] == 0
+    host = execute(replace_config(config, engine="plain"), out=tmp_path / "host")
+    assert finished.summary["digest"] == host.summary["digest"]

@@ -27,7 +27,7 @@ are released only after everybody has committed, and who has committed does not 
 
 `mean` is for sites that have a models key, and may be asked of any of them. It is the mean over everybody who took
 part, of exactly those layers that they have handed over: with its word that its model is locked, each tells the others
-what is in it, by hashes. So nothing that the server could ask for, in any order, tells it more than that one mean.
+what is in it, by hashes. So whatever layers the server shows to a site in this round, it gets that one mean or nothing.
 
 A stage is done once. The same question has the same answer again, word for word; another question at that stage is
 refused. A message that does not open, or does not fit, ends the attempt.
