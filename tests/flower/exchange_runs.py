@@ -82,4 +82,4 @@ class Two(Silent):
 
 
 def key_of(certificates: Path) -> dict[str, str]:
-    return {"models-key": str(certificates / "models.key")}
+    return {"models-key": str(certificates / "models.key"), "folder": "the one that a test gives"}

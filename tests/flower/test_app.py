@@ -236,11 +236,17 @@ def test_with_certificates_nodes_are_authenticated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["roster", "models-key"])
 def test_files_that_a_site_needs_are_looked_for_at_once(tmp_path: Path, name: str) -> None:
-    node = {name: str(tmp_path / "file")}
+    node = {name: str(tmp_path / "file"), "folder": str(tmp_path)}
     with pytest.raises(InputError, match=r"there is no file .*file\."):
         commands.supernode("localhost:8000", node)
     (tmp_path / "file").write_text("")
     assert f'{name}="{tmp_path / "file"}"' in commands.supernode("localhost:8000", node)[-1]
+
+
+def test_a_models_key_needs_a_folder_that_lasts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="a site with --models-key needs --folder"):
+        commands.supernode("localhost:8000", {"models-key": str(tmp_path / "file")})
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -138,7 +138,9 @@ def test_what_a_second_attempt_sealed_is_opened_in_the_next_round(certificates: 
     finished, link = federate(config, certificates, tmp_path, once, **key_of(certificates))
     assert [record["lost"] for record in finished.history if record["round"]] == [1, 0]
     sent = [parcel.header for parcel in link.asked if parcel.kind == "mix/train" and "model" in parcel.blocks]
-    assert [(header["sealed_round"], header["sealed_attempt"]) for header in sent] == [(0, 1)] * 3
+    assert [(header["sealed_round"], header["sealed_attempt"]) for header in sent] == [(0, 1)] * 4
+    models = [bytes(parcel.blocks["model"].data) for parcel in link.asked if "model" in parcel.blocks]
+    assert len(set(models)) == 3, "the slot of the client that was lost goes on from another one's model"
 
 
 def test_a_site_that_is_gone_when_means_are_computed_is_not_missed(certificates: Path, tmp_path: Path) -> None:

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_runs import SECURE, Two, federate, key_of, nodes, on_host, recorded, run_of
+from exchange_runs import federate, key_of, nodes, on_host, recorded, run_of, SECURE, Two
 from fake import FakeLink, make_sites, reach
 from torch import nn
 
 from fedloom.api import Stopped, execute, resume
 from fedloom.errors import FedloomError
 from fedloom.exchange import LayerExchange
+from fedloom.flower.diary import Diary
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.relay import travelling
 from fedloom.flower.relay_server import sealed_for
-from fedloom.flower.relay_site import _Diary, _mean, _plan_of, _who
+from fedloom.flower.relay_site import _known_as, _mean, _plan_of, _who
 from fedloom.flower.sealed import ModelsKey, Session, seal_for
 from fedloom.flower.site import Site
 from fedloom.flower.tensors import pick, put, to_block
@@ -37,7 +38,10 @@ def fails(config: Any, tmp_path: Path, configured: list[dict[str, Any]]) -> str:
     [
         ([1, 1, None], "client 2 has no models key, but client 0 has one; all sites must have the same"),
         ([None, 1, 1], "client 1 has a models key, but client 0 has none; all sites must have the same"),
-        ([1, 2, 1], "client 1 has a models key, but client 0 has another one; all sites must have the same"),
+        (
+            [1, 2, 1],
+            "client 1 has a models key, but client 0 has another one, or other settings; all sites must have the same",
+        ),
     ],
 )
 def test_all_sites_have_the_same_key_or_none(
@@ -46,14 +50,14 @@ def test_all_sites_have_the_same_key_or_none(
     (tmp_path / "2").write_bytes(ModelsKey().file())
     paths = {1: str(certificates / "models.key"), 2: str(tmp_path / "2")}
     configured = [
-        {**node, **({"models-key": paths[key]} if key else {})}
+        {**node, **({"models-key": paths[key], "folder": "some"} if key else {})}
         for node, key in zip(nodes(certificates, 3), keys, strict=True)
     ]
     assert words in fails(run_of(clients=3, per_round=3), tmp_path, configured)
 
 
 def test_a_key_that_cannot_be_read_is_named(certificates: Path, tmp_path: Path) -> None:
-    configured = nodes(certificates, 3, **{"models-key": str(tmp_path / "nowhere")})
+    configured = nodes(certificates, 3, **{"models-key": str(tmp_path / "nowhere"), "folder": "some"})
     words = fails(run_of(clients=3, per_round=3), tmp_path, configured)
     assert "client 0 cannot take part in the secure exchange" in words
     assert "cannot read the models key" in words
@@ -67,18 +71,32 @@ def test_a_refiner_cannot_work_on_models_that_are_sealed(certificates: Path, tmp
 
 
 @pytest.fixture
-def asked(certificates: Path, tmp_path: Path) -> tuple[Site, Parcel]:
-    """A site that has played two rounds, and what it was asked first in the second."""
+def played(certificates: Path, tmp_path: Path) -> FakeLink:
+    """Three sites that have played two of nine rounds."""
     config, out = run_of(clients=3, per_round=3, rounds=9), tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 3, **key_of(certificates))))
     with pytest.raises(Stopped):
         execute(config, out=out, sites=reach(link, config, out), watcher=Two())
-    question = next(
-        parcel
-        for parcel in link.asked
-        if (parcel.kind, parcel.header["client"], parcel.header["round"]) == ("mix/train", 0, 1)
-    )
-    return link.sites[100], question
+    return link
+
+
+def asked_of(link: FakeLink, client: int) -> Parcel:
+    """What a client was asked to train in the second round."""
+    wanted = ("mix/train", client, 1)
+    return next(p for p in link.asked if (p.kind, p.header["client"], p.header["round"]) == wanted)
+
+
+@pytest.fixture
+def asked(played: FakeLink) -> tuple[Site, Parcel]:
+    """The first site, and what it was asked."""
+    return played.sites[100], asked_of(played, 0)
+
+
+@pytest.fixture
+def fresh(played: FakeLink) -> tuple[Site, Parcel]:
+    """The first site, and a question of a later round with a model that it has not trained yet."""
+    mine, other = asked_of(played, 0), asked_of(played, 1)
+    return played.sites[100], replace(other, header={**mine.header, "round": 6})
 
 
 def block(change: Callable[[bytes], bytes]) -> Callable[[Parcel], Parcel]:
@@ -106,61 +124,69 @@ def header(**values: Any) -> Callable[[Parcel], Parcel]:
             lambda question: replace(question, blocks={**question.blocks, "opener": Block.raw(ModelsKey().public)}),
             "it seals its layers for the sites' models key, and was asked to do so for another",
         ),
-        (
-            lambda question: replace(
-                question, blocks={name: one for name, one in question.blocks.items() if name != "model"}
-            ),
-            "there is no model in the question",
-        ),
     ],
 )
 def test_questions_that_are_not_right(
-    asked: tuple[Site, Parcel], change: Callable[[Parcel], Parcel], words: str
+    fresh: tuple[Site, Parcel], change: Callable[[Parcel], Parcel], words: str
 ) -> None:
-    site, question = asked
-    later = replace(question, header={**question.header, "round": 6})  # it has committed itself in the rounds before
-    answer = site.answer(change(later))
+    site, question = fresh
+    answer = site.answer(change(question))
     assert answer.kind == "failed"
     assert words in answer.header["reason"]
-    again = replace(question, header={**question.header, "round": 6})
-    assert site.answer(again).kind == "mix/hello", "and then the right one"
-
-
-def other_row(question: Parcel, certificates: Path, tmp_path: Path, away: float) -> Parcel:
-    """A question with the initial model, moved by so much, in place of a sealed one."""
-    (tmp_path / "third").mkdir()
-    site = make_sites(run_of(clients=3, per_round=3), tmp_path / "third", nodes(certificates, 3))[100]
-    site.build()
-    row = site.initial.clone()
-    row[: site.layout.trainable] += away
-    blocks = {name: one for name, one in question.blocks.items() if name != "model"}
-    return replace(question, blocks={**blocks, "row": site.travel.pack(row)})
+    assert site.answer(question).kind == "mix/hello", "and then the right one"
 
 
 @pytest.mark.parametrize(("away", "kind"), [(0.0, "mix/hello"), (1e-7, "mix/hello"), (0.01, "failed")])
 def test_a_site_trains_no_model_of_the_server_s_own_making(
-    asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path, away: float, kind: str
+    certificates: Path, tmp_path: Path, away: float, kind: str
 ) -> None:
     """Or the server might send all others a model that nobody learns anything from, and have the mean to itself."""
-    site, question = asked
-    changed = other_row(question, certificates, tmp_path, away)
-    later = replace(changed, header={**changed.header, "round": 7})
-    answer = site.answer(later)
+    config, key = run_of(clients=3, per_round=3), ModelsKey.read(certificates / "models.key")
+    site = make_sites(config, tmp_path, nodes(certificates, 3, **key_of(certificates)))[100]
+    site.build()
+    row = site.initial.clone()
+    row[: site.layout.trainable] += away
+    header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
+    blocks = {"row": site.travel.pack(row), "opener": Block.raw(_known_as(site, key))}
+    answer = site.answer(Parcel("mix/train", header, blocks))
     assert answer.kind == kind
     if kind == "failed":
         words = "the model in the question is neither sealed nor the one that this run begins with"
         assert words in answer.header["reason"]
 
 
-def test_a_server_cannot_seal_a_model_of_its_own_making(asked: tuple[Site, Parcel], certificates: Path) -> None:
-    """All that it knows of the models key is its name."""
+def test_nor_the_initial_one_or_any_other_twice(asked: tuple[Site, Parcel]) -> None:
+    """With the same models again and one client left out, two means would differ by that one's."""
     site, question = asked
-    name = ModelsKey.read(certificates / "models.key").public
+    header = {**question.header, "round": 5}
+    assert "it has trained this model before" in site.answer(replace(question, header=header)).header["reason"]
+    first = {"row": site.travel.pack(site.initial + 1e-7), "opener": question.blocks["opener"]}
+    assert "it has trained this model before" in site.answer(Parcel("mix/train", header, first)).header["reason"]
+
+
+def test_sites_that_were_told_different_settings_do_not_exchange(certificates: Path, tmp_path: Path) -> None:
+    """The server tells them: with a rate of nothing for all but one, the mean would be that one's model."""
+    key, names = ModelsKey.read(certificates / "models.key"), set()
+    configured = nodes(certificates, 3, **key_of(certificates))
+    for number, lr in enumerate((0.1, 1e-12)):
+        (tmp_path / str(number)).mkdir()
+        site = make_sites(run_of(clients=3, per_round=3, lr=lr), tmp_path / str(number), configured)[100]
+        names.add(_known_as(site, key))
+    assert len(names) == 2
+    (tmp_path / "elsewhere").mkdir()
+    same = make_sites(run_of(clients=3, per_round=3, lr=0.1, deadline=9.0), tmp_path / "elsewhere", configured)[101]
+    assert _known_as(same, key) in names, "how long the server waits is no matter"
+
+
+def test_a_server_cannot_seal_a_model_of_its_own_making(fresh: tuple[Site, Parcel], certificates: Path) -> None:
+    """All that it knows of the models key is its name."""
+    site, question = fresh
+    name = _known_as(site, ModelsKey.read(certificates / "models.key"))
     session, sizes = Session(question.header["run"], 0), [len(pick(site.initial, c)) for c in columns_of(site)]
     for seal in (seal_for(name), ModelsKey(name).seal):
         forged = b"".join(seal(bytes(size), session, number) for number, size in enumerate(sizes))
         blocks = {**question.blocks, "model": Block.raw(forged)}
-        header = {**question.header, "round": 6, "sealed_round": 0, "sealed_attempt": 0}
+        header = {**question.header, "sealed_round": 0, "sealed_attempt": 0}
         answer = site.answer(replace(question, header=header, blocks=blocks))
         assert "layer 0 is not sealed for this key" in answer.header["reason"]
 
@@ -178,22 +204,24 @@ def test_there_are_no_rounds_in_the_open(certificates: Path, tmp_path: Path, fir
     config = run_of(clients=3, per_round=3, rounds=3, options=options)
     configured = nodes(certificates, 3, **key_of(certificates))
     words = fails(config, tmp_path, configured)
-    assert "client 0 has a models key, and with one there are no rounds in the open: fedmr.first_stage" in words
+    assert "client 0 has a models key, and with one it takes part in exchanges of layers alone" in words
     (tmp_path / "alone").mkdir()
     site = make_sites(config, tmp_path / "alone", configured)[100]
     site.build()
     header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
     question = Parcel("train", header, {"row": site.travel.pack(site.initial)})
     assert "through the secure exchange of layers alone" in site.answer(question).header["reason"]
-    opener = Block.raw(ModelsKey.read(certificates / "models.key").public)
+    opener = Block.raw(_known_as(site, ModelsKey.read(certificates / "models.key")))
     later = Parcel("mix/train", {**header, "round": first_stage}, {**question.blocks, "opener": opener})
     assert "with a models key there are no rounds in the open" in site.answer(later).header["reason"]
 
 
-def test_a_run_without_any_exchange_is_trained_for_as_ever(certificates: Path, tmp_path: Path) -> None:
-    config = run_of(method="fedavg", options={}, clients=3, per_round=3, rounds=1)
-    finished, _ = federate(config, certificates, tmp_path, **key_of(certificates))
-    assert finished.summary["lost"] == 0
+@pytest.mark.parametrize("settings", [{"method": "fedavg", "options": {}}, {"options": {"fedmr": {"secure": False}}}])
+def test_nor_is_there_any_run_without_an_exchange(certificates: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """What a run is, the server says: it might say another one."""
+    config = run_of(clients=3, per_round=3, rounds=1, **settings)
+    words = fails(config, tmp_path, nodes(certificates, 3, **key_of(certificates)))
+    assert "client 0 has a models key, and with one it takes part in exchanges of layers alone" in words
 
 
 def test_without_a_roster_a_models_key_is_reason_enough_to_send_nothing(certificates: Path, tmp_path: Path) -> None:
@@ -257,11 +285,11 @@ def test_nor_does_it_train_another_model_in_place_of_that(asked: tuple[Site, Par
     site, question = asked
     model = bytes(question.blocks["model"].data)
     other = replace(question, blocks={**question.blocks, "model": Block.raw(model[::-1])})
-    assert "it has committed itself in round 2, and trains for it but once" in site.answer(other).header["reason"]
+    assert "and trains for a round but once" in site.answer(other).header["reason"]
     assert site.answer(question).kind == "mix/hello"
 
 
-def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel]) -> None:
+def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel], fresh: tuple[Site, Parcel]) -> None:
     site, question = asked
     first = site.answer(question)
     assert first.kind == "mix/hello"
@@ -269,13 +297,12 @@ def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel]) -> 
     elsewhere = (question.header["slot"] + 1) % 3
     for change in ({"slot": elsewhere}, {"sealed_round": 0, "sealed_attempt": 1}, {"accepted": "1" * 32}):
         answer = site.answer(replace(question, header={**question.header, **change}))
-        assert "it has committed itself in round 2, and trains for it but once" in answer.header["reason"]
+        assert "and trains for a round but once" in answer.header["reason"]
     # Not even after it was asked about other rounds, of which it remembers the last alone.
-    later = replace(question, header={**question.header, "round": 5})
-    assert site.answer(later).kind == "mix/hello"
+    assert site.answer(fresh[1]).kind == "mix/hello"
     for round in (0, 1):
         answer = site.answer(replace(question, header={**question.header, "round": round}))
-        assert "it has committed itself in round 2, and trains for it but once" in answer.header["reason"]
+        assert "and trains for a round but once" in answer.header["reason"]
 
 
 def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
@@ -286,13 +313,33 @@ def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
     again = Site(site.given, site.node, site.app, site.folder)
     for one in (site, again):
         answer = one.answer(replace(question, header={**question.header, "run": "ef" * 16}))
-        assert "its models key has served another run, and serves one only" in answer.header["reason"]
+        assert "its models key has served another run, as models-key-" in answer.header["reason"]
     for round in (0, 1):
         answer = again.answer(replace(question, header={**question.header, "round": round}))
-        assert "it has committed itself in round 2, and trains for it but once" in answer.header["reason"]
-    assert again.answer(replace(question, header={**question.header, "round": 2})).kind == "mix/hello"
+        assert "and trains for a round but once" in answer.header["reason"]
     answer = site.answer(replace(question, header={**question.header, "round": 9}))
     assert "this run has 9 rounds, and no round 10" in answer.header["reason"]
+
+
+def test_one_who_trains_under_two_numbers_commits_itself_under_one(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both might have trained before either commits; then the other is there first."""
+    config = run_of(clients=3, per_round=3, rounds=1)
+    key, answer = ModelsKey.read(certificates / "models.key").public, Site.answer
+
+    def other_first(site: Site, question: Parcel) -> Parcel:
+        if question.kind == "mix/commit" and question.header["client"] == 0:
+            diary = Diary(site.folder, key)
+            if not diary.is_over(question.header["run"], "0", 0):
+                diary.commit(question.header["run"], "0", 0, "another")
+        return answer(site, question)
+
+    monkeypatch.setattr(Site, "answer", other_first)
+    finished, link = federate(config, certificates, tmp_path, **key_of(certificates))
+    assert "and trains for a round but once" in finished.history[-1]["lost_clients"]["0"]
+    said = [p for p in link.answered if p.kind == "mix/commit" and p.header["client"] == 0]
+    assert not said, "its key stays with it"
 
 
 def test_a_number_that_the_server_gives_does_not_make_a_site_another_one(certificates: Path, tmp_path: Path) -> None:
@@ -304,20 +351,21 @@ def test_a_number_that_the_server_gives_does_not_make_a_site_another_one(certifi
         header = {"run": "ab" * 16, "round": 1, "client": -1, "nonce": "cd" * 16, "assigned": number}
         assert site.answer(Parcel("hello", header)).kind == "hello"
         header = {"run": "ab" * 16, "round": 1, "client": number, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
-        opener = Block.raw(ModelsKey.read(certificates / "models.key").public)
+        opener = Block.raw(_known_as(site, ModelsKey.read(certificates / "models.key")))
         question = Parcel("mix/train", header, {"row": site.travel.pack(site.initial), "opener": opener})
         answer = site.answer(question)
         if number:
             assert "it has committed itself in round 2" in answer.header["reason"]
         else:
             assert answer.kind == "mix/hello"
-            _Diary(site, ModelsKey.read(certificates / "models.key")).commit("ab" * 16, _who(site, question), 1)
+            key = ModelsKey.read(certificates / "models.key").public
+            Diary(site.folder, key).commit("ab" * 16, _who(site, question), 1, "initial")
 
 
 def test_a_sealed_model_that_is_not_finite_is_not_trained(
-    asked: tuple[Site, Parcel], monkeypatch: pytest.MonkeyPatch
+    fresh: tuple[Site, Parcel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, question = asked
+    site, question = fresh
     opened = ModelsKey.open
 
     def spoilt(key: ModelsKey, sealed: bytes, session: Session, number: int) -> bytes:
@@ -325,7 +373,7 @@ def test_a_sealed_model_that_is_not_finite_is_not_trained(
         return nan + opened(key, sealed, session, number)[4:]
 
     monkeypatch.setattr(ModelsKey, "open", spoilt)
-    answer = site.answer(replace(question, header={**question.header, "round": 6}))
+    answer = site.answer(question)
     assert "the model in the question is not finite" in answer.header["reason"]
 
 
@@ -366,7 +414,7 @@ def test_a_site_refuses_itself_to_send_what_would_tell_what_it_trained(certifica
     site.build()
     address = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "0" * 32, "slot": 0, "attempt": 0, "accepted": None}
     control = {"extra/c": to_block(torch.zeros(site.layout.trainable))}
-    opener = Block.raw(ModelsKey.read(certificates / "models.key").public)
+    opener = Block.raw(_known_as(site, ModelsKey.read(certificates / "models.key")))
     question = Parcel("mix/train", address, {"row": site.travel.pack(site.initial), "opener": opener, **control})
     answer = site.answer(question)
     assert answer.kind == "failed"

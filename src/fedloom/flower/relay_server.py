@@ -45,7 +45,7 @@ def sealed_for(greetings: Mapping[int, Mapping[str, Any]], plan: LayerExchange) 
     for client, key in keys.items():
         if key != keys[min(keys)]:
             has = "has no models key" if not key else "has a models key"
-            other = "has none" if not keys[min(keys)] else "has another one" if key else "has one"
+            other = "has none" if not keys[min(keys)] else "has another one, or other settings" if key else "has one"
             raise FedloomError(f"client {client} {has}, but client {min(keys)} {other}; all sites must have the same.")
     key = next(iter(keys.values()), "")
     if key and not re.fullmatch(f"[0-9a-f]{{{2 * KEY}}}", key):
@@ -59,12 +59,12 @@ def sealed_for(greetings: Mapping[int, Mapping[str, Any]], plan: LayerExchange) 
 
 
 def refuse_open_rounds(greetings: Mapping[int, Mapping[str, Any]]) -> None:
-    """Sites that have a models key train in no round without an exchange, where there are rounds with one."""
+    """Sites that have a models key train in no round without an exchange."""
     for client, greeting in greetings.items():
         if greeting.get("open_rounds"):
             raise FedloomError(
-                f"client {client} has a models key, and with one there are no rounds in the open: fedmr.first_stage "
-                "must be 0, or the sites must be started without a models key."
+                f"client {client} has a models key, and with one it takes part in exchanges of layers alone: that "
+                "needs fedmr.secure=true and fedmr.first_stage=0, or sites that are started without a models key."
             )
 
 

@@ -26,6 +26,7 @@ import torch
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
+from fedloom.flower.diary import Diary
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, serve, travelling
@@ -38,7 +39,6 @@ from fedloom.methods.base import Server
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.request import check
 from fedloom.rows import Layout, Mean
-from fedloom.storage import read_json, write_json
 from fedloom.streams import Streams
 
 FEWEST = 3
@@ -46,6 +46,11 @@ FEWEST = 3
 MOST_TIMES = 3
 """How often a client trains for one round's exchange. A server that was restarted plays its last round again; one that
 only says so gets as many recombinations of the same layers, and no more."""
+OF_THE_MACHINE = {
+    "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
+    "imports", "init",
+}  # fmt: skip
+"""Settings that may differ between sites."""
 OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 
@@ -59,7 +64,7 @@ def introduce(site: Site) -> dict[str, Any]:
         about: dict[str, Any] = {"exchanges_as": roster.name_of(identity), "simulated": False}
         models_key = _models_key(site.node)
         if models_key is not None:
-            about |= {"seals_for": models_key.public.hex(), "open_rounds": bool(_open_rounds(site))}
+            about |= {"seals_for": _known_as(site, models_key).hex(), "open_rounds": _plan_of(site, 0) is None}
         return about
     except InputError as error:  # it can still take part in everything else
         return {"exchanges_as": None, "simulated": simulated, "exchange_trouble": str(error)[:300]}
@@ -69,10 +74,11 @@ def introduce(site: Site) -> dict[str, Any]:
 def train_openly(site: Site, question: Parcel) -> Parcel:
     """Ordinary training. Where a run's clients exchange layers, a site that can sends its model in no other way.
 
-    A site that has a models key does so in no round of such a run.
+    A site that has a models key takes part in nothing else.
     """
-    hides = "models-key" in site.node and _exchanges(site)
-    if hides or ("key" in site.node and "roster" in site.node and _plan(site, question) is not None):
+    if "models-key" in site.node:
+        raise Refused("it has a models key, and then its models leave it through the secure exchange of layers alone")
+    if "key" in site.node and "roster" in site.node and _plan(site, question) is not None:
         raise Refused("its models leave it through the secure exchange of layers alone")
     return plain_train(site, question)
 
@@ -89,7 +95,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     if plan is None:
         raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
     columns = travelling(plan, site.travel)
-    opener = _opener(question, models_key)
+    opener = _opener(site, question, models_key)
     if models_key is not None and (again := _said_before(site, question, models_key)) is not None:
         return again
     times = site.memory.setdefault("exchanged", Counter())
@@ -120,55 +126,46 @@ def train(site: Site, question: Parcel) -> Parcel:
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
         del ours[old]
-    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question))
+    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question), _start(question))
     return _answered(question, "hello", sealed, _about(done))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Begun:
     """An exchange that a client has begun."""
 
     sealed: SealedSite
     done: Trained
     asked: str
-    """A hash of what it was asked to train."""
+    """A hash of the question."""
+    start: str
+    """Which model it was asked to train."""
+    noted: bool = False
+    """Whether its diary says that this client has committed itself."""
 
 
 def _said_before(site: Site, question: Parcel, models_key: ModelsKey) -> Parcel | None:
     """The same answer as before, where this client has committed itself in this round; else None, or a refusal.
 
-    Two means over the same clients but one, or from other models, could be subtracted from each other. So a models key
-    serves one run, whose rounds go by once each: a client that has committed itself in a round trains for no exchange
-    of that round or an earlier one. A server that begins its round anew, after its restart, gets what it had.
+    A server that begins its round anew, after its restart, gets what it had.
     """
-    diary, round, which = _Diary(site, models_key), question.header["round"], _who(site, question)
-    if diary.run not in ("", question.header["run"]):
-        raise Refused("its models key has served another run, and serves one only; all sites need a new one")
+    diary, round, which = Diary(site.folder, models_key.public), question.header["round"], _who(site, question)
     if round >= site.config.rounds:
         raise Refused(f"this run has {site.config.rounds} rounds, and no round {round + 1}")
-    if round > diary.committed.get(which, -1):
+    if not diary.is_over(question.header["run"], which, round):
+        diary.refuse(question.header["run"], which, round, _start(question))
         return None
     begun = site.memory.get("exchanges", {}).get(_key(question))
-    if begun is None or begun.asked != _fingerprint(question):
-        raise Refused(f"it has committed itself in round {diary.committed[which] + 1}, and trains for it but once")
+    if begun is None or not begun.noted or begun.asked != _fingerprint(question):
+        raise Refused(f"it has committed itself in round {round + 1} or later, and trains for a round but once")
     site.stage(question, begun.done)
     return _answered(question, "hello", begun.sealed, _about(begun.done))
 
 
-class _Diary:
-    """What a site must not forget of a models key, not even when its process ends: the run, and rounds gone by."""
-
-    def __init__(self, site: Site, models_key: ModelsKey) -> None:
-        self._path = site.folder / f"models-key-{models_key.public.hex()[:32]}.json"
-        found: dict[str, Any] = read_json(self._path) if self._path.exists() else {}
-        self.run: str = found.get("run", "")
-        self.committed: dict[str, int] = found.get("committed", {})
-
-    def commit(self, run: str, which: str, round: int) -> None:
-        """Note it, before anybody is told."""
-        self.run = run
-        self.committed[which] = round
-        write_json(self._path, {"run": self.run, "committed": self.committed})
+def _start(question: Parcel) -> str:
+    """Which model is to be trained. The initial one may come rounded in one way or another."""
+    block = question.blocks.get("model")
+    return hashlib.sha256(block.data).hexdigest() if block is not None else "initial"
 
 
 def _who(site: Site, question: Parcel) -> str:
@@ -191,11 +188,16 @@ def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
     begun = site.memory.get("exchanges", {}).get(_key(question))
     if begun is None or begun.sealed.slot != _slot(question):
         raise Refused(f"it has no model of round {question.header['round'] + 1} to exchange layers of")
-    answer = _answered(question, stage, begun.sealed, {})
     models_key = _models_key(site.node)
-    if models_key is not None and stage == "commit" and begun.sealed.committed:
-        header = question.header
-        _Diary(site, models_key).commit(header["run"], _who(site, question), header["round"])
+    if models_key is None or stage != "commit" or begun.noted:
+        return _answered(question, stage, begun.sealed, {})
+    diary = Diary(site.folder, models_key.public)
+    entry = question.header["run"], _who(site, question), question.header["round"], begun.start
+    diary.refuse(*entry)
+    answer = _answered(question, stage, begun.sealed, {})
+    if begun.sealed.committed:
+        diary.commit(*entry)
+        begun.noted = True
     return answer
 
 
@@ -243,7 +245,7 @@ def _opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns:
 
 
 def _check_initial(site: Site, question: Parcel) -> None:
-    if _open_rounds(site):
+    if _plan_of(site, 0) is None:
         raise Refused(OPEN_ROUNDS)
     if "row" not in question.blocks:
         raise Refused("there is no model in the question")
@@ -251,17 +253,6 @@ def _check_initial(site: Site, question: Parcel) -> None:
     near = torch.allclose(row[:floats], site.initial[:floats], rtol=1e-3, atol=1e-5)  # machines round differently
     if not near or not torch.equal(row[floats:].view(torch.uint8), site.initial[floats:].view(torch.uint8)):
         raise Refused("the model in the question is neither sealed nor the one that this run begins with")
-
-
-def _exchanges(site: Site) -> bool:
-    """Whether clients of this run exchange layers in any round."""
-    site.build()
-    return _plan_of(site, site.config.rounds - 1) is not None
-
-
-def _open_rounds(site: Site) -> bool:
-    """Whether this run has rounds before the first exchange, in which the server makes the models."""
-    return _exchanges(site) and _plan_of(site, 0) is None
 
 
 def _mean(
@@ -331,15 +322,29 @@ def _slot(question: Parcel) -> int:
     return slot
 
 
-def _opener(question: Parcel, models_key: ModelsKey | None) -> bytes:
+def _opener(site: Site, question: Parcel, models_key: ModelsKey | None) -> bytes:
     """What to seal layers for. A site that has a models key seals with that and for nothing else."""
     block = question.blocks.get("opener")
     if block is None or block.nbytes != KEY:
         raise Refused("there is no key in the question to seal layers for")
-    if models_key is not None and bytes(block.data) != models_key.public:
+    if models_key is not None and bytes(block.data) != _known_as(site, models_key):
         raise Refused("it seals its layers for the sites' models key, and was asked to do so for another")
     return bytes(block.data)
 
 
+def _known_as(site: Site, models_key: ModelsKey) -> bytes:
+    """By what name the models key is known in this run, as this site was told the run.
+
+    The run's settings come from the server. If it told sites different ones, such as a learning rate of nearly nothing
+    for all but one, it could work out that one's model from the mean. So sites only exchange on the same terms.
+    """
+    site.build()
+    return models_key.name(site.config.model_dump_json(exclude=OF_THE_MACHINE).encode())
+
+
 def _models_key(node: Mapping[str, Any]) -> ModelsKey | None:
-    return ModelsKey.read(Path(str(node["models-key"]))) if "models-key" in node else None
+    if "models-key" not in node:
+        return None
+    if "folder" not in node:
+        raise InputError("a site with a models key needs a folder that lasts: folder=... in the node's configuration.")
+    return ModelsKey.read(Path(str(node["models-key"])))

@@ -309,8 +309,13 @@ class ModelsKey:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secret or secrets.token_bytes(KEY)
-        self.public = HKDF(SHA256(), length=KEY, salt=None, info=b"fedloom models key, its name").derive(self._secret)
-        """A fingerprint, by which sites and server see that it is the same everywhere."""
+        self.public = self.name(b"")
+        """A fingerprint."""
+
+    def name(self, terms: bytes) -> bytes:
+        """By what others see that it is the same everywhere, and that the terms of its use are."""
+        about = b"fedloom models key, its name" + hashlib.sha256(terms).digest()
+        return HKDF(SHA256(), length=KEY, salt=None, info=about).derive(self._secret)
 
     @classmethod
     def read(cls, path: Path) -> "ModelsKey":

@@ -1,7 +1,7 @@
 """Models that the server keeps and cannot open: FedMR's, where sites seal them for each other (relay_server.py).
 
 In place of each the server's own code has the mean that the sites computed. Whoever is to train that model is sent what
-lies here under its slot. A model that is not here is one that the server knows anyway, such as the initial one.
+lies here under its slot. Until the first exchange there is nothing here, and they train the initial model.
 """
 
 import hashlib
@@ -53,7 +53,13 @@ class Vault:
             self._models[slot] = self._brought.pop(slot)
 
     def find(self, slot: int, row: Block) -> SealedModel | None:
-        """What is to be sent instead of `row`; None where that is the model itself."""
+        """What is to be sent instead of `row`; None where that is the model itself.
+
+        A slot whose client was lost in the first rounds goes on from another one's model: sites train the initial one
+        but once.
+        """
+        if self._models and slot not in self._models:
+            return self._models[min(self._models)]
         found = self._models.get(slot)
         if found is not None and found.shown != _hash(row):
             raise FedloomError(f"the model of slot {slot} was changed, but it is sealed and the server cannot open it.")

@@ -1,0 +1,46 @@
+"""What a site must not forget of a models key, not even when its process ends (relay_site.py).
+
+The mean of the models is all that the server gets. But two means over the same clients but one could be subtracted from
+each other, if the others trained the same. So a models key serves one run, whose rounds go by once each: a client that
+has committed itself in a round trains for no exchange of that round or an earlier one, and no model a second time.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fedloom.flower.parcel import Refused
+from fedloom.storage import read_json, write_json
+
+
+class Diary:
+    """The run that a models key serves, and by client the last round and all models that it was committed to."""
+
+    def __init__(self, folder: Path, key: bytes) -> None:
+        self._path = folder / f"models-key-{key.hex()[:32]}.json"
+        found: dict[str, Any] = read_json(self._path) if self._path.exists() else {}
+        self._run: str = found.get("run", "")
+        self._rounds: dict[str, int] = found.get("rounds", {})
+        self._starts: dict[str, list[str]] = found.get("starts", {})
+
+    def is_over(self, run: str, client: str, round: int) -> bool:
+        """Whether this client has committed itself in this round, or in a later one, of the run that the key serves."""
+        if self._run not in ("", run):
+            raise Refused(
+                f"its models key has served another run, as {self._path.name} says, and serves one only; "
+                "all sites need a new one"
+            )
+        return round <= self._rounds.get(client, -1)
+
+    def refuse(self, run: str, client: str, round: int, start: str) -> None:
+        """Refuse a round that is over, and a model that this client has trained before."""
+        if self.is_over(run, client, round):
+            raise Refused(f"it has committed itself in round {round + 1} or later, and trains for a round but once")
+        if start in self._starts.get(client, ()):
+            raise Refused("it has trained this model before, and trains none twice")
+
+    def commit(self, run: str, client: str, round: int, start: str) -> None:
+        """Note that it has committed itself, before anybody is told."""
+        self._run = run
+        self._rounds[client] = round
+        self._starts.setdefault(client, []).append(start)
+        write_json(self._path, {"run": self._run, "rounds": self._rounds, "starts": self._starts})

@@ -1,0 +1,36 @@
+"""What a site does not forget of a models key."""
+
+from pathlib import Path
+
+import pytest
+
+from fedloom.flower.diary import Diary
+from fedloom.flower.parcel import Refused
+
+KEY, OTHER = bytes(32), b"\1" * 32
+
+
+def test_rounds_go_by_once_and_models_are_trained_once(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, KEY)
+    diary.refuse("run", "0", 3, "a model")
+    diary.commit("run", "0", 3, "a model")
+    for again in (diary, Diary(tmp_path, KEY)):  # also when the process was started anew
+        for round in (0, 3):
+            with pytest.raises(Refused, match=f"it has committed itself in round {round + 1} or later"):
+                again.refuse("run", "0", round, "another")
+        with pytest.raises(Refused, match="it has trained this model before, and trains none twice"):
+            again.refuse("run", "0", 4, "a model")
+        again.refuse("run", "0", 4, "another")
+        again.refuse("run", "1", 3, "a model")
+        assert [again.is_over("run", "0", round) for round in (2, 3, 4)] == [True, True, False]
+        assert not again.is_over("run", "1", 0)
+    again.commit("run", "0", 4, "another")
+    with pytest.raises(Refused, match="it has trained this model before"):
+        Diary(tmp_path, KEY).refuse("run", "0", 5, "a model")
+
+
+def test_a_key_serves_one_run(tmp_path: Path) -> None:
+    Diary(tmp_path, KEY).commit("run", "0", 0, "a model")
+    with pytest.raises(Refused, match=r"its models key has served another run, as models-key-0{32}.json says"):
+        Diary(tmp_path, KEY).is_over("another", "1", 5)
+    assert not Diary(tmp_path, OTHER).is_over("another", "1", 5)
