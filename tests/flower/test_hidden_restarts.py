@@ -1,0 +1,139 @@
+"""Servers and sites that are started again, and what a models key may be used for twice: nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from exchange_runs import SECURE, federate, key_of, nodes, on_host, recorded, run_of
+from fake import FakeLink, make_sites, reach
+
+from fedloom.api import execute, resume
+from fedloom.flower.diary import Diary
+from fedloom.flower.parcel import Block, Parcel
+from fedloom.flower.relay_site import _known_as, _who
+from fedloom.flower.sealed import ModelsKey
+from fedloom.flower.site import Site
+
+
+def test_a_server_that_dies_after_its_sites_have_committed_gets_what_it_had(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody trains anew, and the run has the bits that it would have had."""
+    config, out = run_of(rounds=3), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
+
+    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        if (question.kind, question.header["round"]) == ("mix/mean", 1):
+            raise KeyboardInterrupt
+        return answer
+
+    link.meddle = die
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle, trained = None, recorded(monkeypatch)
+    finished = resume(out, sites=reach(link, config, out))
+    assert finished.summary["lost"] == 0
+    assert sorted({round for round, _, _ in trained}) == [2]
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_what_a_client_wants_to_keep_is_ready_for_the_server_that_comes_back(
+    certificates: Path, tmp_path: Path
+) -> None:
+    """It is kept under the name of the last question, which is not that of the first."""
+    config = run_of(method="fedmr+fedrep", rounds=3, options={**SECURE, "fedrep": {"head_epochs": 1}})
+    out = tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
+
+    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        if (question.kind, question.header["round"]) == ("mix/mean", 1):
+            raise KeyboardInterrupt
+        return answer
+
+    link.meddle = die
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle = None
+    finished = resume(out, sites=reach(link, config, out))
+    assert [record["lost_clients"] for record in finished.history if record["round"]] == [{}, {}, {}]
+
+
+def test_nor_does_it_train_another_model_in_place_of_that(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    model = bytes(question.blocks["model"].data)
+    other = replace(question, blocks={**question.blocks, "model": Block.raw(model[::-1])})
+    assert "and trains for a round but once" in site.answer(other).header["reason"]
+    assert site.answer(question).kind == "mix/hello"
+
+
+def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel], fresh: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    first = site.answer(question)
+    assert first.kind == "mix/hello"
+    assert site.answer(replace(question, header={**question.header, "nonce": "0" * 32})).blocks == first.blocks
+    elsewhere = (question.header["slot"] + 1) % 3
+    for change in ({"slot": elsewhere}, {"sealed_round": 0, "sealed_attempt": 1}, {"accepted": "1" * 32}):
+        answer = site.answer(replace(question, header={**question.header, **change}))
+        assert "and trains for a round but once" in answer.header["reason"]
+    # Not even after it was asked about other rounds, of which it remembers the last alone.
+    assert site.answer(fresh[1]).kind == "mix/hello"
+    for round in (0, 1):
+        answer = site.answer(replace(question, header={**question.header, "round": round}))
+        assert "and trains for a round but once" in answer.header["reason"]
+
+
+def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
+    asked: tuple[Site, Parcel], certificates: Path, tmp_path: Path
+) -> None:
+    """A server could call the same round another run's, with one client less, and subtract the two means."""
+    site, question = asked
+    again = Site(site.given, site.node, site.app, site.folder)
+    for one in (site, again):
+        answer = one.answer(replace(question, header={**question.header, "run": "ef" * 16}))
+        assert "its models key has served another run, as models-key-" in answer.header["reason"]
+    for round in (0, 1):
+        answer = again.answer(replace(question, header={**question.header, "round": round}))
+        assert "and trains for a round but once" in answer.header["reason"]
+    answer = site.answer(replace(question, header={**question.header, "round": 9}))
+    assert "this run has 9 rounds, and no round 10" in answer.header["reason"]
+
+
+def test_one_who_trains_under_two_numbers_commits_itself_under_one(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both might have trained before either commits; then the other is there first."""
+    config = run_of(clients=3, per_round=3, rounds=1)
+    key, answer = ModelsKey.read(certificates / "models.key").public, Site.answer
+
+    def other_first(site: Site, question: Parcel) -> Parcel:
+        if question.kind == "mix/commit" and question.header["client"] == 0:
+            diary = Diary(site.folder, key)
+            if not diary.is_over(question.header["run"], "0", 0):
+                diary.commit(question.header["run"], "0", 0, "another")
+        return answer(site, question)
+
+    monkeypatch.setattr(Site, "answer", other_first)
+    finished, link = federate(config, certificates, tmp_path, **key_of(certificates))
+    assert "and trains for a round but once" in finished.history[-1]["lost_clients"]["0"]
+    said = [p for p in link.answered if p.kind == "mix/commit" and p.header["client"] == 0]
+    assert not said, "its key stays with it"
+
+
+def test_a_number_that_the_server_gives_does_not_make_a_site_another_one(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(clients=3, per_round=3, rounds=3)
+    configured = nodes(certificates, 3, **key_of(certificates))
+    del configured[0]["client"]
+    site = make_sites(config, tmp_path, configured)[100]
+    for number in (0, 1):
+        header = {"run": "ab" * 16, "round": 1, "client": -1, "nonce": "cd" * 16, "assigned": number}
+        assert site.answer(Parcel("hello", header)).kind == "hello"
+        header = {"run": "ab" * 16, "round": 1, "client": number, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
+        opener = Block.raw(_known_as(site, ModelsKey.read(certificates / "models.key")))
+        question = Parcel("mix/train", header, {"row": site.travel.pack(site.initial), "opener": opener})
+        answer = site.answer(question)
+        if number:
+            assert "it has committed itself in round 2" in answer.header["reason"]
+        else:
+            assert answer.kind == "mix/hello"
+            key = ModelsKey.read(certificates / "models.key").public
+            Diary(site.folder, key).commit("ab" * 16, _who(site, question), 1, "initial")
