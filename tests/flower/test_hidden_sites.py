@@ -146,6 +146,10 @@ def test_sites_that_were_told_different_settings_do_not_exchange(certificates: P
     (tmp_path / "elsewhere").mkdir()
     same = make_sites(run_of(clients=3, per_round=3, lr=0.1, deadline=9.0), tmp_path / "elsewhere", configured)[101]
     assert _known_as(same, key) in names, "how long the server waits is no matter"
+    config = run_of(clients=3, per_round=3, lr=0.1, options={"fedmr": {"secure": True, "mixed": True}})
+    site = make_sites(config, tmp_path / "elsewhere", configured)[100]
+    turned = Site(dict(reversed(list(site.given.items()))), site.node, site.app, site.folder)
+    assert _known_as(turned, key) == _known_as(site, key), "nor is the order in which settings come"
 
 
 def test_a_server_cannot_seal_a_model_of_its_own_making(fresh: tuple[Site, Parcel], certificates: Path) -> None:

@@ -339,7 +339,8 @@ def _known_as(site: Site, models_key: ModelsKey) -> bytes:
     for all but one, it could work out that one's model from the mean. So sites only exchange on the same terms.
     """
     site.build()
-    return models_key.name(site.config.model_dump_json(exclude=OF_THE_MACHINE).encode())
+    settings = site.config.model_dump(mode="json", exclude=OF_THE_MACHINE)
+    return models_key.name(json.dumps(settings, sort_keys=True).encode())
 
 
 def _models_key(node: Mapping[str, Any]) -> ModelsKey | None:
