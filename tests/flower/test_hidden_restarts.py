@@ -8,6 +8,7 @@ from exchange_runs import SECURE, federate, key_of, nodes, on_host, recorded, ru
 from fake import FakeLink, make_sites, reach
 
 from fedloom.api import execute, resume
+from fedloom.config import Config
 from fedloom.flower.diary import Diary
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.relay_site import _known_as, _who
@@ -15,35 +16,9 @@ from fedloom.flower.sealed import ModelsKey
 from fedloom.flower.site import Site
 
 
-def test_a_server_that_dies_after_its_sites_have_committed_gets_what_it_had(
-    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody trains anew, and the run has the bits that it would have had."""
-    config, out = run_of(rounds=3), tmp_path / "run"
-    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
-
-    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
-        if (question.kind, question.header["round"]) == ("mix/mean", 1):
-            raise KeyboardInterrupt
-        return answer
-
-    link.meddle = die
-    with pytest.raises(KeyboardInterrupt):
-        execute(config, out=out, sites=reach(link, config, out))
-    link.meddle, trained = None, recorded(monkeypatch)
-    finished = resume(out, sites=reach(link, config, out))
-    assert finished.summary["lost"] == 0
-    assert sorted({round for round, _, _ in trained}) == [2]
-    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
-
-
-def test_what_a_client_wants_to_keep_is_ready_for_the_server_that_comes_back(
-    certificates: Path, tmp_path: Path
-) -> None:
-    """It is kept under the name of the last question, which is not that of the first."""
-    config = run_of(method="fedmr+fedrep", rounds=3, options={**SECURE, "fedrep": {"head_epochs": 1}})
-    out = tmp_path / "run"
-    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates))))
+def dead_after_commit(config: Config, certificates: Path, tmp_path: Path) -> FakeLink:
+    """Sites of a run whose server died in its second round, when all had committed themselves."""
+    link, out = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates)))), tmp_path / "run"
 
     def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
         if (question.kind, question.header["round"]) == ("mix/mean", 1):
@@ -54,7 +29,28 @@ def test_what_a_client_wants_to_keep_is_ready_for_the_server_that_comes_back(
     with pytest.raises(KeyboardInterrupt):
         execute(config, out=out, sites=reach(link, config, out))
     link.meddle = None
-    finished = resume(out, sites=reach(link, config, out))
+    return link
+
+
+def test_a_server_that_dies_after_its_sites_have_committed_gets_what_it_had(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody trains anew, and the run has the bits that it would have had."""
+    config = run_of(rounds=3)
+    link, trained = dead_after_commit(config, certificates, tmp_path), recorded(monkeypatch)
+    finished = resume(tmp_path / "run", sites=reach(link, config, tmp_path / "run"))
+    assert finished.summary["lost"] == 0
+    assert sorted({round for round, _, _ in trained}) == [2]
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_what_a_client_wants_to_keep_is_ready_for_the_server_that_comes_back(
+    certificates: Path, tmp_path: Path
+) -> None:
+    """It is kept under the name of the last question, which is not that of the first."""
+    config = run_of(method="fedmr+fedrep", rounds=3, options={**SECURE, "fedrep": {"head_epochs": 1}})
+    link = dead_after_commit(config, certificates, tmp_path)
+    finished = resume(tmp_path / "run", sites=reach(link, config, tmp_path / "run"))
     assert [record["lost_clients"] for record in finished.history if record["round"]] == [{}, {}, {}]
 
 
