@@ -66,7 +66,7 @@ def introduce(site: Site) -> dict[str, Any]:
         if models_key is not None:
             about |= {"seals_for": _known_as(site, models_key).hex(), "open_rounds": _plan_of(site, 0) is None}
         return about
-    except InputError as error:  # it can still take part in everything else
+    except InputError as error:  # without a models key it can still take part in everything else
         return {"exchanges_as": None, "simulated": simulated, "exchange_trouble": str(error)[:300]}
 
 

@@ -32,12 +32,12 @@ class Vault:
 
     def __init__(self) -> None:
         self.key = ""
-        """The public key that they are sealed for, in hexadecimal digits; empty while there are none."""
+        """The name of the models key that they are sealed with, in hexadecimal digits; empty where there is none."""
         self._models: dict[int, SealedModel] = {}
         self._brought: dict[int, SealedModel] = {}
 
     def begin(self, key: str) -> None:
-        """A round begins, in which models are sealed for this key."""
+        """A round begins, in which models are sealed with the key of this name."""
         self._brought.clear()
         if self._models and key != self.key:
             raise FedloomError("the models of this run are sealed for a key that its sites no longer have.")
