@@ -44,8 +44,8 @@ class Update:
     """What travels up beside the model."""
     home: Mapping[str, Tensor] = field(default_factory=dict)
     """What the client will keep at home if its update is accepted. It does not travel."""
-    finite: bool | None = None
-    """Whether the row is finite, where the engine has looked already."""
+    finite: bool = False
+    """Whether the engine has looked already and found every number in it finite."""
 
     @property
     def client(self) -> int:

@@ -255,17 +255,17 @@ def fault_of(update: Update, layout: Layout, uploads: Shapes) -> str | None:
     """Why an update must not reach a model, or None. What comes from outside is checked before it is used."""
     if update.row.shape != (layout.size,) or update.row.dtype is not layout.dtype:
         return f"its model has {tuple(update.row.shape)} numbers, not {layout.size}"
-    if not (layout.is_finite(update.row) if update.finite is None else update.finite):
+    if not update.finite and not layout.is_finite(update.row):
         return "its model is not finite"
     if update.extras.keys() != uploads.keys():
         return f"it sent {sorted(update.extras)} beside its model, not {sorted(uploads)}"
     for name, tensor in update.extras.items():
         if tuple(tensor.shape) != tuple(uploads[name]):
             return f"its {name} has shape {tuple(tensor.shape)}, not {tuple(uploads[name])}"
-        if not all_finite(tensor):
+        if not update.finite and not all_finite(tensor):
             return f"its {name} is not finite"
     for name, tensor in update.home.items():
-        if not all_finite(tensor):
+        if not update.finite and not all_finite(tensor):
             return f"the {name.removeprefix('@')} that it keeps is not finite"
     if update.samples < 0:
         return f"it claims {update.samples} samples"

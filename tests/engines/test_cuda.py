@@ -23,6 +23,12 @@ from fedloom.tapes import Tape
 LOCALS = [name for name, method in methods().items() if method.local is not None]
 
 
+@pytest.fixture(autouse=True)
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of all clients in turn from the beginning: these clients have few."""
+    monkeypatch.setattr("fedloom.engines.cuda.LEAD", 0)
+
+
 def dense(dropout: float = 0.0) -> nn.Module:
     width = int(np.prod(SmallFederation().shape))
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 20), nn.Dropout(dropout), nn.ReLU(), nn.Linear(20, 10))
@@ -153,6 +159,43 @@ def test_it_scores_as_the_plain_engine_does() -> None:
             theirs.count,
         )
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("lead", [0, 1, 3])
+def test_each_client_gets_some_steps_before_the_next_is_seated(lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engines.cuda.LEAD", lead)
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 1)
+    taken, take = list[int](), SlotBench._take
+
+    def noted(self: SlotBench, *given: object) -> None:
+        taken.append(self.host["client"])
+        take(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotBench, "_take", noted)
+    with small_experiment("fedavg", {}, engine="plain", steps=6).engine_closed() as plain:
+        list(cuda_of(plain, 3).train(0, jobs_for(plain, [0, 1, 2])))
+    first, second, third = dict.fromkeys(taken)
+    in_turn = [first, second, third]
+    expected = [client for client in in_turn for _ in range(1 + lead)] + in_turn * (5 - lead)
+    assert taken == expected
+
+
+@pytest.mark.parametrize(("method", "field"), [("fedavg", "row"), ("scaffold", "uploads"), ("scaffold", "home")])
+@pytest.mark.parametrize(
+    ("number", "known"), [(1.0, True), (3e38, False), (float("nan"), False), (float("-inf"), False)]
+)
+def test_it_knows_that_an_answer_is_finite(method: str, field: str, number: float, known: bool) -> None:
+    """Where it is not sure, because the sum of finite numbers overflows, somebody else has to look."""
+
+    def train(bench: Bench) -> Iterator[Pass]:
+        place = bench.row if field == "row" else next(iter(getattr(bench, field).values()))
+        place[:2] = number
+        yield from ()
+
+    with small_experiment(method, {}, engine="plain").engine_closed() as plain:
+        (update,) = CudaEngine(replace(plain.engine.shop, train=train), "cpu").train(0, jobs_for(plain, [0]))
+        assert isinstance(update, Update)
+        assert update.finite is known
 
 
 class Failing(Local[Options]):

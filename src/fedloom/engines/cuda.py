@@ -30,6 +30,10 @@ from fedloom.scores import Score
 MOST_SLOTS = 16
 """More slots than this do not make a GPU busier, but each keeps a model, its optimiser's state and its recordings."""
 
+LEAD = 4
+"""Launches of a client's steps before the next client is seated. Seating takes the host about a millisecond, in which
+a GPU that has but one step of each client before it runs dry."""
+
 Work = Iterator[Answer | None]
 Devices = torch.device | str | Sequence[torch.device | str]
 
@@ -112,9 +116,9 @@ class CudaEngine(Engine):
             if isinstance(answer, Lost):
                 yield answer
             else:
-                loss = answer.wait()
+                loss, finite = answer.wait()
                 row, uploads, kept = self._here(answer)
-                yield Update(job, row, answer.samples, loss, answer.steps, uploads, kept)
+                yield Update(job, row, answer.samples, loss, answer.steps, uploads, kept, finite)
                 answer.gpu.free.append(answer.place)
             waiting.delivered += 1
 
@@ -127,19 +131,21 @@ class CudaEngine(Engine):
         home, first = self.homes.get(job.client), job.client not in self.homes
         slot.seat(round, job.client, store, positions, job.row, job.extras, home, first)
         row, places = slot.row, {"home": dict(slot.home), "uploads": dict(slot.uploads)}
-        passes = self.shop.train(slot)
+        passes, ahead = self.shop.train(slot), LEAD
         while True:
             with slot.randomness():
                 piece = next(passes, None)
             if piece is None:
                 break
             for _ in slot.launch(piece):
-                yield None
+                if not ahead:
+                    yield None
+                ahead = max(0, ahead - 1)
         with slot.randomness():
             slot.finish()
         conclude(slot, row, places)
         gpu.keep(place, row, places)
-        yield Answer(gpu, place, slot.samples, slot.host["steps"], slot.last_losses(), gpu.mark())
+        yield Answer(gpu, place, slot.samples, slot.host["steps"], slot.last_words(), gpu.mark())
 
     def _here(self, answer: Answer) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """An answer on the first GPU, where the server is."""

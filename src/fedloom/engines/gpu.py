@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -34,17 +35,22 @@ class Answer:
     place: int
     samples: int
     steps: int
-    losses: tuple[Tensor, list[int]]
+    words: tuple[Tensor, list[int]]
+    """What `SlotBench.last_words` says."""
     ready: Any
 
-    def wait(self) -> float:
-        """Wait for it, and say what the mean loss of its last epoch was."""
+    def wait(self) -> tuple[float, bool]:
+        """Wait for it, and say what the mean loss of its last epoch was, and whether all in it is known to be finite.
+
+        Numbers may be finite whose sum is not: then somebody has to look.
+        """
         if self.ready is not None:
             self.ready.synchronize()
-        values, sizes = self.losses
+        words, sizes = self.words
+        finite = isfinite(float(words[-1]))
         if not sizes:
-            return float("nan")
-        return float(values.double() @ torch.tensor(sizes, dtype=torch.float64)) / sum(sizes)
+            return float("nan"), finite
+        return float(words[:-1].double() @ torch.tensor(sizes, dtype=torch.float64)) / sum(sizes), finite
 
 
 class Gpu:

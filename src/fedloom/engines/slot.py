@@ -137,10 +137,13 @@ class SlotBench(Bench):
         self._lr, self._rate = lr, self._lr_space
         self._lr_space.fill_(lr)
 
-    def last_losses(self) -> tuple[Tensor, list[int]]:
-        """The losses of the last epoch, on their way to the host, and the sizes of their batches."""
-        losses = [found for found, _ in self._noted] or [torch.zeros(0, device=self.device)]
-        return torch.cat(losses).to("cpu", non_blocking=True), [size for _, sizes in self._noted for size in sizes]
+    def last_words(self) -> tuple[Tensor, list[int]]:
+        """On their way to the host: the losses of the last epoch, and at the end the sum of all numbers that the client
+        hands in, which is finite if they are; and the sizes of the batches that the losses are of."""
+        given = (self.row[: self.layout.floats], *self.uploads.values(), *self.home.values())
+        total = torch.stack([tensor.sum() for tensor in given]).sum().float().view(1)
+        words = torch.cat([*(found for found, _ in self._noted), total]).to("cpu", non_blocking=True)
+        return words, [size for _, sizes in self._noted for size in sizes]
 
     def bring(self, samples: Samples) -> Samples:
         """Copy samples from the host into memory of the slot, which is the same for all clients that fit into it."""

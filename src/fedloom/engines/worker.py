@@ -19,6 +19,7 @@ from fedloom.banks import Bank, at_address, stride_of
 from fedloom.bench import Bench, Workshop
 from fedloom.engines.base import Shop, reason_of, score_client, train_client
 from fedloom.processes import die_with_parent, keep_freed_memory
+from fedloom.rows import all_finite
 from fedloom.scores import Score, score_chunks
 
 
@@ -74,7 +75,7 @@ class Trained:
     loss: float
     steps: int
     finite: bool
-    """Whether the model is: a worker that has just written it looks through it faster than the coordinator can."""
+    """Whether all of it is: a worker that has just written it looks through it faster than the coordinator can."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         received = order.row.tensor()
         accuracy = score_client(bench, shop, order.round, order.client, row, received, home, order.first_visit)
         return Fared(order.index, accuracy)
-    row, uploads = slots.row(order.slot), slots.group(order.slot, "uploads")
+    row, uploads, home = slots.row(order.slot), slots.group(order.slot, "uploads"), slots.group(order.slot, "home")
     for tensor in uploads.values():
         tensor.zero_()
     samples, loss, steps = train_client(
@@ -185,8 +186,9 @@ def _carry_out(order: Order, bench: Bench, shop: Shop, slots: Slots) -> Reply:
         row,
         order.row.tensor(),
         {name: place.tensor() for name, place in order.extras},
-        slots.group(order.slot, "home"),
+        home,
         uploads,
         order.first_visit,
     )
-    return Trained(order.index, samples, loss, steps, shop.workshop.layout.is_finite(row))
+    finite = shop.workshop.layout.is_finite(row) and all(map(all_finite, (*uploads.values(), *home.values())))
+    return Trained(order.index, samples, loss, steps, finite)
