@@ -1,6 +1,6 @@
 """Whole experiments of the papers on a GPU, one after the other as far as the time goes.
 
-    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--runs DIR] [--results DIR]
+    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone] [--runs DIR] [--results DIR]
 
 They are listed in benchmarks/experiments.toml, the most telling first. Each is a comparison (`fedloom compare`) whose
 runs share the GPU; accuracy curves go into small JSON files, refreshed while runs are under way, with the paper's
@@ -129,6 +129,14 @@ def tiny(experiment: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def alone(experiment: dict[str, Any]) -> dict[str, Any]:
+    """Its first run, with the GPU to itself: how long one takes. The whole experiment then need not run it again."""
+    name, method = experiment["name"], experiment["methods"][0]
+    named = {"name": f"{name}, {method} alone", "folder": name, "methods": [method]}
+    options = {key: value for key, value in experiment["options"].items() if key == method}
+    return {**experiment, **named, "options": options, "seeds": 1, "at_once": 1}
+
+
 def small_one(model: str) -> str:
     """A LeNet with the same kind of norm."""
     _, colon, options = model.partition(":")
@@ -137,7 +145,7 @@ def small_one(model: str) -> str:
 
 def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Path) -> str:
     """Run one experiment, or go on with it; how it ended."""
-    folder = runs / experiment["name"].replace(", ", "-").replace(" ", "-")
+    folder = runs / experiment.get("folder", experiment["name"]).replace(", ", "-").replace(" ", "-")
     page = Page(experiment, folder, results)
     watcher = Deadline(end, page)
     settings = {"device": "cuda", "checkpoint_seconds": 10_000.0, **experiment["settings"]}
@@ -175,6 +183,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--together", action="store_true", help="all at the same time, where each has a GPU's part")
+    parser.add_argument("--alone", action="store_true", help="only the first run of each, with the GPU to itself")
     parser.add_argument("--tiny", action="store_true", help="to try them out")
     options = parser.parse_args()
     unknown = set(options.names) - {e["name"] for e in known}
@@ -190,6 +199,8 @@ def main() -> None:
             return
         if options.seeds:
             experiment["seeds"] = options.seeds
+        if options.alone:
+            experiment = alone(experiment)
         print(f"{experiment['name']}, {left / 60:.1f} minutes left", flush=True)
         began = time.monotonic()
         try:
