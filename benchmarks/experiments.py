@@ -1,6 +1,7 @@
 """Whole experiments of the papers on a GPU, one after the other as far as the time goes.
 
-    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone] [--runs DIR] [--results DIR]
+    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone] [--runs DIR] \
+        [--results DIR]
 
 They are listed in benchmarks/experiments.toml, the most telling first. Each is a comparison (`fedloom compare`) whose
 runs share the GPU; accuracy curves go into small JSON files, refreshed while runs are under way, with the paper's

@@ -1,12 +1,100 @@
-"""Networks that compute in another type while they train."""
+"""Networks that compute in another type while they train. Here it is float64, which every CPU can do; on a GPU bf16."""
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from fedloom.lowering import lower
+from fedloom.lowering import cast_at_once, lower
+from fedloom.models import build
+
+
+def tied() -> nn.Module:
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    other.weight = one.weight
+    return nn.Sequential(one, nn.Tanh(), other)
+
+
+def partly_frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
+    module[0].weight.requires_grad_(False)
+    return module
+
+
+def channels_last() -> nn.Module:
+    return build("lenet", (3, 32, 32), 10).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lenet": (lambda: build("lenet", (1, 28, 28), 10), (4, 1, 28, 28)),
+    "channels last": (channels_last, (4, 3, 32, 32)),
+    "tied": (tied, (4, 8)),
+    "partly frozen": (partly_frozen, (4, 8)),
+}
+
+
+def gradients(module: nn.Module, output: Tensor) -> list[Tensor]:
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    return list(torch.autograd.grad(output.square().sum(), weights))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_computes_what_the_network_in_that_type_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(shape, dtype=torch.float64)
+    for weight in module.parameters():
+        if not weight.requires_grad:
+            weight.data = weight.data.double()  # what is frozen is left to autocast
+    twin = copy.deepcopy(module).double()
+    with cast_at_once(module, torch.float64):
+        output = module(x)
+    assert torch.equal(output, twin(x))
+    ours, theirs = gradients(module, output), gradients(twin, twin(x))
+    for got, wanted, weight in zip(ours, theirs, (w for w in module.parameters() if w.requires_grad), strict=True):
+        assert got.dtype is torch.float32
+        assert got.shape == weight.shape
+        torch.testing.assert_close(got, wanted.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_weights_are_themselves_again_afterwards_also_when_the_network_fails() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before = dict(module.named_parameters())
+    inside: dict[str, Any] = {}
+
+    def fail() -> None:
+        with cast_at_once(module, torch.float64):
+            inside.update((name, value.dtype) for name, value in module.named_parameters(remove_duplicate=False))
+            inside["0.weight"], inside["0.bias"] = module[0].weight.dtype, module[0].bias.dtype
+            raise RuntimeError("no way")
+
+    with pytest.raises(RuntimeError, match="no way"):
+        fail()
+    usual = dict.fromkeys(("1.weight", "1.bias"), torch.float32)  # norms compute in the usual type
+    assert inside == {"0.weight": torch.float64, "0.bias": torch.float64, **usual}
+    after = dict(module.named_parameters())
+    assert all(after[name] is weight for name, weight in before.items())
+
+
+def test_a_network_without_such_layers_is_left_alone() -> None:
+    module = nn.BatchNorm1d(3)
+    with cast_at_once(module, torch.float64):
+        assert module.weight.dtype is torch.float32
+
+
+def test_only_training_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    module = lower(nn.Linear(3, 2), torch.device("cpu"), torch.float64)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    assert module(x).dtype is torch.float32, "the output has the usual type"
+    module.eval()
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(x)
 
 
 def test_a_copy_of_a_network_in_a_lower_type_computes_with_its_own_weights() -> None:

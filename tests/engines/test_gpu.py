@@ -1,6 +1,7 @@
 """The engines on a GPU. Run with `make test-gpu` where there is one."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ import fedloom
 from fedloom.bench import Batch, Bench
 from fedloom.engines import CudaEngine
 from fedloom.errors import FedloomError
+from fedloom.lowering import cast_at_once
 from fedloom.methods import Local, Method, Options, methods, register
+from fedloom.models import build as build_model
 from fedloom.optim import SGD, Adam, Steady
 from fedloom.small_runs import SmallFederation, small_experiment, small_run
 from fedloom.testing import CHECKS
@@ -217,6 +220,25 @@ def test_lower_precision_learns_too() -> None:
                 found = experiment.rounds.play(round)
             accuracy[precision] = found["accuracy"]
     assert accuracy["bf16"] > accuracy["fp32"] - 0.1
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("model", ["cnn", "resnet20", "vgg16"])
+def test_weights_are_rounded_as_autocast_rounds_them(model: str, channels_last: bool) -> None:
+    torch.backends.cudnn.deterministic = True
+    module = build_model(model, (3, 32, 32), 10).cuda()
+    x = torch.randn(8, 3, 32, 32, device="cuda")
+    if channels_last:
+        order: Any = torch.channels_last
+        module, x = module.to(memory_format=order), x.to(memory_format=order)
+    weights, found = list(module.parameters()), []
+    for cast in (nullcontext(), cast_at_once(module, torch.bfloat16)):
+        torch.manual_seed(0)  # VGG-16 drops some
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), cast:
+            output = module(x)
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), weights)])
+    for usual, ours in zip(*found, strict=True):
+        assert torch.equal(usual, ours)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
