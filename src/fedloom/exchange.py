@@ -66,6 +66,8 @@ class Lost:
 
     job: Job
     reason: str
+    for_good: bool = False
+    """Whether it will not answer if the round is played again either."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,12 @@ def make_module(
     streams: Streams,
     *,
     shared: bool,
+    draw: int = 0,
 ) -> nn.Module:
-    """The network `name`, or the user's own; `shared` leaves the frozen weights of a user's module where they are."""
+    """The network `name`, or the user's own; `shared` leaves the frozen weights of a user's module where they are.
+
+    Every `draw` has other random numbers.
+    """
     if own is None:
         outputs = federation.classes or _targets(federation)
         if not outputs:
@@ -31,11 +35,11 @@ def make_module(
                 f"{federation.name!r} has no classes and no rows of targets, n x 1 or wider, so the network {name!r} "
                 "does not fit; give a module of your own as the model."
             )
-        with streams.globally("init"):
+        with streams.globally("init", draw):
             return models.build(name, federation.shape, outputs, federation.tokens)
     module: object = own
     if callable(module) and not isinstance(module, nn.Module):
-        with streams.globally("init"):
+        with streams.globally("init", draw):
             module = module()
     if not isinstance(module, nn.Module):
         raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(module).__name__}.")

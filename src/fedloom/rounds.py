@@ -45,6 +45,8 @@ class Tally:
     """Clients that have no samples: they are asked, and have nothing to say."""
     lost: dict[int, str] = field(default_factory=dict)
     """Clients that did not answer or whose answer was refused, and why."""
+    for_good: int = 0
+    """How many of these will not answer in this round, however often it is played."""
 
 
 @dataclass
@@ -136,6 +138,7 @@ class Rounds:
         for answer in clock.waiting(self.engine.train(round, asked), "train"):
             if isinstance(answer, Lost):
                 tally.lost[answer.job.client] = answer.reason
+                tally.for_good += answer.for_good
                 continue
             tally.bytes_up += answer.nbytes - self._bytes_at_home()
             if fault := fault_of(answer, self.context.layout, self.parts.local.uploads(self.context.layout)):
@@ -149,7 +152,9 @@ class Rounds:
                     tally.loss_sum += answer.samples * answer.loss
                 self.engine.accept(answer)
                 yield answer
-        if tally.accepted < self.config.min_clients:
+        # A round in which there can never be enough answers any more would hold up the run for ever.
+        hopeless = tally.for_good and len(jobs) - tally.for_good < self.config.min_clients
+        if tally.accepted < self.config.min_clients and not hopeless:
             reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
             raise FedloomError(
                 f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is "

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.flower.diary import Diary
+from fedloom.flower.diary import MOST_BEGINNINGS, Diary
 from fedloom.flower.parcel import Refused
 
 KEY, OTHER = bytes(32), b"\1" * 32
@@ -34,3 +34,16 @@ def test_a_key_serves_one_run(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"its models key has served another run, as models-key-0{32}.json says"):
         Diary(tmp_path, KEY).is_over("another", "1", 5)
     assert not Diary(tmp_path, OTHER).is_over("another", "1", 5)
+
+
+def test_a_client_begins_some_times_and_never_after_it_has_trained_what_others_sealed(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, KEY)
+    for round in range(MOST_BEGINNINGS):
+        diary.refuse("run", "0", round, f"initial {round}")
+        diary.commit("run", "0", round, f"initial {round}")
+    with pytest.raises(Refused, match=f"it has begun anew {MOST_BEGINNINGS} times, and no exchange has succeeded"):
+        diary.refuse("run", "0", MOST_BEGINNINGS, "initial")
+    diary.refuse("run", "0", MOST_BEGINNINGS, "a sealed one")
+    diary.commit("run", "1", 0, "a sealed one")
+    with pytest.raises(Refused, match="it has trained models of this run that are sealed, and does not begin anew"):
+        Diary(tmp_path, KEY).refuse("run", "1", 1, "initial 1")

@@ -17,9 +17,10 @@ from fedloom.exchange import LayerExchange
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.relay import travelling
 from fedloom.flower.relay_server import sealed_for
-from fedloom.flower.relay_site import _known_as, _mean, _plan_of
+from fedloom.flower.relay_site import _known_as, _mean
 from fedloom.flower.sealed import ModelsKey, Session, seal_for
 from fedloom.flower.site import Site
+from fedloom.flower.starting import plan_of
 from fedloom.flower.tensors import pick, put, to_block
 from fedloom.rows import Layout, Mean
 
@@ -131,7 +132,8 @@ def test_nor_the_initial_one_or_any_other_twice(asked: tuple[Site, Parcel]) -> N
     header = {**question.header, "round": 5}
     assert "it has trained this model before" in site.answer(replace(question, header=header)).header["reason"]
     first = {"row": site.travel.pack(site.initial + 1e-7), "opener": question.blocks["opener"]}
-    assert "it has trained this model before" in site.answer(Parcel("mix/train", header, first)).header["reason"]
+    reason = site.answer(Parcel("mix/train", header, first)).header["reason"]
+    assert "it has trained models of this run that are sealed, and does not begin anew" in reason
 
 
 def test_sites_that_were_told_different_settings_do_not_exchange(certificates: Path, tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_server_cannot_seal_a_model_of_its_own_making(fresh: tuple[Site, Parce
 
 
 def columns_of(site: Site) -> list[list[slice]]:
-    plan = _plan_of(site, 0)
+    plan = plan_of(site, 0)
     assert plan is not None
     return travelling(plan, site.travel)
 

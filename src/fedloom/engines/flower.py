@@ -57,6 +57,8 @@ class Silence:
 
     reason: str
     state_lost: bool = False
+    for_good: bool = False
+    """Whether there will be none however often it is asked."""
 
 
 class FlowerEngine(Engine):
@@ -105,7 +107,7 @@ class FlowerEngine(Engine):
             if isinstance(answer, Silence):
                 if answer.state_lost:
                     self.accepted.pop(job.client, None)
-                yield Lost(job, answer.reason)
+                yield Lost(job, answer.reason, answer.for_good)
                 continue
             try:
                 update = self._update(job, answer)
@@ -307,7 +309,8 @@ def _judged(parcel: Parcel | None, error: str, came_from: int, asked: int, quest
             return Silence(f"refused: its answer has the {name} {str(there)[:40]!r}, not {question.header[name]!r}")
     if parcel.kind == "failed":
         reason = " ".join(str(parcel.header.get("reason", "it gave no reason")).split())[:300]
-        return Silence(reason, parcel.header.get("state_lost") is True)
+        state_lost, for_good = (parcel.header.get(name) is True for name in ("state_lost", "for_good"))
+        return Silence(reason, state_lost, for_good)
     return parcel
 
 

@@ -8,8 +8,15 @@ has committed itself in a round trains for no exchange of that round or an earli
 from pathlib import Path
 from typing import Any
 
-from fedloom.flower.parcel import Refused
+from fedloom.flower.parcel import Refused, RefusedForGood
 from fedloom.storage import read_json, write_json
+
+INITIAL = "initial"
+"""What the words for models begin with that the run begins with."""
+OVER = "it has committed itself in round {} or later, and trains for a round but once"
+MOST_BEGINNINGS = 5
+"""How often a client begins with such a model, each time another. It takes an exchange that fails in the wrong moment
+for there to be a second time, and a server that asks for many wants to know something."""
 
 
 class Diary:
@@ -34,9 +41,15 @@ class Diary:
     def refuse(self, run: str, client: str, round: int, start: str) -> None:
         """Refuse a round that is over, and a model that this client has trained before."""
         if self.is_over(run, client, round):
-            raise Refused(f"it has committed itself in round {round + 1} or later, and trains for a round but once")
+            raise RefusedForGood(OVER.format(round + 1))
         if start in self._starts.get(client, ()):
-            raise Refused("it has trained this model before, and trains none twice")
+            raise RefusedForGood("it has trained this model before, and trains none twice")
+        if start.startswith(INITIAL):
+            begun = self._starts.get(client, [])
+            if not all(other.startswith(INITIAL) for other in begun):
+                raise Refused("it has trained models of this run that are sealed, and does not begin anew")
+            if len(begun) == MOST_BEGINNINGS:
+                raise Refused(f"it has begun anew {MOST_BEGINNINGS} times, and no exchange has succeeded")
 
     def commit(self, run: str, client: str, round: int, start: str) -> None:
         """Note that it has committed itself, before anybody is told."""

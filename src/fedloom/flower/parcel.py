@@ -36,6 +36,10 @@ class Refused(FedloomError):
     """What came from outside is not what was expected; the text says in what way."""
 
 
+class RefusedForGood(Refused):
+    """However often a client is asked for this, it will not do it."""
+
+
 @dataclass(frozen=True)
 class Block:
     """One array as raw little-endian bytes."""
@@ -84,9 +88,9 @@ class Parcel:
         return Parcel(kind, {**(header or {}), **address}, blocks or {})
 
 
-def failed(question: Parcel, reason: str) -> Parcel:
-    """The answer that there is none, and why."""
-    return question.reply("failed", {"reason": reason[:300]})
+def failed(question: Parcel, reason: str, *, for_good: bool = False) -> Parcel:
+    """The answer that there is none, and why; whether there never will be."""
+    return question.reply("failed", {"reason": reason[:300], **({"for_good": True} if for_good else {})})
 
 
 def header_text(header: Mapping[str, Any]) -> str:

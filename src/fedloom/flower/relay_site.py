@@ -26,18 +26,17 @@ import torch
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
-from fedloom.flower.diary import Diary
+from fedloom.flower.diary import OVER, Diary
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.parcel import Block, Parcel, Refused
+from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
 from fedloom.flower.relay import Note, serve, travelling
-from fedloom.flower.sealed import KEY, SEAL, ModelsKey, Refusal, Session, Terms, cut, frame
+from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Session, Terms, frame
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, Trained, clients_of, greets, handles
 from fedloom.flower.site import train as plain_train
+from fedloom.flower.starting import opened, plan_of, start_of
 from fedloom.flower.tensors import pick, put
-from fedloom.methods.base import Server
 from fedloom.methods.recombination import Draw, purpose
-from fedloom.request import check
 from fedloom.rows import Layout, Mean
 from fedloom.streams import Streams
 
@@ -51,7 +50,6 @@ OF_THE_MACHINE = {
     "imports", "init",
 }  # fmt: skip
 """Settings that may differ between sites."""
-OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 
 
@@ -64,7 +62,7 @@ def introduce(site: Site) -> dict[str, Any]:
         about: dict[str, Any] = {"exchanges_as": roster.name_of(identity), "simulated": False}
         models_key = _models_key(site.node)
         if models_key is not None:
-            about |= {"seals_for": _known_as(site, models_key).hex(), "open_rounds": _plan_of(site, 0) is None}
+            about |= {"seals_for": _known_as(site, models_key).hex(), "open_rounds": plan_of(site, 0) is None}
         return about
     except InputError as error:  # without a models key it can still take part in everything else
         return {"exchanges_as": None, "simulated": simulated, "exchange_trouble": str(error)[:300]}
@@ -102,7 +100,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     if times[_key(question)] == MOST_TIMES:
         raise Refused(f"it has trained for the exchange of round {header['round'] + 1} {MOST_TIMES} times already")
     try:
-        done = site.train(_opened(site, question, models_key, columns))
+        done = site.train(opened(site, question, models_key, columns))
     except StateLost as error:
         return question.reply("failed", {"reason": str(error), "state_lost": True})
     if not done.samples:
@@ -126,7 +124,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
         del ours[old]
-    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question), _start(question))
+    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question), start_of(site, question))
     return _answered(question, "hello", sealed, _about(done))
 
 
@@ -153,19 +151,13 @@ def _said_before(site: Site, question: Parcel, models_key: ModelsKey) -> Parcel 
     if round >= site.config.rounds:
         raise Refused(f"this run has {site.config.rounds} rounds, and no round {round + 1}")
     if not diary.is_over(question.header["run"], which, round):
-        diary.refuse(question.header["run"], which, round, _start(question))
+        diary.refuse(question.header["run"], which, round, start_of(site, question))
         return None
     begun = site.memory.get("exchanges", {}).get(_key(question))
     if begun is None or not begun.noted or begun.asked != _fingerprint(question):
-        raise Refused(f"it has committed itself in round {round + 1} or later, and trains for a round but once")
+        raise RefusedForGood(OVER.format(round + 1))
     site.stage(question, begun.done)
     return _answered(question, "hello", begun.sealed, _about(begun.done))
-
-
-def _start(question: Parcel) -> str:
-    """Which model is to be trained. The initial one may come rounded in one way or another."""
-    block = question.blocks.get("model")
-    return hashlib.sha256(block.data).hexdigest() if block is not None else "initial"
 
 
 def _who(site: Site, question: Parcel) -> str:
@@ -216,45 +208,6 @@ def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[s
     return question.reply(f"mix/{stage}", {**about, **answer.header}, blocks)
 
 
-def _opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns: list[list[slice]]) -> Parcel:
-    """The question with its model in the clear.
-
-    Where there is a models key it must be one that sites have sealed, or the initial one. From a model of the server's
-    own making a client might learn nothing, or nothing but what the server wants to know.
-    """
-    block = question.blocks.get("model")
-    if block is None:
-        if models_key is not None:
-            _check_initial(site, question)
-        return question
-    if models_key is None:
-        raise Refused("the model in the question is sealed, and this site has no models key")
-    round, attempt = question.header.get("sealed_round"), question.header.get("sealed_attempt")
-    if type(round) is not int or type(attempt) is not int:
-        raise Refused("the question does not say when its model was sealed")
-    session, row = Session(question.header["run"], round, attempt), site.initial.clone()
-    width = row.element_size()
-    sizes = [SEAL + width * sum(part.stop - part.start for part in parts) for parts in columns]
-    layers = cut(bytes(block.data), sizes, "the model in the question")
-    for number, (parts, sealed) in enumerate(zip(columns, layers, strict=True)):
-        put(row, parts, models_key.open(sealed, session, number))
-    if not site.layout.is_finite(row):
-        raise Refused("the model in the question is not finite")
-    others = {name: block for name, block in question.blocks.items() if name != "model"}
-    return Parcel(question.kind, question.header, {**others, "row": site.travel.pack(row)})
-
-
-def _check_initial(site: Site, question: Parcel) -> None:
-    if _plan_of(site, 0) is None:
-        raise Refused(OPEN_ROUNDS)
-    if "row" not in question.blocks:
-        raise Refused("there is no model in the question")
-    row, floats = site.travel.unpack(question.blocks["row"], site.initial.clone(), "the model"), site.layout.floats
-    near = torch.allclose(row[:floats], site.initial[:floats], rtol=1e-3, atol=1e-5)  # machines round differently
-    if not near or not torch.equal(row[floats:].view(torch.uint8), site.initial[floats:].view(torch.uint8)):
-        raise Refused("the model in the question is neither sealed nor the one that this run begins with")
-
-
 def _mean(
     layout: Layout, columns: list[list[slice]], key: ModelsKey, session: Session, number: int, sealed: Sequence[bytes]
 ) -> bytes:
@@ -269,17 +222,7 @@ def _mean(
 
 def _plan(site: Site, question: Parcel) -> LayerExchange | None:
     """What this run's clients exchange in this round."""
-    return _plan_of(site, question.header["round"])
-
-
-def _plan_of(site: Site, round: int) -> LayerExchange | None:
-    """What they exchange in a round, by the site's own copy of the run's configuration."""
-    site.build()
-    run = check(site.config)
-    owner = run.owner("server")
-    assert owner is not None, "every run has a server"
-    server: type[Server[Any]] = run.part_class("server")
-    return server.layer_exchange(site.layout, run.options[owner.name], round)
+    return plan_of(site, question.header["round"])
 
 
 def _key(question: Parcel) -> tuple[str, int, int]:

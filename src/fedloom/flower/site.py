@@ -24,7 +24,7 @@ from fedloom.flower.app import brought_by, load_site_data, read_settings, task_o
 from fedloom.flower.data import confined, of_site
 from fedloom.flower.equipment import equip
 from fedloom.flower.kept import Kept
-from fedloom.flower.parcel import Parcel, Refused, failed
+from fedloom.flower.parcel import Parcel, Refused, RefusedForGood, failed
 from fedloom.flower.tensors import from_block, to_block
 from fedloom.request import Own, replace_config
 from fedloom.rows import all_finite
@@ -130,7 +130,7 @@ class Site:
             made = equip(config, lambda: Own(data=mine), task)
         self.config, self.shop = made.config, replace(made.shop, federation=federation)
         self.initial, self.travel, self.bench = made.initial, made.travel, made.bench
-        self.device, self.layout = made.bench.device, made.bench.layout
+        self.device, self.layout, self.drawn = made.bench.device, made.bench.layout, made.drawn
         self._built = True
 
     def answer(self, question: Parcel) -> Parcel:
@@ -144,7 +144,7 @@ class Site:
             return handler(self, question)
         except (Exception, SystemExit) as error:  # whatever a client's code does, the site goes on
             reason = str(error) if isinstance(error, FedloomError) else reason_of(error)
-            return failed(question, reason)
+            return failed(question, reason, for_good=isinstance(error, RefusedForGood))
 
     def kept(self, question: Parcel) -> Kept:
         """What the client that is asked keeps, in this run."""

@@ -1,7 +1,7 @@
 """Models that the server keeps and cannot open: FedMR's, where sites seal them for each other (relay_server.py).
 
 In place of each the server's own code has the mean that the sites computed. Whoever is to train that model is sent what
-lies here under its slot. Until the first exchange there is nothing here, and they train the initial model.
+lies here under its slot. Until the first exchange there is nothing here, and they train initial models (starting.py).
 """
 
 import hashlib

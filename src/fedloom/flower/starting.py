@@ -1,0 +1,98 @@
+"""Which model a client trains before it exchanges layers.
+
+Without a models key that is the one in the question. With one it is a model that sites have sealed, which it opens, or
+the one that the run begins with, which it knows itself: from a model of the server's own making a client might learn
+nothing, or nothing but what the server wants to know.
+
+Nobody trains a model twice (diary.py). All begin with the same one, so if their first exchange fails after they have
+committed themselves, none of them could go on. So as long as no exchange has succeeded they begin in every round with
+another model, drawn for that round from the run's seed.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.exchange import LayerExchange
+from fedloom.flower.diary import INITIAL
+from fedloom.flower.parcel import Parcel, Refused
+from fedloom.flower.sealed import SEAL, ModelsKey, Session, cut
+from fedloom.flower.site import Site
+from fedloom.flower.tensors import put
+from fedloom.methods.base import Server
+from fedloom.request import check
+
+OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
+
+
+def start_of(site: Site, question: Parcel) -> str:
+    """Which model is to be trained, in a word. The initial one may come rounded in one way or another."""
+    block, round = question.blocks.get("model"), question.header["round"]
+    if block is not None:
+        return hashlib.sha256(block.data).hexdigest()
+    return f"{INITIAL} {round}" if round and _can_be_drawn_anew(site) else INITIAL
+
+
+def opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns: list[list[slice]]) -> Parcel:
+    """The question with the model to train in the clear."""
+    block, header = question.blocks.get("model"), question.header
+    if block is not None:
+        if models_key is None:
+            raise Refused("the model in the question is sealed, and this site has no models key")
+        row = _unsealed(site, header, bytes(block.data), models_key, columns)
+    elif models_key is not None:
+        _check_initial(site, question)
+        if not header["round"] or not _can_be_drawn_anew(site):
+            return question
+        row = site.drawn(header["round"])
+    else:
+        return question
+    others = {name: block for name, block in question.blocks.items() if name != "model"}
+    return Parcel(question.kind, header, {**others, "row": site.travel.pack(row)})
+
+
+def _unsealed(site: Site, header: Any, content: bytes, models_key: ModelsKey, columns: list[list[slice]]) -> Tensor:
+    round, attempt = header.get("sealed_round"), header.get("sealed_attempt")
+    if type(round) is not int or type(attempt) is not int:
+        raise Refused("the question does not say when its model was sealed")
+    session, row = Session(header["run"], round, attempt), site.initial.clone()
+    width = row.element_size()
+    sizes = [SEAL + width * sum(part.stop - part.start for part in parts) for parts in columns]
+    layers = cut(content, sizes, "the model in the question")
+    for number, (parts, sealed) in enumerate(zip(columns, layers, strict=True)):
+        put(row, parts, models_key.open(sealed, session, number))
+    if not site.layout.is_finite(row):
+        raise Refused("the model in the question is not finite")
+    return row
+
+
+def _check_initial(site: Site, question: Parcel) -> None:
+    if plan_of(site, 0) is None:
+        raise Refused(OPEN_ROUNDS)
+    if "row" not in question.blocks:
+        raise Refused("there is no model in the question")
+    row, floats = site.travel.unpack(question.blocks["row"], site.initial.clone(), "the model"), site.layout.floats
+    near = torch.allclose(row[:floats], site.initial[:floats], rtol=1e-3, atol=1e-5)  # machines round differently
+    if not near or not torch.equal(row[floats:].view(torch.uint8), site.initial[floats:].view(torch.uint8)):
+        raise Refused("the model in the question is neither sealed nor the one that this run begins with")
+
+
+def _can_be_drawn_anew(site: Site) -> bool:
+    """Whether another draw is another model altogether. One from a file is not, nor one of which a part is given."""
+    site.build()
+    if site.config.init is not None:
+        return False
+    both = (site.layout.views(row) for row in (site.initial, site.drawn(1)))
+    return not any(torch.equal(first, other) for first, other in zip(*both, strict=True) if first.ndim > 1)
+
+
+def plan_of(site: Site, round: int) -> LayerExchange | None:
+    """What clients exchange in a round, by the site's own copy of the run's configuration."""
+    site.build()
+    run = check(site.config)
+    owner = run.owner("server")
+    assert owner is not None, "every run has a server"
+    server: type[Server[Any]] = run.part_class("server")
+    return server.layer_exchange(site.layout, run.options[owner.name], round)
