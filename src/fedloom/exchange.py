@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+FEWEST_TO_EXCHANGE = 3
+"""Between two sites that exchange layers each knows which are the other's."""
+
 Shapes = dict[str, tuple[int, ...]]
 """Names and shapes of tensors that travel beside a model or stay with a client."""
 
@@ -81,6 +84,8 @@ class LayerExchange:
     """Whether to go on until no client is left with a model that one of them trained."""
     changed_by_server: bool = False
     """Whether the server works on single models afterwards, so that it must be able to read them."""
+    fewest: int = 0
+    """How many must be left for the exchange to be worth while; between few it is not made in any case."""
 
 
 def _nbytes(row: Tensor, extras: Mapping[str, Tensor]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.config import Config
 from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
-from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
+from fedloom.exchange import FEWEST_TO_EXCHANGE, Job, LayerExchange, Lost, Shapes, Update
 from fedloom.methods.base import Context, Part
 from fedloom.methods.catalogue import Parts
 from fedloom.metrics import Clock, client_accuracy, mean_and_worst
@@ -153,7 +153,8 @@ class Rounds:
                 self.engine.accept(answer)
                 yield answer
         # A round in which there can never be enough answers any more would hold up the run for ever.
-        hopeless = tally.for_good and len(jobs) - tally.for_good < self.config.min_clients
+        needed = max(self.config.min_clients, FEWEST_TO_EXCHANGE if self.parts.server.exchanged_by_clients else 0)
+        hopeless = tally.for_good and len(jobs) - tally.for_good < needed
         if tally.accepted < self.config.min_clients and not hopeless:
             reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
             raise FedloomError(
@@ -187,7 +188,8 @@ class Rounds:
     def _layer_exchange(self, round: int) -> LayerExchange | None:
         server = self.parts.server
         exchange = server.layer_exchange(self.context.layout, server.options, round)
-        return exchange and replace(exchange, changed_by_server=self.parts.refiner is not None)
+        refined, fewest = self.parts.refiner is not None, self.config.min_clients
+        return exchange and replace(exchange, changed_by_server=refined, fewest=fewest)
 
     def _bytes_at_home(self) -> int:
         """The part of every model that does not travel."""

@@ -31,7 +31,10 @@ def test_rounds_go_by_once_and_models_are_trained_once(tmp_path: Path) -> None:
 
 def test_a_key_serves_one_run(tmp_path: Path) -> None:
     Diary(tmp_path, KEY).commit("run", "0", 0, "a model")
-    with pytest.raises(Refused, match=r"its models key has served another run, as models-key-0{32}.json says"):
+    with pytest.raises(
+        Refused,
+        match=r"its models key has served another run, or this one with other settings, as models-key-0{32}.json says",
+    ):
         Diary(tmp_path, KEY).is_over("another", "1", 5)
     assert not Diary(tmp_path, OTHER).is_over("another", "1", 5)
 

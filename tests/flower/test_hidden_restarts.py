@@ -11,7 +11,7 @@ from fedloom.api import execute, resume
 from fedloom.config import Config
 from fedloom.flower.diary import Diary
 from fedloom.flower.parcel import Block, Parcel
-from fedloom.flower.relay_site import _known_as, _who
+from fedloom.flower.relay_site import _known_as, _served, _who
 from fedloom.flower.sealed import ModelsKey
 from fedloom.flower.site import Site
 
@@ -86,7 +86,10 @@ def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
     again = Site(site.given, site.node, site.app, site.folder)
     for one in (site, again):
         answer = one.answer(replace(question, header={**question.header, "run": "ef" * 16}))
-        assert "its models key has served another run, as models-key-" in answer.header["reason"]
+        assert (
+            "its models key has served another run, or this one with other settings, as models-key-"
+            in answer.header["reason"]
+        )
     for round in (0, 1):
         answer = again.answer(replace(question, header={**question.header, "round": round}))
         assert "and trains for a round but once" in answer.header["reason"]
@@ -99,13 +102,13 @@ def test_one_who_trains_under_two_numbers_commits_itself_under_one(
 ) -> None:
     """Both might have trained before either commits; then the other is there first."""
     config = run_of(clients=3, per_round=3, rounds=1)
-    key, answer = ModelsKey.read(certificates / "models.key").public, Site.answer
+    key, answer = ModelsKey.read(certificates / "models.key"), Site.answer
 
     def other_first(site: Site, question: Parcel) -> Parcel:
         if question.kind == "mix/commit" and question.header["client"] == 0:
-            diary = Diary(site.folder, key)
-            if not diary.is_over(question.header["run"], "0", 0):
-                diary.commit(question.header["run"], "0", 0, "another")
+            diary, run = Diary(site.folder, key.public), _served(site, question, key)
+            if not diary.is_over(run, "0", 0):
+                diary.commit(run, "0", 0, "another")
         return answer(site, question)
 
     monkeypatch.setattr(Site, "answer", other_first)
@@ -131,5 +134,41 @@ def test_a_number_that_the_server_gives_does_not_make_a_site_another_one(certifi
             assert "it has committed itself in round 2" in answer.header["reason"]
         else:
             assert answer.kind == "mix/hello"
-            key = ModelsKey.read(certificates / "models.key").public
-            Diary(site.folder, key).commit("ab" * 16, _who(site, question), 1, "initial")
+            key = ModelsKey.read(certificates / "models.key")
+            run = _served(site, question, key)
+            Diary(site.folder, key.public).commit(run, _who(site, question), 1, "initial")
+
+
+def test_settings_do_not_change_while_a_run_goes_on(asked: tuple[Site, Parcel], fresh: tuple[Site, Parcel]) -> None:
+    """With a rate of nothing from some round on, means would be those of the models that were sealed before."""
+    (site, _), (_, question) = asked, fresh
+    assert site.answer(question).kind == "mix/hello"
+    given = {**site.given, "lr": 1e-30}
+    changed = Site(given, site.node, site.app, site.folder)
+    header = {**question.header, "nonce": "1" * 32}
+    changed.build()
+    assert changed.config.lr == 1e-30
+    opener = Block.raw(_known_as(changed, ModelsKey.read(Path(str(site.node["models-key"])))))
+    answer = changed.answer(replace(question, header=header, blocks={**question.blocks, "opener": opener}))
+    assert "or this one with other settings" in answer.header["reason"]
+
+
+def test_a_site_that_cannot_write_down_its_commitment_hands_out_no_key(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, written = run_of(clients=3, per_round=3, rounds=1), Diary.commit
+
+    def full(diary: Diary, run: str, client: str, round: int, start: str) -> None:
+        if client == "0":
+            raise OSError(28, "No space left on device")
+        written(diary, run, client, round, start)
+
+    monkeypatch.setattr(Diary, "commit", full)
+    finished, link = federate(config, certificates, tmp_path, **key_of(certificates))
+    assert finished.history[-1]["lost"] == 3
+    assert not [parcel for parcel in link.answered if parcel.kind in ("mix/release", "mix/mean")]
+    site = link.sites[100]
+    commit = next(p for p in link.asked if p.kind == "mix/commit" and p.header["client"] == 0)
+    for kind in ("mix/release", "mix/mean"):
+        answer = site.answer(replace(commit, kind=kind))
+        assert "it has not written down that it has committed itself" in answer.header["reason"]

@@ -22,6 +22,7 @@ from fedloom.flower.sealed import ModelsKey, Session, seal_for
 from fedloom.flower.site import Site
 from fedloom.flower.starting import plan_of
 from fedloom.flower.tensors import pick, put, to_block
+from fedloom.request import replace_config
 from fedloom.rows import Layout, Mean
 
 
@@ -277,3 +278,26 @@ def test_a_site_without_the_key_says_so(asked: tuple[Site, Parcel], certificates
     site = make_sites(config, tmp_path / "other", nodes(certificates, 3))[100]
     answer = site.answer(question)
     assert "the model in the question is sealed, and this site has no models key" in answer.header["reason"]
+
+
+def test_a_site_does_not_say_how_models_of_the_servers_choice_do(asked: tuple[Site, Parcel]) -> None:
+    site, question = asked
+    answer = site.answer(Parcel("score", question.header, {"row": site.travel.pack(site.initial)}))
+    assert "does not say how models that the server chooses do on its data" in answer.header["reason"]
+
+
+def test_sites_that_begin_with_different_files_do_not_exchange(certificates: Path, tmp_path: Path) -> None:
+    """Wherever each has its own; the server might name one from which nothing can be learned."""
+    key, names = ModelsKey.read(certificates / "models.key"), []
+    configured = nodes(certificates, 3, **key_of(certificates))
+    for seed in (1, 2, 2):
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        plain = replace_config(run_of(rounds=1, options={}, seed=seed), method="fedavg", engine="plain", deadline=600.0)
+        first = execute(plain, out=folder / "first")
+        config = run_of(clients=3, per_round=3, init=str(first.path / "model.safetensors"))
+        names.append(_known_as(make_sites(config, folder, configured)[100], key))
+    assert names[0] != names[1]
+    assert names[1] == names[2]
+    (tmp_path / "none").mkdir()
+    assert _known_as(make_sites(run_of(clients=3, per_round=3), tmp_path / "none", configured)[100], key) not in names

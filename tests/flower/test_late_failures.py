@@ -172,3 +172,44 @@ def test_without_a_models_key_the_model_in_the_question_is_trained(certificates:
     header = {"run": "ab" * 16, "round": 2, "client": 0, "nonce": "cd" * 16, "slot": 0}
     question = Parcel("mix/train", header, {"row": site.travel.pack(site.initial + 1)})
     assert opened(site, question, None, []) is question
+
+
+@pytest.mark.parametrize("round", [0, 1])
+def test_nobody_commits_itself_to_an_exchange_with_too_few_others(
+    certificates: Path, tmp_path: Path, round: int
+) -> None:
+    """Or the run would stop, and the round could not be played again when all are there."""
+    config, out = run_of(rounds=3, clients=4, per_round=4, deadline=0.5, min_clients=4), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 4, **key_of(certificates))))
+
+    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+        return None if (question.kind, question.header["round"], node) == ("mix/train", round, 103) else answer
+
+    link.meddle = meddle
+    stopped = f"round {round + 1}: 0 of 4 clients answered, but min_clients is 4"
+    with pytest.raises(FedloomError, match=stopped):
+        execute(config, out=out, sites=reach(link, config, out))
+    for _ in range(4):  # as often as one likes
+        with pytest.raises(FedloomError, match=stopped):
+            resume(out, sites=reach(link, config, out))
+    link.meddle = None
+    assert lost_of(resume(out, sites=reach(link, config, out))) == [0, 0, 0]
+
+
+def test_a_server_that_dies_in_a_second_attempt_loses_that_round_alone(certificates: Path, tmp_path: Path) -> None:
+    config, out = run_of(rounds=3, deadline=0.5, min_clients=3), tmp_path / "run"
+    link, gone = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5, **key_of(certificates)))), list[int]()
+
+    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+        if question.kind == "mix/mean":
+            raise KeyboardInterrupt
+        if (question.kind, node) == ("mix/lock", 104) and not gone:
+            gone.append(node)
+            return None
+        return answer
+
+    link.meddle = meddle
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle = None
+    assert lost_of(resume(out, sites=reach(link, config, out))) == [5, 0, 0]

@@ -33,8 +33,8 @@ class Diary:
         """Whether this client has committed itself in this round, or in a later one, of the run that the key serves."""
         if self._run not in ("", run):
             raise Refused(
-                f"its models key has served another run, as {self._path.name} says, and serves one only; "
-                "all sites need a new one"
+                f"its models key has served another run, or this one with other settings, as {self._path.name} says, "
+                "and serves one only; all sites need a new one"
             )
         return round <= self._rounds.get(client, -1)
 
@@ -43,7 +43,10 @@ class Diary:
         if self.is_over(run, client, round):
             raise RefusedForGood(OVER.format(round + 1))
         if start in self._starts.get(client, ()):
-            raise RefusedForGood("it has trained this model before, and trains none twice")
+            raise RefusedForGood(
+                "it has trained this model before, and trains none twice"
+                + ("; with a beginning that cannot be drawn anew the run needs a new models key" * (start == INITIAL))
+            )
         if start.startswith(INITIAL):
             begun = self._starts.get(client, [])
             if not all(other.startswith(INITIAL) for other in begun):

@@ -62,6 +62,8 @@ class Silence:
 
     reason: str
     refused: bool = False
+    for_good: bool = False
+    """Whether it will never answer in this round."""
 
 
 Ask = Callable[[str, dict[int, Note]], Mapping[int, Note | Silence]]
@@ -80,6 +82,8 @@ class Outcome:
     """The attempt that these models are from."""
     lost: dict[int, str] = field(default_factory=dict)
     """By slot: why there is none."""
+    for_good: set[int] = field(default_factory=set)
+    """Slots whose sites will never answer in this round."""
     attempts: int = 1
     exchanges: int = 0
     bytes_up: int = 0
@@ -121,6 +125,7 @@ class Relay:
         result, session = self.result, Session(self.run, self.round)
         answers: Mapping[int, Note | Silence] = greetings
         self._count({}, greetings)
+        self._note_refusals(greetings)
         reason = ""
         while True:
             self._greet(session, answers)
@@ -266,8 +271,12 @@ class Relay:
         answers = {slot: answer for slot, answer in self._ask(stage, questions).items() if slot in questions}
         for slot in questions:
             answers.setdefault(slot, Silence("did not answer"))
+        self._note_refusals(answers)
         self._count(questions, answers)
         return answers
+
+    def _note_refusals(self, answers: Mapping[int, Note | Silence]) -> None:
+        self.result.for_good |= {slot for slot, a in answers.items() if isinstance(a, Silence) and a.for_good}
 
     def _count(self, questions: Mapping[int, Note], answers: Mapping[int, Note | Silence]) -> None:
         self.result.bytes_down += sum(note.nbytes for note in questions.values())

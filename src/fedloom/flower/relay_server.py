@@ -123,9 +123,10 @@ class Exchange:
             elif slot in self.outcome.models:
                 yield Parcel("trained", parcel.header, {"row": self._shown(slot)})
             elif slot in self.outcome.lost:
-                yield flower.Silence(self.outcome.lost[slot])
+                yield flower.Silence(self.outcome.lost[slot], for_good=slot in self.outcome.for_good)
             else:
-                yield flower.Silence(_refusal(parcel) or f"refused: it sent {parcel.kind[:40]!r}, not a hello")
+                reason = _refusal(parcel) or f"refused: it sent {parcel.kind[:40]!r}, not a hello"
+                yield flower.Silence(reason, for_good=_is_for_good(parcel))
 
     def _asked(self, slot: int, question: flower.Question) -> flower.Question:
         """The question of the kind `train` as it is put to a site that will exchange layers."""
@@ -179,7 +180,8 @@ class Exchange:
         width = self._travel.layout.dtype.itemsize
         sizes = tuple(width * sum(part.stop - part.start for part in columns) for columns in self._layers)
         terms = Terms(sizes, self._plan.send_probability, self._plan.mixed, self._public)
-        relay = Relay(ask, self._run, self._round, terms, self._key, sound=self._is_sound)
+        fewest = max(2, self._plan.fewest)
+        relay = Relay(ask, self._run, self._round, terms, self._key, fewest, self._is_sound)
         self.outcome = relay.exchange({slot: _note("mix/hello", parcel) for slot, parcel in hellos.items()})
 
     def _is_sound(self, number: int, mean: bytes) -> bool:
@@ -205,11 +207,15 @@ def _refusal(parcel: Parcel) -> str:
     return " ".join(str(parcel.header.get("reason", "")).split())[:300] or "it refused and gave no reason"
 
 
+def _is_for_good(parcel: Parcel) -> bool:
+    return parcel.kind == "mix/refused" and parcel.header.get("for_good") is True
+
+
 def _note(kind: str, answer: Parcel | flower.Silence) -> Note | Silence:
     if isinstance(answer, flower.Silence):
-        return Silence(answer.reason)
+        return Silence(answer.reason, for_good=answer.for_good)
     if refusal := _refusal(answer):
-        return Silence(refusal, refused=True)
+        return Silence(refusal, refused=True, for_good=_is_for_good(answer))
     if answer.kind != kind:
         return Silence(f"refused: it sent {answer.kind[:40]!r}, not {kind!r}")
     return Note({}, {name: bytes(block.data) for name, block in answer.blocks.items()})

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fedloom.errors import FedloomError, InputError
-from fedloom.exchange import LayerExchange
+from fedloom.exchange import FEWEST_TO_EXCHANGE, LayerExchange
 from fedloom.flower.diary import OVER, Diary
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
@@ -33,6 +33,7 @@ from fedloom.flower.relay import Note, serve, travelling
 from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Session, Terms, frame
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, Trained, clients_of, greets, handles
+from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
 from fedloom.flower.starting import opened, plan_of, start_of
 from fedloom.flower.tensors import pick, put
@@ -40,11 +41,9 @@ from fedloom.methods.recombination import Draw, purpose
 from fedloom.rows import Layout, Mean
 from fedloom.streams import Streams
 
-FEWEST = 3
-"""Between two sites each knows which layers are the other's."""
 MOST_TIMES = 3
-"""How often a client trains for one round's exchange. A server that was restarted plays its last round again; one that
-only says so gets as many recombinations of the same layers, and no more."""
+"""How often a client trains for one round's exchange, without a models key. A server that was restarted plays its last
+round again; one that only says so gets as many recombinations of the same layers, and no more."""
 OF_THE_MACHINE = {
     "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
     "imports", "init",
@@ -81,6 +80,14 @@ def train_openly(site: Site, question: Parcel) -> Parcel:
     return plain_train(site, question)
 
 
+@handles("score")
+def score_openly(site: Site, question: Parcel) -> Parcel:
+    """How the client's own model does. A site with a models key does not tell: the server chooses the model."""
+    if "models-key" in site.node:
+        raise Refused("it has a models key, and then does not say how models that the server chooses do on its data")
+    return plain_score(site, question)
+
+
 @handles("mix/train")
 def train(site: Site, question: Parcel) -> Parcel:
     """Train, and open the exchange instead of sending the model.
@@ -97,7 +104,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     if models_key is not None and (again := _said_before(site, question, models_key)) is not None:
         return again
     times = site.memory.setdefault("exchanged", Counter())
-    if times[_key(question)] == MOST_TIMES:
+    if models_key is None and times[_key(question)] == MOST_TIMES:
         raise Refused(f"it has trained for the exchange of round {header['round'] + 1} {MOST_TIMES} times already")
     try:
         done = site.train(opened(site, question, models_key, columns))
@@ -148,16 +155,22 @@ def _said_before(site: Site, question: Parcel, models_key: ModelsKey) -> Parcel 
     A server that begins its round anew, after its restart, gets what it had.
     """
     diary, round, which = Diary(site.folder, models_key.public), question.header["round"], _who(site, question)
+    run = _served(site, question, models_key)
     if round >= site.config.rounds:
         raise Refused(f"this run has {site.config.rounds} rounds, and no round {round + 1}")
-    if not diary.is_over(question.header["run"], which, round):
-        diary.refuse(question.header["run"], which, round, start_of(site, question))
+    if not diary.is_over(run, which, round):
+        diary.refuse(run, which, round, start_of(site, question))
         return None
     begun = site.memory.get("exchanges", {}).get(_key(question))
     if begun is None or not begun.noted or begun.asked != _fingerprint(question):
         raise RefusedForGood(OVER.format(round + 1))
     site.stage(question, begun.done)
     return _answered(question, "hello", begun.sealed, _about(begun.done))
+
+
+def _served(site: Site, question: Parcel, models_key: ModelsKey) -> str:
+    """The run that the key serves, and with which settings: with others it is another one."""
+    return f"{question.header['run']} {_known_as(site, models_key).hex()}"
 
 
 def _who(site: Site, question: Parcel) -> str:
@@ -181,10 +194,12 @@ def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
     if begun is None or begun.sealed.slot != _slot(question):
         raise Refused(f"it has no model of round {question.header['round'] + 1} to exchange layers of")
     models_key = _models_key(site.node)
+    if models_key is not None and stage in ("release", "mean") and not begun.noted:
+        raise Refused("it has not written down that it has committed itself")
     if models_key is None or stage != "commit" or begun.noted:
         return _answered(question, stage, begun.sealed, {})
     diary = Diary(site.folder, models_key.public)
-    entry = question.header["run"], _who(site, question), question.header["round"], begun.start
+    entry = _served(site, question, models_key), _who(site, question), question.header["round"], begun.start
     diary.refuse(*entry)
     answer = _answered(question, stage, begun.sealed, {})
     if begun.sealed.committed:
@@ -203,9 +218,19 @@ def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[s
     try:
         answer = serve(sealed, stage, asked)
     except Refusal as error:
-        return question.reply("mix/refused", {"reason": str(error)[:300]})
+        for_good = {"for_good": True} if _is_for_good(stage, sealed) else {}
+        return question.reply("mix/refused", {"reason": str(error)[:300], **for_good})
     blocks = {name: Block.raw(part) for name, part in answer.parts.items()}
     return question.reply(f"mix/{stage}", {**about, **answer.header}, blocks)
+
+
+def _is_for_good(stage: str, sealed: SealedSite) -> bool:
+    """Whether a refusal ends this round for the client.
+
+    A server that plays the round again begins with the first attempt. Who has committed itself in that one says again
+    what it said; in another, or with others, it never will.
+    """
+    return sealed.committed and not (stage == "hello" and sealed.attempt == 0)
 
 
 def _mean(
@@ -231,7 +256,7 @@ def _key(question: Parcel) -> tuple[str, int, int]:
 
 
 def _fewest(node: Mapping[str, Any]) -> int:
-    given = str(node.get("fewest-sites", FEWEST))
+    given = str(node.get("fewest-sites", FEWEST_TO_EXCHANGE))
     if not re.fullmatch(r"[0-9]{1,6}", given) or not int(given):
         raise InputError(f"fewest-sites in a node's configuration is a whole number from 1 on, not {given!r}.")
     return int(given)
@@ -283,6 +308,8 @@ def _known_as(site: Site, models_key: ModelsKey) -> bytes:
     """
     site.build()
     settings = site.config.model_dump(mode="json", exclude=OF_THE_MACHINE)
+    if site.config.init is not None:  # wherever it lies
+        settings["init"] = hashlib.sha256(Path(site.config.init).read_bytes()).hexdigest()
     return models_key.name(json.dumps(settings, sort_keys=True).encode())
 
 

@@ -160,6 +160,11 @@ class SealedSite:
         self.committed = False
         self._now: _Attempt | None = None
 
+    @property
+    def attempt(self) -> int:
+        """The attempt that it is in; -1 before the first."""
+        return -1 if self._now is None else self._now.hello.session.attempt
+
     def hello(self, attempt: int) -> tuple[bytes, bytes]:
         """Open an attempt with a hello and a board."""
         now = self._now

@@ -24,6 +24,8 @@ from fedloom.flower.tensors import put
 from fedloom.methods.base import Server
 from fedloom.request import check
 
+MOST_ALIKE = 0.5
+"""The largest cosine of weights that count as drawn independently; small tensors are alike by chance."""
 OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
 
 
@@ -84,8 +86,14 @@ def _can_be_drawn_anew(site: Site) -> bool:
     site.build()
     if site.config.init is not None:
         return False
-    both = (site.layout.views(row) for row in (site.initial, site.drawn(1)))
-    return not any(torch.equal(first, other) for first, other in zip(*both, strict=True) if first.ndim > 1)
+    both = zip(*(site.layout.views(row) for row in (site.initial, site.drawn(1))), strict=True)
+    weights = [(first.flatten(), other.flatten()) for first, other in both if first.ndim > 1]
+    return bool(weights) and all(_unlike(*pair) for pair in weights)
+
+
+def _unlike(first: Tensor, other: Tensor) -> bool:
+    length = torch.linalg.vector_norm(first) * torch.linalg.vector_norm(other)
+    return bool(length > 0) and abs(float(first @ other / length)) < MOST_ALIKE
 
 
 def plan_of(site: Site, round: int) -> LayerExchange | None:
