@@ -29,8 +29,8 @@ from fedloom.config import make_config
 from fedloom.experiment import build
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.relay import Note, Relay, serve
-from fedloom.flower.sealed import ModelsKey, Opener, Session, Terms
-from fedloom.flower.sealed_site import SealedSite
+from fedloom.flower.sealed import ModelsKey, Opener, Terms
+from fedloom.flower.sealed_site import Hidden, SealedSite
 from fedloom.methods.recombination import MOST, is_whole, recombine
 from fedloom.models import build as build_model
 from fedloom.rows import Layout
@@ -54,8 +54,8 @@ def sealed(clients: int, sizes: tuple[int, ...], for_sites: bool) -> dict[str, A
     layers = [np.random.default_rng(0).normal(size=size // 4).astype(np.float32).tobytes() for size in sizes]
     spent = 0.0
 
-    def average(session: Session, number: int, sealed: Sequence[bytes]) -> bytes:
-        opened = [np.frombuffer(key.open(layer, session, number), np.float32) for layer in sealed]
+    def average(number: int, layers: Sequence[bytes]) -> bytes:
+        opened = [np.frombuffer(layer, np.float32) for layer in layers]
         return (np.add.reduce(opened) / np.float32(clients)).tobytes()  # type: ignore[no-any-return]
 
     def ask(stage: str, questions: dict[int, Note]) -> dict[int, Note]:
@@ -65,9 +65,9 @@ def sealed(clients: int, sizes: tuple[int, ...], for_sites: bool) -> dict[str, A
         spent += time.process_time() - start
         return answers
 
-    hidden: dict[str, Any] = {"seal": key.seal, "average": average} if isinstance(key, ModelsKey) else {}
+    hidden = Hidden(key, average, clients) if isinstance(key, ModelsKey) else None
     sites = {
-        k: SealedSite(identity, roster, RUN, 0, k, layers, terms, fewest=2, **hidden)
+        k: SealedSite(identity, roster, RUN, 0, k, layers, terms, fewest=2, hidden=hidden)
         for k, identity in enumerate(identities)
     }
     relay = Relay(ask, RUN, 0, terms, key if isinstance(key, Opener) else None)  # type: ignore[arg-type]  # everybody answers

@@ -40,4 +40,4 @@ def asked(played: FakeLink) -> tuple[Site, Parcel]:
 def fresh(played: FakeLink) -> tuple[Site, Parcel]:
     """The first site, and a question of a later round with a model that it has not trained yet."""
     mine, other = asked_of(played, 0), asked_of(played, 1)
-    return played.sites[100], replace(other, header={**mine.header, "round": 6})
+    return played.sites[100], replace(other, header={**mine.header, "round": 6, "slot": other.header["slot"]})

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from fedloom.flower.identity import Identity, SiteKeys
+from fedloom.flower.inventory import Inventory
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, serve
-from fedloom.flower.sealed import ModelsKey, Opener, Refusal, Session, Terms
-from fedloom.flower.sealed_site import SealedSite
+from fedloom.flower.sealed import ModelsKey, Opener, Refusal, Terms
+from fedloom.flower.sealed_site import Hidden, SealedSite
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
 
@@ -50,9 +51,14 @@ class World:
         fewest: int = 2,
         draws: Callable[[int], Callable[[int, int], Draw]] | None = None,
         hidden: bool = False,
+        before: "World | None" = None,
     ) -> None:
-        self.key: Opener | ModelsKey = ModelsKey() if hidden else Opener()
-        self.terms = Terms(sizes, chance, mixed, self.key.public)
+        """`before` is the world of the round before, where models are hidden."""
+        self.key: Opener | ModelsKey = before.key if before else ModelsKey() if hidden else Opener()
+        listed = before.relay.result.inventory if before else b""
+        self.terms = Terms(sizes, chance, mixed, self.key.public, listed)
+        inventory = Inventory.read(listed, self.key, RUN) if listed and isinstance(self.key, ModelsKey) else None
+        self.kept = before.after() if before else {}
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
         self.sites = {
@@ -66,8 +72,7 @@ class World:
                 self.terms,
                 (draws or self.seeded)(slot),
                 fewest,
-                self.key.seal if isinstance(self.key, ModelsKey) else None,
-                self.average if hidden else None,
+                Hidden(self.key, self.average, count, inventory) if isinstance(self.key, ModelsKey) else None,
             )
             for slot in range(count)
         }
@@ -77,9 +82,9 @@ class World:
         self.said: list[str] = []
         """Every refusal of a site."""
 
-    def average(self, session: Session, number: int, sealed: Sequence[bytes]) -> bytes:
+    def average(self, number: int, layers: Sequence[bytes]) -> bytes:
         """As a site with a models key does it."""
-        return mean_of([self.key.open(layer, session, number) for layer in sealed])
+        return mean_of(layers)
 
     def seeded(self, slot: int) -> Callable[[int, int], Draw]:
         return lambda attempt, exchange: stream(self.seed, self.round, slot, attempt, exchange)
@@ -110,9 +115,24 @@ class World:
 
     def run(self) -> Outcome:
         key = self.key if isinstance(self.key, Opener) else None
-        self.relay = Relay(self.ask, RUN, self.round, self.terms, key)
+        self.relay = Relay(self.ask, RUN, self.round, self.terms, key, kept=self.kept)
         greetings = self.ask("hello", {slot: Note({"attempt": 0}) for slot in self.sites})
         return self.relay.exchange(greetings)
+
+    def after(self) -> dict[int, list[bytes]]:
+        """The sealed models of all slots once `run` is over."""
+        outcome = self.relay.result
+        fresh = dict.fromkeys(range(self.count), outcome.sealed_mean) if outcome.sealed_mean else {}
+        return {**fresh, **self.kept, **outcome.models}
+
+    def in_the_clear(self) -> dict[int, list[bytes]]:
+        """The same as the sites know them."""
+        assert isinstance(self.key, ModelsKey)
+        entries, models = Inventory.read(self.relay.result.inventory, self.key, RUN).entries, self.after()
+        return {
+            slot: [entry.open(self.key, layer, number) for number, layer in enumerate(models[slot])]
+            for slot, entry in entries.items()
+        }
 
 
 def mean_of(layers: Sequence[bytes]) -> bytes:

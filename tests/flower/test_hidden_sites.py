@@ -14,6 +14,7 @@ from torch import nn
 from fedloom.api import execute
 from fedloom.errors import FedloomError
 from fedloom.exchange import LayerExchange
+from fedloom.flower.inventory import Entry, Inventory
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.relay import travelling
 from fedloom.flower.relay_server import sealed_for
@@ -79,6 +80,15 @@ def block(change: Callable[[bytes], bytes]) -> Callable[[Parcel], Parcel]:
     return changed
 
 
+def inventory(change: Callable[[bytes], bytes | None]) -> Callable[[Parcel], Parcel]:
+    def changed(question: Parcel) -> Parcel:
+        blocks, listed = dict(question.blocks), change(bytes(question.blocks["inventory"].data))
+        del blocks["inventory"]
+        return replace(question, blocks={**blocks, **({"inventory": Block.raw(listed)} if listed is not None else {})})
+
+    return changed
+
+
 def header(**values: Any) -> Callable[[Parcel], Parcel]:
     return lambda question: replace(question, header={**question.header, **values})
 
@@ -87,11 +97,20 @@ def header(**values: Any) -> Callable[[Parcel], Parcel]:
     ("change", "words"),
     [
         (block(lambda sealed: sealed[:-1]), "the model in the question has"),
-        (block(lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1])), "is not sealed for this key, this round"),
-        (header(sealed_round=1), "layer 0 is not sealed for this key, this round and this place"),
-        (header(sealed_attempt=1), "layer 0 is not sealed for this key, this round and this place"),
-        (header(sealed_round=None), "the question does not say when its model was sealed"),
-        (header(sealed_attempt="0"), "the question does not say when its model was sealed"),
+        (
+            block(lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1])),
+            "is not that of the model which the inventory has",
+        ),
+        (header(slot=7), "the inventory has no model of slot 7"),
+        (
+            lambda question: replace(question, header={**question.header, "slot": (question.header["slot"] + 1) % 3}),
+            "layer 0 is not that of the model which the inventory has",
+        ),
+        (inventory(lambda listed: listed[:-1]), "no site of this run has vouched for the inventory"),
+        (inventory(lambda listed: listed.replace(b"[0,", b"[1,")), "no site of this run has vouched for the inventory"),
+        (inventory(lambda listed: ModelsKey().vouch(listed[32:]) + listed[32:]), "no site of this run has vouched"),
+        (inventory(lambda listed: b""), "no site of this run has vouched for the inventory"),
+        (inventory(lambda listed: None), "there is no inventory in the question"),
         (
             lambda question: replace(question, blocks={**question.blocks, "opener": Block.raw(ModelsKey().public)}),
             "it seals its layers for the sites' models key, and was asked to do so for another",
@@ -163,9 +182,11 @@ def test_a_server_cannot_seal_a_model_of_its_own_making(fresh: tuple[Site, Parce
     for seal in (seal_for(name), ModelsKey(name).seal):
         forged = b"".join(seal(bytes(size), session, number) for number, size in enumerate(sizes))
         blocks = {**question.blocks, "model": Block.raw(forged)}
-        header = {**question.header, "sealed_round": 0, "sealed_attempt": 0}
-        answer = site.answer(replace(question, header=header, blocks=blocks))
-        assert "layer 0 is not sealed for this key" in answer.header["reason"]
+        answer = site.answer(replace(question, blocks=blocks))
+        assert "layer 0 is not that of the model which the inventory has" in answer.header["reason"]
+        listed = Inventory(question.header["run"], {question.header["slot"]: Entry(session)}).vouched(ModelsKey(name))
+        answer = site.answer(replace(question, blocks={**blocks, "inventory": Block.raw(listed)}))
+        assert "no site of this run has vouched for the inventory" in answer.header["reason"]
 
 
 def columns_of(site: Site) -> list[list[slice]]:
@@ -218,9 +239,9 @@ def test_a_sealed_model_that_is_not_finite_is_not_trained(
     site, question = fresh
     opened = ModelsKey.open
 
-    def spoilt(key: ModelsKey, sealed: bytes, session: Session, number: int) -> bytes:
+    def spoilt(key: ModelsKey, sealed: bytes, session: Session, number: int, *, mean: bool = False) -> bytes:
         nan = torch.full((1,), float("nan")).numpy().tobytes()
-        return nan + opened(key, sealed, session, number)[4:]
+        return nan + opened(key, sealed, session, number, mean=mean)[4:]
 
     monkeypatch.setattr(ModelsKey, "open", spoilt)
     answer = site.answer(question)
@@ -237,22 +258,22 @@ def test_sites_that_agree_on_something_that_is_no_key_are_refused(said: object) 
 
 def test_counters_have_the_largest_as_their_mean() -> None:
     """Bytes of integers lie in a row as floats, and must not be added."""
-    key, session, numbers = ModelsKey(), Session("ab" * 16, 0), (7, 1 << 40, 5)
+    numbers = (7, 1 << 40, 5)
     layout = Layout.of(nn.BatchNorm1d(3))
     columns = [[part for parts in layout.units().values() for part in parts]]
-    rows, sealed = [], []
+    rows, layers = [], []
     for number in numbers:
         module = nn.BatchNorm1d(3)
         module.num_batches_tracked.fill_(number)  # type: ignore[union-attr]
         module.weight.data.normal_(generator=torch.Generator().manual_seed(number))
         rows.append(layout.read(module))
-        sealed.append(key.seal(pick(rows[-1], columns[0]), session, 0))
+        layers.append(pick(rows[-1], columns[0]))
     mean = Mean(layout)
     for row in rows:
         mean.add(row)
     expected, found = layout.empty(), layout.empty()
     mean.into(expected)
-    put(found, columns[0], _mean(layout, columns, key, session, 0, sealed))
+    put(found, columns[0], _mean(layout, columns, 0, layers))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert layout.state_dict(found)["num_batches_tracked"] == 1 << 40
 

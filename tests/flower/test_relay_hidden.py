@@ -155,12 +155,12 @@ def asking(ask: Callable[[dict[int, dict[int, bytes]]], dict[int, dict[int, byte
     ("ask", "words"),
     [
         (lambda all_: {0: dict.fromkeys(range(4), all_[0][3])}, "is not what site-0#0 handed over"),
-        (lambda all_: {0: {3: all_[0][3]}}, "would not be that of all who took part"),
-        (lambda all_: {0: {}}, "would not be that of all who took part"),
-        (lambda all_: {0: {slot: all_[0][slot] for slot in (0, 1, 2)}}, "would not be that of all who took part"),
-        (lambda all_: {0: {**all_[0], 4: all_[0][3]}}, "would not be that of all who took part"),
+        (lambda all_: {0: {3: all_[0][3]}}, "would not be that of all models"),
+        (lambda all_: {0: {}}, "would not be that of all models"),
+        (lambda all_: {0: {slot: all_[0][slot] for slot in (0, 1, 2)}}, "would not be that of all models"),
+        (lambda all_: {0: {**all_[0], 4: all_[0][3]}}, "would not be that of all models"),
         (lambda all_: {1: all_[0]}, "is not what site-0#0 handed over"),
-        (lambda all_: {7: all_[0]}, "would not be that of all who took part"),
+        (lambda all_: {7: all_[0]}, "would not be that of all models"),
         (lambda all_: {0: {**all_[0], 1: all_[0][0]}}, "layer 0 of slot 1 is not what site-1#1 handed over"),
         (lambda all_: {0: {**all_[0], 0: all_[0][1], 1: all_[0][0]}}, "is not what site-0#0 handed over"),
         (lambda all_: {0: all_[0], 1: {**all_[1], 3: bytes(80)}}, "layer 1 of slot 3 is not what site-3#3 handed over"),
@@ -197,7 +197,8 @@ def test_it_is_computed_after_the_site_has_committed_itself_and_for_that_attempt
     assert early == [f"site-{k}#{k} has not committed itself in attempt 0 of round 1." for k in range(3)]
     layers = {0: {slot: model[0] for slot, model in outcome.models.items()}}
     site = world.sites[1]
-    assert site.mean(0, 0, layers) == {0: outcome.mean[0]}
+    said = site.mean(0, 0, layers)
+    assert (said.means, said.sealed, said.inventory) == ({0: outcome.mean[0]}, {}, outcome.inventory)
     for attempt, exchange in ((1, 0), (0, 1)):
         with pytest.raises(Refusal, match="has not committed itself in attempt"):
             site.mean(attempt, exchange, layers)

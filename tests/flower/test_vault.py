@@ -7,54 +7,54 @@ import torch
 
 from fedloom.errors import FedloomError
 from fedloom.flower.parcel import Block
-from fedloom.flower.sealed import Session
 from fedloom.flower.vault import Vault
-
-SESSION = Session("ab" * 16, 2, 1)
 
 
 def row(number: float) -> Block:
     return Block.raw(torch.full((3,), number).numpy().tobytes())
 
 
-def test_what_a_round_brings_counts_when_it_is_accepted() -> None:
+def test_what_a_round_brings_counts_when_it_is_accepted_and_then_all_of_it() -> None:
     vault = Vault()
     vault.begin("aa")
-    vault.bring(0, b"first", SESSION, row(1))
+    vault.bring({0: b"first", 1: b"other"}, b"these two", row(1))
     assert vault.find(0, row(0)) is None
-    vault.accept(0)
-    vault.accept(1)
-    found = vault.find(0, row(1))
-    assert found is not None
-    assert (found.content, found.session) == (b"first", SESSION)
-    assert vault.find(1, row(1)) == found, "a slot that has none goes on from another one's"
+    assert not vault.contents.inventory
+    vault.accept()
+    assert (vault.find(0, row(1)), vault.find(1, row(1))) == (b"first", b"other")
+    assert vault.contents.inventory == b"these two"
     vault.begin("aa")
-    vault.bring(0, b"second", SESSION, row(2))
+    vault.bring({0: b"second"}, b"another", row(2))
     vault.begin("aa")
-    vault.accept(0)
-    assert vault.find(0, row(1)) == found, "what was not accepted in its round never is"
+    vault.accept()
+    assert vault.find(0, row(1)) == b"first", "what was not accepted in its round never is"
+    vault.bring({0: b"third"}, b"the last", row(3))
+    vault.accept()
+    assert (vault.find(0, row(3)), vault.find(1, row(3))) == (b"third", b"other"), "who was not there keeps its own"
+    assert vault.contents.inventory == b"the last"
 
 
 def test_a_model_that_was_changed_while_nobody_could_open_it_is_an_error() -> None:
     vault = Vault()
     vault.begin("aa")
-    vault.bring(3, b"first", SESSION, row(1))
-    vault.accept(3)
+    vault.bring({3: b"first"}, b"", row(1))
+    vault.accept()
     with pytest.raises(FedloomError, match="the model of slot 3 was changed, but it is sealed"):
         vault.find(3, row(1.5))
 
 
 def test_a_vault_says_again_what_it_held() -> None:
     vault, other = Vault(), Vault()
-    vault.begin("aa")
-    for slot in (0, 11):
-        vault.bring(slot, bytes([slot] * 5), SESSION, row(slot))
-        vault.accept(slot)
     other.load(vault.state())
-    for slot in (0, 11):
-        assert other.find(slot, row(slot)) == vault.find(slot, row(slot)) is not None
+    assert other.contents == vault.contents
+    vault.begin("aa")
+    vault.bring({slot: bytes([slot] * 5) for slot in (0, 11)}, b"a list", row(7))
+    vault.accept()
+    other.load(vault.state())
+    assert other.contents == vault.contents
+    assert other.find(11, row(7)) == bytes([11] * 5)
     state = vault.state()
-    tensors = [model.pop("content") for model in state["models"].values()]
+    tensors = [*state.pop("models").values(), state.pop("inventory")]
     assert all(tensor.dtype is torch.uint8 for tensor in tensors)
     assert json.loads(json.dumps(state)) == state
     with pytest.raises(FedloomError, match="sealed for a key that its sites no longer have"):

@@ -135,6 +135,10 @@ class FlowerEngine(Engine):
             refuse_open_rounds(self.roster.greetings)
         return self._plan is not None
 
+    @property
+    def only_means(self) -> bool:
+        return self._plan is not None and self._vault is not None and bool(self._vault.key)
+
     def _trained(self, round: int, jobs: Sequence[Job], questions: Sequence[Question]) -> Iterator[Parcel | Silence]:
         """The answers; where clients exchange layers before they upload, what came of that."""
         if self._plan is None:
@@ -192,7 +196,7 @@ class FlowerEngine(Engine):
         if self.shop.workshop.home:
             self.accepted[update.client] = self._nonce
         if self._vault is not None:
-            self._vault.accept(update.slot)
+            self._vault.accept()
 
     def score(self, row: Tensor) -> Score | None:
         test = self.shop.federation.test

@@ -20,6 +20,7 @@ own models as they were. Sealed layers can be told apart, so it also sees that e
 is whose they were.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -77,7 +78,11 @@ class Outcome:
     models: dict[int, list[bytes]] = field(default_factory=dict)
     """By slot: the layers of a recombined model, in the clear, or as they are where the server cannot open them."""
     mean: list[bytes] = field(default_factory=list)
-    """The layers of the mean of these models, where the server cannot open them."""
+    """The layers of the mean of all models, where the server cannot open them."""
+    sealed_mean: list[bytes] = field(default_factory=list)
+    """The same, sealed for the sites, where some have no model yet to go on from."""
+    inventory: bytes = b""
+    """What the sites say which models there are now."""
     session: Session | None = None
     """The attempt that these models are from."""
     lost: dict[int, str] = field(default_factory=dict)
@@ -101,7 +106,8 @@ class _Dropped(Exception):
 class Relay:
     """One round's exchange, run from the server; without a key it opens no layer.
 
-    `sound` says of the mean of a layer that a site has computed, by its number, whether it can be used.
+    `sound` says of the mean of a layer that a site has computed, by its number, whether it can be used. `kept` are the
+    sealed models that there were before, by slot: they count in the mean where nobody hands over a new one.
     """
 
     def __init__(
@@ -113,10 +119,11 @@ class Relay:
         key: Opener | None,
         fewest: int = 2,
         sound: Callable[[int, bytes], bool] = lambda number, mean: True,
+        kept: Mapping[int, list[bytes]] | None = None,
     ) -> None:
         self.run, self.round, self.terms, self.key, self.fewest = run, round, terms, key, fewest
         self.result = Outcome()
-        self._ask, self._sound = ask, sound
+        self._ask, self._sound, self._kept = ask, sound, kept or {}
         self._hellos: dict[int, Hello] = {}
         self._boards: dict[int, bytes] = {}
 
@@ -224,13 +231,14 @@ class Relay:
 
     def _averaged(self, session: Session, exchange: int, sealed: dict[int, list[bytes]]) -> Outcome:
         """The mean of each layer, from the sites: from each of them some, and from others what one does not say."""
-        slots, found, why = sorted(sealed), dict[int, bytes](), ""
+        slots, found, fresh, why = sorted(sealed), dict[int, bytes](), dict[int, bytes](), ""
+        models, inventories = {**self._kept, **sealed}, Counter[bytes]()
         header = {"attempt": session.attempt, "exchange": exchange}
         for turn in range(len(slots)):
             questions: dict[int, Note] = {}
             for number in set(range(self.terms.layers)) - found.keys():
                 asked = slots[(number + turn) % len(slots)]
-                parts = parts_for(f"layer-{number}", {slot: layers[number] for slot, layers in sealed.items()})
+                parts = parts_for(f"layer-{number}", {slot: layers[number] for slot, layers in models.items()})
                 before = questions.get(asked, Note(header))
                 questions[asked] = Note(header, {**before.parts, **parts})
             for slot, answer in self._asked("mean", questions).items():
@@ -242,8 +250,12 @@ class Relay:
                         continue
                     if len(mean) == self.terms.sizes[number] and self._sound(number, mean):
                         found[number] = mean
+                        fresh.update((n, part) for n, part in answer.by_slot("sealed-mean").items() if n == number)
+                        inventories[answer.parts.get("inventory", b"")] += 1
             if len(found) == self.terms.layers:
                 self.result.models, self.result.mean = sealed, [found[number] for number in sorted(found)]
+                self.result.sealed_mean = [fresh[number] for number in sorted(fresh)]
+                self.result.inventory = inventories.most_common(1)[0][0]  # all say the same, unless one lies
                 return self.result
         return self._give_up(slots, f"no site gave the mean of the models: {why or 'what came was none'}")
 
@@ -348,7 +360,9 @@ def serve(site: SealedSite, stage: str, question: Note) -> Note:
     if stage == "mean":
         layers = {number: question.by_slot(f"layer-{number}") for number in range(site.terms.layers)}
         wanted = {number: sealed for number, sealed in layers.items() if sealed}
-        return Note(parts=parts_for("mean", site.mean(attempt, exchange, wanted)))
+        found = site.mean(attempt, exchange, wanted)
+        parts = {**parts_for("mean", found.means), **parts_for("sealed-mean", found.sealed)}
+        return Note(parts={**parts, "inventory": found.inventory})
     raise Refusal(f"an exchange has no stage {stage!r}.")
 
 

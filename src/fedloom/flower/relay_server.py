@@ -18,7 +18,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
 from fedloom.flower.parcel import Block, Parcel, Refused
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, travelling
-from fedloom.flower.sealed import KEY, Opener, Terms
+from fedloom.flower.sealed import KEY, Opener, Terms, cut
 from fedloom.flower.tensors import Travel, put
 from fedloom.flower.vault import Vault
 
@@ -114,6 +114,7 @@ class Exchange:
                 except Refused as refused:
                     trained[slot] = flower.Silence(f"refused: {refused}")
         self._exchange({slot: parcel for slot, parcel in trained.items() if _is_hello(parcel)}, clients)
+        self._lock_away()
         for slot, question in zip(slots, questions, strict=True):
             parcel = trained[slot]
             if isinstance(parcel, flower.Silence):
@@ -135,18 +136,23 @@ class Exchange:
         sealed = self._vault.find(slot, blocks["row"])
         if sealed is not None:
             del blocks["row"]
-            blocks["model"] = Block.raw(sealed.content)
-            header |= {"sealed_round": sealed.session.round, "sealed_attempt": sealed.session.attempt}
+            blocks["model"] = Block.raw(sealed)
+            blocks["inventory"] = Block.raw(self._vault.contents.inventory)
         return replace(question, kind="mix/train", header=header, blocks=blocks)
 
     def _shown(self, slot: int) -> Block:
         """What the server gets for a recombined model."""
-        outcome, model = self.outcome, self.outcome.models.pop(slot)
-        if self._key is not None:
-            return self._row(model)
-        assert outcome.session is not None, "there are models"
-        self._vault.bring(slot, b"".join(model), outcome.session, self._mean)
-        return self._mean
+        return self._mean if self._key is None else self._row(self.outcome.models.pop(slot))
+
+    def _lock_away(self) -> None:
+        """Keep the models that the server cannot open. Who has none yet goes on from the mean."""
+        outcome = self.outcome
+        if self._key is not None or not outcome.models:
+            return
+        models = {slot: b"".join(model) for slot, model in outcome.models.items()}
+        if outcome.sealed_mean:
+            models = {**dict.fromkeys(range(self._plan.models), b"".join(outcome.sealed_mean)), **models}
+        self._vault.bring(models, outcome.inventory, self._mean)
 
     @cached_property
     def _mean(self) -> Block:
@@ -179,9 +185,11 @@ class Exchange:
 
         width = self._travel.layout.dtype.itemsize
         sizes = tuple(width * sum(part.stop - part.start for part in columns) for columns in self._layers)
-        terms = Terms(sizes, self._plan.send_probability, self._plan.mixed, self._public)
+        contents = self._vault.contents
+        terms = Terms(sizes, self._plan.send_probability, self._plan.mixed, self._public, contents.inventory)
+        kept = {slot: cut(model, terms.sealed_sizes, f"slot {slot}") for slot, model in contents.models.items()}
         fewest = max(2, self._plan.fewest)
-        relay = Relay(ask, self._run, self._round, terms, self._key, fewest, self._is_sound)
+        relay = Relay(ask, self._run, self._round, terms, self._key, fewest, self._is_sound, kept)
         self.outcome = relay.exchange({slot: _note("mix/hello", parcel) for slot, parcel in hellos.items()})
 
     def _is_sound(self, number: int, mean: bytes) -> bool:

@@ -30,12 +30,12 @@ from fedloom.flower.diary import OVER, Diary
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
 from fedloom.flower.relay import Note, serve, travelling
-from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Session, Terms, frame
-from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
+from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Terms, frame
+from fedloom.flower.sealed_site import Draws, Hidden, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, Trained, clients_of, greets, handles
 from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
-from fedloom.flower.starting import opened, plan_of, start_of
+from fedloom.flower.starting import inventory_of, opened, plan_of, start_of
 from fedloom.flower.tensors import pick, put
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.rows import Layout, Mean
@@ -119,14 +119,13 @@ def train(site: Site, question: Parcel) -> Parcel:
     site.stage(question, done)
     row, slot = done.row.cpu(), _slot(question)
     layers = [pick(row, parts) for parts in columns]
-    terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener)
-    draws, fewest = _draws(site, header["round"], slot), _fewest(site.node)
-    seal = average = None
+    inventory = inventory_of(question, models_key)
+    listed = bytes(question.blocks["inventory"].data) if inventory is not None else b""
+    terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener, listed)
+    draws, fewest, hidden = _draws(site, header["round"], slot), _fewest(site.node), None
     if models_key is not None:
-        seal, average = models_key.seal, partial(_mean, site.layout, columns, models_key)
-    sealed = SealedSite(
-        identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest, seal, average
-    )
+        hidden = Hidden(models_key, partial(_mean, site.layout, columns), site.config.cohort, inventory)
+    sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest, hidden)
     times[_key(question)] += 1
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
@@ -233,13 +232,11 @@ def _is_for_good(stage: str, sealed: SealedSite) -> bool:
     return sealed.committed and not (stage == "hello" and sealed.attempt == 0)
 
 
-def _mean(
-    layout: Layout, columns: list[list[slice]], key: ModelsKey, session: Session, number: int, sealed: Sequence[bytes]
-) -> bytes:
+def _mean(layout: Layout, columns: list[list[slice]], number: int, layers: Sequence[bytes]) -> bytes:
     """The mean of one layer over models, by the arithmetic of a server that has them."""
     mean, row = Mean(layout), torch.zeros_like(layout.empty())
-    for layer in sealed:
-        put(row, columns[number], key.open(layer, session, number))
+    for layer in layers:
+        put(row, columns[number], layer)
         mean.add(row)
     mean.into(row)
     return pick(row, columns[number])

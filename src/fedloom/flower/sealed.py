@@ -17,6 +17,7 @@ Nothing here is a cipher of our own: X25519, HKDF-SHA256, ChaCha20-Poly1305, ECD
 """
 
 import hashlib
+import hmac
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -103,11 +104,14 @@ class Terms:
     """Whether to exchange again while somebody is left with a model that one client trained."""
     opener: bytes
     """What layers are sealed for: the server's public key, or the fingerprint of the models key."""
+    inventory: bytes = b""
+    """Which models they begin with, where the server cannot open them (inventory.py); none: an initial one."""
 
     @cached_property
     def digest(self) -> bytes:
+        chance, inventory = repr(float(self.send_probability)), hashlib.sha256(self.inventory).digest()
         return hashlib.sha256(
-            frame(len(self.sizes), *self.sizes, repr(float(self.send_probability)), int(self.mixed), self.opener)
+            frame(len(self.sizes), *self.sizes, chance, int(self.mixed), self.opener, inventory)
         ).digest()
 
     @property
@@ -332,24 +336,30 @@ class ModelsKey:
         """The key as a file for `read`."""
         return self._secret.hex().encode() + b"\n"
 
-    def seal(self, layer: bytes, session: Session, number: int) -> bytes:
+    def seal(self, layer: bytes, session: Session, number: int, *, mean: bool = False) -> bytes:
         salt = secrets.token_bytes(KEY)
-        return salt + self._cipher(salt).encrypt(_ONCE, layer, _layer(session, number))
+        return salt + self._cipher(salt).encrypt(_ONCE, layer, _layer(session, number, mean))
 
-    def open(self, sealed: bytes, session: Session, number: int) -> bytes:
+    def open(self, sealed: bytes, session: Session, number: int, *, mean: bool = False) -> bytes:
+        """What `seal` sealed. A layer that is the mean of an exchange opens as nothing else."""
         try:
-            return self._cipher(sealed[:KEY]).decrypt(_ONCE, sealed[KEY:], _layer(session, number))
+            return self._cipher(sealed[:KEY]).decrypt(_ONCE, sealed[KEY:], _layer(session, number, mean))
         except (InvalidTag, ValueError):
             raise Refusal(f"layer {number} is not sealed for this key, this round and this place.") from None
+
+    def vouch(self, text: bytes) -> bytes:
+        """A word for a text that nobody else can have given."""
+        key = HKDF(SHA256(), length=KEY, salt=None, info=b"fedloom models key, vouching").derive(self._secret)
+        return hmac.digest(key, text, "sha256")
 
     def _cipher(self, salt: bytes) -> ChaCha20Poly1305:
         """A key for one layer alone."""
         return ChaCha20Poly1305(HKDF(SHA256(), length=KEY, salt=salt, info=b"fedloom models key").derive(self._secret))
 
 
-def _layer(session: Session, number: int) -> bytes:
+def _layer(session: Session, number: int, mean: bool = False) -> bytes:
     """What a layer's seal is bound to. Not to whose it is: who opens it is not to know."""
-    return frame("a layer", session.encode(), number)
+    return frame("a mean of layers" if mean else "a layer", session.encode(), number)
 
 
 def _owned(session: Session, who: str, number: int) -> bytes:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedloom.exchange import LayerExchange
 from fedloom.flower.diary import INITIAL
+from fedloom.flower.inventory import Inventory
 from fedloom.flower.parcel import Parcel, Refused
-from fedloom.flower.sealed import SEAL, ModelsKey, Session, cut
+from fedloom.flower.sealed import SEAL, ModelsKey, cut
 from fedloom.flower.site import Site
 from fedloom.flower.tensors import put
 from fedloom.methods.base import Server
@@ -43,7 +44,7 @@ def opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns: 
     if block is not None:
         if models_key is None:
             raise Refused("the model in the question is sealed, and this site has no models key")
-        row = _unsealed(site, header, bytes(block.data), models_key, columns)
+        row = _unsealed(site, question, models_key, columns)
     elif models_key is not None:
         _check_initial(site, question)
         if not header["round"] or not _can_be_drawn_anew(site):
@@ -51,20 +52,31 @@ def opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns: 
         row = site.drawn(header["round"])
     else:
         return question
-    others = {name: block for name, block in question.blocks.items() if name != "model"}
+    others = {name: block for name, block in question.blocks.items() if name not in ("model", "inventory")}
     return Parcel(question.kind, header, {**others, "row": site.travel.pack(row)})
 
 
-def _unsealed(site: Site, header: Any, content: bytes, models_key: ModelsKey, columns: list[list[slice]]) -> Tensor:
-    round, attempt = header.get("sealed_round"), header.get("sealed_attempt")
-    if type(round) is not int or type(attempt) is not int:
-        raise Refused("the question does not say when its model was sealed")
-    session, row = Session(header["run"], round, attempt), site.initial.clone()
+def inventory_of(question: Parcel, models_key: ModelsKey | None) -> Inventory | None:
+    """The sites' inventory of all models; None where everybody begins."""
+    block = question.blocks.get("inventory")
+    if models_key is None or "model" not in question.blocks:
+        return None
+    if block is None:
+        raise Refused("there is no inventory in the question")
+    return Inventory.read(bytes(block.data), models_key, question.header["run"])
+
+
+def _unsealed(site: Site, question: Parcel, models_key: ModelsKey, columns: list[list[slice]]) -> Tensor:
+    """The model of the slot that the client is in, and no other."""
+    inventory, slot, row = inventory_of(question, models_key), question.header.get("slot"), site.initial.clone()
+    entry = inventory.entries.get(slot) if inventory is not None and type(slot) is int else None
+    if entry is None:
+        raise Refused(f"the inventory has no model of slot {slot!r}")
     width = row.element_size()
     sizes = [SEAL + width * sum(part.stop - part.start for part in parts) for parts in columns]
-    layers = cut(content, sizes, "the model in the question")
+    layers = cut(bytes(question.blocks["model"].data), sizes, "the model in the question")
     for number, (parts, sealed) in enumerate(zip(columns, layers, strict=True)):
-        put(row, parts, models_key.open(sealed, session, number))
+        put(row, parts, entry.open(models_key, sealed, number))
     if not site.layout.is_finite(row):
         raise Refused("the model in the question is not finite")
     return row

@@ -118,10 +118,12 @@ class FedMRServer(SlotServer[FedMROptions]):
     def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
         """The clients exchange layers; what the server gets is `w`."""
         w.copy_(v)
+        present = [i for i in range(len(v)) if i not in self.absent]
         if self.exchanged_by_clients:
+            if self.only_means and present:
+                w[:] = v[present[0]]
             return
-        everyone = [i for i in range(len(v)) if i not in self.absent]
-        models = {i: [_gather(v[i], columns) for columns in self.layers] for i in everyone}
+        models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
         draws = partial(self.context.streams.numpy, round=round)
         for i, model in recombine(models, draws, self.options.send_probability, self.options.mixed).items():
             for columns, layer in zip(self.layers, model, strict=True):
