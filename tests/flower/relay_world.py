@@ -57,7 +57,8 @@ class World:
         self.key: Opener | ModelsKey = before.key if before else ModelsKey() if hidden else Opener()
         listed = before.relay.result.inventory if before else b""
         self.terms = Terms(sizes, chance, mixed, self.key.public, listed)
-        inventory = Inventory.read(listed, self.key, RUN) if listed and isinstance(self.key, ModelsKey) else None
+        terms = self.key.public.hex()
+        inventory = Inventory.read(listed, self.key, RUN, terms) if listed and isinstance(self.key, ModelsKey) else None
         self.kept = before.after() if before else {}
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
@@ -128,7 +129,8 @@ class World:
     def in_the_clear(self) -> dict[int, list[bytes]]:
         """The same as the sites know them."""
         assert isinstance(self.key, ModelsKey)
-        entries, models = Inventory.read(self.relay.result.inventory, self.key, RUN).entries, self.after()
+        listed, terms = self.relay.result.inventory, self.key.public.hex()
+        entries, models = Inventory.read(listed, self.key, RUN, terms).entries, self.after()
         return {
             slot: [entry.open(self.key, layer, number) for number, layer in enumerate(models[slot])]
             for slot, entry in entries.items()

@@ -46,7 +46,21 @@ def test_a_client_begins_some_times_and_never_after_it_has_trained_what_others_s
         diary.commit("run", "0", round, f"initial {round}")
     with pytest.raises(Refused, match=f"it has begun anew {MOST_BEGINNINGS} times, and no exchange has succeeded"):
         diary.refuse("run", "0", MOST_BEGINNINGS, "initial")
-    diary.refuse("run", "0", MOST_BEGINNINGS, "a sealed one")
-    diary.commit("run", "1", 0, "a sealed one")
+    diary.refuse("run", "0", MOST_BEGINNINGS, "a sealed one", (4, 0))
+    diary.commit("run", "1", 0, "a sealed one", (4, 0))
     with pytest.raises(Refused, match="it has trained models of this run that are sealed, and does not begin anew"):
         Diary(tmp_path, KEY).refuse("run", "1", 1, "initial 1")
+
+
+def test_an_inventory_is_used_some_times_and_no_older_one_more_often(tmp_path: Path) -> None:
+    """With many exchanges from the same models a server could compare who was there."""
+    diary = Diary(tmp_path, KEY)
+    diary.commit("run", "0", 0, "initial")
+    for round in range(1, 1 + MOST_BEGINNINGS):
+        diary.refuse("run", "0", round, f"model {round}", (3, 1))
+        diary.commit("run", "0", round, f"model {round}", (3, 1))
+    for stale in ((3, 1), (3, 0), (0, 0)):
+        with pytest.raises(Refused, match="it has trained models of this inventory, or of newer ones, 5 times already"):
+            Diary(tmp_path, KEY).refuse("run", "0", 9, "another", stale)
+    Diary(tmp_path, KEY).refuse("run", "0", 9, "another", (3, 2))
+    Diary(tmp_path, KEY).refuse("run", "1", 9, "another", (3, 1))

@@ -1,5 +1,6 @@
 """What a site with a models key answers, and what it does not, whatever the server asks."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -322,3 +323,36 @@ def test_sites_that_begin_with_different_files_do_not_exchange(certificates: Pat
     assert names[1] == names[2]
     (tmp_path / "none").mkdir()
     assert _known_as(make_sites(run_of(clients=3, per_round=3), tmp_path / "none", configured)[100], key) not in names
+
+
+def test_a_site_trains_its_own_initial_model_and_does_not_say_how_well(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From losses at many models that are a little off, a server could work out the gradient of one client."""
+    began: list[torch.Tensor] = []
+    received = Site._received
+
+    def listen(site: Site, question: Parcel) -> torch.Tensor:
+        began.append(received(site, question))
+        return began[-1]
+
+    monkeypatch.setattr(Site, "_received", listen)
+    config, key = run_of(clients=3, per_round=3), ModelsKey.read(certificates / "models.key")
+    site = make_sites(config, tmp_path, nodes(certificates, 3, **key_of(certificates)))[100]
+    site.build()
+    header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16, "slot": 0}
+    opener = Block.raw(_known_as(site, key))
+    for away in (0.0, 1e-6, -1e-6):
+        blocks = {"row": site.travel.pack(site.initial + away), "opener": opener}
+        answer = site.answer(Parcel("mix/train", header, blocks))
+        assert answer.kind == "mix/hello"
+        assert math.isnan(answer.header["loss"])
+        assert torch.equal(began[-1], site.initial)
+
+
+def test_records_of_such_a_run_have_no_training_loss(certificates: Path, tmp_path: Path) -> None:
+    config, out = run_of(clients=3, per_round=3, rounds=1), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 3, **key_of(certificates))))
+    finished = execute(config, out=out, sites=reach(link, config, out))
+    assert finished.history[-1]["train_loss"] is None
+    assert finished.history[-1]["lost"] == 0

@@ -16,8 +16,10 @@ from relay_world import RUN, Gone, World, mean_of
 
 from fedloom.flower.inventory import Entry, Inventory
 from fedloom.flower.parcel import Block, Parcel
+from fedloom.flower.relay_site import _known_as
 from fedloom.flower.sealed import ModelsKey, Refusal, Session, digest
 from fedloom.flower.site import Site
+from fedloom.flower.starting import inventory_of, start_of
 from fedloom.rounds import Rounds
 
 SESSION = Session(RUN, 3, 1)
@@ -40,6 +42,8 @@ def test_only_a_site_can_have_written_it(entries: dict[int, Entry], data: st.Dat
         Inventory.read(vouched, ModelsKey(), RUN)
     with pytest.raises(Refusal, match="the inventory is that of another run"):
         Inventory.read(vouched, key, "cd" * 16)
+    with pytest.raises(Refusal, match="the inventory is that of a run with other settings"):
+        Inventory.read(vouched, key, RUN, "others")
     place = data.draw(st.integers(0, len(vouched) - 1))
     changed = vouched[:place] + bytes([vouched[place] ^ data.draw(st.integers(1, 255))]) + vouched[place + 1 :]
     with pytest.raises(Refusal, match="no site of this run has vouched for the inventory"):
@@ -289,3 +293,30 @@ def test_blocks_are_not_confused(certificates: Path, tmp_path: Path) -> None:
     finished, _ = federate(config, certificates, tmp_path, stale, **key_of(certificates))
     assert [record["lost"] for record in finished.history if record["round"]] == [0, 0, 5]
     assert "is not that of the model which the inventory has" in finished.history[-1]["lost_clients"]["0"]
+
+
+def test_a_mean_is_one_model_however_often_it_is_sealed(certificates: Path, tmp_path: Path) -> None:
+    """A client that trains it twice with other company gives away what the company learned."""
+    config = run_of(rounds=2, deadline=0.5)
+
+    def leave(link: FakeLink) -> None:
+        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+            return None if (question.kind, question.header["round"], node) == ("mix/train", 0, 102) else answer
+
+        link.meddle = meddle
+
+    _, link = federate(config, certificates, tmp_path, leave, **key_of(certificates))
+    key, site = ModelsKey.read(certificates / "models.key"), link.sites[100]
+    asked = [p for p in link.asked if p.kind == "mix/train" and "model" in p.blocks]
+    terms = _known_as(site, key)
+    words = {}
+    for question in asked:
+        inventory = inventory_of(question, key, terms)
+        assert inventory is not None
+        other = replace(question, blocks={**question.blocks, "model": Block.raw(b"sealed anew")})
+        words[question.header["slot"]] = [start_of(site, one, inventory) for one in (question, other)]
+        if inventory.entries[question.header["slot"]].is_mean:
+            assert words[question.header["slot"]] == ["mean 0 0"] * 2
+        else:
+            assert len(set(words[question.header["slot"]])) == 2
+    assert sum(first == "mean 0 0" for first, _ in words.values()) == 1

@@ -98,20 +98,21 @@ def test_but_not_for_ever(certificates: Path, tmp_path: Path) -> None:
     assert f"it has begun anew {MOST_BEGINNINGS} times, and no exchange has succeeded" in reasons["0"]
 
 
-def test_a_later_exchange_that_fails_late_is_lost_and_the_next_is_not(certificates: Path, tmp_path: Path) -> None:
-    """Who is given the model that it had in the one that failed is lost for that round."""
-    config = run_of(rounds=5, deadline=0.5)
-    finished, link = federate(config, certificates, tmp_path, Gone(1), **key_of(certificates))
-    lost = lost_of(finished)
-    assert lost[:2] == [0, 5]
-    models = {
-        (parcel.header["round"], parcel.header["client"]): bytes(parcel.blocks["model"].data)
+@pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.parametrize("failing", [(1,), (1, 2), (2, 4)])
+def test_a_later_exchange_that_fails_late_is_lost_and_the_next_is_not(
+    certificates: Path, tmp_path: Path, count: int, failing: tuple[int, ...]
+) -> None:
+    """Clients are given other models than those that they had in the one that failed."""
+    config = run_of(clients=count, per_round=count, rounds=6, deadline=0.4)
+    finished, link = federate(config, certificates, tmp_path, Gone(*failing), **key_of(certificates))
+    assert lost_of(finished) == [count if round in failing else 0 for round in range(6)]
+    models = [
+        (parcel.header["client"], bytes(parcel.blocks["model"].data))
         for parcel in link.asked
         if parcel.kind == "mix/train" and "model" in parcel.blocks
-    }
-    same = [client for client in range(5) if models[1, client] == models[2, client]]
-    assert lost[2:] == [len(same), 0, 0]
-    assert len(same) < 3
+    ]
+    assert len(set(models)) == len(models) == count * 5
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -163,7 +164,7 @@ def test_a_model_from_a_file_is_begun_with_once(certificates: Path, tmp_path: Pa
     assert "it has trained this model before, and trains none twice" in finished.history[-1]["lost_clients"]["0"]
     site = link.sites[100]
     question = next(p for p in link.asked if p.kind == "mix/train" and p.header["round"] == 1)
-    assert start_of(site, question) == "initial"
+    assert start_of(site, question, None) == "initial"
 
 
 def test_without_a_models_key_the_model_in_the_question_is_trained(certificates: Path, tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_without_a_models_key_the_model_in_the_question_is_trained(certificates:
     site.build()
     header = {"run": "ab" * 16, "round": 2, "client": 0, "nonce": "cd" * 16, "slot": 0}
     question = Parcel("mix/train", header, {"row": site.travel.pack(site.initial + 1)})
-    assert opened(site, question, None, []) is question
+    assert opened(site, question, None, None, []) is question
 
 
 @pytest.mark.parametrize("round", [0, 1])

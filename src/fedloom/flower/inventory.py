@@ -43,26 +43,35 @@ class Inventory:
 
     run: str
     entries: Mapping[int, Entry]
+    terms: str = ""
+    """The name of the models key, which tells the run's settings: with others these models are of no use."""
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """When the last of these models was sealed: round and attempt."""
+        return max(((entry.session.round, entry.session.attempt) for entry in self.entries.values()), default=(-1, 0))
 
     def vouched(self, key: ModelsKey) -> bytes:
         """As bytes that only somebody with the models key can have made."""
         models = {
             slot: [entry.session.round, entry.session.attempt, *entry.hashes] for slot, entry in self.entries.items()
         }
-        text = json.dumps({"run": self.run, "models": models}, sort_keys=True).encode()
+        text = json.dumps({"run": self.run, "terms": self.terms, "models": models}, sort_keys=True).encode()
         return key.vouch(text) + text
 
     @classmethod
-    def read(cls, data: bytes, key: ModelsKey, run: str) -> "Inventory":
-        """What `vouched` wrote, in this run."""
+    def read(cls, data: bytes, key: ModelsKey, run: str, terms: str = "") -> "Inventory":
+        """What `vouched` wrote, in this run and with these settings."""
         voucher, text = data[:VOUCHER], data[VOUCHER:]
         if not hmac.compare_digest(voucher, key.vouch(text)):
             raise Refusal("no site of this run has vouched for the inventory.")
         found = json.loads(text)
         if found["run"] != run:
             raise Refusal("the inventory is that of another run.")
+        if found["terms"] != terms:
+            raise Refusal("the inventory is that of a run with other settings.")
         entries = {
             int(slot): Entry(Session(run, round, attempt), tuple(hashes))
             for slot, (round, attempt, *hashes) in found["models"].items()
         }
-        return cls(run, entries)
+        return cls(run, entries, terms)

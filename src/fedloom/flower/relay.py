@@ -87,6 +87,8 @@ class Outcome:
     """The attempt that these models are from."""
     lost: dict[int, str] = field(default_factory=dict)
     """By slot: why there is none."""
+    committed: set[int] = field(default_factory=set)
+    """Slots whose sites were asked to commit themselves."""
     for_good: set[int] = field(default_factory=set)
     """Slots whose sites will never answer in this round."""
     attempts: int = 1
@@ -193,6 +195,7 @@ class Relay:
 
     def _commit(self, questions: dict[int, Note]) -> dict[int, Note]:
         """Whoever is silent is asked once more: a site that has committed does not begin again."""
+        self.result.committed |= set(questions)
         answers = self._asked("commit", questions)
         silent = {slot: note for slot, note in questions.items() if _is_silent(answers.get(slot))}
         if silent:

@@ -104,6 +104,7 @@ class Exchange:
 
     def train(self, slots: Sequence[int], questions: Sequence[flower.Question]) -> Iterator[Parcel | flower.Silence]:
         """Answers to questions of the kind `train`, with models that have been recombined."""
+        slots = self._vault.seats([question.client for question in questions], slots)
         asked = [self._asked(slot, question) for slot, question in zip(slots, questions, strict=True)]
         trained = dict(zip(slots, self._ask(asked), strict=True))
         clients = {slot: question.client for slot, question in zip(slots, questions, strict=True)}
@@ -114,6 +115,8 @@ class Exchange:
                 except Refused as refused:
                     trained[slot] = flower.Silence(f"refused: {refused}")
         self._exchange({slot: parcel for slot, parcel in trained.items() if _is_hello(parcel)}, clients)
+        for slot in self.outcome.committed:
+            self._vault.note(clients[slot], slot)
         self._lock_away()
         for slot, question in zip(slots, questions, strict=True):
             parcel = trained[slot]

@@ -14,6 +14,7 @@ node's configuration says who the site is and whom it believes:
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ import torch
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import FEWEST_TO_EXCHANGE, LayerExchange
-from fedloom.flower.diary import OVER, Diary
+from fedloom.flower.diary import NEVER, OVER, Diary, Stamp
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
 from fedloom.flower.relay import Note, serve, travelling
@@ -37,6 +38,7 @@ from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
 from fedloom.flower.starting import inventory_of, opened, plan_of, start_of
 from fedloom.flower.tensors import pick, put
+from fedloom.initial import read_source
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.rows import Layout, Mean
 from fedloom.streams import Streams
@@ -101,17 +103,22 @@ def train(site: Site, question: Parcel) -> Parcel:
         raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
     columns = travelling(plan, site.travel)
     opener = _opener(site, question, models_key)
-    if models_key is not None and (again := _said_before(site, question, models_key)) is not None:
+    if models_key is not None:  # before anything is opened
+        Diary(site.folder, models_key.public).refuse_other_runs(_served(site, question, models_key))
+    inventory = inventory_of(question, models_key, opener)
+    start = start_of(site, question, inventory) if models_key is not None else ""
+    stamp = inventory.newest if inventory is not None else NEVER
+    if models_key is not None and (again := _said_before(site, question, models_key, start, stamp)) is not None:
         return again
     times = site.memory.setdefault("exchanged", Counter())
     if models_key is None and times[_key(question)] == MOST_TIMES:
         raise Refused(f"it has trained for the exchange of round {header['round'] + 1} {MOST_TIMES} times already")
     try:
-        done = site.train(opened(site, question, models_key, columns))
+        done = site.train(opened(site, question, models_key, inventory, columns))
     except StateLost as error:
         return question.reply("failed", {"reason": str(error), "state_lost": True})
     if not done.samples:
-        return question.reply("mix/idle", _about(done))
+        return question.reply("mix/idle", _about(done, models_key))
     if done.uploads:
         raise Refused("what travels beside a model would tell what was trained")
     if not site.layout.is_finite(done.row):
@@ -119,7 +126,6 @@ def train(site: Site, question: Parcel) -> Parcel:
     site.stage(question, done)
     row, slot = done.row.cpu(), _slot(question)
     layers = [pick(row, parts) for parts in columns]
-    inventory = inventory_of(question, models_key)
     listed = bytes(question.blocks["inventory"].data) if inventory is not None else b""
     terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener, listed)
     draws, fewest, hidden = _draws(site, header["round"], slot), _fewest(site.node), None
@@ -130,8 +136,8 @@ def train(site: Site, question: Parcel) -> Parcel:
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
         del ours[old]
-    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question), start_of(site, question))
-    return _answered(question, "hello", sealed, _about(done))
+    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question), start, stamp)
+    return _answered(question, "hello", sealed, _about(done, models_key))
 
 
 @dataclass
@@ -144,11 +150,13 @@ class _Begun:
     """A hash of the question."""
     start: str
     """Which model it was asked to train."""
+    stamp: Stamp
+    """How old the inventory is that this is from."""
     noted: bool = False
     """Whether its diary says that this client has committed itself."""
 
 
-def _said_before(site: Site, question: Parcel, models_key: ModelsKey) -> Parcel | None:
+def _said_before(site: Site, question: Parcel, models_key: ModelsKey, start: str, stamp: Stamp) -> Parcel | None:
     """The same answer as before, where this client has committed itself in this round; else None, or a refusal.
 
     A server that begins its round anew, after its restart, gets what it had.
@@ -158,13 +166,13 @@ def _said_before(site: Site, question: Parcel, models_key: ModelsKey) -> Parcel 
     if round >= site.config.rounds:
         raise Refused(f"this run has {site.config.rounds} rounds, and no round {round + 1}")
     if not diary.is_over(run, which, round):
-        diary.refuse(run, which, round, start_of(site, question))
+        diary.refuse(run, which, round, start, stamp)
         return None
     begun = site.memory.get("exchanges", {}).get(_key(question))
     if begun is None or not begun.noted or begun.asked != _fingerprint(question):
         raise RefusedForGood(OVER.format(round + 1))
     site.stage(question, begun.done)
-    return _answered(question, "hello", begun.sealed, _about(begun.done))
+    return _answered(question, "hello", begun.sealed, _about(begun.done, models_key))
 
 
 def _served(site: Site, question: Parcel, models_key: ModelsKey) -> str:
@@ -177,8 +185,10 @@ def _who(site: Site, question: Parcel) -> str:
     return str(question.header["client"]) if clients_of(site.node) else "all"
 
 
-def _about(done: Trained) -> dict[str, Any]:
-    return {"samples": done.samples, "loss": done.loss, "steps": done.steps}
+def _about(done: Trained, models_key: ModelsKey | None) -> dict[str, Any]:
+    """How a client has trained. Where there is a models key not how well: it has not committed itself yet, and could be
+    asked about many models."""
+    return {"samples": done.samples, "loss": done.loss if models_key is None else math.nan, "steps": done.steps}
 
 
 def _fingerprint(question: Parcel) -> str:
@@ -198,11 +208,11 @@ def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
     if models_key is None or stage != "commit" or begun.noted:
         return _answered(question, stage, begun.sealed, {})
     diary = Diary(site.folder, models_key.public)
-    entry = _served(site, question, models_key), _who(site, question), question.header["round"], begun.start
-    diary.refuse(*entry)
+    entry = _served(site, question, models_key), _who(site, question), question.header["round"]
+    diary.refuse(*entry, begun.start, begun.stamp)
     answer = _answered(question, stage, begun.sealed, {})
     if begun.sealed.committed:
-        diary.commit(*entry)
+        diary.commit(*entry, begun.start, begun.stamp)
         begun.noted = True
     return answer
 
@@ -306,7 +316,7 @@ def _known_as(site: Site, models_key: ModelsKey) -> bytes:
     site.build()
     settings = site.config.model_dump(mode="json", exclude=OF_THE_MACHINE)
     if site.config.init is not None:  # wherever it lies
-        settings["init"] = hashlib.sha256(Path(site.config.init).read_bytes()).hexdigest()
+        settings["init"] = read_source(Path(site.config.init), site.config.init_sha256).sha256
     return models_key.name(json.dumps(settings, sort_keys=True).encode())
 
 

@@ -309,7 +309,7 @@ class SealedSite:
         session, before = now.hello.session, self._hidden.inventory
         old = before.entries if before is not None else dict.fromkeys(range(self._hidden.slots), Entry(session))
         new = {slot: Entry(session, tuple(h.hex() for h in hashes)) for slot, hashes in now.contents.items()}
-        return Inventory(self.run, {**old, **new})
+        return Inventory(self.run, {**old, **new}, self.terms.opener.hex())
 
     # What the stages are made of
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.exchange import LayerExchange
 from fedloom.flower.diary import INITIAL
-from fedloom.flower.inventory import Inventory
+from fedloom.flower.inventory import Entry, Inventory
 from fedloom.flower.parcel import Parcel, Refused
 from fedloom.flower.sealed import SEAL, ModelsKey, cut
 from fedloom.flower.site import Site
@@ -30,48 +30,64 @@ MOST_ALIKE = 0.5
 OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
 
 
-def start_of(site: Site, question: Parcel) -> str:
+def start_of(site: Site, question: Parcel, inventory: Inventory | None) -> str:
     """Which model is to be trained, in a word. The initial one may come rounded in one way or another."""
     block, round = question.blocks.get("model"), question.header["round"]
-    if block is not None:
-        return hashlib.sha256(block.data).hexdigest()
-    return f"{INITIAL} {round}" if round and _can_be_drawn_anew(site) else INITIAL
+    if block is None:
+        return f"{INITIAL} {round}" if round and _can_be_drawn_anew(site) else INITIAL
+    entry = _entry(inventory, question)
+    if entry.is_mean:  # which is sealed more than once
+        return f"mean {entry.session.round} {entry.session.attempt}"
+    return hashlib.sha256(block.data).hexdigest()
 
 
-def opened(site: Site, question: Parcel, models_key: ModelsKey | None, columns: list[list[slice]]) -> Parcel:
+def opened(
+    site: Site,
+    question: Parcel,
+    models_key: ModelsKey | None,
+    inventory: Inventory | None,
+    columns: list[list[slice]],
+) -> Parcel:
     """The question with the model to train in the clear."""
-    block, header = question.blocks.get("model"), question.header
-    if block is not None:
-        if models_key is None:
+    if models_key is None:
+        if "model" in question.blocks:
             raise Refused("the model in the question is sealed, and this site has no models key")
-        row = _unsealed(site, question, models_key, columns)
-    elif models_key is not None:
-        _check_initial(site, question)
-        if not header["round"] or not _can_be_drawn_anew(site):
-            return question
-        row = site.drawn(header["round"])
-    else:
         return question
+    if "model" in question.blocks:
+        row = _unsealed(site, question, models_key, inventory, columns)
+    else:
+        _check_initial(site, question)
+        # Never the one in the question, which may be a little off, and so off as the server chose.
+        number = question.header["round"]
+        row = site.drawn(number) if number and _can_be_drawn_anew(site) else site.initial
     others = {name: block for name, block in question.blocks.items() if name not in ("model", "inventory")}
-    return Parcel(question.kind, header, {**others, "row": site.travel.pack(row)})
+    return Parcel(question.kind, question.header, {**others, "row": site.travel.pack(row)})
 
 
-def inventory_of(question: Parcel, models_key: ModelsKey | None) -> Inventory | None:
+def inventory_of(question: Parcel, models_key: ModelsKey | None, terms: bytes) -> Inventory | None:
     """The sites' inventory of all models; None where everybody begins."""
     block = question.blocks.get("inventory")
     if models_key is None or "model" not in question.blocks:
         return None
     if block is None:
         raise Refused("there is no inventory in the question")
-    return Inventory.read(bytes(block.data), models_key, question.header["run"])
+    return Inventory.read(bytes(block.data), models_key, question.header["run"], terms.hex())
 
 
-def _unsealed(site: Site, question: Parcel, models_key: ModelsKey, columns: list[list[slice]]) -> Tensor:
-    """The model of the slot that the client is in, and no other."""
-    inventory, slot, row = inventory_of(question, models_key), question.header.get("slot"), site.initial.clone()
+def _entry(inventory: Inventory | None, question: Parcel) -> Entry:
+    """What the inventory says of the model in the question."""
+    slot = question.header.get("slot")
     entry = inventory.entries.get(slot) if inventory is not None and type(slot) is int else None
     if entry is None:
         raise Refused(f"the inventory has no model of slot {slot!r}")
+    return entry
+
+
+def _unsealed(
+    site: Site, question: Parcel, models_key: ModelsKey, inventory: Inventory | None, columns: list[list[slice]]
+) -> Tensor:
+    """The model of the slot that the client is in, and no other."""
+    entry, row = _entry(inventory, question), site.initial.clone()
     width = row.element_size()
     sizes = [SEAL + width * sum(part.stop - part.start for part in parts) for parts in columns]
     layers = cut(bytes(question.blocks["model"].data), sizes, "the model in the question")
