@@ -27,10 +27,11 @@ import torch
 
 from fedloom.config import make_config
 from fedloom.experiment import build
+from fedloom.flower.averaging import Hidden
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.relay import Note, Relay, serve
 from fedloom.flower.sealed import ModelsKey, Opener, Terms
-from fedloom.flower.sealed_site import Hidden, SealedSite
+from fedloom.flower.sealed_site import SealedSite
 from fedloom.methods.recombination import MOST, is_whole, recombine
 from fedloom.models import build as build_model
 from fedloom.rows import Layout
@@ -65,7 +66,7 @@ def sealed(clients: int, sizes: tuple[int, ...], for_sites: bool) -> dict[str, A
         spent += time.process_time() - start
         return answers
 
-    hidden = Hidden(key, average, clients) if isinstance(key, ModelsKey) else None
+    hidden = Hidden(key, average, terms, clients) if isinstance(key, ModelsKey) else None
     sites = {
         k: SealedSite(identity, roster, RUN, 0, k, layers, terms, fewest=2, hidden=hidden)
         for k, identity in enumerate(identities)

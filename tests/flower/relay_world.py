@@ -7,11 +7,12 @@ from functools import cache
 import numpy as np
 import torch
 
+from fedloom.flower.averaging import Hidden
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.inventory import Inventory
 from fedloom.flower.relay import Note, Outcome, Relay, Silence, serve
 from fedloom.flower.sealed import ModelsKey, Opener, Refusal, Terms
-from fedloom.flower.sealed_site import Hidden, SealedSite
+from fedloom.flower.sealed_site import SealedSite
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
 
@@ -62,6 +63,9 @@ class World:
         self.kept = before.after() if before else {}
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
+        hiding = None
+        if isinstance(self.key, ModelsKey):
+            hiding = Hidden(self.key, self.average, self.terms, count, inventory)
         self.sites = {
             slot: SealedSite(
                 identity(slot),
@@ -73,7 +77,7 @@ class World:
                 self.terms,
                 (draws or self.seeded)(slot),
                 fewest,
-                Hidden(self.key, self.average, count, inventory) if isinstance(self.key, ModelsKey) else None,
+                hiding,
             )
             for slot in range(count)
         }

@@ -27,12 +27,13 @@ import torch
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import FEWEST_TO_EXCHANGE, LayerExchange
+from fedloom.flower.averaging import Hidden
 from fedloom.flower.diary import NEVER, OVER, Diary, Stamp
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
 from fedloom.flower.relay import Note, serve, travelling
 from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Terms, frame
-from fedloom.flower.sealed_site import Draws, Hidden, SealedSite, unpredictable
+from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, Trained, clients_of, greets, handles
 from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
@@ -130,7 +131,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener, listed)
     draws, fewest, hidden = _draws(site, header["round"], slot), _fewest(site.node), None
     if models_key is not None:
-        hidden = Hidden(models_key, partial(_mean, site.layout, columns), site.config.cohort, inventory)
+        hidden = Hidden(models_key, partial(_mean, site.layout, columns), terms, site.config.cohort, inventory)
     sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest, hidden)
     times[_key(question)] += 1
     ours = site.memory.setdefault("exchanges", {})

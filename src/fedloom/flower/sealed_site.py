@@ -42,14 +42,13 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
+from fedloom.flower.averaging import Averages, Hidden
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.inventory import Entry, Inventory
 from fedloom.flower.sealed import (
     KEY,
     Board,
     Channel,
     Hello,
-    ModelsKey,
     Refusal,
     Seal,
     Session,
@@ -74,31 +73,6 @@ Sealed = dict[int, bytes]
 Draws = Callable[[int, int], Draw]
 """(attempt, exchange) -> where this site's choices come from."""
 HASH = 32
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What a site needs where layers are sealed for the sites."""
-
-    key: ModelsKey
-    average: Callable[[int, Sequence[bytes]], bytes]
-    """(which layer, that layer of every model) -> their mean."""
-    slots: int
-    """How many models the run has."""
-    inventory: Inventory | None = None
-    """Which ones they are; none where all begin with an initial one."""
-
-
-@dataclass(frozen=True)
-class Averages:
-    """What a site says when all have committed themselves."""
-
-    means: dict[int, bytes]
-    """The means of some layers over all models, by number."""
-    sealed: dict[int, bytes]
-    """The same for those to train from who have no model yet; empty where nobody needs one."""
-    inventory: bytes
-    """The models that there are now."""
 
 
 class Unpredictable:
@@ -283,33 +257,9 @@ class SealedSite:
             raise Refusal(f"{self.who} has no key to open layers with.")
         if now is None or now.hello.session.attempt != attempt or now.exchange != exchange or not self.committed:
             raise Refusal(f"{self.who} has not committed itself in attempt {attempt} of round {self.round + 1}.")
-        session, known = now.hello.session, self._inventory(now)
-        models = {slot: entry for slot, entry in known.entries.items() if entry != Entry(session)}
-        for number, sealed in layers.items():
-            if number >= self.terms.layers or sealed.keys() != models.keys():
-                raise Refusal(f"a mean of layer {number} would not be that of all models.")
-            for slot, layer in sealed.items():
-                if not models[slot].is_mean and digest(layer).hex() != models[slot].hashes[number]:
-                    who = now.hellos[slot].who + " handed over" if slot in now.hellos else "the inventory has"
-                    raise Refusal(f"layer {number} of slot {slot} is not what {who}.")
-        means = {
-            number: hidden.average(number, [models[k].open(hidden.key, sealed[k], number) for k in sorted(sealed)])
-            for number, sealed in layers.items()
-        }
-        without = len(models) < len(known.entries)
-        fresh = {number: hidden.key.seal(mean, session, number, mean=True) for number, mean in means.items() if without}
-        return Averages(means, fresh, known.vouched(hidden.key))
-
-    def _inventory(self, now: _Attempt) -> Inventory:
-        """The models that there are after this exchange: what was handed over, and what was there before.
-
-        Who was not there when all began goes on from the mean of what the others trained.
-        """
-        assert self._hidden is not None, "only then is there one"
-        session, before = now.hello.session, self._hidden.inventory
-        old = before.entries if before is not None else dict.fromkeys(range(self._hidden.slots), Entry(session))
-        new = {slot: Entry(session, tuple(h.hex() for h in hashes)) for slot, hashes in now.contents.items()}
-        return Inventory(self.run, {**old, **new}, self.terms.opener.hex())
+        return hidden.averages(
+            now.hello.session, now.contents, {k: hello.who for k, hello in now.hellos.items()}, layers
+        )
 
     # What the stages are made of
 
@@ -347,7 +297,7 @@ class SealedSite:
             raise Refusal("the participants are not in the order of their slots, each once.")
         if now.hello not in hellos:
             raise Refusal(f"the hello of {self.who} itself is missing or another one.")
-        if self._hidden is not None and (strange := set(slots) - self._slots()):
+        if self._hidden is not None and (strange := set(slots) - self._hidden.slots_there):
             raise Refusal(f"slot {min(strange)} takes part, but there is no such model.")
         if len(names) < self.fewest:
             raise Refusal(f"{len(names)} sites take part, but {self.name} wants {self.fewest} at least.")
@@ -355,12 +305,6 @@ class SealedSite:
         now.hellos = {hello.slot: hello for hello in hellos}
         others = (hello for hello in hellos if hello.slot != self.slot)
         now.channels = {hello.slot: Channel(now.private, now.hello, hello, record) for hello in others}
-
-    def _slots(self) -> set[int]:
-        """Those that there are."""
-        assert self._hidden is not None, "only then is that known"
-        before = self._hidden.inventory
-        return set(before.entries) if before is not None else set(range(self._hidden.slots))
 
     def _offers(self, now: _Attempt) -> Sealed:
         """Begin an exchange with the deeds at hand."""
