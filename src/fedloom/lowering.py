@@ -65,7 +65,7 @@ def cast_at_once(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     if not weights:
         yield
         return
-    cast = _Cast.apply(dtype, *weights.values())  # type: ignore[no-untyped-call]
+    cast = _Cast.apply(dtype, *weights.values())  # type: ignore[no-untyped-call]  # torch's
     low = dict(zip(weights, cast, strict=True))
     try:
         for layer, name, weight in places:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from exchange_runs import Two, asked_of, key_of, nodes, run_of
 from fake import FakeLink, make_sites, reach
 
@@ -41,3 +42,17 @@ def fresh(played: FakeLink) -> tuple[Site, Parcel]:
     """The first site, and a question of a later round with a model that it has not trained yet."""
     mine, other = asked_of(played, 0), asked_of(played, 1)
     return played.sites[100], replace(other, header={**mine.header, "round": 6, "slot": other.header["slot"]})
+
+
+@pytest.fixture
+def begun_with(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], torch.Tensor]:
+    """By round and client: the model that it was given to train."""
+    found, received = dict[tuple[int, int], torch.Tensor](), Site._received
+
+    def listen(site: Site, question: Parcel) -> torch.Tensor:
+        row = received(site, question)
+        found[question.header["round"], question.header["client"]] = row.clone()
+        return row
+
+    monkeypatch.setattr(Site, "_received", listen)
+    return found

@@ -12,7 +12,6 @@ from fedloom.api import execute, resume
 from fedloom.errors import FedloomError
 from fedloom.flower.diary import MOST_BEGINNINGS
 from fedloom.flower.parcel import Parcel, failed
-from fedloom.flower.site import Site
 from fedloom.flower.starting import opened, start_of
 from fedloom.request import replace_config
 
@@ -29,20 +28,6 @@ class Gone:
             return None if gone else answer
 
         link.meddle = meddle
-
-
-@pytest.fixture
-def begun_with(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], torch.Tensor]:
-    """By round and client: the model that it was given to train."""
-    found, received = dict[tuple[int, int], torch.Tensor](), Site._received
-
-    def listen(site: Site, question: Parcel) -> torch.Tensor:
-        row = received(site, question)
-        found[question.header["round"], question.header["client"]] = row.clone()
-        return row
-
-    monkeypatch.setattr(Site, "_received", listen)
-    return found
 
 
 def lost_of(finished: Any) -> list[int]:

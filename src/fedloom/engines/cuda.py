@@ -31,8 +31,8 @@ MOST_SLOTS = 16
 """More slots than this do not make a GPU busier, but each keeps a model, its optimiser's state and its recordings."""
 
 LEAD = 4
-"""Launches of a client's steps before the next client is seated. Seating takes the host about a millisecond, in which
-a GPU that has but one step of each client before it runs dry."""
+"""Launches of a client's steps before the next client is seated. Seating takes the host longer than a GPU takes for the
+one step of each client that it would have before it."""
 
 Work = Iterator[Answer | None]
 Devices = torch.device | str | Sequence[torch.device | str]

@@ -51,7 +51,7 @@ OF_THE_MACHINE = {
     "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
     "imports", "init",
 }  # fmt: skip
-"""Settings that may differ between sites."""
+"""Settings that may differ between sites; of a file to begin with the place, not what is in it."""
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 
 
