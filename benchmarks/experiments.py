@@ -7,12 +7,16 @@ They are listed in benchmarks/experiments.toml, the most telling first. Each is 
 runs share the GPU; accuracy curves go into small JSON files, refreshed while runs are under way, with the paper's
 numbers beside them. What did not fit is stopped in time, and the same command goes on with it. `--tiny` tries all of
 them out on the CPU, with two rounds of a few steps on two classes; its figures mean nothing.
+
+An experiment that comes `after` another begins with the rounds of that one's runs instead of playing them again: for
+runs that only differ in what happens later, such as in how FedCDA chooses after its warm-up.
 """
 
 import argparse
 import hashlib
 import json
 import shlex
+import shutil
 import sys
 import time
 import tomllib
@@ -27,7 +31,9 @@ from curves import collected
 import fedloom
 from fedloom.api import Silent, Stopped
 from fedloom.errors import FedloomError, InputError
+from fedloom.folder import RunFolder, is_run
 from fedloom.pretraining import pretrain
+from fedloom.request import check, replace_config
 
 LIST = Path(__file__).with_name("experiments.toml")
 REFRESH = 30.0
@@ -105,13 +111,19 @@ def tiny(experiment: dict[str, Any]) -> dict[str, Any]:
         "rounds": 2, "steps": 2, "batch_size": 4, "eval_every": 1, "classes": "0-1", "device": "cpu",
         "precision": "fp32", "engine": "plain",
     }  # fmt: skip
+    if "after" in experiment:
+        settings["rounds"] = 4
     settings["clients"], settings["per_round"] = min(settings["clients"], 10), min(settings["per_round"], 3)
     settings["model"] = small_one(settings["model"])
+    if settings["partition"].startswith("dirichlet-blocks"):  # which can hardly cut two classes into equal clients
+        settings["partition"] = "dirichlet:0.5"
     few: dict[str, dict[str, Any]] = {
         "dynafed": {"iterations": 1, "images_per_class": 1, "L": 2, "s": 1, "inner_steps": 2, "at_once": True}
     }
-    few |= {"fedcda": {"warmup": 1}, "soups": {"epochs": None}, "diwa": {"epochs": None}}
     given = experiment.get("options", {})
+    warm = given.get("fedcda", {}).get("warmup", 0) >= experiment["settings"]["rounds"]
+    few |= {"fedcda": {"warmup": settings["rounds"] if warm else settings["rounds"] // 2}}
+    few |= {"soups": {"epochs": None}, "diwa": {"epochs": None}}
     options = {
         name: {**given.get(name, {}), **few.get(name, {})} for name in {*given, *few} & set(experiment["methods"])
     }
@@ -144,9 +156,34 @@ def small_one(model: str) -> str:
     return f"lenet{colon}{options}"
 
 
+def folder_of(name: str, runs: Path) -> Path:
+    return runs / name.replace(", ", "-").replace(" ", "-")
+
+
+def begin_after(experiment: Mapping[str, Any], before: Path, folder: Path) -> None:
+    """Begin each run with what the run of the same name has played, under this experiment's rounds and options.
+
+    That is right where these change nothing in the rounds before; a test compares with runs from the beginning.
+    """
+    for played in sorted(before.glob("*-seed*")):
+        place, source = folder / played.name, RunFolder.open(played)
+        if source.summary() is None:
+            raise InputError(f"{played} has not finished, and is to be gone on with.")
+        if is_run(place):
+            continue
+        config = replace_config(source.config, rounds=experiment["settings"]["rounds"], options=experiment["options"])
+        config = replace_config(config, options=check(config).stated())
+        part = place.with_name(f".{place.name}")
+        shutil.rmtree(part, ignore_errors=True)  # of a copy that was broken off
+        RunFolder.create(part, config)
+        own = shutil.ignore_patterns("config.toml", "summary.json", "model.safetensors", "report.html")
+        shutil.copytree(played, part, ignore=own, dirs_exist_ok=True)
+        part.rename(place)
+
+
 def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Path) -> str:
     """Run one experiment, or go on with it; how it ended."""
-    folder = runs / experiment.get("folder", experiment["name"]).replace(", ", "-").replace(" ", "-")
+    folder = folder_of(experiment.get("folder", experiment["name"]), runs)
     page = Page(experiment, folder, results)
     watcher = Deadline(end, page)
     settings = {"device": "cuda", "checkpoint_seconds": 10_000.0, **experiment["settings"]}
@@ -157,6 +194,8 @@ def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Pa
             start = pretrain(out=runs / f"start-{which}.safetensors", watcher=watcher, **given)
             settings["init"] = str(start.path)
             print(f"  pretrained: accuracy {start.about['accuracy']:.4f}", flush=True)
+        if "after" in experiment:
+            begin_after(experiment, folder_of(experiment["after"], runs), folder)
         found = fedloom.compare(
             experiment["methods"], experiment["seeds"], options=experiment.get("options"), out=folder,
             at_once=experiment["at_once"], watcher=watcher, report=False, **settings,
@@ -191,7 +230,8 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no experiment {min(unknown)!r}")
     end = time.monotonic() + 60 * options.minutes
-    chosen = [experiment for experiment in known if not options.names or experiment["name"] in options.names]
+    named = {*options.names, *(e["after"] for e in known if e["name"] in options.names and "after" in e)}
+    chosen = [experiment for experiment in known if not named or experiment["name"] in named]
 
     def one(experiment: dict[str, Any]) -> None:
         left = end - time.monotonic()
@@ -210,8 +250,10 @@ def main() -> None:
             ended = str(error)
         print(f"{experiment['name']}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
 
-    with ThreadPoolExecutor(len(chosen) if options.together else 1) as pool:
-        list(pool.map(one, chosen))
+    first, then = ([e for e in chosen if ("after" in e) is later] for later in (False, True))
+    for some in (first, then):
+        with ThreadPoolExecutor(max(1, len(some)) if options.together else 1) as pool:
+            list(pool.map(one, some))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import fedloom
 from fedloom.config import make_config
 from fedloom.methods import compose
 from fedloom.pretraining import Pretraining
@@ -100,6 +101,68 @@ at_once = 1
 data = "csv:/nowhere"
 device = "cpu"
 """
+
+
+AFTER = """
+[[experiment]]
+name = "digits, warm-up"
+file = "digits"
+paper = "none"
+methods = ["fedcda"]
+seeds = 2
+at_once = 1
+options = { fedcda = { warmup = 3 } }
+[experiment.settings]
+rounds = 3
+clients = 5
+per_round = 3
+device = "cpu"
+engine = "plain"
+
+[[experiment]]
+name = "digits, random"
+like = "digits, warm-up"
+after = "digits, warm-up"
+settings = { rounds = 7 }
+options = { fedcda = { warmup = 3, selection = "random" } }
+
+[[experiment]]
+name = "digits, fedavg"
+like = "digits, warm-up"
+after = "digits, warm-up"
+settings = { rounds = 7 }
+options = { fedcda = { warmup = 7 } }
+"""
+
+
+def test_an_experiment_after_another_begins_with_its_rounds(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.toml").write_text(AFTER)
+    monkeypatch.setattr(driver, "LIST", tmp_path / "list.toml")
+    names = ["digits, random", "digits, fedavg"]
+    given = ["experiments.py", *names, "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", given)
+    played: list[int] = []
+    monkeypatch.setattr(driver.Deadline, "record", lambda _, record: played.append(record["round"]))
+    driver.main()
+    assert sorted(played) == sorted([0, 1, 2, 3, *[4, 5, 6, 7] * 2] * 2), "the first rounds are played once for a seed"
+    found = json.loads((tmp_path / "results" / "digits.json").read_text())
+    assert list(found) == ["digits, warm-up", *names]
+    plain = {"clients": 5, "per_round": 3, "rounds": 7, "engine": "plain", "report": False}
+    for seed in (0, 1):
+        anew = {
+            "random": fedloom.run(
+                "fedcda", options={"fedcda": {"warmup": 3, "selection": "random"}}, seed=seed, runs=tmp_path, **plain
+            ),
+            "fedavg": fedloom.run("fedavg", seed=seed, runs=tmp_path, **plain),
+        }
+        for name, run in anew.items():
+            after = json.loads((tmp_path / "runs" / f"digits-{name}" / f"fedcda-seed{seed}/summary.json").read_text())
+            assert after["digest"] == run.digest, f"{name}, the same as from the beginning"
+    (tmp_path / "runs" / "digits-warm-up" / "fedcda-seed1" / "summary.json").unlink()
+    with pytest.raises(driver.InputError, match="fedcda-seed1 has not finished"):
+        driver.begin_after(driver.listed()[1], tmp_path / "runs" / "digits-warm-up", tmp_path / "elsewhere")
 
 
 def test_what_is_stopped_goes_on(driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
