@@ -8,6 +8,7 @@ import typer
 from fedloom.cli_options import settable
 from fedloom.config import make_config, parse_settings
 from fedloom.errors import InputError
+from fedloom.flower.agreement_command import agreement
 from fedloom.flower.certificates_command import certificates
 
 flower = typer.Typer(
@@ -99,6 +100,13 @@ def supernode(
             help="a key that all sites have and the server has not; with it fedmr.secure shows the server no layer"
         ),
     ] = None,
+    agreed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|HASH",
+            help="the settings that this site serves, and no others, as `fedloom flower agreement` writes them",
+        ),
+    ] = None,
     data: Annotated[str | None, typer.Option(help='what site_data.py finds as node["data"], such as a path')] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="more for site_data.py; may be repeated")
@@ -107,6 +115,7 @@ def supernode(
 ) -> None:
     """Start Flower's SuperNode for one site."""
     from fedloom.flower import commands
+    from fedloom.flower.agreement import is_fingerprint
 
     _need_flower()
     node: dict[str, Any] = {}
@@ -116,12 +125,20 @@ def supernode(
             raise InputError(f"--set takes NAME=VALUE, not {pair!r}.")
         node[name] = value
     paths = {"folder": folder, "roster": roster, "models-key": models_key}
-    given = {"client": client, "data": data, **{name: path and str(path.absolute()) for name, path in paths.items()}}
+    if agreed is not None and not is_fingerprint(agreed):
+        agreed = str(Path(agreed).absolute())
+    given = {
+        "client": client,
+        "data": data,
+        "agreed": agreed,
+        **{name: path and str(path.absolute()) for name, path in paths.items()},
+    }
     node |= {name: value for name, value in given.items() if value is not None}
     commands.be(commands.supernode(address, node, ca, key, port), commands.environment())
 
 
 flower.command()(certificates)
+flower.command()(agreement)
 
 
 def _need_flower() -> None:

@@ -61,6 +61,10 @@ def supernode(
     for name in ("roster", "models-key"):
         if name in node:
             _there(Path(str(node[name])))
+    if "agreed" in node:  # what is wrong with it is said now, and not when the server has come
+        from fedloom.flower.agreement import Agreed
+
+        Agreed.read(str(node["agreed"]))
     # What the SuperNode and the processes of its app tell each other does not leave this machine.
     return [*words, "--host", "127.0.0.1", "--port", str(port), "--node-config", node_config(node)]
 

@@ -24,6 +24,8 @@ from fedloom.config import Config, to_toml
 from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import build
 from fedloom.flower import commands
+from fedloom.flower.agreement import flat, readable, settled, told_by
+from fedloom.flower.app import write_settings
 from fedloom.flower.bridge import BridgeLink, listen
 from fedloom.flower.door import HERE
 from fedloom.flower.hasty import WITH_PARENT
@@ -31,6 +33,7 @@ from fedloom.flower.relay_server import refuse_telltales
 from fedloom.flower.server import Behind
 from fedloom.flower.writing import write_app
 from fedloom.request import Own, replace_config
+from fedloom.storage import write_atomically
 
 RUN = "FEDLOOM_RUN"
 """The environment of every process that is started here names the run's folder, so that one can tell whose it is."""
@@ -118,6 +121,9 @@ class _Loopback:
         port, *ports = _free_ports(1 + len(self._names))
         server = listen(folder / "bridge")
         write_app(folder / "app", self._config, {"bridge": str(folder / "bridge")})
+        given = flat(write_settings(self._config, []))  # what it imports was run here already
+        agreed = readable(told_by(settled(given, folder / "app", None)))
+        write_atomically(folder / "agreed.json", agreed.encode())
         link = commands.superlink(certificates, "127.0.0.1", port)
         self._run("superlink", link, folder / "superlink")
         connection = {"address": f"127.0.0.1:{port}", "root-certificates": str(certificates / "ca.crt")}
@@ -139,6 +145,7 @@ class _Loopback:
         self._wait("run", (folder / "registered").exists, "the registration of the nodes' keys")
         # For a run that is to have the bits of the other engines; between real sites nobody is to know these choices.
         exchange = {"roster": str(certificates / "roster.pub"), "exchange-draws": "seeded", "fewest-sites": 1}
+        exchange["agreed"] = str(folder / "agreed.json")
         if self._hidden:
             exchange["models-key"] = str(self._models_key(certificates).absolute())
         for number, (name, own_port) in enumerate(zip(self._names, ports, strict=True)):

@@ -7,6 +7,7 @@ node's configuration says who the site is and whom it believes:
     roster           a file with the public keys of all sites, by name
     models-key       a secret that all sites have and the server has not; layers are then sealed with it, and the server
                      gets no layer, only means. It is for one run: what would be means of two could be subtracted
+    agreed           the settings that the site's operator agreed to (agreement.py); it serves no others
     fewest-sites     how many sites must take part, itself among them (3)
     exchange-draws   `private`: which layers go where is drawn where nobody can know it; `seeded`: it follows from the
                      run's seed, as in the other engines, and then the server can work it out
@@ -27,6 +28,7 @@ import torch
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import FEWEST_TO_EXCHANGE, LayerExchange
+from fedloom.flower.agreement import canonical
 from fedloom.flower.averaging import Hidden
 from fedloom.flower.diary import NEVER, OVER, Diary, Stamp
 from fedloom.flower.identity import Identity, SiteKeys
@@ -39,7 +41,6 @@ from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
 from fedloom.flower.starting import inventory_of, opened, plan_of, start_of
 from fedloom.flower.tensors import pick, put
-from fedloom.initial import read_source
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.rows import Layout, Mean
 from fedloom.streams import Streams
@@ -47,11 +48,6 @@ from fedloom.streams import Streams
 MOST_TIMES = 3
 """How often a client trains for one round's exchange, without a models key. A server that was restarted plays its last
 round again; one that only says so gets as many recombinations of the same layers, and no more."""
-OF_THE_MACHINE = {
-    "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
-    "imports", "init",
-}  # fmt: skip
-"""Settings that may differ between sites; of a file to begin with the place, not what is in it."""
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 
 
@@ -315,10 +311,7 @@ def _known_as(site: Site, models_key: ModelsKey) -> bytes:
     for all but one, it could work out that one's model from the mean. So sites only exchange on the same terms.
     """
     site.build()
-    settings = site.config.model_dump(mode="json", exclude=OF_THE_MACHINE)
-    if site.config.init is not None:  # wherever it lies
-        settings["init"] = read_source(Path(site.config.init), site.config.init_sha256).sha256
-    return models_key.name(json.dumps(settings, sort_keys=True).encode())
+    return models_key.name(canonical(site.told))
 
 
 def _models_key(node: Mapping[str, Any]) -> ModelsKey | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedloom.errors import FedloomError
 from fedloom.flower.link import Link
-from fedloom.flower.parcel import Parcel, Refused
+from fedloom.flower.parcel import Parcel, Refused, RefusedForGood
 from fedloom.storage import read_json, write_json
 
 LOG = logging.getLogger("flwr.fedloom")
@@ -57,6 +57,8 @@ class Roster:
         self._asked: dict[str, tuple[int, float]] = {}
         self._known: set[int] = set()
         self._again: dict[int, float] = {}
+        self._unwilling: set[int] = set()
+        """Nodes that have refused this run for good."""
         self._promised: dict[str, int] = {}
         self._saved: object = None
 
@@ -78,12 +80,14 @@ class Roster:
         end = time.monotonic() + seconds
         while True:
             self.refresh(link)
-            if not self.missing() or time.monotonic() > end:
+            # As many sites as clients are missing will not come: there is nobody to wait for.
+            if len(self.missing()) <= len(self._unwilling) or time.monotonic() > end:
                 break
             time.sleep(poll)
         if not self._node_of:
             reasons = "; ".join(sorted(set(self.troubles.values()))[:3])
-            raise FedloomError(f"no site could be used after {seconds:g} s{f': {reasons}' if reasons else ''}.")
+            waited = f" after {seconds:g} s" if time.monotonic() > end else ""
+            raise FedloomError(f"no site could be used{waited}{f': {reasons}' if reasons else ''}.")
         if self.missing():
             LOG.warning("clients %s are not there; beginning without them", _few(self.missing()))
 
@@ -103,6 +107,7 @@ class Roster:
             if node not in nodes:
                 LOG.warning("client %d at node %d is not connected any more", client, node)
                 del self._node_of[client], self.greetings[client]
+        self._unwilling &= nodes
         self._known = {node for node in self._known & nodes if now < self._again.get(node, math.inf)}
         for ticket, (node, since) in list(self._asked.items()):
             if node not in nodes or now - since > GREETING_SECONDS:
@@ -127,14 +132,19 @@ class Roster:
     def _hear(self, link: Link, node: int, parcel: Parcel | None, error: str) -> None:
         try:
             if parcel is None or parcel.kind != "hello":
-                raise Refused(error or str((parcel.header if parcel else {}).get("reason", "it gave no reason")))
+                header = parcel.header if parcel else {}
+                kind = RefusedForGood if header.get("for_good") is True else Refused
+                raise kind(error or str(header.get("reason", "it gave no reason")))
             if parcel.header.get("run") != self.run:
                 raise Refused("it answered another run's question")
             if not self._register(link, node, parcel.header):
                 return
             self.troubles.pop(node, None)
             self._again.pop(node, None)
+            self._unwilling.discard(node)
         except Refused as refused:
+            if isinstance(refused, RefusedForGood):
+                self._unwilling.add(node)
             if self.troubles.get(node) != str(refused):
                 LOG.warning("node %d cannot be used: %s", node, refused)
             self.troubles[node], self._again[node] = str(refused), time.monotonic() + AGAIN_SECONDS

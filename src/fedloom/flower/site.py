@@ -20,7 +20,8 @@ from fedloom._version import __version__
 from fedloom.data import Federation
 from fedloom.engines.base import reason_of, score_client, train_client
 from fedloom.errors import FedloomError, InputError
-from fedloom.flower.app import brought_by, load_site_data, read_settings, task_of, with_task
+from fedloom.flower.agreement import heed, settled, told_by
+from fedloom.flower.app import brought_by, load_site_data, task_of
 from fedloom.flower.data import confined, of_site
 from fedloom.flower.equipment import equip
 from fedloom.flower.kept import Kept
@@ -109,16 +110,15 @@ class Site:
         return self.folder / run / "number.json"
 
     def build(self) -> None:
-        """Read the data and make the network, once."""
+        """Read the data and make the network, once; not for settings that the site's operator did not agree to."""
         if self._built:
             return
-        config, _ = read_settings(self.given, self.app)
         module = load_site_data(self.app)
         task = task_of(module)
-        changes: dict[str, Any] = {"engine": "plain", "device": str(self.node.get("device", "cpu"))}
-        if config.init is not None and "init" in self.node:
-            changes["init"] = str(self.node["init"])
-        config = replace_config(with_task(config, task), **changes)
+        config = settled(self.given, self.app, task, self.node)
+        self.told = told_by(config)
+        heed(self.node, self.folder, self.told)  # before any data are read
+        config = replace_config(config, engine="plain", device=str(self.node.get("device", "cpu")))
         if task is None:
             made = equip(config, Own)
             federation: Federation = confined(made.shop.federation, self.clients)

@@ -158,6 +158,13 @@ At each site:
 
     fedloom flower supernode SERVER:8000 --ca ca.crt --key site-0 --client 0 --folder ~/fedloom-site{_exchange(config)}
 
+The server chooses the settings of a run. An operator of a site who wants to know them beforehand reads what
+
+    fedloom flower agreement {name} --out agreed.json
+
+writes, and starts the site with `--agreed agreed.json`: it then serves these settings and no others. The file is made
+anew after every change of `pyproject.toml` or `site_data.py`.
+
 And at the server:
 
     flwr run {name} deployment --stream
