@@ -125,11 +125,11 @@ def test_learning_rate_decays_by_the_round() -> None:
     assert [training.lr_at(round) for round in (0, 1, 3)] == [0.5, 0.25, 0.0625]
 
 
-@given(st.integers(1, 300_000))
+@given(st.integers(1, 300_000), st.sampled_from(sorted(MOST_PIECES)))
 @settings(max_examples=60, deadline=None)
-def test_pieces_are_the_whole_row_and_begin_where_a_gpu_reads_four_numbers_at_once(size: int) -> None:
+def test_pieces_are_the_whole_row_and_begin_where_a_gpu_reads_four_numbers_at_once(size: int, lists: int) -> None:
     row = torch.arange(size)
-    found = pieces(row)
+    found = pieces(row, lists)
     assert torch.equal(torch.cat(found), row)
-    assert len(found) <= MOST_PIECES
+    assert len(found) <= MOST_PIECES[lists]
     assert all(int(piece[0]) % 4 == 0 for piece in found)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.batches import Batch, Cut, Epoch, Positions
+from fedloom.copies import copy_all_
 from fedloom.data import Samples
 from fedloom.lowering import lower
 from fedloom.optim import Optimizer, Steady, clip_
@@ -66,6 +67,8 @@ class Bench:
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
+        sizes = [entry.size for entry in self.layout.entries if entry.kind is Kind.PARAMETER]
+        self._flat = torch.split(self.gradient, sizes)
         self._bound: Tensor | None = None
         self._buffers: dict[str, Tensor] = {}
         named = dict(self.module.named_parameters(remove_duplicate=False))
@@ -222,7 +225,7 @@ class Bench:
             if self.device.type == "cpu":
                 torch._foreach_copy_(self._slices, parts)
             else:
-                torch.cat(self._in_row(parts), out=self.gradient)  # the same, but better spread over a GPU
+                copy_all_(self._flat, self._in_row(parts))  # the same, but better spread over a GPU
             return
         for target, part in zip(self._slices, parts, strict=True):  # a layer that took no part has no gradient
             target.zero_() if part is None else target.copy_(part)

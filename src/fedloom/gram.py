@@ -6,8 +6,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 4 << 20
-"""How much is multiplied at a time: small enough for the cache, large enough that calls cost little."""
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""How much is multiplied at a time: on a CPU small enough for the cache, large enough that calls cost little."""
 
 
 SHORT = 2048
@@ -26,7 +26,7 @@ def inner_products(rows: Tensor, reference: Tensor, columns: slice, last: Tensor
     among them, and in float64, nothing cancels.
     """
     count = len(rows) + 1
-    length = max(256, BLOCK_BYTES // (count * torch.float64.itemsize))
+    length = max(256, BLOCK_BYTES[rows.device.type] // (count * torch.float64.itemsize))
     space = torch.empty(count, length, dtype=torch.float64, device=rows.device)
     gram = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
     for block in _blocks(space, rows, reference, columns, last):

@@ -1,8 +1,8 @@
 """Networks that compute in a lower precision than that of their models while they train.
 
 Autocast would cast every weight by itself, and its gradient back: two kernels for each, most of them on a few numbers.
-Here the weights of all dense and convolutional layers are cast by one kernel, and so are their gradients; a round of
-the CNN takes 87 ms instead of 93 (docs/engines.md). The numbers are the same: each is rounded once, on the same way.
+Here the weights of all dense and convolutional layers are cast together, and so are their gradients; a round of the
+CNN took 87 ms instead of 93 (docs/engines.md). The numbers are the same: each is rounded once, on the same way.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fedloom.copies import copy_all_
 
 CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose weights autocast casts, always and all of them."""
@@ -47,7 +49,7 @@ class _Cast(torch.autograd.Function):
 
 def _in_type(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     cast = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
-    torch._foreach_copy_(cast, tensors)
+    copy_all_(cast, tensors)
     return cast
 
 

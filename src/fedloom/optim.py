@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MOST_PIECES = 32
-"""Tensors that torch's fused optimisers take in one kernel."""
+MOST_PIECES = {2: 64, 3: 48, 4: 36}
+"""Tensors that torch's fused optimisers take in one kernel, by how many lists of them there are."""
 
 
 class Optimizer(Protocol):
@@ -71,8 +71,10 @@ class SGD:
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if isinstance(lr, Tensor) and can_fuse(weights) and (self.velocity is not None or not self.momentum):
+            lists = 2 if self.velocity is None else 3
             torch._fused_sgd_(
-                pieces(weights), pieces(gradient), pieces(self.velocity) if self.velocity is not None else [],
+                pieces(weights, lists), pieces(gradient, lists),
+                pieces(self.velocity, lists) if self.velocity is not None else [],
                 weight_decay=self.weight_decay, momentum=self.momentum, lr=lr, dampening=0.0, nesterov=self.nesterov,
                 maximize=False, is_first_step=False,
             )  # fmt: skip
@@ -134,9 +136,10 @@ class Adam:
         self.steps += 1
         first, second = self.betas
         if isinstance(lr, Tensor) and isinstance(self.steps, Tensor) and can_fuse(weights):
-            parts = pieces(weights)
+            parts = pieces(weights, 4)
             torch._fused_adam_(
-                parts, pieces(gradient), pieces(self.mean), pieces(self.square), [], [self.steps] * len(parts),
+                parts, pieces(gradient, 4), pieces(self.mean, 4), pieces(self.square, 4), [],
+                [self.steps] * len(parts),
                 lr=lr, beta1=first, beta2=second, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False,
                 maximize=False,
             )  # fmt: skip
@@ -164,9 +167,10 @@ def can_fuse(weights: Tensor) -> bool:
     return weights.is_cuda and weights.dtype is torch.float32
 
 
-def pieces(row: Tensor) -> tuple[Tensor, ...]:
-    """A row in pieces: such a kernel gives each tensor, or each 65536 numbers of it, to one processor of the GPU."""
-    return torch.split(row, max(2, -(-len(row) // (1024 * MOST_PIECES))) * 1024)
+def pieces(row: Tensor, lists: int) -> tuple[Tensor, ...]:
+    """A row in pieces, for a kernel that takes so many rows: it gives each tensor, or each 65536 numbers of it, to one
+    processor of the GPU."""
+    return torch.split(row, max(2, -(-len(row) // (1024 * MOST_PIECES[lists]))) * 1024)
 
 
 def clip_(gradient: Tensor, largest: float) -> None:

@@ -16,12 +16,21 @@ class RowStore:
     """Rows by number. `put` copies a row in, `read` gives it back, `drop` says that it is no longer wanted.
 
     Its state can be saved and restored. Rows in a file are not part of a checkpoint, only where they lie; so a row that
-    was dropped is not written over while a kept checkpoint may still name it.
+    was dropped is not written over while a kept checkpoint may still name it. Rows are read, and without a folder
+    kept, on `device`.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, folder: Path | None = None, keep: int = 2) -> None:
+    def __init__(
+        self,
+        width: int,
+        dtype: torch.dtype,
+        folder: Path | None = None,
+        keep: int = 2,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.width = width
         self.dtype = dtype
+        self.device = torch.device(device)
         self._folder = folder
         self._keep = keep
         self._rows: dict[int, Tensor] = {}
@@ -41,7 +50,7 @@ class RowStore:
         number = self._free.pop() if self._free else self._next
         self._next = max(self._next, number + 1)
         if self._folder is None:
-            self._rows[number] = row.detach().clone()
+            self._rows[number] = row.detach().to(self.device, copy=True)
         else:
             self._write(number, row)
         return number
@@ -54,7 +63,7 @@ class RowStore:
         content = bytearray(os.pread(self._file(), size, number * size))
         if len(content) != size:
             raise InputError(f"{self.path} ends before row {number}: it is not whole.")
-        return torch.frombuffer(content, dtype=self.dtype)
+        return torch.frombuffer(content, dtype=self.dtype).to(self.device)
 
     def drop(self, number: int) -> None:
         """The row is no longer wanted."""
@@ -78,7 +87,7 @@ class RowStore:
         """Go back to a saved state."""
         self._next, self._free = state["next"], list(state["free"])
         if self._folder is None:
-            self._rows = {number: row.clone() for number, row in state["rows"].items()}
+            self._rows = {number: row.to(self.device, copy=True) for number, row in state["rows"].items()}
             return
         self.close()
         self._token = state["token"]

@@ -66,12 +66,13 @@ class FedCDAServer(Server[FedCDAOptions]):
         layout = context.layout
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
-        self.store = RowStore(layout.size, layout.dtype, context.cache_dir, context.keep_checkpoints)
+        device = self.bank.rows.device
+        self.store = RowStore(layout.size, layout.dtype, context.cache_dir, context.keep_checkpoints, device)
         self.cache: dict[int, list[tuple[int, float]]] = {}
         """For each client seen (number of the row, loss), oldest first."""
         self.chosen: dict[int, int] = {}
         """For each client seen the number of the row that stands for it."""
-        self.total = torch.zeros(layout.floats, dtype=torch.float64)
+        self.total = torch.zeros(layout.floats, dtype=torch.float64, device=device)
         """Sum of the chosen rows: so a round reads the models of its participants and no others."""
         self._last: dict[str, float] = {}
 
@@ -104,8 +105,8 @@ class FedCDAServer(Server[FedCDAOptions]):
             number = self.cache[client][picks[client]][0]
             row = self.store.read(number)
             self.chosen[client] = number
-            self.total += row[: self.context.layout.floats].cpu()
-            mean.add(row.to(w.device))
+            self.total += row[: self.context.layout.floats]
+            mean.add(row)
         if fixed is not None:
             mean.add(fixed, len(self.chosen) - len(participants))
         (fedavg if warm and self.options.warmup_mode == "fedavg" else mean).into(w)
@@ -119,7 +120,7 @@ class FedCDAServer(Server[FedCDAOptions]):
     def _leave(self, client: int) -> None:
         """Take a participant's model out of the sum: another may be chosen for it."""
         if client in self.chosen:
-            self.total -= self.store.read(self.chosen.pop(client))[: self.context.layout.floats].cpu()
+            self.total -= self.store.read(self.chosen.pop(client))[: self.context.layout.floats]
 
     def _cache(self, update: Update) -> None:
         self.cache.setdefault(update.client, []).append((self.store.put(update.row), update.loss))
@@ -190,16 +191,16 @@ class Products:
 
     def __init__(self, server: FedCDAServer, participants: list[int]) -> None:
         trainable = slice(0, server.context.layout.trainable)
-        reference = server.bank.rows[0].cpu()
+        reference = server.bank.rows[0]
         models = [_candidates(server.cache[client]) for client in participants]
         numbers = [number for each in models for _, number, _ in each]
         # One by one into their place: of rows in a file no second copy is ever held.
-        rows = torch.empty(len(numbers), trainable.stop, dtype=server.store.dtype)
+        rows = torch.empty(len(numbers), trainable.stop, dtype=server.store.dtype, device=reference.device)
         for row, number in zip(rows, numbers, strict=True):
             row.copy_(server.store.read(number)[trainable])
         count = len(server.chosen)
         fixed = server.total[trainable] - count * reference[trainable].double()
-        gram = inner_products(rows, reference, trainable, last=fixed).numpy()
+        gram = inner_products(rows, reference, trainable, last=fixed).cpu().numpy()
         self.gram, self.with_fixed = gram[:-1, :-1], gram[:-1, -1].copy()
         self.fixed = Fixed(count=count, loss_sum=0.0, norms=0.0, sum_norm=float(gram[-1, -1]))
         ends = np.cumsum([0, *(len(each) for each in models)])
