@@ -1,6 +1,6 @@
 """Whole experiments of the papers on a GPU, one after the other as far as the time goes.
 
-    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone] [--runs DIR] \
+    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone METHOD] [--runs DIR] \
         [--results DIR]
 
 They are listed in benchmarks/experiments.toml, the most telling first. Each is a comparison (`fedloom compare`) whose
@@ -142,9 +142,11 @@ def tiny(experiment: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def alone(experiment: dict[str, Any]) -> dict[str, Any]:
-    """Its first run, with the GPU to itself: how long one takes. The whole experiment then need not run it again."""
-    name, method = experiment["name"], experiment["methods"][0]
+def alone(experiment: dict[str, Any], method: str) -> dict[str, Any]:
+    """A method's first run, with the GPU to itself: how long one takes. The whole experiment need not run it again."""
+    name = experiment["name"]
+    if method not in experiment["methods"]:
+        raise InputError(f"it runs {', '.join(experiment['methods'])}, not {method!r}.")
     named = {"name": f"{name}, {method} alone", "folder": name, "methods": [method]}
     options = {key: value for key, value in experiment["options"].items() if key == method}
     return {**experiment, **named, "options": options, "seeds": 1, "at_once": 1}
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--together", action="store_true", help="all at the same time, where each has a GPU's part")
-    parser.add_argument("--alone", action="store_true", help="only the first run of each, with the GPU to itself")
+    parser.add_argument("--alone", metavar="METHOD", help="only its first run in each, with the GPU to itself")
     parser.add_argument("--tiny", action="store_true", help="to try them out")
     options = parser.parse_args()
     unknown = set(options.names) - {e["name"] for e in known}
@@ -240,11 +242,11 @@ def main() -> None:
             return
         if options.seeds:
             experiment["seeds"] = options.seeds
-        if options.alone:
-            experiment = alone(experiment)
         print(f"{experiment['name']}, {left / 60:.1f} minutes left", flush=True)
         began = time.monotonic()
         try:
+            if options.alone:
+                experiment = alone(experiment, options.alone)
             ended = carry_out(tiny(experiment) if options.tiny else experiment, end, options.runs, options.results)
         except InputError as error:  # data that are not there, say: others may be
             ended = str(error)

@@ -191,3 +191,32 @@ def test_what_is_stopped_goes_on(driver: ModuleType, tmp_path: Path, monkeypatch
     assert entry["methods"]["fedavg"]["rounds"] == 3
     assert len(entry["methods"]["fedavg"]["accuracy of each seed"]) == 2
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["digits.json"]
+
+
+def test_one_run_alone_is_timed_and_not_played_again(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list.toml").write_text(SMALL)
+    monkeypatch.setattr(driver, "LIST", tmp_path / "list.toml")
+    given = [
+        "experiments.py",
+        "digits, small",
+        "--runs",
+        str(tmp_path / "runs"),
+        "--results",
+        str(tmp_path / "results"),
+    ]
+    played: list[int] = []
+    monkeypatch.setattr(driver.Deadline, "record", lambda _, record: played.append(record["round"]))
+    monkeypatch.setattr(sys, "argv", [*given, "--alone", "scaffold"])
+    driver.main()
+    found = json.loads((tmp_path / "results" / "digits.json").read_text())
+    assert list(found) == ["digits, small, scaffold alone"]
+    assert list(found["digits, small, scaffold alone"]["methods"]) == ["scaffold"]
+    assert played == [0, 1, 2, 3]
+    monkeypatch.setattr(sys, "argv", given)
+    driver.main()
+    assert len(played) == 4 * 4, "four runs, of which one was there already"
+    monkeypatch.setattr(sys, "argv", [*given, "--alone", "fedprox"])
+    driver.main()
+    assert "it runs fedavg, scaffold, not 'fedprox'." in capsys.readouterr().out
