@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relay_world import Gone, World, assert_all_or_nothing, in_process, mean_of, opened, traces
 
-from fedloom.flower.relay import Note, Outcome, Silence
+from fedloom.flower.relay import Note, Outcome, Silence, serve
 from fedloom.flower.sealed import ModelsKey, Refusal
 
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
@@ -71,10 +71,35 @@ def test_nothing_that_the_server_ever_has_is_a_layer(mixed: bool) -> None:
 def test_the_work_is_shared_by_the_sites() -> None:
     world = World(3, (16,) * 7, hidden=True)
     world.run()
-    asked = {slot: {name.split("/")[0] for name in note.parts} for way, stage, slot, note in world.seen
-             if (way, stage) == ("down", "mean")}  # fmt: skip
-    assert {slot: len(layers) for slot, layers in asked.items()} == {0: 3, 1: 2, 2: 2}
-    assert set.union(*asked.values()) == {f"layer-{number}" for number in range(7)}
+    asked = {
+        slot: set(note.parts) - {"slots"} for way, stage, slot, note in world.seen if (way, stage) == ("down", "mean")
+    }
+    assert {slot: len(layers) for slot, layers in asked.items()} == {0: 3, 1: 2, 2: 2}, "a part for a layer of all"
+    assert set.union(*asked.values()) == {f"layer/{number}" for number in range(7)}
+
+
+@pytest.mark.parametrize(
+    ("slots", "parts", "why"),
+    [
+        ("0 1 x", {}, "slots must be whole numbers, not b'0 1 x'"),
+        ("0 1 2", {"layer/4": b""}, "models have 4 layers, and no layer 4"),
+        ("0 1", {"layer/0": b"1234"}, "layer 0 of all models has 4 bytes, not"),
+        ("0 0 1", {"layer/0": None}, "a mean of layer 0 would not be that of all models"),
+        ("1 0 2", {"layer/0": None}, "layer 0 of slot 1 is not what site-1#1 handed over"),
+        ("", {"layer/0": b""}, "a mean of layer 0 would not be that of all models"),
+    ],
+)
+def test_a_question_for_means_that_makes_no_sense_is_refused(
+    slots: str, parts: dict[str, bytes | None], why: str
+) -> None:
+    world = World(3, (16,) * 4, hidden=True)
+    outcome = world.run()
+    right = b"".join(outcome.models[slot][0] for slot in sorted(outcome.models))
+    given = {name: right if part is None else part for name, part in parts.items()}
+    asked = Note({}, {"slots": b"0 1 2", "layer/0": right})
+    assert serve(world.sites[0], "mean", asked).by_slot("mean") == {0: outcome.mean[0]}
+    with pytest.raises(Refusal, match=why):
+        serve(world.sites[0], "mean", Note({}, {"slots": slots.encode(), **given}))
 
 
 # Drop-outs

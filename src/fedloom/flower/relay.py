@@ -236,20 +236,21 @@ class Relay:
         """The mean of each layer, from the sites: from each of them some, and from others what one does not say."""
         slots, found, fresh, why = sorted(sealed), dict[int, bytes](), dict[int, bytes](), ""
         models, inventories = {**self._kept, **sealed}, Counter[bytes]()
-        header = {"attempt": session.attempt, "exchange": exchange}
+        header, order = {"attempt": session.attempt, "exchange": exchange}, sorted(models)
+        which = {"slots": " ".join(map(str, order)).encode()}
         for turn in range(len(slots)):
-            questions: dict[int, Note] = {}
+            parts: dict[int, dict[int, bytes]] = {}
             for number in set(range(self.terms.layers)) - found.keys():
                 asked = slots[(number + turn) % len(slots)]
-                parts = parts_for(f"layer-{number}", {slot: layers[number] for slot, layers in models.items()})
-                before = questions.get(asked, Note(header))
-                questions[asked] = Note(header, {**before.parts, **parts})
+                # One part for all slots: a question may have so many parts, and large models have many layers.
+                parts.setdefault(asked, {})[number] = b"".join(models[slot][number] for slot in order)
+            questions = {slot: Note(header, {**which, **parts_for("layer", layers)}) for slot, layers in parts.items()}
             for slot, answer in self._asked("mean", questions).items():
                 if isinstance(answer, Silence):
                     why = f"slot {slot} at mean: {answer.reason}"
                     continue
                 for number, mean in answer.by_slot("mean").items():
-                    if f"layer-{number}/{slot}" not in questions[slot].parts:
+                    if number not in parts[slot]:
                         continue
                     if len(mean) == self.terms.sizes[number] and self._sound(number, mean):
                         found[number] = mean
@@ -361,9 +362,7 @@ def serve(site: SealedSite, stage: str, question: Note) -> Note:
     if stage == "release":
         return Note(parts=parts_for("key", site.release(attempt, exchange, question.by_slot("commit"))))
     if stage == "mean":
-        layers = {number: question.by_slot(f"layer-{number}") for number in range(site.terms.layers)}
-        wanted = {number: sealed for number, sealed in layers.items() if sealed}
-        found = site.mean(attempt, exchange, wanted)
+        found = site.mean(attempt, exchange, _layers(question, site.terms))
         parts = {**parts_for("mean", found.means), **parts_for("sealed-mean", found.sealed)}
         return Note(parts={**parts, "inventory": found.inventory})
     raise Refusal(f"an exchange has no stage {stage!r}.")
@@ -374,6 +373,23 @@ def _number(question: Note, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise Refusal(f"{name} must be a whole number, not {value!r}.")
     return value
+
+
+def _layers(question: Note, terms: Terms) -> dict[int, dict[int, bytes]]:
+    """Layers of all models, by number and slot."""
+    words = question.parts.get("slots", b"").split()
+    if not all(word.isdigit() and len(word) < 6 for word in words):
+        raise Refusal(f"slots must be whole numbers, not {b' '.join(words)[:40]!r}.")
+    found, slots = question.by_slot("layer"), [int(word) for word in words]
+    if strange := found.keys() - set(range(terms.layers)):
+        raise Refusal(f"models have {terms.layers} layers, and no layer {min(strange)}.")
+    sizes = terms.sealed_sizes
+    return {
+        number: dict(
+            zip(slots, cut(content, [sizes[number]] * len(slots), f"layer {number} of all models"), strict=True)
+        )
+        for number, content in found.items()
+    }
 
 
 def travelling(plan: LayerExchange, travel: Travel) -> list[list[slice]]:
