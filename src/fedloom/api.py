@@ -296,6 +296,12 @@ def verify(
         return before, again.digest
 
 
+def answers_lost(path: Path | str) -> int:
+    """How many answers of clients a run has lost, not counting those that it was asked to lose."""
+    folder = RunFolder.open(Path(path))
+    return 0 if folder.config.lost else sum(int(record.get("lost", 0)) for record in folder.history())
+
+
 def _begin(folder: RunFolder, experiment: Experiment, watcher: Watcher) -> None:
     """Say what there is to know about the data, and note down what the start was taken from, if it was just now."""
     for text in experiment.notes:

@@ -105,7 +105,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Run a run again from its folder and prove that it gives the same model, bit for bit."""
-    from fedloom.api import verify
+    from fedloom.api import answers_lost, verify
     from fedloom.methods import import_file
     from fedloom.progress import Display
 
@@ -119,10 +119,13 @@ def verify(
     elif same:
         print(f"{run} is exact: run again, it gave the same model, {now}.")
     if not same:
-        raise FedloomError(
-            f"{run} gave {before} then and {now} now; other versions (see config.toml) or another processor round "
-            "differently."
+        lost = answers_lost(run)
+        reason = (
+            f"{lost} answers of clients were lost then, which nobody loses again."
+            if lost
+            else "other versions (see config.toml) or another processor round differently."
         )
+        raise FedloomError(f"{run} gave {before} then and {now} now; {reason}")
 
 
 @app.command()

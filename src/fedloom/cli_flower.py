@@ -116,6 +116,7 @@ def supernode(
     """Start Flower's SuperNode for one site."""
     from fedloom.flower import commands
     from fedloom.flower.agreement import is_fingerprint
+    from fedloom.flower.data import clients_of
 
     _need_flower()
     node: dict[str, Any] = {}
@@ -134,6 +135,7 @@ def supernode(
         **{name: path and str(path.absolute()) for name, path in paths.items()},
     }
     node |= {name: value for name, value in given.items() if value is not None}
+    clients_of(node)  # what is wrong with it is said now
     commands.be(commands.supernode(address, node, ca, key, port), commands.environment())
 
 

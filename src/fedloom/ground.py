@@ -70,6 +70,7 @@ class Ground:
             augment=datasets.make_augment(config.augment),
             autocast=torch.bfloat16 if config.precision == "bf16" else None,
             uploads=local.uploads(layout),
+            fewest=local.fewest_samples(),
             home=homes,
             stays_home=tuple(stays),
         )

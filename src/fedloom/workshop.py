@@ -65,6 +65,8 @@ class Workshop:
     """Tensors that each client keeps between rounds."""
     autocast: torch.dtype | None = None
     """The type in which networks compute while they train, where it is not that of the models."""
+    fewest: int = 1
+    """Samples that a client must have where nobody else is to see one of them, for what it sends beside its model."""
     stays_home: Sequence[slice] = ()
     """Columns of the model that do not travel; each client keeps its own, as the tensor STAYS of its home."""
 

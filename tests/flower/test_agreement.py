@@ -21,6 +21,7 @@ from fedloom.flower.agreement import (
     OF_THE_MACHINE,
     Agreed,
     canonical,
+    cautions,
     fingerprint,
     readable,
     settled,
@@ -87,8 +88,24 @@ def test_the_refusal_names_what_differs(tmp_path: Path, settings: dict[str, Any]
 
 def test_of_a_fingerprint_the_refusal_knows_no_more() -> None:
     before, now = told(), told(lr=0.5)
-    words = f"fingerprint {fingerprint(before)[:12]}..., and those of this run have {fingerprint(now)[:12]}..."
-    assert str(Agreed.read(fingerprint(before)).refusal_of(now)).endswith(words)
+    words = f"begins with {fingerprint(before)[:12]}, and that of this run's settings with {fingerprint(now)[:12]}"
+    for hashed in (fingerprint(before), fingerprint(before).upper()):
+        assert str(Agreed.read(hashed).refusal_of(now)).endswith(words)
+        assert Agreed.read(hashed).refusal_of(before) is None
+
+
+def test_half_a_fingerprint_is_taken_for_a_file_but_not_without_a_word() -> None:
+    with pytest.raises(InputError, match=r"No such file or directory; a fingerprint has 64 hexadecimal digits\."):
+        Agreed.read(fingerprint(told())[:40])
+
+
+@pytest.mark.parametrize(("decay", "warned"), [(1.0, False), (0.99, False), (0.97, True)])
+def test_a_learning_rate_that_vanishes_is_pointed_out(decay: float, warned: bool) -> None:
+    found = cautions(told(**{**MR, "rounds": 100, "lr_decay": decay}))
+    assert bool(found) is warned
+    if warned:
+        assert found[0].startswith("By round 100 lr_decay brings the learning rate down to 0.05 times the first.")
+    assert not cautions(told(rounds=100, lr_decay=decay)), "elsewhere it is as usual"
 
 
 def test_what_a_server_calls_a_setting_does_not_break_lines(tmp_path: Path) -> None:
@@ -217,6 +234,9 @@ def test_the_command_writes_a_file_once(command: Callable[..., Any], tmp_path: P
     again = command("flower", "agreement", "app", "--out", "agreed.json")
     assert again.code == 2
     assert "agreed.json is there already; --force replaces it" in again.err
+    folder = command("flower", "agreement", "app", "--out", ".", "--force")
+    assert folder.code == 2
+    assert folder.err.splitlines()[-1] == "fedloom: . is a folder; --out takes a file to write."
     assert command("flower", "agreement", "app", "--out", "agreed.json", "--force").code == 0
 
 

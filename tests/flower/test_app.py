@@ -12,9 +12,10 @@ from fake import FakeLink, flat, make_run
 from fedloom.errors import InputError
 from fedloom.flower import commands
 from fedloom.flower.app import ServerSettings, read_settings
+from fedloom.flower.data import clients_of
 from fedloom.flower.door import folder_of
 from fedloom.flower.server import play
-from fedloom.flower.site import Site, clients_of
+from fedloom.flower.site import Site
 from fedloom.flower.writing import write_app
 from fedloom.request import replace_config
 
@@ -134,6 +135,54 @@ def test_a_finished_or_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [p.kind for p in link.asked[asked:]] == ["hello", "hello"]
 
 
+def test_a_run_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
+    """The sites would train with the new ones, and the folder would tell the old ones."""
+    app = tmp_path / "app"
+    write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
+    given = written(app)
+    link = FakeLink({9 + k: Site(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    play(link, *read_settings(given, app), app)
+    asked = len(link.asked)
+    for change, before, now in [
+        ({"lr": 0.7}, "lr 0.05", "lr 0.7"),
+        ({"rounds": 3}, "rounds 2", "rounds 3"),
+        ({"deadline": 77.0}, None, None),
+    ]:
+        config, server = read_settings({**given, **change}, app)
+        if before is None:
+            play(link, config, server, app)  # how long the server waits is its own affair
+            continue
+        with pytest.raises(InputError, match=f"run holds a run with {before}, and this one has {now}: give the same"):
+            play(link, config, server, app)
+        assert len(link.asked) == asked, "nobody was told"
+
+
+def test_what_the_server_lacks_is_said_before_anybody_waits(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    write_app(app, make_run(method="feddf", clients=3, per_round=3), {"folder": str(tmp_path / "run"), "join": 600.0})
+    (app / "site_data.py").write_text(OWN)
+    words = r"feddf needs samples at the server, and site_data.py names none: give Task\(..., server_data="
+    with pytest.raises(InputError, match=words):
+        play(FakeLink({}), *read_settings(written(app), app), app)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("groups", "served"), [(3, True), (4, False), (1000, False)])
+def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int, served: bool) -> None:
+    app = tmp_path / "app"
+    options = {"fedmix": {"groups": groups, "lam": 0.1}}
+    config = make_run(method="fedmix", options=options, clients=2, per_round=2, rounds=2)
+    write_app(app, config, {"folder": str(tmp_path / "run"), "join": 5.0})
+    (app / "site_data.py").write_text(OWN)
+    given = written(app)
+    link = FakeLink({9 + k: Site(given, {"client": k, "data": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    run = play(link, *read_settings(given, app), app)
+    lost = f"it has 30 samples, and {10 * groups} are needed"
+    reasons = list(run.history[-1]["lost_clients"].values())
+    assert [lost in reason for reason in reasons] == ([] if served else [True, True])
+    assert served == any("upload/x" in answer.blocks for answer in link.answered)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -218,6 +267,9 @@ def test_nothing_starts_insecurely_but_on_this_machine(host: str) -> None:
 def test_on_this_machine_it_may(host: str) -> None:
     assert "--insecure" in commands.superlink(None, host, 8000)
     assert "--insecure" in commands.supernode(f"{host}:8000", {})
+    for half, missing in (({"ca": Path("ca.crt")}, "--key"), ({"key": Path("node")}, "--ca")):
+        with pytest.raises(InputError, match=f"{missing} is missing: a SuperNode needs both --ca and --key"):
+            commands.supernode(f"{host}:8000", {}, **half)
 
 
 def test_with_certificates_nodes_are_authenticated(tmp_path: Path) -> None:

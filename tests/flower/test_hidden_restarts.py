@@ -1,5 +1,6 @@
 """Servers and sites that are started again, and what a models key may be used for twice: nothing."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from fake import FakeLink, make_sites, reach
 from fedloom.api import execute, resume
 from fedloom.config import Config
 from fedloom.flower.diary import Diary
+from fedloom.flower.inventory import VOUCHER
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.relay_site import _known_as, _served, _who
 from fedloom.flower.sealed import ModelsKey
 from fedloom.flower.site import Site
+
+BACKWARDS = "round 1 cannot begin with models of round 1"
 
 
 def dead_after_commit(config: Config, certificates: Path, tmp_path: Path) -> FakeLink:
@@ -73,9 +77,9 @@ def test_a_client_commits_itself_once_in_a_round(asked: tuple[Site, Parcel], fre
         assert "and trains for a round but once" in answer.header["reason"]
     # Not even after it was asked about other rounds, of which it remembers the last alone.
     assert site.answer(fresh[1]).kind == "mix/hello"
-    for round in (0, 1):
+    for round, reason in ((0, BACKWARDS), (1, "and trains for a round but once")):
         answer = site.answer(replace(question, header={**question.header, "round": round}))
-        assert "and trains for a round but once" in answer.header["reason"]
+        assert reason in answer.header["reason"]
 
 
 def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
@@ -90,11 +94,45 @@ def test_a_models_key_serves_one_run_even_when_the_site_is_started_again(
             "its models key has served another run, or this one with other settings, as models-key-"
             in answer.header["reason"]
         )
-    for round in (0, 1):
+    for round, reason in ((0, BACKWARDS), (1, "and trains for a round but once")):
         answer = again.answer(replace(question, header={**question.header, "round": round}))
-        assert "and trains for a round but once" in answer.header["reason"]
+        assert reason in answer.header["reason"]
     answer = site.answer(replace(question, header={**question.header, "round": 9}))
     assert "this run has 9 rounds, and no round 10" in answer.header["reason"]
+
+
+def test_rounds_are_not_played_backwards(fresh: tuple[Site, Parcel]) -> None:
+    """Late in a run models may hardly change: a server that has had them copied there could have them trained again."""
+    site, question = fresh
+    models = json.loads(bytes(question.blocks["inventory"].data)[VOUCHER:])["models"]
+    newest = max(round for round, *_ in models.values())
+    answer = site.answer(replace(question, header={**question.header, "round": newest}))
+    assert answer.header["reason"] == f"round {newest + 1} cannot begin with models of round {newest + 1}"
+    assert site.answer(question).kind == "mix/hello"
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_comes_to_nothing_leaves_a_client_as_it_was(certificates: Path, tmp_path: Path, sealed: bool) -> None:
+    """A server could have it train a thousand times before anybody commits, until it has nothing to learn any more."""
+    options = {**SECURE, "fedrep": {"head_epochs": 1}}
+    config = run_of(method="fedmr+fedrep", clients=3, per_round=3, rounds=1, options=options)
+    staged: list[tuple[str, bool]] = []
+
+    def look(link: FakeLink) -> None:
+        def watch(node: int, question: Parcel, answer: Parcel) -> Parcel:
+            if question.kind.startswith("mix/"):
+                staged.append((question.kind, any(link.sites[node].kept(question).folder.glob("*.safetensors"))))
+            return answer
+
+        link.meddle = watch
+
+    finished, _ = federate(config, certificates, tmp_path, look, **(key_of(certificates) if sealed else {}))
+    assert finished.summary["lost"] == 0
+    before = {"mix/train", "mix/hello", "mix/offer", "mix/answer", "mix/lock"}
+    assert {kind for kind, there in staged if not there} & before == {kind for kind, _ in staged} & before
+    assert all(not there for kind, there in staged if kind in before)
+    assert all(there for kind, there in staged if kind in ("mix/release", "mix/mean"))
+    assert any(kind == "mix/release" for kind, _ in staged)
 
 
 def test_one_who_trains_under_two_numbers_commits_itself_under_one(

@@ -239,7 +239,7 @@ class FlowerEngine(Engine):
             for index, question in enumerate(questions):
                 node = self.roster.node_of(question.client)
                 if node is None:
-                    found[index] = Silence("its site is not connected")
+                    found[index] = Silence(self.roster.absence())
                     continue
                 greeting = self.roster.greetings[question.client]
                 if greeting.get("layout") != self._fingerprint:

@@ -35,6 +35,8 @@ OF_THE_MACHINE = {
 SHOWN = 3
 """How many settings a refusal names before it says how many more there are."""
 
+SMALL = 0.1
+"""A part of the first learning rate that is worth a word, if the last is below it."""
 LONGEST = 24
 """Characters of a value in a refusal."""
 
@@ -107,12 +109,13 @@ class Agreed:
     def read(cls, given: str) -> "Agreed":
         """From what a node's configuration says: a file, or a fingerprint."""
         if is_fingerprint(given):
-            return cls(given)
+            return cls(given.lower())
         path = Path(given)
         try:
             found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
         except OSError as error:
-            raise InputError(f"cannot read the settings agreed on, {path}: {error.strerror or error}.") from None
+            hint = "; a fingerprint has 64 hexadecimal digits" if re.fullmatch(r"[0-9a-fA-F]+", path.name) else ""
+            raise InputError(f"cannot read the settings agreed on, {path}: {error.strerror or error}{hint}.") from None
         except _Twice as error:  # whoever reads it might see the one, and the site go by the other
             raise InputError(f"{path} names {error} twice.") from None
         except (ValueError, RecursionError):
@@ -125,14 +128,32 @@ class Agreed:
         here = fingerprint(told)
         if here == self.fingerprint:
             return None
-        agreed, runs = _words(self.settings or told), _words(told)
-        names = [name for name in sorted({*agreed, *runs}) if agreed.get(name) != runs.get(name)]
-        if not names:  # there is nothing to compare
-            short = f"settings with the fingerprint {self.fingerprint[:12]}..."
-            return f"its operator agreed to {short}, and those of this run have {here[:12]}..."
-        wanted, found = (_listed([_said(name, has) for name in names[:SHOWN]]) for has in (agreed, runs))
-        more = f"; {len(names) - SHOWN} more differ" if len(names) > SHOWN else ""
-        return f"its operator agreed to {wanted}, and this run has {found}{more}"
+        if self.settings is None:  # there is nothing to compare
+            short = f"settings whose fingerprint begins with {self.fingerprint[:12]}"
+            return f"its operator agreed to {short}, and that of this run's settings with {here[:12]}"
+        wanted, found = apart(self.settings, told) or ("others", "these")
+        return f"its operator agreed to {wanted}, and this run has {found}"
+
+
+def apart(one: Told, other: Told) -> tuple[str, str] | None:
+    """In what settings two runs differ, in few words for each, such as `lr 0.01` and `lr 0.5`; None where in none."""
+    first, second = _words(one), _words(other)
+    names = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
+    if not names:
+        return None
+    before, now = (_listed([_said(name, has) for name in names[:SHOWN]]) for has in (first, second))
+    return before, now + (f"; {len(names) - SHOWN} more differ" if len(names) > SHOWN else "")
+
+
+def cautions(told: Told) -> list[str]:
+    """What a person who reads settings may overlook."""
+    last = told["lr_decay"] ** (told["rounds"] - 1)
+    if not told["options"].get("fedmr", {}).get("secure") or last >= SMALL:
+        return []
+    return [
+        f"By round {told['rounds']} lr_decay brings the learning rate down to {last:.1g} times the first. Sums of "
+        "rounds in which hardly anything is learned tell what is in sealed models (docs/secure-recombination.md)."
+    ]
 
 
 def heed(node: Mapping[str, Any], folder: Path, told: Told) -> None:
@@ -159,7 +180,7 @@ def _note(folder: Path, told: Told, before: str, after: str) -> None:
 
 
 def is_fingerprint(text: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
+    return re.fullmatch(r"[0-9a-fA-F]{64}", text) is not None
 
 
 NAMES = {*Config.model_fields} - OF_THE_MACHINE

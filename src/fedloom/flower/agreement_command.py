@@ -24,14 +24,18 @@ def agreement(
 
     A site that is started with --agreed and that file, or with the fingerprint, serves these settings and no others.
     """
-    from fedloom.flower.agreement import fingerprint, readable, told_by_app
+    from fedloom.flower.agreement import cautions, fingerprint, readable, told_by_app
     from fedloom.storage import write_atomically
 
     told = told_by_app(app, _changes(run_config or []))
+    for text in cautions(told):
+        print(text, file=sys.stderr)
     if out is None:
         print(readable(told), end="")
         print(f"fingerprint {fingerprint(told)}", file=sys.stderr)  # apart, so that the settings can be sent to a file
         return
+    if out.is_dir():
+        raise InputError(f"{out} is a folder; --out takes a file to write.")
     if out.exists() and not force:
         raise InputError(f"{out} is there already; --force replaces it.")
     write_atomically(out, readable(told).encode())

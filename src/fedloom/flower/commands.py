@@ -50,6 +50,9 @@ def supernode(
 ) -> list[str]:
     """The command that starts a SuperNode for the SuperLink at `address`, with this configuration of the node."""
     words = [sys.executable, "-m", "fedloom.flower.hasty", "supernode", "--superlink", address]
+    if (ca is None) != (key is None):
+        missing = "--ca" if ca is None else "--key"
+        raise InputError(f"{missing} is missing: a SuperNode needs both --ca and --key, or on this machine neither.")
     if ca is None or key is None:
         _refuse_insecure("a SuperNode", address.rpartition(":")[0], "--ca and --key")
         words.append("--insecure")

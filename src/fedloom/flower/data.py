@@ -3,6 +3,7 @@
 On the server a federation has sizes and no samples. On a site it has the samples of that site's clients alone.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,3 +151,14 @@ class _Described(Federation):
 
     def client(self, k: int) -> Samples:
         raise FedloomError("there are no clients here.")
+
+
+def clients_of(node: Mapping[str, Any]) -> tuple[int, ...]:
+    """The clients that a node's configuration names: `client=3`, `clients="0,5,10"` or a simulation's partition."""
+    given = node.get("clients", node.get("client", node.get("partition-id")))
+    if given is None:
+        return ()
+    words = str(given).replace(" ", ",").split(",")
+    if not all(re.fullmatch(r"\d+", word) for word in words):
+        raise InputError(f"the client of a node is a number from 0 on, or some joined by commas, not {given!r}.")
+    return tuple(sorted({int(word) for word in words}))

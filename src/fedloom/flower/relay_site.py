@@ -30,13 +30,14 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import FEWEST_TO_EXCHANGE, LayerExchange
 from fedloom.flower.agreement import canonical
 from fedloom.flower.averaging import Hidden
+from fedloom.flower.data import clients_of
 from fedloom.flower.diary import NEVER, OVER, Diary, Stamp
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
 from fedloom.flower.relay import Note, serve, travelling
 from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Terms, frame
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
-from fedloom.flower.site import Site, StateLost, Trained, clients_of, greets, handles
+from fedloom.flower.site import Site, StateLost, Trained, greets, handles
 from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
 from fedloom.flower.starting import inventory_of, opened, plan_of, start_of
@@ -120,7 +121,6 @@ def train(site: Site, question: Parcel) -> Parcel:
         raise Refused("what travels beside a model would tell what was trained")
     if not site.layout.is_finite(done.row):
         raise FedloomError("its model is not finite")  # nobody else could refuse it once it is sealed
-    site.stage(question, done)
     row, slot = done.row.cpu(), _slot(question)
     layers = [pick(row, parts) for parts in columns]
     listed = bytes(question.blocks["inventory"].data) if inventory is not None else b""
@@ -133,7 +133,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     ours = site.memory.setdefault("exchanges", {})
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
         del ours[old]
-    ours[_key(question)] = _Begun(sealed, done, _fingerprint(question), start, stamp)
+    ours[_key(question)] = _Begun(sealed, done, Parcel(question.kind, header), _fingerprint(question), start, stamp)
     return _answered(question, "hello", sealed, _about(done, models_key))
 
 
@@ -143,14 +143,16 @@ class _Begun:
 
     sealed: SealedSite
     done: Trained
+    question: Parcel
+    """What it was asked, without the model: what it keeps is known by that."""
     asked: str
-    """A hash of the question."""
+    """A hash of the whole question."""
     start: str
     """Which model it was asked to train."""
     stamp: Stamp
     """How old the inventory is that this is from."""
     noted: bool = False
-    """Whether its diary says that this client has committed itself."""
+    """Whether it is written down that this client has committed itself, in its diary where there is a models key."""
 
 
 def _said_before(site: Site, question: Parcel, models_key: ModelsKey, start: str, stamp: Stamp) -> Parcel | None:
@@ -202,14 +204,17 @@ def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
     models_key = _models_key(site.node)
     if models_key is not None and stage in ("release", "mean") and not begun.noted:
         raise Refused("it has not written down that it has committed itself")
-    if models_key is None or stage != "commit" or begun.noted:
+    if stage != "commit" or begun.noted:
         return _answered(question, stage, begun.sealed, {})
-    diary = Diary(site.folder, models_key.public)
-    entry = _served(site, question, models_key), _who(site, question), question.header["round"]
-    diary.refuse(*entry, begun.start, begun.stamp)
+    if models_key is not None:
+        diary = Diary(site.folder, models_key.public)
+        entry = _served(site, question, models_key), _who(site, question), question.header["round"]
+        diary.refuse(*entry, begun.start, begun.stamp)
     answer = _answered(question, stage, begun.sealed, {})
     if begun.sealed.committed:
-        diary.commit(*entry, begun.start, begun.stamp)
+        if models_key is not None:
+            diary.commit(*entry, begun.start, begun.stamp)
+        site.stage(begun.question, begun.done)  # not before: what comes to nothing changes nothing here
         begun.noted = True
     return answer
 

@@ -75,6 +75,11 @@ class Roster:
         """Clients that are not connected."""
         return [client for client in range(self.clients) if client not in self._node_of]
 
+    def absence(self) -> str:
+        """Why a client that is missing may be so. Of a node that cannot be used nobody knows whose it is."""
+        unused = sorted(set(self.troubles.values()))
+        return "its site is not connected" + (f", or cannot be used: {'; '.join(unused[:2])}" if unused else "")
+
     def join(self, link: Link, seconds: float, poll: float = 0.2) -> None:
         """Wait until all clients are there, or for so many seconds."""
         end = time.monotonic() + seconds
@@ -89,7 +94,7 @@ class Roster:
             waited = f" after {seconds:g} s" if time.monotonic() > end else ""
             raise FedloomError(f"no site could be used{waited}{f': {reasons}' if reasons else ''}.")
         if self.missing():
-            LOG.warning("clients %s are not there; beginning without them", _few(self.missing()))
+            LOG.warning("not there: %s; beginning without", _few(self.missing()))
 
     def wait_for(self, link: Link, clients: Iterable[int], seconds: float, poll: float = 0.1) -> None:
         """See who is there now, and give those that have just been asked who they are a moment to say so."""
@@ -108,6 +113,7 @@ class Roster:
                 LOG.warning("client %d at node %d is not connected any more", client, node)
                 del self._node_of[client], self.greetings[client]
         self._unwilling &= nodes
+        self.troubles = {node: trouble for node, trouble in self.troubles.items() if node in nodes}
         self._known = {node for node in self._known & nodes if now < self._again.get(node, math.inf)}
         for ticket, (node, since) in list(self._asked.items()):
             if node not in nodes or now - since > GREETING_SECONDS:
@@ -223,4 +229,6 @@ def _counts(counts: Mapping[str, Any], clients: int) -> dict[int, tuple[int, int
 
 
 def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
+    word = "client" if len(numbers) == 1 else "clients"
+    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+    return f"{word} {', '.join(map(str, numbers[:10]))}{more}"

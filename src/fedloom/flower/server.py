@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.config import Config
 from fedloom.data import Federation
+from fedloom.data.server import OWN
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.flower import FlowerEngine
 from fedloom.errors import FedloomError, InputError
-from fedloom.flower.app import ServerSettings, load_site_data, read_settings, task_of, with_task
-from fedloom.flower.data import ServerFederation, described
+from fedloom.flower.agreement import apart, told_by
+from fedloom.flower.app import SITE_DATA, ServerSettings, load_site_data, read_settings, task_of, with_task
+from fedloom.flower.data import ServerFederation, Task, described
 from fedloom.flower.link import GridLink, Link
 from fedloom.flower.parcel import MOST_BYTES
 from fedloom.flower.roster import LOG, Roster
-from fedloom.folder import is_run
+from fedloom.folder import RunFolder, is_run
+from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -64,13 +67,15 @@ def serve(grid: "Grid", context: "Context", app: Path) -> None:
 def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any:
     """Play the run of an app over a link, from its beginning or from its last checkpoint; returns the finished run."""
     from fedloom.api import execute, resume
-    from fedloom.request import Own
 
     task = task_of(load_site_data(app))
     config = with_task(config, task)
     if not settings.folder:
         raise InputError('the run config must name the run\'s folder on the server: folder = "/path".')
     folder, watcher = Path(settings.folder), Told()
+    _refuse_missing_data(config, task)
+    if is_run(folder):
+        _refuse_other_settings(folder, config)
     sites = Behind(link, config, folder, settings.join)
     data = None
     if task is not None and config.clients is not None:
@@ -79,6 +84,29 @@ def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any
         LOG.info("going on with the run in %s", folder)
         return resume(folder, data=data, watcher=watcher, sites=sites)
     return execute(config, Own(data=data), out=folder, watcher=watcher, sites=sites)
+
+
+def _refuse_missing_data(config: Config, task: Task | None) -> None:
+    """Say before anybody waits for sites that the server has not what the method needs."""
+    users = check(config).use_server_data
+    if task is not None and users and task.server_data is None and config.server_data in (None, OWN):
+        raise InputError(
+            f"{users[0]} needs samples at the server, and {SITE_DATA} names none: give Task(..., server_data=(x, y)), "
+            "or the setting server_data the name of a data set."
+        )
+
+
+def _refuse_other_settings(folder: Path, config: Config) -> None:
+    """A run goes on with the settings that it has; sites would be told the new ones."""
+    before = RunFolder.open(folder).config
+    config = with_server_data(pin_partition(config), Own(), [check(config)])
+    config = replace_config(config, options=check(config).stated())
+    told = [{k: v for k, v in told_by(one).items() if not k.endswith("_sha256")} for one in (before, config)]
+    if (found := apart(*told)) is not None:
+        raise InputError(
+            f"{folder} holds a run with {found[0]}, and this one has {found[1]}: give the same settings to go on, or "
+            "else another folder."
+        )
 
 
 def _largest_answer(shop: Shop) -> int:
@@ -92,7 +120,8 @@ class Told:
     """A watcher of `api.py` that writes what happens to Flower's log."""
 
     def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
-        LOG.info("%s on %s, %d rounds, in %s", config.method, config.data, config.rounds, folder)
+        rounds = f"{config.rounds} round{'' if config.rounds == 1 else 's'}"
+        LOG.info("%s on %s, %s, in %s", config.method, config.data, rounds, folder)
 
     def note(self, text: str) -> None:
         LOG.info("%s", text)

@@ -22,7 +22,7 @@ from fedloom.engines.base import reason_of, score_client, train_client
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.agreement import heed, settled, told_by
 from fedloom.flower.app import brought_by, load_site_data, task_of
-from fedloom.flower.data import confined, of_site
+from fedloom.flower.data import clients_of, confined, of_site
 from fedloom.flower.equipment import equip
 from fedloom.flower.kept import Kept
 from fedloom.flower.parcel import Parcel, Refused, RefusedForGood, failed
@@ -154,6 +154,10 @@ class Site:
         """Train the client that is asked, from the model in the question."""
         self.build()
         client, layout = self._client(question), self.layout
+        held, fewest = self.shop.federation.samples(client), self.shop.workshop.fewest
+        if held < fewest:
+            what = f"it has {held} samples, and {fewest} are needed"
+            raise Refused(f"what {self.config.method} sends beside a model would show its samples: {what}")
         received = self._received(question)
         extras = {
             name.removeprefix("extra/"): self._tensor(question, name)
@@ -268,17 +272,6 @@ def train(site: Site, question: Parcel) -> Parcel:
 def score(site: Site, question: Parcel) -> Parcel:
     """How the client's own model does."""
     return question.reply("scored", {"accuracy": site.score(question)})
-
-
-def clients_of(node: Mapping[str, Any]) -> tuple[int, ...]:
-    """The clients that a node's configuration names: `client=3`, `clients="0,5,10"` or a simulation's partition."""
-    given = node.get("clients", node.get("client", node.get("partition-id")))
-    if given is None:
-        return ()
-    words = str(given).replace(" ", ",").split(",")
-    if not all(re.fullmatch(r"\d+", word) for word in words):
-        raise InputError(f"the client of a node is a number from 0 on, or some joined by commas, not {given!r}.")
-    return tuple(sorted({int(word) for word in words}))
 
 
 def make_private(folder: Path) -> None:

@@ -27,6 +27,9 @@ from fedloom.request import check
 
 MOST_ALIKE = 0.5
 """The largest cosine of weights that count as drawn independently; small tensors are alike by chance."""
+MEAN = "mean"
+"""What the mean of the first exchange is called, from which those go on who were not there. A server that has two such
+exchanges would have two that are nearly the same, and from what is made of them the difference of two companies."""
 OPEN_ROUNDS = "with a models key there are no rounds in the open: fedmr.first_stage must be 0"
 
 
@@ -36,8 +39,8 @@ def start_of(site: Site, question: Parcel, inventory: Inventory | None) -> str:
     if block is None:
         return f"{INITIAL} {round}" if round and _can_be_drawn_anew(site) else INITIAL
     entry = _entry(inventory, question)
-    if entry.is_mean:  # which is sealed more than once
-        return f"mean {entry.session.round} {entry.session.attempt}"
+    if entry.is_mean:  # of which there is one in a run, however often it is sealed
+        return MEAN
     return hashlib.sha256(block.data).hexdigest()
 
 
@@ -71,7 +74,11 @@ def inventory_of(question: Parcel, models_key: ModelsKey | None, terms: bytes) -
         return None
     if block is None:
         raise Refused("there is no inventory in the question")
-    return Inventory.read(bytes(block.data), models_key, question.header["run"], terms.hex())
+    found = Inventory.read(bytes(block.data), models_key, question.header["run"], terms.hex())
+    if found.newest[0] >= question.header["round"]:
+        # Played backwards, rounds would begin with copies: late in a run models may hardly change any more.
+        raise Refused(f"round {question.header['round'] + 1} cannot begin with models of round {found.newest[0] + 1}")
+    return found
 
 
 def _entry(inventory: Inventory | None, question: Parcel) -> Entry:

@@ -191,6 +191,13 @@ class Local(Part[O]):
         """Tensors that a client sends back beside its model."""
         return {}
 
+    def fewest_samples(self) -> int:
+        """How many samples a client must have so that what it uploads shows none of them.
+
+        Sites whose samples nobody is to see do not train with fewer; in a simulation nobody minds.
+        """
+        return 1
+
     def stays_home(self, layout: Layout) -> list[slice]:
         """Columns of the model that never travel: each client trains its own, starting from the initial model's."""
         return []

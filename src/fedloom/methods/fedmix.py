@@ -13,7 +13,8 @@ Where the paper is silent: means are of inputs as the network gets them, normali
 first round; here they come with a client's first update and the pool goes out with every model, so the first round is
 FedAvg and the pool grows until all clients have been seen. Groups are counted (`groups`, 1 is a client's whole data),
 not their size. Values of lambda in the paper: 0.05 for CIFAR-10, 0.1 for CIFAR-100, 0.2 for FEMNIST.
-Means reveal something of the samples, the more the smaller the groups. They can be taken of numbers, not of tokens.
+Means reveal something of the samples, the more the smaller the groups; real sites share none over fewer than ten. They
+can be taken of numbers, not of tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,9 @@ from fedloom.exchange import Shapes, Update
 from fedloom.methods.base import Companion, Context, Local, Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.rows import Layout
+
+FEWEST = 10
+"""Samples of a group whose mean a real site would share."""
 
 
 class FedMixOptions(Options):
@@ -53,6 +57,9 @@ class MixLocal(Local[FedMixOptions]):
     def uploads(self, layout: Layout) -> Shapes:
         groups, context = self.options.groups, self.context
         return {"x": (groups, *context.shape), "y": (groups, context.classes), "count": (groups,)}
+
+    def fewest_samples(self) -> int:
+        return FEWEST * self.options.groups if self.options.lam else 1
 
     def train(self, bench: Bench) -> Iterator[Pass]:
         if not self.options.lam:
