@@ -71,6 +71,8 @@ class Lost:
     reason: str
     for_good: bool = False
     """Whether it will not answer if the round is played again either."""
+    reached: bool = True
+    """Whether it was sent its model."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ class Tally:
     """Clients that did not answer or whose answer was refused, and why."""
     for_good: int = 0
     """How many of these will not answer in this round, however often it is played."""
+    unreached: list[Job] = field(default_factory=list)
+    """What was never sent, because nobody was there."""
 
 
 @dataclass
@@ -103,7 +105,8 @@ class Rounds:
                 refiner.refine(round, server)
 
         size = self.context.layout.nbytes
-        bytes_down = sum(job.nbytes for job in jobs) - self._bytes_at_home() * len(jobs)
+        sent = sum(job.nbytes for job in jobs) - sum(job.nbytes for job in tally.unreached)
+        bytes_down = sent - self._bytes_at_home() * (len(jobs) - len(tally.unreached))
         record: dict[str, Any] = {
             "round": round + 1,
             "train_loss": tally.loss_sum / tally.samples if tally.samples else None,
@@ -140,6 +143,8 @@ class Rounds:
             if isinstance(answer, Lost):
                 tally.lost[answer.job.client] = answer.reason
                 tally.for_good += answer.for_good
+                if not answer.reached:
+                    tally.unreached.append(answer.job)
                 continue
             tally.bytes_up += answer.nbytes - self._bytes_at_home()
             if fault := fault_of(answer, self.context.layout, self.parts.local.uploads(self.context.layout)):

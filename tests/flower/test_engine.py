@@ -285,6 +285,7 @@ def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
     assert [r["lost_clients"] for r in run.history[1:]] == [{}, {"3": "its site is not connected"}, {}]
+    assert [r["models_down"] for r in run.history[1:]] == [10.0, 8.0, 10.0], "nothing is sent to nobody"
     assert run.digest == plainly(config, tmp_path, sites=LeakySites(frozenset({(1, 3)}))).digest
 
 

@@ -59,6 +59,8 @@ class Silence:
     state_lost: bool = False
     for_good: bool = False
     """Whether there will be none however often it is asked."""
+    asked: bool = True
+    """Whether the question was sent."""
 
 
 class FlowerEngine(Engine):
@@ -107,7 +109,7 @@ class FlowerEngine(Engine):
             if isinstance(answer, Silence):
                 if answer.state_lost:
                     self.accepted.pop(job.client, None)
-                yield Lost(job, answer.reason, answer.for_good)
+                yield Lost(job, answer.reason, answer.for_good, answer.asked)
                 continue
             try:
                 update = self._update(job, answer)
@@ -239,17 +241,18 @@ class FlowerEngine(Engine):
             for index, question in enumerate(questions):
                 node = self.roster.node_of(question.client)
                 if node is None:
-                    found[index] = Silence(self.roster.absence())
+                    found[index] = Silence(self.roster.absence(), asked=False)
                     continue
                 greeting = self.roster.greetings[question.client]
                 if greeting.get("layout") != self._fingerprint:
-                    found[index] = Silence(f"its network is another one than the server's ({greeting.get('versions')})")
+                    versions = greeting.get("versions")
+                    found[index] = Silence(f"its network is another one than the server's ({versions})", asked=False)
                     continue
                 address = {"run": self.roster.run, "round": round, "client": question.client, "nonce": token_hex(16)}
                 parcel = Parcel(question.kind, {**question.header, **address}, question.blocks)
                 ticket = self.link.send(node, parcel, limit + LATE_SECONDS)
                 if ticket is None:
-                    found[index] = Silence("its question could not be sent")
+                    found[index] = Silence("its question could not be sent", asked=False)
                 else:
                     asked[ticket] = index, node, Parcel(question.kind, parcel.header)
             for index in range(len(questions)):
