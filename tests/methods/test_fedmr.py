@@ -1,116 +1,38 @@
 """FedMR: layers change their models and nothing else, and its place among the other methods."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache, partial
 from math import ceil
 from typing import Any
 
 import pytest
 import torch
+from fedmr_servers import (
+    COUNTS,
+    GRANULARITIES,
+    NETWORKS,
+    ROUNDS,
+    SEEDS,
+    Network,
+    combined,
+    gathered,
+    make,
+    marked_rows,
+    quick,
+    random_rows,
+    sources,
+    ten_layers,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom import Job, Layout, Update
-from fedloom.banks import Bank
 from fedloom.errors import InputError
-from fedloom.methods import Context, compose, recombination
-from fedloom.methods.fedmr import FedMROptions, FedMRServer, layers
-from fedloom.methods.recombination import Participant
-from fedloom.rows import Kind, digest
+from fedloom.methods import compose
+from fedloom.methods.fedmr import layers
+from fedloom.rows import digest
 from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
-from fedloom.streams import Streams
 from fedloom.testing import CHECKS
-
-
-class Loose(nn.Module):
-    """A parameter of its own beside a child, an odd number of floats, and an integer that is no counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.child = nn.Linear(3, 2)
-        self.register_buffer("steps", torch.tensor([3, 5, 7], dtype=torch.int32))
-
-
-def ten_layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
-
-
-Network = Callable[[], nn.Module]
-NETWORKS = st.sampled_from([plain_network, normed_network, Loose, ten_layers])
-COUNTS = st.integers(1, 6)
-ROUNDS = st.integers(0, 1000)
-SEEDS = st.integers(0, 2**32 - 1)
-GRANULARITIES = st.sampled_from(["module", "tensor", "segment:1", "segment:0.5", "segment:0.25", "segment:1/3"])
-quick = settings(deadline=None, max_examples=30)
-
-
-@lru_cache(maxsize=1)
-def some_context() -> Context:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
-        return experiment.rounds.context
-
-
-def make(count: int, network: Network = normed_network, seed: int = 0, **options: Any) -> FedMRServer:
-    """A server of `count` models of a network."""
-    with Streams(0).globally("init"):
-        module = network()
-    layout = Layout.of(module)
-    own = {"layout": layout, "initial": layout.read(module), "per_round": count, "streams": Streams(seed)}
-    context = replace(some_context(), **own, make_bank=partial(Bank.memory, dtype=layout.dtype))
-    return FedMRServer(context, FedMROptions(**options))
-
-
-def random_rows(server: FedMRServer, seed: int) -> Tensor:
-    """Models as clients may return them, integers and all."""
-    layout, generator = server.context.layout, torch.Generator().manual_seed(seed)
-    rows = torch.zeros(server.context.per_round, layout.size)
-    rows[:, : layout.floats] = torch.randn(len(rows), layout.floats, generator=generator)
-    for row in rows:
-        for integers in layout.views(row, Kind.INTEGER):
-            integers.copy_(torch.randint(1000, integers.shape, generator=generator))
-    return rows
-
-
-def marked_rows(server: FedMRServer) -> Tensor:
-    """Models that say in every number which of them it is."""
-    layout = server.context.layout
-    rows = torch.zeros(server.context.per_round, layout.size)
-    for number, row in enumerate(rows):
-        for entry in layout.entries:
-            entry.view(row).fill_(number)
-    return rows
-
-
-def combined(server: FedMRServer, round: int, v: Tensor) -> Tensor:
-    """The new models, with a look at whether the old ones stay and every number is written."""
-    before = digest(v)
-    w, other = torch.zeros_like(v), torch.full_like(v, torch.nan)
-    server.combine(round, v, w)
-    server.combine(round, v, other)
-    assert digest(v) == before, "the uploaded models were changed"
-    for entry in server.context.layout.entries:
-        assert torch.equal(w[:, entry.columns], other[:, entry.columns]), "the same round gives the same, everywhere"
-    return w
-
-
-def sources(server: FedMRServer, round: int) -> list[list[int]]:
-    """For each tensor, the model that each model has it from."""
-    w = combined(server, round, marked_rows(server))
-    found = []
-    for entry in server.context.layout.entries:
-        values = [entry.view(row).unique().tolist() for row in w]
-        assert all(len(value) == 1 for value in values), f"{entry.name} was torn apart"
-        found.append([int(value[0]) for value in values])
-    return found
-
-
-def gathered(rows: Tensor, columns: list[slice]) -> list[bytes]:
-    return [torch.cat([row[part] for part in columns]).numpy().tobytes() for row in rows]
-
 
 # What recombination keeps
 
@@ -395,119 +317,6 @@ def test_each_of_indeps_models_is_trained_by_the_clients_it_visits_one_after_the
         for round in range(3):
             experiment.rounds.play(round)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(server.models(), alone, strict=True))
-
-
-# The secure exchange
-
-
-class Censor(Participant):
-    """Hands back sevens in place of every layer, so that whatever else reaches the server shows."""
-
-    def assemble(self) -> list[Tensor]:
-        return [torch.full_like(layer, 7.0) for layer in super().assemble()]
-
-
-@quick
-@given(COUNTS, NETWORKS, GRANULARITIES, SEEDS)
-def test_what_the_server_gets_comes_from_the_participants_alone(
-    count: int, network: Network, granularity: str, seed: int
-) -> None:
-    server = make(count, network, granularity=granularity, secure=True)
-    v, w = random_rows(server, seed), torch.zeros(count, server.context.layout.size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recombination, "Participant", Censor)
-        server.combine(0, v, w)
-    for entry in server.context.layout.entries:
-        assert bool((w[:, entry.columns] == 7).all()), f"{entry.name} went past the participants"
-
-
-def test_after_the_exchange_the_uploaded_models_are_never_looked_at() -> None:
-    """Neither dispatching, nor deploying, nor the state that is saved holds them."""
-    server = make(4, secure=True)
-    jobs = list(server.dispatch(0, [3, 1, 0, 2]))
-    rows = random_rows(server, 0)
-    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    deployed, models = digest(server.deploy()), digest(server.models())
-    server._uploaded.rows.fill_(torch.nan)
-    assert digest(server.deploy()) == deployed
-    assert digest(server.models()) == models
-    assert [digest(job.row) for job in server.dispatch(1, [0, 1, 2, 3])] == [digest(row) for row in server.models()]
-    assert list(server.state()) == ["bank"]
-    server.collect(1, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    assert server.context.layout.is_finite(server.deploy())
-
-
-def test_send_probability_zero_keeps_everything_and_one_does_not() -> None:
-    kept, sent = make(4, secure=True, send_probability=0), make(4, secure=True, send_probability=1)
-    v = random_rows(kept, 0)
-    assert all(digest(combined(kept, round, v)) == digest(v) for round in range(10))
-    assert any(digest(combined(sent, round, v)) != digest(v) for round in range(10))
-
-
-def test_a_secure_run_that_never_sends_is_indep() -> None:
-    options = {"fedmr": {"secure": True, "send_probability": 0}}
-    assert small_run("fedmr", options).digest == small_run("indep", {}).digest
-
-
-def test_a_lost_client_takes_no_part_in_the_exchange() -> None:
-    """Nobody is there to send its layers, and nobody may send any to it."""
-    server = make(4, secure=True, send_probability=0.9)
-    server.bank.rows[:] = before = random_rows(server, 0)
-    jobs, rows = list(server.dispatch(0, [0, 1, 2, 3])), random_rows(server, 1)
-    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
-    assert digest(server.bank.rows[1]) == digest(before[1])
-    others = [0, 2, 3]
-    for columns in server.layers:
-        assert sorted(gathered(server.bank.rows[others], columns)) == sorted(gathered(rows[others], columns))
-    server.collect(1, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    assert not server.absent
-
-
-@quick
-@given(st.integers(3, 5), SEEDS, ROUNDS)
-def test_mixed_models_are_nobody_s_whole(count: int, seed: int, round: int) -> None:
-    server = make(count, normed_network, seed, secure=True, mixed=True)
-    v = random_rows(server, seed)
-    w = combined(server, round, v)
-    assert not {digest(row) for row in w} & {digest(row) for row in v}
-    for columns in server.layers:
-        assert sorted(gathered(w, columns)) == sorted(gathered(v, columns))
-
-
-def test_mixed_changes_nothing_where_models_are_mixed_already() -> None:
-    plain, mixed = make(4, secure=True), make(4, secure=True, mixed=True)
-    v = random_rows(plain, 0)
-    same = 0
-    for round in range(20):
-        once, again = combined(plain, round, v), combined(mixed, round, v)
-        if {digest(row) for row in once} & {digest(row) for row in v}:
-            assert digest(once) != digest(again)
-        else:
-            same += 1
-            assert digest(once) == digest(again)
-    assert 0 < same < 20
-
-
-def test_one_layer_cannot_be_mixed() -> None:
-    with pytest.raises(InputError, match=r"fedmr.mixed needs two layers at least; by segment:1 this model has one"):
-        make(3, secure=True, mixed=True, granularity="segment:1")
-
-
-def test_what_clients_have_exchanged_is_taken_as_it_comes() -> None:
-    server = make(4, secure=True)
-    server.exchanged_by_clients = True
-    v = random_rows(server, 0)
-    assert digest(combined(server, 0, v)) == digest(v)
-
-
-def test_clients_exchange_only_where_it_is_asked_for() -> None:
-    server = make(4)
-    assert FedMRServer.layer_exchange(server.context.layout, FedMROptions(), 5) is None
-    staged = FedMROptions(secure=True, first_stage=2, send_probability=0.3, mixed=True)
-    assert FedMRServer.layer_exchange(server.context.layout, staged, 1) is None
-    plan = FedMRServer.layer_exchange(server.context.layout, staged, 2)
-    assert plan is not None
-    assert (plan.layers, plan.send_probability, plan.mixed) == (server.layers, 0.3, True)
 
 
 # Whole runs

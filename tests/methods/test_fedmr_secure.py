@@ -1,0 +1,138 @@
+"""FedMR's secure exchange in one process: layers change hands, and nobody has what it should not."""
+
+import pytest
+import torch
+from fedmr_servers import (
+    COUNTS,
+    GRANULARITIES,
+    NETWORKS,
+    ROUNDS,
+    SEEDS,
+    Network,
+    combined,
+    gathered,
+    make,
+    quick,
+    random_rows,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom import Update
+from fedloom.errors import InputError
+from fedloom.methods import recombination
+from fedloom.methods.fedmr import FedMROptions, FedMRServer
+from fedloom.methods.recombination import Participant
+from fedloom.rows import digest
+from fedloom.small_runs import normed_network, small_run
+
+
+class Censor(Participant):
+    """Hands back sevens in place of every layer, so that whatever else reaches the server shows."""
+
+    def assemble(self) -> list[Tensor]:
+        return [torch.full_like(layer, 7.0) for layer in super().assemble()]
+
+
+@quick
+@given(COUNTS, NETWORKS, GRANULARITIES, SEEDS)
+def test_what_the_server_gets_comes_from_the_participants_alone(
+    count: int, network: Network, granularity: str, seed: int
+) -> None:
+    server = make(count, network, granularity=granularity, secure=True)
+    v, w = random_rows(server, seed), torch.zeros(count, server.context.layout.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recombination, "Participant", Censor)
+        server.combine(0, v, w)
+    for entry in server.context.layout.entries:
+        assert bool((w[:, entry.columns] == 7).all()), f"{entry.name} went past the participants"
+
+
+def test_after_the_exchange_the_uploaded_models_are_never_looked_at() -> None:
+    """Neither dispatching, nor deploying, nor the state that is saved holds them."""
+    server = make(4, secure=True)
+    jobs = list(server.dispatch(0, [3, 1, 0, 2]))
+    rows = random_rows(server, 0)
+    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    deployed, models = digest(server.deploy()), digest(server.models())
+    server._uploaded.rows.fill_(torch.nan)
+    assert digest(server.deploy()) == deployed
+    assert digest(server.models()) == models
+    assert [digest(job.row) for job in server.dispatch(1, [0, 1, 2, 3])] == [digest(row) for row in server.models()]
+    assert list(server.state()) == ["bank"]
+    server.collect(1, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    assert server.context.layout.is_finite(server.deploy())
+
+
+def test_send_probability_zero_keeps_everything_and_one_does_not() -> None:
+    kept, sent = make(4, secure=True, send_probability=0), make(4, secure=True, send_probability=1)
+    v = random_rows(kept, 0)
+    assert all(digest(combined(kept, round, v)) == digest(v) for round in range(10))
+    assert any(digest(combined(sent, round, v)) != digest(v) for round in range(10))
+
+
+def test_a_secure_run_that_never_sends_is_indep() -> None:
+    options = {"fedmr": {"secure": True, "send_probability": 0}}
+    assert small_run("fedmr", options).digest == small_run("indep", {}).digest
+
+
+def test_a_lost_client_takes_no_part_in_the_exchange() -> None:
+    """Nobody is there to send its layers, and nobody may send any to it."""
+    server = make(4, secure=True, send_probability=0.9)
+    server.bank.rows[:] = before = random_rows(server, 0)
+    jobs, rows = list(server.dispatch(0, [0, 1, 2, 3])), random_rows(server, 1)
+    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
+    assert digest(server.bank.rows[1]) == digest(before[1])
+    others = [0, 2, 3]
+    for columns in server.layers:
+        assert sorted(gathered(server.bank.rows[others], columns)) == sorted(gathered(rows[others], columns))
+    server.collect(1, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    assert not server.absent
+
+
+@quick
+@given(st.integers(3, 5), SEEDS, ROUNDS)
+def test_mixed_models_are_nobody_s_whole(count: int, seed: int, round: int) -> None:
+    server = make(count, normed_network, seed, secure=True, mixed=True)
+    v = random_rows(server, seed)
+    w = combined(server, round, v)
+    assert not {digest(row) for row in w} & {digest(row) for row in v}
+    for columns in server.layers:
+        assert sorted(gathered(w, columns)) == sorted(gathered(v, columns))
+
+
+def test_mixed_changes_nothing_where_models_are_mixed_already() -> None:
+    plain, mixed = make(4, secure=True), make(4, secure=True, mixed=True)
+    v = random_rows(plain, 0)
+    same = 0
+    for round in range(20):
+        once, again = combined(plain, round, v), combined(mixed, round, v)
+        if {digest(row) for row in once} & {digest(row) for row in v}:
+            assert digest(once) != digest(again)
+        else:
+            same += 1
+            assert digest(once) == digest(again)
+    assert 0 < same < 20
+
+
+def test_one_layer_cannot_be_mixed() -> None:
+    with pytest.raises(InputError, match=r"fedmr.mixed needs two layers at least; by segment:1 this model has one"):
+        make(3, secure=True, mixed=True, granularity="segment:1")
+
+
+def test_what_clients_have_exchanged_is_taken_as_it_comes() -> None:
+    server = make(4, secure=True)
+    server.exchanged_by_clients = True
+    v = random_rows(server, 0)
+    assert digest(combined(server, 0, v)) == digest(v)
+
+
+def test_clients_exchange_only_where_it_is_asked_for() -> None:
+    server = make(4)
+    assert FedMRServer.layer_exchange(server.context.layout, FedMROptions(), 5) is None
+    staged = FedMROptions(secure=True, first_stage=2, send_probability=0.3, mixed=True)
+    assert FedMRServer.layer_exchange(server.context.layout, staged, 1) is None
+    plan = FedMRServer.layer_exchange(server.context.layout, staged, 2)
+    assert plan is not None
+    assert (plan.layers, plan.send_probability, plan.mixed) == (server.layers, 0.3, True)
