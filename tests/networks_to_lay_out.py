@@ -1,4 +1,4 @@
-"""What tests of rows share."""
+"""Networks whose rows are tested."""
 
 import torch
 from hypothesis import strategies as st

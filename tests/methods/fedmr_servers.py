@@ -1,72 +1,32 @@
-"""What tests of fedmr share."""
+"""What tests of FedMR share."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from many_models import Loose, Network, context_of
 from torch import Tensor, nn
 
-from fedloom import Layout
-from fedloom.banks import Bank
-from fedloom.methods import Context
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
-from fedloom.rows import Kind, digest
-from fedloom.small_runs import normed_network, plain_network, small_experiment
+from fedloom.rows import digest
+from fedloom.small_runs import normed_network, plain_network
 from fedloom.streams import Streams
-
-
-class Loose(nn.Module):
-    """A parameter of its own beside a child, an odd number of floats, and an integer that is no counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.child = nn.Linear(3, 2)
-        self.register_buffer("steps", torch.tensor([3, 5, 7], dtype=torch.int32))
 
 
 def ten_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
 
 
-Network = Callable[[], nn.Module]
 NETWORKS = st.sampled_from([plain_network, normed_network, Loose, ten_layers])
-COUNTS = st.integers(1, 6)
 ROUNDS = st.integers(0, 1000)
-SEEDS = st.integers(0, 2**32 - 1)
 GRANULARITIES = st.sampled_from(["module", "tensor", "segment:1", "segment:0.5", "segment:0.25", "segment:1/3"])
 quick = settings(deadline=None, max_examples=30)
 
 
-@lru_cache(maxsize=1)
-def some_context() -> Context:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
-        return experiment.rounds.context
-
-
 def make(count: int, network: Network = normed_network, seed: int = 0, **options: Any) -> FedMRServer:
     """A server of `count` models of a network."""
-    with Streams(0).globally("init"):
-        module = network()
-    layout = Layout.of(module)
-    own = {"layout": layout, "initial": layout.read(module), "per_round": count, "streams": Streams(seed)}
-    context = replace(some_context(), **own, make_bank=partial(Bank.memory, dtype=layout.dtype))
-    return FedMRServer(context, FedMROptions(**options))
-
-
-def random_rows(server: FedMRServer, seed: int) -> Tensor:
-    """Models as clients may return them, integers and all."""
-    layout, generator = server.context.layout, torch.Generator().manual_seed(seed)
-    rows = torch.zeros(server.context.per_round, layout.size)
-    rows[:, : layout.floats] = torch.randn(len(rows), layout.floats, generator=generator)
-    for row in rows:
-        for integers in layout.views(row, Kind.INTEGER):
-            integers.copy_(torch.randint(1000, integers.shape, generator=generator))
-    return rows
+    return FedMRServer(context_of(network, count, streams=Streams(seed)), FedMROptions(**options))
 
 
 def marked_rows(server: FedMRServer) -> Tensor:

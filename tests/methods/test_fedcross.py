@@ -8,23 +8,19 @@ import pytest
 import torch
 from fedcross_servers import (
     ALPHAS,
-    COUNTS,
     NETWORKS,
     ROUNDS,
-    SEEDS,
     SELECTIONS,
     SEVERAL,
     SIMILARITIES,
-    Loose,
-    Network,
     combined,
     make,
     plain_gaps,
     quick,
-    random_rows,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many_models import COUNTS, SEEDS, Loose, Network, random_rows
 from torch import nn
 
 from fedloom.errors import InputError

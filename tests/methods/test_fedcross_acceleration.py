@@ -4,23 +4,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from fedcross_servers import (
-    ALPHAS,
-    COUNTS,
-    NETWORKS,
-    SEEDS,
-    SELECTIONS,
-    SEVERAL,
-    Loose,
-    Network,
-    answers,
-    combined,
-    make,
-    quick,
-    random_rows,
-)
+from fedcross_servers import ALPHAS, NETWORKS, SELECTIONS, SEVERAL, answers, combined, make, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from many_models import COUNTS, SEEDS, Loose, Network, random_rows
 from torch import nn
 
 from fedloom.rows import digest

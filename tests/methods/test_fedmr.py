@@ -7,23 +7,20 @@ from typing import Any
 import pytest
 import torch
 from fedmr_servers import (
-    COUNTS,
     GRANULARITIES,
     NETWORKS,
     ROUNDS,
-    SEEDS,
-    Network,
     combined,
     gathered,
     make,
     marked_rows,
     quick,
-    random_rows,
     sources,
     ten_layers,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many_models import COUNTS, SEEDS, Network, random_rows
 from torch import Tensor, nn
 
 from fedloom import Job, Layout, Update

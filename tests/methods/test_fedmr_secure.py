@@ -2,21 +2,10 @@
 
 import pytest
 import torch
-from fedmr_servers import (
-    COUNTS,
-    GRANULARITIES,
-    NETWORKS,
-    ROUNDS,
-    SEEDS,
-    Network,
-    combined,
-    gathered,
-    make,
-    quick,
-    random_rows,
-)
+from fedmr_servers import GRANULARITIES, NETWORKS, ROUNDS, combined, gathered, make, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from many_models import COUNTS, SEEDS, Network, random_rows
 from torch import Tensor
 
 from fedloom import Update
