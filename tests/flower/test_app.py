@@ -167,6 +167,20 @@ def test_what_the_server_lacks_is_said_before_anybody_waits(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_what_the_server_holds_may_come_with_the_task(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    config = make_run(method="feddf", clients=3, per_round=3, rounds=2)
+    write_app(app, config, {"folder": str(tmp_path / "run"), "join": 5.0})
+    held = "server_data=(np.eye(4, dtype=np.float32)[[0, 1, 2] * 10], np.array([0, 1, 2] * 10)), "
+    (app / "site_data.py").write_text(OWN.replace("classes=3, ", f"classes=3, {held}"))
+    given = written(app)
+    link = FakeLink({9 + k: Site(given, {"client": k, "data": k}, app, tmp_path / f"site-{k}") for k in range(3)})
+    first = play(link, *read_settings(given, app), app)
+    assert first.config.server_data == "own"
+    assert first.history[-1]["lost"] == 0
+    assert play(link, *read_settings(given, app), app).digest == first.digest, "and it can go on"
+
+
 @pytest.mark.parametrize(("groups", "served"), [(3, True), (4, False), (1000, False)])
 def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int, served: bool) -> None:
     app = tmp_path / "app"

@@ -18,7 +18,7 @@ from typing import Any
 from fedloom.config import Config, read_toml
 from fedloom.errors import InputError, unknown
 from fedloom.flower.app import load_site_data, read_settings, task_of, with_task
-from fedloom.flower.data import Task
+from fedloom.flower.data import Task, described
 from fedloom.flower.parcel import RefusedForGood
 from fedloom.initial import read_source
 from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
@@ -53,7 +53,12 @@ def settled(given: Mapping[str, Any], app: Path, task: Task | None, node: Mappin
         config = replace_config(config, init=str(node["init"]))
     if config.partition_sha256 is None:  # else it is looked at when it is used, and may not be here
         config = pin_partition(config)
-    return with_server_data(config, Own(), [check(config)])
+    return with_servers_data(config, task)
+
+
+def with_servers_data(config: Config, task: Task | None) -> Config:
+    """The config with data for the server where the method needs some: the task's own, if it has any."""
+    return with_server_data(config, Own() if task is None else Own(data=described(task)), [check(config)])
 
 
 def told_by(config: Config) -> dict[str, Any]:

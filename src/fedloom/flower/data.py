@@ -131,7 +131,9 @@ def of_site(task: Task, clients: int, client: int, brought: SiteData) -> SiteFed
     if task.prepare is None:
         like.prepare = train.default_prepare()
     owners = None if test is None else np.full(len(test), client)
-    return SiteFederation(like, clients, {client: train}, test, owners)
+    made = SiteFederation(like, clients, {client: train}, test, owners)
+    made.server_data = like.server_data  # it is in the app, which is the same everywhere; nobody uses it here
+    return made
 
 
 def samples_of(given: Given | None, who: str) -> Samples | None:

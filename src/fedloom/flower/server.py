@@ -11,14 +11,14 @@ from fedloom.data.server import OWN
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.flower import FlowerEngine
 from fedloom.errors import FedloomError, InputError
-from fedloom.flower.agreement import apart, told_by
+from fedloom.flower.agreement import apart, told_by, with_servers_data
 from fedloom.flower.app import SITE_DATA, ServerSettings, load_site_data, read_settings, task_of, with_task
 from fedloom.flower.data import ServerFederation, Task, described
 from fedloom.flower.link import GridLink, Link
 from fedloom.flower.parcel import MOST_BYTES
 from fedloom.flower.roster import LOG, Roster
 from fedloom.folder import RunFolder, is_run
-from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
+from fedloom.request import Own, check, pin_partition, replace_config
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -75,7 +75,7 @@ def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any
     folder, watcher = Path(settings.folder), Told()
     _refuse_missing_data(config, task)
     if is_run(folder):
-        _refuse_other_settings(folder, config)
+        _refuse_other_settings(folder, config, task)
     sites = Behind(link, config, folder, settings.join)
     data = None
     if task is not None and config.clients is not None:
@@ -96,10 +96,10 @@ def _refuse_missing_data(config: Config, task: Task | None) -> None:
         )
 
 
-def _refuse_other_settings(folder: Path, config: Config) -> None:
+def _refuse_other_settings(folder: Path, config: Config, task: Task | None) -> None:
     """A run goes on with the settings that it has; sites would be told the new ones."""
     before = RunFolder.open(folder).config
-    config = with_server_data(pin_partition(config), Own(), [check(config)])
+    config = with_servers_data(pin_partition(config), task)
     config = replace_config(config, options=check(config).stated())
     told = [{k: v for k, v in told_by(one).items() if not k.endswith("_sha256")} for one in (before, config)]
     if (found := apart(*told)) is not None:
