@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -50,10 +51,12 @@ def summary(records: list[Record]) -> dict[str, Any]:
     return found
 
 
-def collected(folder: Path) -> dict[str, Any]:
-    """All runs in a folder; nothing where there is none with a result."""
+def collected(folder: Path, names: Collection[str] | None = None) -> dict[str, Any]:
+    """All runs in a folder, or those of these names; nothing where there is none with a result."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for config in sorted(folder.glob("*/config.toml")):
+        if names is not None and config.parent.name not in names:
+            continue
         record = read_run(config.parent)
         if any(value is not None for value in record.series("accuracy")[1]):
             groups[config.parent.name.rpartition("-seed")[0]].append(record)

@@ -67,7 +67,9 @@ class Page:
         return found
 
     def write(self, ended: str) -> None:
-        found = collected(self._runs)
+        # An experiment may share its folder, with a run that is timed alone.
+        seeds = range(self._experiment["seeds"])
+        found = collected(self._runs, {f"{name}-seed{seed}" for name in self._experiment["methods"] for seed in seeds})
         if not found:
             return
         entry = {

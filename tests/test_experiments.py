@@ -217,6 +217,11 @@ def test_one_run_alone_is_timed_and_not_played_again(
     monkeypatch.setattr(sys, "argv", given)
     driver.main()
     assert len(played) == 4 * 4, "four runs, of which one was there already"
+    monkeypatch.setattr(sys, "argv", [*given, "--alone", "fedavg"])
+    driver.main()
+    found = json.loads((tmp_path / "results" / "digits.json").read_text())
+    assert list(found["digits, small, fedavg alone"]["methods"]) == ["fedavg"], "and not what else is in the folder"
+    assert len(found["digits, small, fedavg alone"]["methods"]["fedavg"]["accuracy of each seed"]) == 1
     monkeypatch.setattr(sys, "argv", [*given, "--alone", "fedprox"])
     driver.main()
     assert "it runs fedavg, scaffold, not 'fedprox'." in capsys.readouterr().out
