@@ -25,6 +25,16 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"mean": round(statistics.mean(values), 4), "standard deviation": deviation}
 
 
+def diagnostics(record: Record) -> dict[str, float]:
+    """What the method says of itself, the mean of the last ten rounds that have it."""
+    told: dict[str, list[float]] = defaultdict(list)
+    for row in record.history:
+        for name, value in (row.get("diagnostics") or {}).items():
+            if isinstance(value, int | float):
+                told[name].append(value)
+    return {name: float(f"{statistics.mean(values[-10:]):.4g}") for name, values in told.items()}
+
+
 def summary(records: list[Record]) -> dict[str, Any]:
     """Final accuracy over seeds, the last ten evaluations (their level, how much a run still moves), and the curves."""
     runs = [[float(value) for value in record.series("accuracy")[1] if value is not None] for record in records]
@@ -42,6 +52,12 @@ def summary(records: list[Record]) -> dict[str, Any]:
     worst = [record.series("client_accuracy_worst10")[1][:length] for record in records]
     if all(len(values) and values[-1] is not None for values in worst):
         found["worst tenth of clients at the end"] = spread([float(values[-1]) for values in worst])
+    told = [diagnostics(record) for record in records]
+    names = sorted({name for each in told for name in each})
+    if names:
+        found["the method's own figures, mean of the last ten rounds that have them, each seed"] = {
+            name: [each.get(name) for each in told] for name in names
+        }
     found["mean of ten evaluations, by the round they end at"] = {
         rounds[i]: round(statistics.mean(statistics.mean(run[i - 9 : i + 1]) for run in runs), 4)
         for i in range(10, len(rounds), 10)

@@ -1,7 +1,7 @@
 """Whole experiments of the papers on a GPU, one after the other as far as the time goes.
 
-    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone METHOD] [--runs DIR] \
-        [--results DIR]
+    FEDLOOM_DATA=DIR python benchmarks/experiments.py [NAMES] [--minutes 9] [--together] [--alone METHOD] [--seed 0] \
+        [--seeds 2] [--runs DIR] [--results DIR]
 
 They are listed in benchmarks/experiments.toml, the most telling first. Each is a comparison (`fedloom compare`) whose
 runs share the GPU; accuracy curves go into small JSON files, refreshed while runs are under way, with the paper's
@@ -58,6 +58,8 @@ class Page:
 
     def __init__(self, experiment: Mapping[str, Any], runs: Path, results: Path) -> None:
         self._experiment, self._runs = experiment, runs
+        self.start: dict[str, float] = {}
+        """What is known of the pretrained model that runs begin with."""
         self._path = results / f"{experiment['file']}.json"
         self._began = time.monotonic()
         self._before = self._entries().get(experiment["name"], {}).get("seconds", 0.0)
@@ -68,7 +70,8 @@ class Page:
 
     def write(self, ended: str) -> None:
         # An experiment may share its folder, with a run that is timed alone.
-        seeds = range(self._experiment["seeds"])
+        first = self._experiment["settings"].get("seed", 0)
+        seeds = range(first, first + self._experiment["seeds"])
         found = collected(self._runs, {f"{name}-seed{seed}" for name in self._experiment["methods"] for seed in seeds})
         if not found:
             return
@@ -78,6 +81,7 @@ class Page:
             "ended": ended,
             "seconds": round(self._before + time.monotonic() - self._began, 1),
             "runs at once": self._experiment["at_once"],
+            **self.start,
             **found,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +201,8 @@ def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Pa
             which = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
             start = pretrain(out=runs / f"start-{which}.safetensors", watcher=watcher, **given)
             settings["init"] = str(start.path)
-            print(f"  pretrained: accuracy {start.about['accuracy']:.4f}", flush=True)
+            page.start = {"accuracy of the start, on its own test samples": start.accuracy}
+            print(f"  pretrained: accuracy {start.accuracy:.4f}", flush=True)
         if "after" in experiment:
             begin_after(experiment, folder_of(experiment["after"], runs), folder)
         found = fedloom.compare(
@@ -224,6 +229,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"some of: {'; '.join(e['name'] for e in known)}; by default all")
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop")
     parser.add_argument("--seeds", type=int, help="how many, instead of the experiment's own number")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--together", action="store_true", help="all at the same time, where each has a GPU's part")
@@ -244,6 +250,7 @@ def main() -> None:
             return
         if options.seeds:
             experiment["seeds"] = options.seeds
+        experiment["settings"]["seed"] = options.seed
         print(f"{experiment['name']}, {left / 60:.1f} minutes left", flush=True)
         began = time.monotonic()
         try:

@@ -1,5 +1,6 @@
 """Checkpoints: state and homes come back whole, only what changed is written, and no crash loses the last one."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fedloom
 from fedloom import storage
-from fedloom.checkpoints import Checkpoints
+from fedloom.checkpoints import MOST_OF_THE_TIME, Checkpoints, Rhythm
 from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError, InputError
 from fedloom.storage import read_json, read_tensors, write_json
@@ -337,3 +339,43 @@ def test_a_failed_save_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
         keep(homes, 3, [2])
         checkpoints.save(3, state_of(3), homes)
         assert loaded(folder) == (3, snapshot(state_of(3), homes))
+
+
+@given(seconds=st.floats(0, 60), took=st.lists(st.floats(0, 20), min_size=1, max_size=20), round_=st.floats(0.01, 9))
+def test_checkpoints_are_as_far_apart_as_was_asked_and_take_little_of_the_time(
+    seconds: float, took: list[float], round_: float
+) -> None:
+    now = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+        rhythm, saved_at, last = Rhythm(seconds), 0.0, 0.0
+        for each in took:
+            rounds = 0
+            while not rhythm.due():
+                now, rounds = now + round_, rounds + 1
+            least = max(seconds, last / MOST_OF_THE_TIME) if seconds else 0.0
+            assert now - saved_at >= least
+            assert now - saved_at <= least + round_ + 1e-6, "and no later than the round in which it was due"
+            now += each
+            rhythm.saved(each)
+            saved_at, last = now, each
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.0, 6), (1e-9, 2), (1e6, 1)])
+def test_a_run_whose_checkpoints_take_long_writes_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, times: int
+) -> None:
+    """With 0 one after every round all the same; the last round's is always written."""
+    saved: list[int] = []
+    save = Checkpoints.save
+
+    def slow(self: Checkpoints, round: int, *rest: Any) -> None:
+        saved.append(round)
+        time.sleep(0.3)  # so that the next is due after 15 s, when this run is over
+        save(self, round, *rest)
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    fedloom.run("fedavg", model="logreg", clients=4, per_round=2, rounds=6, engine="plain", report=False,
+                checkpoint_seconds=seconds, out=tmp_path / "run")  # fmt: skip
+    assert len(saved) == times
+    assert saved[-1] == 6

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from fedloom.bench import Criterion
+from fedloom.checkpoints import Rhythm
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError
@@ -371,7 +372,7 @@ def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: in
     try:
         if start is None:
             _record(folder, watcher, rounds.initial_record())
-        saved_at = time.monotonic()
+        rhythm = Rhythm(config.checkpoint_seconds)
         shown: set[str] = set()
         for round in range(start or 0, rounds.total):
             record = rounds.play(round)
@@ -384,14 +385,14 @@ def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: in
             stop = watcher.wants_stop()
             # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
             always = experiment.engine.saves_every_round or not rounds.repeatable
-            due = always or time.monotonic() - saved_at >= config.checkpoint_seconds
-            if last or stop or due:
+            if last or stop or always or rhythm.due():
                 # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
                 folder.sync_metrics()
                 state = {"parts": experiment.state(), "record": record, "engine": experiment.engine.state()}
                 folder.checkpoints.save(round + 1, state, experiment.engine.homes)
-                saved_at = time.monotonic()
-                _spent(record, time.perf_counter() - began)
+                took = time.perf_counter() - began
+                rhythm.saved(took)
+                _spent(record, took)
             _record(folder, watcher, record)
             if stop and not last:
                 raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")

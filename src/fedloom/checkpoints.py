@@ -7,6 +7,7 @@ is out of date than in use, everything is written once more.
 """
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,27 @@ from fedloom.errors import InputError
 from fedloom.storage import join, read_json, read_tensors, split, write_json, write_tensors
 
 FORMAT = 1
+MOST_OF_THE_TIME = 0.02
+"""The share of a run's time that its checkpoints may take."""
+
+
+class Rhythm:
+    """When the next checkpoint is due: `seconds` after the last, and later where they take long; with 0 always.
+
+    A server that caches many models may need seconds for one, while a machine hardly ever dies within minutes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = self._pause = seconds
+        self._saved_at = time.monotonic()
+
+    def due(self) -> bool:
+        return time.monotonic() - self._saved_at >= self._pause
+
+    def saved(self, took: float) -> None:
+        """A checkpoint has just been written, in so many seconds."""
+        self._saved_at = time.monotonic()
+        self._pause = max(self._seconds, took / MOST_OF_THE_TIME) if self._seconds else 0.0
 
 
 class Checkpoints:

@@ -93,7 +93,7 @@ class Config(Training):
     channels_last: bool | None = None
     """channels-last order of images and convolutions; by default where it is faster, on CPUs and in bf16"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints; 0 writes one after every round"""
+    """seconds between two checkpoints, more where writing them takes long; 0 writes one after every round"""
     keep_checkpoints: int = Field(2, ge=1)
     """how many checkpoints are kept"""
     cache_dir: str | None = None

@@ -25,7 +25,7 @@ from fedloom import data as datasets
 from fedloom._version import __version__
 from fedloom.api import Silent, Stopped
 from fedloom.bench import Batch, Bench, Pass, Workshop
-from fedloom.checkpoints import Checkpoints
+from fedloom.checkpoints import Checkpoints, Rhythm
 from fedloom.config import absolute_data
 from fedloom.data import Dataset, PooledFederation
 from fedloom.devices import make_device
@@ -86,7 +86,7 @@ class Pretraining(Settings):
     channels_last: bool = True
     """keep images and convolution weights in channels-last order, which is faster on CPUs"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints; 0 writes one after every epoch"""
+    """seconds between two checkpoints, more where writing them takes long; 0 writes one after every epoch"""
 
     @field_validator("data")
     @classmethod
@@ -275,15 +275,16 @@ class _Pretrainer:
         self._load(checkpoints, path)
         self.watcher.begin(path, self.plan, [{"round": record["epoch"]} for record in self.history])
         try:
-            saved_at = time.monotonic()
+            rhythm = Rhythm(self.plan.checkpoint_seconds)
             for epoch in range(len(self.history), self.plan.epochs):
                 record = self._train_epoch(epoch)
                 self.history.append(record)
                 self.watcher.record({"round": epoch + 1, **record})
                 last, stop = epoch + 1 == self.plan.epochs, self.watcher.wants_stop()
-                if not last and (stop or time.monotonic() - saved_at >= self.plan.checkpoint_seconds):
+                if not last and (stop or rhythm.due()):
+                    began = time.monotonic()
                     checkpoints.save(epoch + 1, self._state(), self.homes)
-                    saved_at = time.monotonic()
+                    rhythm.saved(time.monotonic() - began)
                 if stop and not last:
                     raise Stopped(f"stopped after epoch {epoch + 1}; go on with the same command.")
         finally:

@@ -127,6 +127,31 @@ def test_the_choice_is_what_trying_everything_finds(selection: str) -> None:
         assert best <= value((2, 2, 2)) + 1e-12, "the newest models are one of the combinations"
 
 
+def test_it_says_how_far_a_clients_models_lie_apart(experiment: Experiment) -> None:
+    server, trainable = server_of(experiment), experiment.layout.trainable
+    for number in range(2):
+        server.collect(number, iter(answers(experiment, [0, 1, 2], number)))
+    received = server.deploy().clone()
+    server.collect(2, iter(answers(experiment, [0, 2, 4], 2)))
+    shares = []
+    for client in (0, 2):  # the other one has a single model
+        rows = torch.stack([server.store.read(number) for number, _ in server.cache[client]])[:, :trainable].double()
+        variance = (rows - rows.mean(0)).square().sum(1).mean()
+        shares.append(float(variance / (rows - received[:trainable]).square().sum(1).mean()))
+    assert server.diagnostics()["spread of a client's models"] == pytest.approx(np.mean(shares), rel=1e-6)
+    assert 0.0 < np.mean(shares) < 1.0
+
+
+def test_models_of_a_client_that_are_all_alike_have_no_spread(experiment: Experiment) -> None:
+    server = server_of(experiment)
+    for number in range(2):
+        same = answers(experiment, [0, 1])
+        for update in same:
+            update.row[: experiment.layout.floats] = 0.5 + update.client
+        server.collect(number, iter(same))
+    assert server.diagnostics()["spread of a client's models"] == pytest.approx(0.0, abs=1e-9)
+
+
 @given(L=st.floats(0, 100), shift=st.floats(-5, 5), extra=st.floats(-3, 3), seed=st.integers(0, 50))
 @settings(max_examples=15, deadline=None)
 def test_moving_all_models_or_the_losses_of_one_client_changes_no_choice(

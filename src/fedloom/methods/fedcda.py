@@ -162,6 +162,7 @@ class FedCDAServer(Server[FedCDAOptions]):
             picks.update(zip((int(client) for client in batch), choice.picks, strict=True))
             gap += choice.gap
         self._last["gap"] = gap
+        self._last["spread of a client's models"] = products.spread()
         return picks
 
     def deploy(self) -> Tensor:
@@ -207,6 +208,15 @@ class Products:
         self.places = {c: np.arange(ends[i], ends[i + 1]) for i, c in enumerate(participants)}
         self.losses = {c: np.array([f for *_, f in each]) for c, each in zip(participants, models, strict=True)}
         self.cached = {c: [at for at, *_ in each] for c, each in zip(participants, models, strict=True)}
+
+    def spread(self) -> float:
+        """How far a client's models lie apart, against how far they lie from the global model; 0 leaves no choice.
+
+        Their variance over their mean squared distance to it, a mean over clients that have several.
+        """
+        grams = [self.gram[np.ix_(places, places)] for places in self.places.values() if len(places) > 1]
+        shares = [1 - gram.mean() / gram.diagonal().mean() for gram in grams if gram.diagonal().any()]
+        return float(np.mean(shares)) if shares else 0.0
 
     def choose(self, batch: list[int], options: FedCDAOptions) -> Choice:
         """The best choice for these clients, by places in their caches; afterwards they are fixed."""
