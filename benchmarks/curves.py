@@ -35,6 +35,17 @@ def diagnostics(record: Record) -> dict[str, float]:
     return {name: float(f"{statistics.mean(values[-10:]):.4g}") for name, values in told.items()}
 
 
+def shares(records: list[Record]) -> dict[str, float]:
+    """What each part of a round takes of the time, over all rounds of all runs."""
+    spent: dict[str, float] = defaultdict(float)
+    for record in records:
+        for row in record.history:
+            for name, seconds in (row.get("seconds") or {}).items():
+                spent[name] += seconds
+    total = spent.pop("total", 0.0)
+    return {name: round(seconds / total, 4) for name, seconds in sorted(spent.items())} if total else {}
+
+
 def summary(records: list[Record]) -> dict[str, Any]:
     """Final accuracy over seeds, the last ten evaluations (their level, how much a run still moves), and the curves."""
     runs = [[float(value) for value in record.series("accuracy")[1] if value is not None] for record in records]
@@ -52,6 +63,8 @@ def summary(records: list[Record]) -> dict[str, Any]:
     worst = [record.series("client_accuracy_worst10")[1][:length] for record in records]
     if all(len(values) and values[-1] is not None for values in worst):
         found["worst tenth of clients at the end"] = spread([float(values[-1]) for values in worst])
+    if times := shares(records):
+        found["shares of the time"] = times
     told = [diagnostics(record) for record in records]
     names = sorted({name for each in told for name in each})
     if names:

@@ -194,7 +194,7 @@ def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Pa
     folder = folder_of(experiment.get("folder", experiment["name"]), runs)
     page = Page(experiment, folder, results)
     watcher = Deadline(end, page)
-    settings = {"device": "cuda", "checkpoint_seconds": 10_000.0, **experiment["settings"]}
+    settings = {"device": "cuda", **experiment["settings"]}
     try:
         if "pretrain" in experiment:
             given = {"device": "cuda", **experiment["pretrain"]}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -149,6 +150,14 @@ def test_an_experiment_after_another_begins_with_its_rounds(
     assert sorted(played) == sorted([0, 1, 2, 3, *[4, 5, 6, 7] * 2] * 2), "the first rounds are played once for a seed"
     found = json.loads((tmp_path / "results" / "digits.json").read_text())
     assert list(found) == ["digits, warm-up", *names]
+    own = "the method's own figures, mean of the last ten rounds that have them, each seed"
+    for seed in (0, 1):
+        lines = (tmp_path / "runs" / "digits-random" / f"fedcda-seed{seed}" / "metrics.jsonl").read_text().splitlines()
+        told = [json.loads(line).get("diagnostics", {}).get("server.older models chosen") for line in lines]
+        mean = statistics.mean(value for value in told if value is not None)  # of seven rounds, all there are
+        assert found["digits, random"]["methods"]["fedcda"][own]["server.older models chosen"][seed] == pytest.approx(
+            mean, rel=1e-3
+        )
     plain = {"clients": 5, "per_round": 3, "rounds": 7, "engine": "plain", "report": False}
     for seed in (0, 1):
         anew = {
@@ -189,6 +198,9 @@ def test_what_is_stopped_goes_on(driver: ModuleType, tmp_path: Path, monkeypatch
     assert entry["seconds"] > stopped["seconds"]
     assert list(entry["methods"]) == ["fedavg", "scaffold"]
     assert entry["methods"]["fedavg"]["rounds"] == 3
+    shares = entry["methods"]["fedavg"]["shares of the time"]
+    assert {"train", "collect", "evaluate", "checkpoint"} <= set(shares)
+    assert sum(shares.values()) == pytest.approx(1.0, abs=0.05)
     assert len(entry["methods"]["fedavg"]["accuracy of each seed"]) == 2
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["digits.json"]
 
