@@ -29,11 +29,11 @@ from typing import Any
 from curves import collected
 
 import fedloom
-from fedloom.api import Silent, Stopped
 from fedloom.errors import FedloomError, InputError
 from fedloom.folder import RunFolder, is_run
 from fedloom.pretraining import pretrain
 from fedloom.request import check, replace_config
+from fedloom.watching import Silent, Stopped
 
 LIST = Path(__file__).with_name("experiments.toml")
 REFRESH = 30.0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fedloom
 from fedloom import Batch, Bench, Federation, InputError, Local, Method, Options, Samples, register
 from fedloom.folder import RunFolder
+from fedloom.watching import Silent
 
 SMALL: dict[str, Any] = {"rounds": 2, "per_round": 3, "epochs": 1, "report": False}
 
@@ -324,7 +325,7 @@ class Million(Federation):
 def test_a_million_clients(tmp_path: Path, method: str) -> None:
     seen: list[float] = []
 
-    class Watcher(fedloom.api.Silent):
+    class Watcher(Silent):
         def record(self, record: Any) -> None:
             del record
             children = psutil.Process().children(recursive=True)

@@ -9,13 +9,13 @@ import pytest
 
 import fedloom
 from fedloom import Local, Method, register
-from fedloom.api import Silent, Stopped
 from fedloom.config import make_config
 from fedloom.errors import InputError
 from fedloom.folder import RunFolder
 from fedloom.grids import make_grid, parse
 from fedloom.methods.base import Context, Options, Refiner, Server
 from fedloom.report import read_grid
+from fedloom.watching import Silent, Stopped
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)

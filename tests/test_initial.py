@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.api import Silent
 from fedloom.errors import InputError
 from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.models import build
 from fedloom.report import compare, read_run
 from fedloom.streams import Streams
+from fedloom.watching import Silent
 
 Command = Callable[..., Any]
 TINY = ("--clients", 4, "--rounds", 2, "--epochs", 1, "--workers", 1)

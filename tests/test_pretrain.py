@@ -18,12 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedloom
-from fedloom.api import Silent
 from fedloom.data import keep_classes, load
 from fedloom.errors import FedloomError, InputError
 from fedloom.models import build
 from fedloom.pretraining import Pretraining
 from fedloom.streams import Streams
+from fedloom.watching import Silent
 
 Command = Callable[..., Any]
 

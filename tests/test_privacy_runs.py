@@ -10,7 +10,6 @@ import torch
 
 import fedloom
 from fake_graphs import fake_tape
-from fedloom.api import Silent, Stopped
 from fedloom.checkpoints import Checkpoints
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
@@ -18,6 +17,7 @@ from fedloom.privacy import Account
 from fedloom.privacy.mechanism import default_delta
 from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment, small_run
 from fedloom.storage import read_tensors
+from fedloom.watching import Silent, Stopped
 
 PRIVATE: dict[str, Any] = {"clip_update": 0.5, "noise": 0.8}
 FEW = ("--clients", 12, "--per-round", 4, "--rounds", 4, "--epochs", 1, "--model", "logreg", "--engine", "plain")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.api import Silent
 from fedloom.config import make_config
 from fedloom.data import Federation, Samples
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
 from fedloom.listing import list_methods
+from fedloom.watching import Silent
 
 Command = Callable[..., Any]
 TINY: dict[str, Any] = {"clients": 4, "per_round": 3, "rounds": 2, "model": "logreg", "epochs": 1, "engine": "plain"}

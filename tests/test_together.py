@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom.api import Run, Silent, Stopped, Watcher, execute
+from fedloom.api import Run, execute
 from fedloom.config import make_config
 from fedloom.errors import InputError
 from fedloom.together import Job, carry_out
+from fedloom.watching import Silent, Stopped, Watcher
 
 SETTINGS = {"data": "digits", "model": "logreg", "rounds": 4, "clients": 5, "engine": "plain"}
 

@@ -7,86 +7,26 @@ run.model()            # an ordinary nn.Module with the deployed weights
 """
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from fedloom.bench import Criterion
-from fedloom.checkpoints import Rhythm
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
-from fedloom.errors import FedloomError, InputError
+from fedloom.errors import InputError
 from fedloom.experiment import Experiment, Sites, build
 from fedloom.folder import RunFolder, free_name
 from fedloom.initial import checksum
-from fedloom.metrics import summarise
+from fedloom.playing import play
 from fedloom.report import read_run, write_report
 from fedloom.request import Own, check, replace_config
-from fedloom.rows import digest
-from fedloom.settings import Plan
 from fedloom.storage import read_tensors
-
-
-class Watcher(Protocol):
-    """Someone who watches a run: a progress display, a test."""
-
-    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
-        """The run starts, or goes on after the rounds in `history`."""
-
-    def note(self, text: str) -> None:
-        """Something a person should know."""
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        """A round has been played."""
-
-    def download(self, name: str, done: int, total: int) -> None:
-        """A data set is on its way: bytes so far, bytes in all."""
-
-    def work(self, what: str, done: int, total: int) -> None:
-        """The server is at something that takes long: steps so far, steps in all."""
-
-    def wants_stop(self) -> bool:
-        """Whether to stop after this round."""
-        ...
-
-    def end(self) -> None:
-        """The run is over, one way or the other."""
-
-
-class Silent:
-    """Nobody watches."""
-
-    def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
-        return
-
-    def note(self, text: str) -> None:
-        return
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        return
-
-    def download(self, name: str, done: int, total: int) -> None:
-        return
-
-    def work(self, what: str, done: int, total: int) -> None:
-        return
-
-    def wants_stop(self) -> bool:
-        return False
-
-    def end(self) -> None:
-        return
-
-
-class Stopped(FedloomError):
-    """The run was stopped on request and can be resumed."""
-
-    exit_code = 130
+from fedloom.watching import Silent, Stopped, Watcher
 
 
 class Run:
@@ -214,7 +154,7 @@ def execute(
         with folder.alone():
             _begin(folder, experiment, watcher)
             folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
-            _play(folder, experiment, watcher, start=None)
+            play(folder, experiment, watcher, start=None)
     return _finish(folder, own, report)
 
 
@@ -258,13 +198,13 @@ def resume(
         if latest is None:
             folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
             folder.rewind(-1)
-            _play(folder, experiment, watcher, start=None)
+            play(folder, experiment, watcher, start=None)
         else:
             start, state = latest
             experiment.load(state["parts"])
             experiment.engine.load(state.get("engine", {}))
             folder.rewind(start, state["record"])
-            _play(folder, experiment, watcher, start=start)
+            play(folder, experiment, watcher, start=start)
     return _finish(folder, own, report)
 
 
@@ -363,62 +303,6 @@ def _same_objects(folder: RunFolder, own: Own) -> None:
     surplus = sorted(set(own.names) - set(folder.own))
     if surplus:
         raise InputError(f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now.")
-
-
-def _play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int | None) -> None:
-    """Play the rounds that are left, from `start` (None: from the very beginning), saving as they go."""
-    config, rounds = experiment.config, experiment.rounds
-    watcher.begin(folder.path, replace_config(config, rounds=rounds.total), folder.history())
-    try:
-        if start is None:
-            _record(folder, watcher, rounds.initial_record())
-        rhythm = Rhythm(config.checkpoint_seconds)
-        shown: set[str] = set()
-        for round in range(start or 0, rounds.total):
-            record = rounds.play(round)
-            began = time.perf_counter()
-            for name, tensors in experiment.exhibits().items():
-                if name not in shown:
-                    folder.write_exhibit(name, tensors)
-                    shown.add(name)
-            last = round + 1 == rounds.total
-            stop = watcher.wants_stop()
-            # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
-            always = experiment.engine.saves_every_round or not rounds.repeatable
-            if last or stop or always or rhythm.due():
-                # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
-                folder.sync_metrics()
-                state = {"parts": experiment.state(), "record": record, "engine": experiment.engine.state()}
-                folder.checkpoints.save(round + 1, state, experiment.engine.homes)
-                took = time.perf_counter() - began
-                rhythm.saved(took)
-                _spent(record, took)
-            _record(folder, watcher, record)
-            if stop and not last:
-                raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")
-        deployed = rounds.deployed()
-        folder.write_model(experiment.deployed())
-        summary = {
-            "method": config.method,
-            "data": config.data,
-            "seed": config.seed,
-            **summarise(folder.history()),
-            "run": str(folder.path),
-            "digest": digest(deployed),
-        }
-        folder.write_summary(summary)
-    finally:
-        watcher.end()
-
-
-def _record(folder: RunFolder, watcher: Watcher, record: dict[str, Any]) -> None:
-    folder.append(record)
-    watcher.record(record)
-
-
-def _spent(record: dict[str, Any], seconds: float) -> None:
-    record["seconds"]["checkpoint"] = round(seconds, 6)
-    record["seconds"]["total"] = round(record["seconds"]["total"] + seconds, 6)
 
 
 def _finish(folder: RunFolder, own: Own, report: bool) -> Run:

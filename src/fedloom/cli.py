@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -15,6 +15,7 @@ from fedloom.cli_flower import flower
 from fedloom.cli_options import PRETRAINING, settable
 from fedloom.cli_partition import partition
 from fedloom.cli_tables import print_effects, print_methods, print_table
+from fedloom.cli_telling import percent, tell
 from fedloom.config import RESULT_FREE, make_config, parse_settings
 from fedloom.errors import FedloomError, InputError
 from fedloom.pretraining import Pretraining
@@ -73,7 +74,7 @@ def run(
     config = make_config({**_with_extras(settings, import_), "method": method, "options": parse_settings(set_ or ())})
     display = Display(quiet)
     finished = _interruptible(lambda: execute(config, out=out, watcher=display), display)
-    _tell(finished, json_)
+    tell(finished, json_)
 
 
 @app.command()
@@ -94,7 +95,7 @@ def resume(
     for path in import_ or ():
         import_file(path)
     display = Display(quiet)
-    _tell(_interruptible(lambda: resume(run, watcher=display, **settings), display), json_)
+    tell(_interruptible(lambda: resume(run, watcher=display, **settings), display), json_)
 
 
 @app.command()
@@ -222,7 +223,7 @@ def pretrain(
         print(json.dumps({name: value for name, value in about.items() if name not in ("history", "settings")}))
         return
     classes = f"{about['classes']} classes of {about['data']}"
-    print(f"{'accuracy':<10}{_percent(made.accuracy)} on test data of {classes} (loss {about['loss']:.4f})")
+    print(f"{'accuracy':<10}{percent(made.accuracy)} on test data of {classes} (loss {about['loss']:.4f})")
     print(f"{'file':<10}{made.path}")
     print(f"{'digest':<10}{made.digest}")
 
@@ -314,49 +315,6 @@ def _cell(value: object) -> str:
     return (
         f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
     )
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
-
-
-def _tell(finished: Any, as_json: bool) -> None:
-    from fedloom.report import human_bytes, human_seconds
-
-    if as_json:
-        print(json.dumps(finished.summary))
-        return
-    summary = finished.summary
-    loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
-    lines = [
-        ("accuracy", f"{_percent(summary['accuracy'])} on test data after round {summary['rounds']} (loss {loss})"),
-        ("clients", f"{_percent(summary['client_accuracy_mean'])} on average, "
-                    f"{_percent(summary['client_accuracy_worst10'])} for the worst tenth"),
-        ("sent", f"{human_bytes(summary['bytes_down'])} down, {human_bytes(summary['bytes_up'])} up"),
-        ("time", human_seconds(summary["seconds"])),
-        ("run", summary["run"]),
-        ("report", str(finished.path / "report.html")),
-        ("digest", summary["digest"]),
-    ]  # fmt: skip
-    if summary["client_accuracy_mean"] is None:
-        del lines[1]
-    if "epsilon" in summary:
-        lines.insert(-3, ("privacy", _privacy(summary, finished.config.noise_source)))
-    if summary["lost"]:
-        lines.insert(3, ("lost", f"{summary['lost']} answers of clients, see the report"))
-    if summary.get("personal_accuracy_mean") is not None:
-        own, worst = _percent(summary["personal_accuracy_mean"]), _percent(summary["personal_accuracy_worst10"])
-        lines.insert(1, ("own", f"{own} on average with the clients' own models, {worst} for the worst tenth"))
-    for name, text in lines:
-        print(f"{name:<10}{text}")
-
-
-def _privacy(summary: Mapping[str, Any], source: str) -> str:
-    """What was spent, or that nothing is guaranteed."""
-    if summary["epsilon"] is None:
-        return "none guaranteed: updates were clipped, but no noise was added"
-    spent = f"epsilon {summary['epsilon']:.2f} at delta {summary['delta']:.2g}, for one client more or less"
-    return f"{spent} (simulated: the noise is the seed's)" if source == "seed" else spent
 
 
 def _interruptible(work: Callable[[], Any], display: Any, advice: str | None = None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.api import Run, Stopped, Watcher, describe, execute, resume
+from fedloom.api import Run, describe, execute, resume
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
@@ -24,6 +24,7 @@ from fedloom.report.grid import FILE as GRID_FILE
 from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.storage import write_atomically
 from fedloom.together import carry_out
+from fedloom.watching import Stopped, Watcher
 
 
 @dataclass(frozen=True)

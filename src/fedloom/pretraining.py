@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fedloom import data as datasets
 from fedloom._version import __version__
-from fedloom.api import Silent, Stopped
 from fedloom.bench import Batch, Bench, Pass, Workshop
 from fedloom.checkpoints import Checkpoints, Rhythm
 from fedloom.config import absolute_data
@@ -43,6 +42,7 @@ from fedloom.settings import Plan, Settings, validated
 from fedloom.storage import write_tensors
 from fedloom.streams import Streams
 from fedloom.training import Training
+from fedloom.watching import Silent, Stopped
 
 
 class Pretraining(Settings):
@@ -166,7 +166,7 @@ class Pretrained:
 
 
 class Observer(Protocol):
-    """Someone who watches a pretraining; `fedloom.api.Watcher` says what each call means."""
+    """Someone who watches a pretraining; `fedloom.watching.Watcher` says what each call means."""
 
     def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None: ...
     def note(self, text: str) -> None: ...

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.api import Silent, Stopped, resume, run
+from fedloom.api import resume, run
 from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment
 from fedloom.methods import compose, methods
@@ -32,6 +32,7 @@ from fedloom.small_runs import (
     small_experiment,
     small_run,
 )
+from fedloom.watching import Silent, Stopped
 
 Check = Callable[[str, Given], None]
 

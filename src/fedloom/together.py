@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.api import Run, Silent, Stopped, Watcher
+from fedloom.api import Run
 from fedloom.config import Config
 from fedloom.cuda_streams import own_stream
 from fedloom.devices import make_device
+from fedloom.watching import Silent, Stopped, Watcher
 
 Job = tuple[Path, Config, Callable[[Watcher], Run]]
 """A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""

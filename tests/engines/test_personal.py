@@ -12,7 +12,7 @@ import torch
 
 import fedloom
 from fedloom import rounds
-from fedloom.api import Stopped, resume
+from fedloom.api import resume
 from fedloom.bench import STAYS, Bench, Pass, put_columns
 from fedloom.engines import CudaEngine, HostEngine
 from fedloom.exchange import Job
@@ -20,6 +20,7 @@ from fedloom.experiment import Experiment, build
 from fedloom.methods import Local, Method, Options, register
 from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, plain_network, small_experiment, small_run
 from fedloom.testing import _StopAfter
+from fedloom.watching import Stopped
 
 METHODS = ["fedbn", "fedrep", "fedbabu", "fedfomo"]
 KEYS = ("personal_accuracy_mean", "personal_accuracy_worst10", "personal_clients")

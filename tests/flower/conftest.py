@@ -8,10 +8,11 @@ import torch
 from exchange_runs import Two, asked_of, key_of, nodes, run_of
 from fake import FakeLink, make_sites, reach
 
-from fedloom.api import Stopped, execute
+from fedloom.api import execute
 from fedloom.flower.certificates import make, node_names
 from fedloom.flower.parcel import Parcel
 from fedloom.flower.site import Site
+from fedloom.watching import Stopped
 
 
 @pytest.fixture(scope="session")

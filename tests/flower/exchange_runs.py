@@ -8,12 +8,13 @@ import pytest
 import torch
 from fake import FakeLink, make_run, make_sites, reach
 
-from fedloom.api import Silent, execute
+from fedloom.api import execute
 from fedloom.config import Config
 from fedloom.flower.parcel import Parcel
 from fedloom.flower.site import Site, Trained
 from fedloom.flower.tensors import pick
 from fedloom.request import replace_config
+from fedloom.watching import Silent
 
 SECURE = {"fedmr": {"secure": True}}
 

@@ -11,11 +11,12 @@ import torch
 from exchange_runs import SECURE, Two, federate, key_of, nodes, on_host, pieces, recorded, run_of
 from fake import FakeLink, make_sites, reach
 
-from fedloom.api import Stopped, execute, resume
+from fedloom.api import execute, resume
 from fedloom.engines.flower import FlowerEngine
 from fedloom.experiment import build
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.request import replace_config
+from fedloom.watching import Stopped
 
 
 def listed(question: Parcel) -> dict[str, list[Any]]:

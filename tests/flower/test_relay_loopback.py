@@ -15,11 +15,12 @@ import pytest
 import torch
 from exchange_runs import Two
 
-from fedloom.api import Stopped, execute, resume
+from fedloom.api import execute, resume
 from fedloom.config import Config, make_config
 from fedloom.exchange import Update
 from fedloom.experiment import build
 from fedloom.request import replace_config
+from fedloom.watching import Stopped
 
 pytest.importorskip("flwr")
 from fedloom.flower.tensors import pick
@@ -97,7 +98,8 @@ def site_processes(run: Path) -> list[int]:
 
 SERVER = """
 import json, sys
-from fedloom.api import Silent, execute
+from fedloom.api import execute
+from fedloom.watching import Silent
 from fedloom.config import Config, make_config
 
 class Waiting(Silent):

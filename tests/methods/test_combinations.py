@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from fedloom.api import Silent, Stopped, resume, run
+from fedloom.api import resume, run
 from fedloom.config import make_config
 from fedloom.errors import InputError
 from fedloom.grids import PLAIN, make_grid
 from fedloom.methods import compose, methods
 from fedloom.report.grid import Cell, Grid
 from fedloom.small_runs import SETTINGS, Outcome, SmallFederation, plain_network, small_run
+from fedloom.watching import Silent, Stopped
 
 NAMES = {
     "server": ("fedavg", "fedcda", "fedcross", "fedmr", "scaffold"),

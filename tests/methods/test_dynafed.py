@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.api import Silent
 from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import Experiment
 from fedloom.methods import compose
@@ -20,6 +19,7 @@ from fedloom.rows import Kind, digest
 from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
 from fedloom.storage import read_tensors
 from fedloom.testing import CHECKS, check_method
+from fedloom.watching import Silent
 
 TINY: dict[str, Any] = {
     "L": 2,

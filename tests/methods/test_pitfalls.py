@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.api import Silent, Stopped, resume, run
+from fedloom.api import resume, run
 from fedloom.checkpoints import Checkpoints
 from fedloom.data import Samples
 from fedloom.engines.base import Homes
@@ -21,6 +21,7 @@ from fedloom.methods import methods
 from fedloom.methods.catalogue import BUILT_IN
 from fedloom.rows import Kind
 from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, small_experiment, small_run
+from fedloom.watching import Silent, Stopped
 
 NAMES = sorted(BUILT_IN)
 QUICK: dict[str, dict[str, Any]] = {

@@ -1,0 +1,68 @@
+"""The rounds of a run, one after the other: each is recorded, and saved when a checkpoint is due."""
+
+import time
+from typing import Any
+
+from fedloom.checkpoints import Rhythm
+from fedloom.experiment import Experiment
+from fedloom.folder import RunFolder
+from fedloom.metrics import summarise
+from fedloom.request import replace_config
+from fedloom.rows import digest
+from fedloom.watching import Stopped, Watcher
+
+
+def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int | None) -> None:
+    """Play the rounds that are left, from `start` (None: from the very beginning), saving as they go."""
+    config, rounds = experiment.config, experiment.rounds
+    watcher.begin(folder.path, replace_config(config, rounds=rounds.total), folder.history())
+    try:
+        if start is None:
+            _record(folder, watcher, rounds.initial_record())
+        rhythm = Rhythm(config.checkpoint_seconds)
+        shown: set[str] = set()
+        for round in range(start or 0, rounds.total):
+            record = rounds.play(round)
+            began = time.perf_counter()
+            for name, tensors in experiment.exhibits().items():
+                if name not in shown:
+                    folder.write_exhibit(name, tensors)
+                    shown.add(name)
+            last = round + 1 == rounds.total
+            stop = watcher.wants_stop()
+            # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
+            always = experiment.engine.saves_every_round or not rounds.repeatable
+            if last or stop or always or rhythm.due():
+                # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
+                folder.sync_metrics()
+                state = {"parts": experiment.state(), "record": record, "engine": experiment.engine.state()}
+                folder.checkpoints.save(round + 1, state, experiment.engine.homes)
+                took = time.perf_counter() - began
+                rhythm.saved(took)
+                _spent(record, took)
+            _record(folder, watcher, record)
+            if stop and not last:
+                raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")
+        deployed = rounds.deployed()
+        folder.write_model(experiment.deployed())
+        summary = {
+            "method": config.method,
+            "data": config.data,
+            "seed": config.seed,
+            **summarise(folder.history()),
+            "run": str(folder.path),
+            "digest": digest(deployed),
+        }
+        folder.write_summary(summary)
+    finally:
+        watcher.end()
+
+
+def _record(folder: RunFolder, watcher: Watcher, record: dict[str, Any]) -> None:
+    folder.append(record)
+    watcher.record(record)
+
+
+def _spent(record: dict[str, Any], seconds: float) -> None:
+    record["seconds"]["checkpoint"] = round(seconds, 6)
+    record["seconds"]["total"] = round(record["seconds"]["total"] + seconds, 6)

@@ -1,0 +1,66 @@
+"""Who watches a run, and how a run is stopped."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedloom.config import Config
+from fedloom.errors import FedloomError
+from fedloom.settings import Plan
+
+
+class Watcher(Protocol):
+    """Someone who watches a run: a progress display, a test."""
+
+    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+        """The run starts, or goes on after the rounds in `history`."""
+
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A round has been played."""
+
+    def download(self, name: str, done: int, total: int) -> None:
+        """A data set is on its way: bytes so far, bytes in all."""
+
+    def work(self, what: str, done: int, total: int) -> None:
+        """The server is at something that takes long: steps so far, steps in all."""
+
+    def wants_stop(self) -> bool:
+        """Whether to stop after this round."""
+        ...
+
+    def end(self) -> None:
+        """The run is over, one way or the other."""
+
+
+class Silent:
+    """Nobody watches."""
+
+    def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        return
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        return
+
+    def download(self, name: str, done: int, total: int) -> None:
+        return
+
+    def work(self, what: str, done: int, total: int) -> None:
+        return
+
+    def wants_stop(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        return
+
+
+class Stopped(FedloomError):
+    """The run was stopped on request and can be resumed."""
+
+    exit_code = 130
