@@ -1,7 +1,7 @@
 """Checkpoints: state and homes come back whole, only what changed is written, and no crash loses the last one."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +261,8 @@ def crash_at(patch: pytest.MonkeyPatch, number: int, error: BaseException) -> li
         done[0] += 1
         return done[0] - 1 == number
 
-    def crashing_write(path: Path, content: bytes) -> None:
+    def crashing_write(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
+        content = content if isinstance(content, bytes) else b"".join(content)
         if counted():
             path.with_name(f".{path.name}.part").write_bytes(content[: len(content) // 2])
             raise error

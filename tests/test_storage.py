@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save as save_by_the_library
 from torch import Tensor
 
+from fedloom import storage
 from fedloom.errors import FedloomError, InputError
 from fedloom.storage import join, read_json, read_tensors, split, write_atomically, write_json, write_tensors
 
@@ -275,3 +277,42 @@ def test_json_carries_its_checksum(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "v.json").read_text())
     assert set(stored) == {"a", "b", "sha256"}
     assert read_json(tmp_path / "v.json") == {"b": 1, "a": [2]}
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Tensors of every kind, also views that are not contiguous."""
+    found = {}
+    for name in draw(st.lists(st.text(max_size=6), max_size=6, unique=True)):
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        tensor = torch.randint(0, 2, shape, generator=seed).to(draw(st.sampled_from(list(storage.DTYPES))))
+        found[name] = tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+    return found
+
+
+@given(tensors=named_tensors(), about=st.none() | st.fixed_dictionaries({"fedloom": st.text(max_size=5)}))
+def test_files_are_what_the_library_would_write(tensors: dict[str, Tensor], about: dict[str, str] | None) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert b"".join(storage.safetensors_pieces(tensors, about)) == save_by_the_library(whole, about)
+
+
+def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    written = {"whole": whole, "part": whole[3:9], "same": whole, "rows": whole.view(3, 4)}
+    write_tensors(tmp_path / "file", written)
+    read = read_tensors(tmp_path / "file")
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+
+
+def test_a_write_that_breaks_off_between_two_tensors_leaves_what_was_there(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    with pytest.raises(FedloomError, match="cannot write"):
+        write_atomically(tmp_path / "file", (_raise(OSError(errno.ENOSPC, "No space left")) for _ in range(2)))
+    assert torch.equal(read_tensors(tmp_path / "file")["a"], torch.ones(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def _raise(error: Exception) -> bytes:
+    raise error
