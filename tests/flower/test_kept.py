@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import InputError
-from fedloom.flower.kept import GENERATIONS, Kept
+from fedloom.flower.kept import GENERATIONS, STAGED, Kept
 
 
 def name(number: int) -> str:
@@ -41,6 +41,24 @@ def test_a_state_is_there_as_long_as_the_server_may_ask_for_it(
         if accepted:
             taken.append(number)
         assert len(list(folder.glob("*.safetensors"))) <= GENERATIONS + 1
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_however_often_a_server_asks_the_disk_does_not_fill(tmp_path: Path, restarted: bool) -> None:
+    kept = Kept(tmp_path)
+    for number in range(1, GENERATIONS + 1):
+        kept.stage(name(number), state(number))
+        kept.get(name(number))
+    for number in range(100, 150):
+        kept = Kept(tmp_path) if restarted else kept
+        kept.stage(name(number), state(number))
+        assert len(list(tmp_path.glob("*.safetensors"))) <= GENERATIONS + STAGED
+    found = Kept(tmp_path).get(name(150 - STAGED))
+    assert found is not None, "the last few can still be taken"
+    assert torch.equal(found["c"], state(150 - STAGED)["c"])
+    assert Kept(tmp_path).get(name(100)) is None
+    again = Kept(tmp_path).get(name(GENERATIONS))
+    assert again is not None, "and what was taken before is there"
 
 
 def test_what_was_not_taken_is_gone(tmp_path: Path) -> None:
