@@ -1,0 +1,59 @@
+"""DynaFed keeps the contract of a method, alone and with servers of one model or many."""
+
+import pytest
+from small_dynafed import refiner_of, tiny
+from torch import Tensor
+
+from fedloom.errors import InputError
+from fedloom.methods import compose
+from fedloom.rows import digest
+from fedloom.small_runs import plain_network, small_experiment
+from fedloom.testing import CHECKS, check_method
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("title", CHECKS)
+def test_conformance_where_it_synthesises_and_refines(title: str) -> None:
+    """Vectors, batch norm, lost clients, resuming before and after the synthesis, all engines."""
+    CHECKS[title]("dynafed", tiny())
+
+
+def test_conformance_in_company() -> None:
+    check_method("fedmr+fedprox+dynafed", tiny())
+
+
+@pytest.mark.parametrize("name", ["fedcross", "fedmr", "fedcda", "scaffold", "indep"])
+def test_it_refines_every_model_of_every_server(name: str) -> None:
+    options = tiny()
+    with small_experiment(f"{name}+dynafed", options, model=plain_network).engine_closed() as experiment:
+        rounds, refiner, server = experiment.rounds, refiner_of(experiment), experiment.rounds.parts.server
+        calls: list[tuple[int, str]] = []
+        tune = refiner.fine_tune
+
+        def spied(round: int, slot: int, row: Tensor) -> None:
+            before = digest(row)
+            tune(round, slot, row)
+            assert digest(row) != before
+            assert row.data_ptr() == server.models()[slot].data_ptr(), "in place"
+            calls.append((slot, digest(row)))
+
+        refiner.fine_tune = spied  # type: ignore[method-assign]
+        for round in range(4):
+            rounds.play(round)
+        count = len(server.models())
+        assert [slot for slot, _ in calls] == list(range(count)) * 2
+        assert [row for _, row in calls[-count:]] == [digest(row) for row in server.models()]
+        assert experiment.layout.is_finite(server.deploy())
+
+
+@pytest.mark.parametrize("name", ["fedcross+dynafed", "fedcda+dynafed", "scaffold+dynafed"])
+def test_it_resumes_exactly_in_company(name: str) -> None:
+    options = {**tiny(), **({"fedcda": {"warmup": 1}} if "fedcda" in name else {})}
+    CHECKS["resumes exactly"](name, options)
+
+
+def test_two_refiners_are_refused() -> None:
+    with pytest.raises(InputError, match="twice"):
+        compose("dynafed+dynafed")
+    assert compose("fedmr+fedprox+dynafed").owner("refiner").name == "dynafed"  # type: ignore[union-attr]

@@ -1,0 +1,71 @@
+"""DynaFed's fine-tuning on what it synthesised, against torch's own training, and what it leaves alone."""
+
+import pytest
+import torch
+from small_dynafed import refiner_of, samples_of, tiny
+from torch import nn
+
+from fedloom.rows import Kind, digest
+from fedloom.small_runs import normed_network, plain_network, small_experiment
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_fine_tuning_is_training_on_the_soft_labels() -> None:
+    """One batch, by hand with torch's own Adam on the module."""
+    options = tiny(refine_batch=0, refine_epochs=3, augment="none")
+    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+        for round in range(2):
+            experiment.rounds.play(round)
+        refiner, layout = refiner_of(experiment), experiment.layout
+        data, row = samples_of(refiner), experiment.rounds.parts.server.deploy().clone()
+        module = plain_network()
+        module.load_state_dict(layout.state_dict(row))
+        adam = torch.optim.Adam(module.parameters(), lr=0.01)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(module(data.images), data.logits.softmax(1)) / 10
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        refiner.fine_tune(7, 0, row)
+        for name, tensor in layout.state_dict(row).items():
+            torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_every_fine_tuning_begins_with_a_new_optimiser() -> None:
+    with small_experiment("dynafed", tiny(refine_batch=4), model=plain_network).engine_closed() as experiment:
+        for round in range(2):
+            experiment.rounds.play(round)
+        rows = [experiment.rounds.parts.server.deploy().clone() for _ in range(3)]
+        for row, slot in zip(rows, (0, 1, 0), strict=True):
+            refiner_of(experiment).fine_tune(5, slot, row)
+        assert digest(rows[0]) == digest(rows[2]), "nothing is left over from the models before"
+        assert digest(rows[0]) != digest(rows[1]), "each has batches of its own"
+
+
+def test_batch_norm_keeps_the_statistics_that_were_averaged() -> None:
+    with small_experiment("dynafed", tiny()).engine_closed() as experiment:
+        for round in range(2):
+            experiment.rounds.play(round)
+        refiner, layout = refiner_of(experiment), experiment.layout
+        assert any(entry.kind is Kind.BUFFER for entry in layout.entries)
+        row = experiment.rounds.parts.server.deploy().clone()
+        before = row.clone()
+        refiner.fine_tune(5, 0, row)
+        assert torch.equal(row[layout.trainable :].view(torch.int32), before[layout.trainable :].view(torch.int32))
+        assert not torch.equal(row[: layout.trainable], before[: layout.trainable])
+
+
+def test_fine_tuning_lowers_the_loss_on_the_synthetic_samples() -> None:
+    options = tiny(refine_epochs=30, label_init=5.0, augment="none")
+    with small_experiment("dynafed", options, model=normed_network).engine_closed() as experiment:
+        for round in range(2):
+            experiment.rounds.play(round)
+        refiner, row = refiner_of(experiment), experiment.rounds.parts.server.deploy().clone()
+        data, module = samples_of(refiner), normed_network().eval()
+        losses = []
+        for _ in range(2):
+            module.load_state_dict(experiment.layout.state_dict(row))
+            losses.append(float(nn.functional.cross_entropy(module(data.images), data.logits.softmax(1)).detach()))
+            refiner.fine_tune(5, 0, row)
+        assert losses[1] < 0.8 * losses[0]
