@@ -17,6 +17,8 @@ from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
 
 RUN = "ab" * 16
+STAGES = ("offer", "answer", "lock", "commit", "release")
+"""Those after hello."""
 
 Meddle = Callable[[str, int, Note], Note | Silence]
 """(stage, slot, what passes) -> what arrives."""
