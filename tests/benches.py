@@ -1,0 +1,58 @@
+"""A bench with little on it, for the tests of benches: numbered samples, one start, plain steps."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.bench import Batch, Bench, Workshop
+from fedloom.data import Augment, Prepare, Samples
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+from fedloom.training import Training
+
+
+def numbered(count: int, features: int = 3) -> Samples:
+    """Samples whose first feature is their number."""
+    x = torch.arange(count, dtype=torch.float32).view(-1, 1).repeat(1, features)
+    return Samples(x, torch.arange(count) % 2)
+
+
+def make_bench(
+    module: nn.Module | None = None, *, seed: int = 0, augment: Augment | None = None, **options: Any
+) -> Bench:
+    torch.manual_seed(0)
+    module = module or nn.Linear(3, 2)
+    return Bench(
+        Workshop(
+            module=module,
+            layout=Layout.of(module),
+            criterion=F.cross_entropy,
+            prepare=Prepare.identity(),
+            training=Training(**options),
+            streams=Streams(seed),
+            classes=2,
+            augment=augment,
+        )
+    )
+
+
+def begin(bench: Bench, samples: Samples, round: int = 0, client: int = 0) -> Bench:
+    """Lay out a client's work, always from the same model."""
+    start = bench.layout.empty()
+    start[: bench.layout.trainable] = torch.linspace(-0.5, 0.5, bench.layout.trainable)
+    start[bench.layout.trainable : bench.layout.floats] = 1.0
+    bench.begin(round, client, samples, bench.layout.empty(), start, {}, {}, {}, True)
+    return bench
+
+
+def sgd(bench: Bench, batch: Batch) -> Tensor:
+    loss = bench.loss(batch)
+    bench.backward(loss)
+    bench.descend()
+    return loss
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
