@@ -1,0 +1,69 @@
+"""A client of Local Superior Soups on a bench of its own, member by member."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.bench import Bench, Workshop
+from fedloom.data import Prepare, Samples
+from fedloom.methods import lss
+from fedloom.methods.base import Context
+from fedloom.methods.lss import LSSLocal, LSSOptions
+from fedloom.rows import Layout
+from fedloom.streams import Streams
+from fedloom.training import Training
+
+CONTEXT: Context = None  # type: ignore[assignment]  # a Local asks the run for nothing
+AUTHORS = {"distance": "squared", "spread": "volume", "affinity": 0.01, "diversity": 0.005, "include_init": False}
+"""The shape of the authors' code, with coefficients for which there is a minimum."""
+
+
+class Widen(nn.Module):
+    """Samples come in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+def network(*middle: nn.Module) -> nn.Module:
+    """A network in float64, so that what should be equal can be told from what is nearly so."""
+    return nn.Sequential(Widen(), nn.Linear(5, 4), *middle, nn.Linear(4, 3)).double()
+
+
+def seat(count: int = 40, module: nn.Module | None = None, **options: Any) -> Bench:
+    """A bench with a client on it."""
+    torch.manual_seed(0)
+    module = module or network(nn.Tanh())
+    layout, training = Layout.of(module), Training(**{"batch_size": 10, "epochs": 1, "lr": 0.1, **options})
+    bench = Bench(Workshop(module, layout, F.cross_entropy, Prepare.identity(), training, Streams(0), classes=3))
+    samples = Samples(torch.randn(count, 5), torch.arange(count) % 3)
+    received = layout.read(module)
+    bench.begin(0, 0, samples, layout.empty(), received, {}, {}, {}, True)
+    return bench
+
+
+def soup(**options: Any) -> LSSLocal:
+    return LSSLocal(CONTEXT, LSSOptions(**options))
+
+
+def grow(local: LSSLocal, bench: Bench, look: Callable[[int], None] = lambda i: None) -> Tensor:
+    """Train the client; `look(i)` is called when member i has been trained. The trained members."""
+    for i, piece in enumerate(local.train(bench)):
+        bench.run(piece)
+        torch.sub(bench.weights, bench.received[: bench.layout.trainable], out=bench.scratch["rows"][i])
+        look(i)
+    return bench.received[: bench.layout.trainable] + bench.scratch["rows"]
+
+
+@contextmanager
+def forced(weights: Callable[[int], Tensor]) -> Iterator[list[int]]:
+    """Interpolate with these weights; the sizes that were asked for."""
+    asked: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lss, "simplex_weights", lambda count, like: asked.append(count) or weights(count).to(like))
+        yield asked
