@@ -1,0 +1,15 @@
+"""Runs that take a moment, by the function and by the command, for the tests of what goes wrong in a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fedloom
+
+Command = Callable[..., Any]
+TINY: dict[str, Any] = {"clients": 6, "per_round": 6, "rounds": 3, "model": "logreg", "epochs": 1, "report": False}
+TINY_OPTIONS = ("--clients", 6, "--per-round", 6, "--rounds", 3, "--model", "logreg", "--epochs", 1)
+
+
+def tiny(folder: Path, method: str, **settings: Any) -> fedloom.Run:
+    return fedloom.run(method, out=folder, **{**TINY, **settings})
