@@ -29,9 +29,11 @@ from fedloom.config import make_config
 from fedloom.experiment import build
 from fedloom.flower.averaging import Hidden
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.relay import Note, Relay, serve
+from fedloom.flower.notes import Note
+from fedloom.flower.relay import Relay
 from fedloom.flower.sealed import ModelsKey, Opener, Terms
 from fedloom.flower.sealed_site import SealedSite
+from fedloom.flower.stages import serve
 from fedloom.methods.recombination import MOST, is_whole, recombine
 from fedloom.models import build as build_model
 from fedloom.rows import Layout

@@ -10,9 +10,11 @@ import torch
 from fedloom.flower.averaging import Hidden
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.inventory import Inventory
-from fedloom.flower.relay import Note, Outcome, Relay, Silence, serve
+from fedloom.flower.notes import Note, Silence
+from fedloom.flower.relay import Outcome, Relay
 from fedloom.flower.sealed import ModelsKey, Opener, Refusal, Terms
 from fedloom.flower.sealed_site import SealedSite
+from fedloom.flower.stages import serve
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
 

@@ -17,13 +17,12 @@ from fedloom.errors import FedloomError
 from fedloom.exchange import LayerExchange
 from fedloom.flower.inventory import Entry, Inventory
 from fedloom.flower.parcel import Block, Parcel
-from fedloom.flower.relay import travelling
 from fedloom.flower.relay_server import sealed_for
 from fedloom.flower.relay_site import _known_as, _mean
 from fedloom.flower.sealed import ModelsKey, Session, seal_for
 from fedloom.flower.site import Site
 from fedloom.flower.starting import plan_of
-from fedloom.flower.tensors import pick, put, to_block
+from fedloom.flower.tensors import pick, put, to_block, travelling
 from fedloom.request import replace_config
 from fedloom.rows import Layout, Mean
 

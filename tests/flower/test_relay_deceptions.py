@@ -7,7 +7,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from relay_world import World, assert_all_or_nothing, changed, identity
 
-from fedloom.flower.relay import Note, Outcome, Silence
+from fedloom.flower.notes import Note, Silence
+from fedloom.flower.relay import Outcome
 from fedloom.flower.sealed import Hello, Refusal
 
 Trick = Callable[[World, Note], Note]

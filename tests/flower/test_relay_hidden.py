@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relay_world import Gone, World, assert_all_or_nothing, in_process, mean_of, opened, traces
 
-from fedloom.flower.relay import Note, Outcome, Silence, serve
+from fedloom.flower.notes import Note, Silence
+from fedloom.flower.relay import Outcome
 from fedloom.flower.sealed import ModelsKey, Refusal
+from fedloom.flower.stages import serve
 
 STAGES = ("hello", "offer", "answer", "lock", "commit", "release", "mean")
 SEEDS = st.integers(0, 2**32 - 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relay_world import STAGES, World, assert_all_or_nothing, in_process, owners
 
-from fedloom.flower.relay import Note, Silence
+from fedloom.flower.notes import Note, Silence
 
 COUNT = 4
 

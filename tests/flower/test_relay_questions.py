@@ -7,7 +7,7 @@ import pytest
 from relay_world import RUN, STAGES, World, changed, identity, roster
 
 from fedloom.flower.identity import SiteKeys
-from fedloom.flower.relay import Note, Silence
+from fedloom.flower.notes import Note, Silence
 from fedloom.flower.sealed import Hello, Refusal
 from fedloom.flower.sealed_site import SealedSite
 

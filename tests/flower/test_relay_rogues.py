@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from relay_world import World, assert_all_or_nothing
 
-from fedloom.flower.relay import Note
+from fedloom.flower.notes import Note
 from fedloom.flower.sealed import KEY
 from fedloom.flower.sealed_site import Sealed, SealedSite, _deed
 from fedloom.methods.recombination import Message

@@ -3,7 +3,7 @@
 import pytest
 from relay_world import World, traces
 
-from fedloom.flower.relay import Silence
+from fedloom.flower.notes import Silence
 
 
 def exposed(world: World, content: bytes) -> int:

@@ -24,48 +24,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fedloom.exchange import LayerExchange
+from fedloom.flower.notes import Note, Silence, parts_for
 from fedloom.flower.sealed import Hello, Opener, Refusal, Session, Terms, cut, unlock
-from fedloom.flower.sealed_site import MOST_ATTEMPTS, Again, SealedSite
-from fedloom.flower.tensors import Travel
+from fedloom.flower.sealed_site import MOST_ATTEMPTS
 from fedloom.methods.recombination import MOST
-
-
-@dataclass(frozen=True)
-class Note:
-    """A question to a site or its answer: whole numbers, words, and parts that are bytes."""
-
-    header: Mapping[str, int | str] = field(default_factory=dict)
-    parts: Mapping[str, bytes] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(part) for part in self.parts.values())
-
-    def by_slot(self, kind: str) -> dict[int, bytes]:
-        """The parts `kind/SLOT`."""
-        found = {}
-        for name, part in self.parts.items():
-            before, _, slot = name.partition("/")
-            if before == kind and slot.isascii() and slot.isdigit():
-                found[int(slot)] = part
-        return found
-
-
-def parts_for(kind: str, messages: Mapping[int, bytes]) -> dict[str, bytes]:
-    """What `Note.by_slot` reads."""
-    return {f"{kind}/{slot}": message for slot, message in messages.items()}
-
-
-@dataclass(frozen=True)
-class Silence:
-    """A site did not answer, or (`refused`) did and will not go on."""
-
-    reason: str
-    refused: bool = False
-    for_good: bool = False
-    """Whether it will never answer in this round."""
-
 
 Ask = Callable[[str, dict[int, Note]], Mapping[int, Note | Silence]]
 """(stage, a question for each slot) -> what came back; slots without an answer may be missing."""
@@ -340,62 +302,3 @@ def _twice(models: Mapping[int, list[bytes]]) -> str:
             if (other := seen.setdefault(layer, slot)) != slot:
                 return f"slots {other} and {slot} have handed over the same layer {number}."
     return ""
-
-
-def serve(site: SealedSite, stage: str, question: Note) -> Note:
-    """What a site answers to a question of the relay."""
-    attempt, exchange = (_number(question, name) for name in ("attempt", "exchange"))
-    if stage == "hello":
-        hello, board = site.hello(attempt)
-        return Note(parts={"hello": hello, "board": board})
-    if stage == "offer":
-        hellos = question.by_slot("hello")
-        return Note(parts=parts_for("offer", site.offer(attempt, [hellos[slot] for slot in sorted(hellos)])))
-    if stage == "answer":
-        return Note(parts=parts_for("answer", site.answer(attempt, exchange, question.by_slot("offer"))))
-    if stage == "lock":
-        model, words = site.lock(attempt, exchange, question.by_slot("answer"), question.by_slot("board"))
-        return Note(parts={"model": model, **parts_for("lock", words)})
-    if stage == "commit":
-        said = site.commit(attempt, exchange, question.by_slot("lock"))
-        return Note(parts=parts_for("offer", said.offers) if isinstance(said, Again) else parts_for("commit", said))
-    if stage == "release":
-        return Note(parts=parts_for("key", site.release(attempt, exchange, question.by_slot("commit"))))
-    if stage == "mean":
-        found = site.mean(attempt, exchange, _layers(question, site.terms))
-        parts = {**parts_for("mean", found.means), **parts_for("sealed-mean", found.sealed)}
-        return Note(parts={**parts, "inventory": found.inventory})
-    raise Refusal(f"an exchange has no stage {stage!r}.")
-
-
-def _number(question: Note, name: str) -> int:
-    value = question.header.get(name, 0)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise Refusal(f"{name} must be a whole number, not {value!r}.")
-    return value
-
-
-def _layers(question: Note, terms: Terms) -> dict[int, dict[int, bytes]]:
-    """Layers of all models, by number and slot."""
-    words = question.parts.get("slots", b"").split()
-    if not all(word.isdigit() and len(word) < 6 for word in words):
-        raise Refusal(f"slots must be whole numbers, not {b' '.join(words)[:40]!r}.")
-    found, slots = question.by_slot("layer"), [int(word) for word in words]
-    if strange := found.keys() - set(range(terms.layers)):
-        raise Refusal(f"models have {terms.layers} layers, and no layer {min(strange)}.")
-    sizes = terms.sealed_sizes
-    return {
-        number: dict(
-            zip(slots, cut(content, [sizes[number]] * len(slots), f"layer {number} of all models"), strict=True)
-        )
-        for number, content in found.items()
-    }
-
-
-def travelling(plan: LayerExchange, travel: Travel) -> list[list[slice]]:
-    """The columns of each layer that travel. What stays with a client is not exchanged either."""
-    pairs = [
-        [(max(a.start, b.start), min(a.stop, b.stop)) for a in columns for b in travel.columns]
-        for columns in plan.layers
-    ]
-    return [[slice(start, stop) for start, stop in layer if start < stop] for layer in pairs]

@@ -16,10 +16,11 @@ import torch
 from fedloom.engines import flower
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import LayerExchange
+from fedloom.flower.notes import Note, Silence
 from fedloom.flower.parcel import Block, Parcel, Refused
-from fedloom.flower.relay import Note, Outcome, Relay, Silence, travelling
+from fedloom.flower.relay import Outcome, Relay
 from fedloom.flower.sealed import KEY, Opener, Terms, cut
-from fedloom.flower.tensors import Travel, put
+from fedloom.flower.tensors import Travel, put, travelling
 from fedloom.flower.vault import Vault
 
 Ask = Callable[[Sequence[flower.Question]], Iterator[Parcel | flower.Silence]]

@@ -33,15 +33,16 @@ from fedloom.flower.averaging import Hidden
 from fedloom.flower.data import clients_of
 from fedloom.flower.diary import NEVER, OVER, Diary, Stamp
 from fedloom.flower.identity import Identity, SiteKeys
+from fedloom.flower.notes import Note
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
-from fedloom.flower.relay import Note, serve, travelling
 from fedloom.flower.sealed import KEY, ModelsKey, Refusal, Terms, frame
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, Trained, greets, handles
 from fedloom.flower.site import score as plain_score
 from fedloom.flower.site import train as plain_train
+from fedloom.flower.stages import serve
 from fedloom.flower.starting import inventory_of, opened, plan_of, start_of
-from fedloom.flower.tensors import pick, put
+from fedloom.flower.tensors import pick, put, travelling
 from fedloom.methods.recombination import Draw, purpose
 from fedloom.rows import Layout, Mean
 from fedloom.streams import Streams

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import FedloomError
+from fedloom.exchange import LayerExchange
 from fedloom.flower.parcel import SIZES, Block, Refused
 from fedloom.rows import Layout
 from fedloom.workshop import put_columns
@@ -83,3 +84,12 @@ class Travel:
         came = from_block(block, self.layout.dtype, (self.size,), what)
         put_columns(row, self.columns, came)
         return row
+
+
+def travelling(plan: LayerExchange, travel: Travel) -> list[list[slice]]:
+    """The columns of each layer that travel. What stays with a client is not exchanged either."""
+    pairs = [
+        [(max(a.start, b.start), min(a.stop, b.stop)) for a in columns for b in travel.columns]
+        for columns in plan.layers
+    ]
+    return [[slice(start, stop) for start, stop in layer if start < stop] for layer in pairs]
