@@ -23,7 +23,7 @@ def league() -> Any:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module("league")
     sys.path.remove(str(ROOT / "benchmarks"))
-    del sys.modules["league"], sys.modules["league_tables"]
+    del sys.modules["league"], sys.modules["league_rows"], sys.modules["league_tables"]
 
 
 @pytest.fixture
