@@ -1,6 +1,6 @@
 """The ClientApp of the fault scenarios: an honest site, except in the rounds for which a file tells it otherwise.
 
-The scenarios (flower_faults.py) put this file into their app as `client_app.py`. A SuperNode's configuration names a
+The scenarios (flower_scenarios.py) put this file into their app as `client_app.py`. A SuperNode's configuration names a
 folder, `faults`; a file `do-CLIENT-ROUND` in it holds one word, and the site does that in this round.
 """
 

@@ -1,4 +1,4 @@
-"""Every scenario of benchmarks/flower_faults.py, with real processes; each judges its run by itself."""
+"""Every scenario of benchmarks/flower_scenarios.py, with real processes; each judges its run by itself."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flower_faults import SCENARIOS
+from flower_scenarios import SCENARIOS
 from flower_world import World, a_world
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
