@@ -1,0 +1,63 @@
+"""How far the CUDA engine agrees with a plain loop and with the plain engine: for benchmarks/gpu.py."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_setting import started, usable
+from gpu_sheet import Clock, Sheet
+from torch import nn
+
+from fedloom.engines import CudaEngine
+from fedloom.methods import methods
+from fedloom.small_runs import small_experiment
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "engines"))
+import agreement as against_loop  # what the tests hold against each other too
+
+
+def agreement(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    device = options.device
+    for model in clock.while_left(["lenet"] if options.tiny else list(against_loop.NETWORKS)):
+        found: dict[str, Any] = {}
+        for double in (False, True):
+            name = "float64" if double else "float32"
+            with against_loop.experiment_of(model, device, double).engine_closed() as experiment:
+                jobs, floats = against_loop.jobs_of(experiment), experiment.layout.floats
+                loop = against_loop.trained_by_a_loop(experiment, jobs, device)
+                rows, replayed = against_loop.trained_at_once(experiment, jobs, device)
+                found[f"{name}, to a plain loop"] = against_loop.apart(rows, loop, floats)
+                plain = against_loop.trained(experiment.engine, jobs)
+                found[f"{name}, to the plain engine"] = against_loop.apart(rows, plain, floats)
+                draw = torch.Generator(device).manual_seed(0)
+                moved = [replace(job, row=job.row.clone()) for job in jobs]
+                for job in moved:
+                    weights = job.row[: experiment.layout.trainable]
+                    noise = torch.randn(weights.shape, generator=draw, device=device, dtype=weights.dtype)
+                    weights.mul_(1 + 1e-7 * noise)
+                astray = against_loop.trained_by_a_loop(experiment, moved, device)
+                found[f"{name}, the loop from a start moved by 1e-7"] = against_loop.apart(astray, loop, floats)
+                found[f"{name}, steps replayed"] = replayed
+        sheet.put("agreement", model, found)
+
+
+def every_method(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    for method in clock.while_left(["fedavg", "scaffold"] if options.tiny else sorted(methods())):
+        rows, replayed = [], 0
+        for engine in ("plain", "cuda"):
+            given = {"device": options.device, "precision": "fp32", "momentum": 0.5, "engine": usable(engine, options)}
+            experiment = small_experiment(method, {}, **given, model=small_network)
+            with started(experiment, engine).engine_closed():
+                lost = [experiment.rounds.play(round)["lost"] for round in range(2)]
+                rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].clone())
+                if isinstance(experiment.engine, CudaEngine):
+                    replayed = sum(slot.tape.replayed for slot in experiment.engine.slots)
+        away = float(torch.linalg.vector_norm(rows[0] - rows[1]) / torch.linalg.vector_norm(rows[0]))
+        sheet.put("methods", method, {"away": away, "steps replayed": replayed, "clients lost": sum(lost)})
+
+
+def small_network() -> nn.Module:
+    return against_loop.in_double(nn.Sequential(nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 10)))

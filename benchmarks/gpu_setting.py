@@ -1,0 +1,64 @@
+"""The setting of benchmarks/gpu.py: 100 clients, and experiments with the CUDA engine, on a CPU to try it out."""
+
+import argparse
+
+import torch
+from gpu_profile import BATCH, LR, MOMENTUM
+
+from fedloom.config import make_config
+from fedloom.data import PooledFederation, Samples, load
+from fedloom.data.partition import partition
+from fedloom.engines import CudaEngine
+from fedloom.errors import InputError
+from fedloom.experiment import Experiment, build
+from fedloom.request import Own
+from fedloom.streams import Streams
+
+CLIENTS, PER_ROUND, EPOCHS = 100, 10, 5
+
+
+def federation(options: argparse.Namespace) -> PooledFederation:
+    """100 clients; where the data set is not at hand, random images of the same shape take the same time."""
+    name, count = options.data, 3000 if options.tiny else 50_000
+    try:
+        data = load(name, download=False)
+        pool, prepare = data.train[:count], data.prepare
+    except InputError:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 256, (count, 32, 32, 3), dtype=torch.uint8, generator=draw)
+        pool, prepare, name = Samples(x, torch.randint(0, 10, (count,), generator=draw)), None, "made up"
+    parts = partition(
+        "iid" if options.tiny else "dirichlet:0.1", pool.y.numpy(), CLIENTS, Streams(0).numpy("partition")
+    )
+    return PooledFederation(pool, parts, classes=10, prepare=prepare, name=name, test=pool[:10_000])
+
+
+def experiment_of(
+    model: str, precision: str, data: PooledFederation, options: argparse.Namespace, seed: int = 0
+) -> Experiment:
+    given = {
+        "seed": seed,
+        "data": data.name, "partition": "own", "clients": CLIENTS, "per_round": PER_ROUND, "rounds": 10_000,
+        "eval_every": 10_000, "model": model, "epochs": 1 if options.tiny else EPOCHS, "batch_size": BATCH, "lr": LR,
+        "momentum": MOMENTUM, "engine": usable("cuda", options), "device": options.device, "fast": options.fast,
+        "precision": precision if options.device == "cuda" else "fp32",
+    }  # fmt: skip
+    return started(build(make_config(given), Own(data=data)))
+
+
+def usable(engine: str, options: argparse.Namespace) -> str:
+    """On the CPU the plain engine first takes the place of the other."""
+    return engine if options.device == "cuda" else "plain"
+
+
+def started(experiment: Experiment, engine: str = "cuda") -> Experiment:
+    """The experiment with the CUDA engine also where that is only tried out, on the CPU."""
+    if engine == "cuda" and not isinstance(experiment.engine, CudaEngine):
+        experiment.engine.close()
+        experiment.engine = experiment.rounds.engine = CudaEngine(experiment.engine.shop, "cpu")
+    return experiment
+
+
+def engine_of(experiment: Experiment) -> CudaEngine:
+    assert isinstance(experiment.engine, CudaEngine)
+    return experiment.engine

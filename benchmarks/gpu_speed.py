@@ -1,0 +1,155 @@
+"""Whole rounds of the CUDA engine against a plain loop, and of several runs at once: for benchmarks/gpu.py."""
+
+import argparse
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+
+import torch
+import torch.nn.functional as F
+from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds
+from gpu_setting import engine_of, experiment_of, federation
+from gpu_sheet import Clock, Sheet
+
+from fedloom.cuda_streams import own_stream
+from fedloom.data import PooledFederation
+from fedloom.devices import make_device
+from fedloom.models import build as build_model
+
+WARM_SECONDS = 15.0
+"""How long rounds are played, at most, before any is timed: clients differ in size, and each size is recorded once."""
+
+
+class Loop:
+    """One client after the other."""
+
+    def __init__(self, model: str, data: PooledFederation, device: str, autocast: bool, epochs: int) -> None:
+        torch.manual_seed(0)
+        self.module = build_model(model, data.shape, 10).to(device)
+        self.x, self.y = data.prepare(data.pool.x.to(device)), data.pool.y.to(device)
+        self.parts = [torch.from_numpy(part).to(device) for part in data.parts]
+        self.model = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        self.autocast, self.device, self.epochs = autocast, device, epochs
+
+    def round(self, clients: list[int]) -> None:
+        total = sum(len(self.parts[client]) for client in clients)
+        mean = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in self.model.items()}
+        for client in clients:
+            part = self.parts[client]
+            self.module.load_state_dict(self.model)
+            optimizer = torch.optim.SGD(self.module.parameters(), LR, momentum=MOMENTUM)
+            for _ in range(self.epochs):
+                order = part[torch.randperm(len(part), device=part.device)]
+                for low in range(0, len(order), BATCH):
+                    self.step(order[low : low + BATCH], optimizer)
+            for name, tensor in self.module.state_dict().items():
+                mean[name] += tensor * (len(part) / total)
+        self.model = {name: tensor.to(self.model[name].dtype) for name, tensor in mean.items()}
+
+    def step(self, at: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        if len(at) == 1:  # batch norm cannot take it; the engine lets the norm rest
+            return
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            loss = F.cross_entropy(self.module(self.x[at]), self.y[at])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    data, loops = federation(options), dict[str, list[float]]()
+    rounds, most = (1, 1) if options.tiny else (options.rounds, options.warm)
+    ceilings = measure_ceilings(options.device, 256 if options.tiny else 8192)
+    sheet.put("profile", "ceilings", ceilings)
+    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
+        with experiment_of(model, precision, data, options).engine_closed() as experiment:
+            play, select = experiment.rounds.play, experiment.rounds.parts.server.select
+            began = time.monotonic()
+            warm = next((n for n in range(most) if play(n) and time.monotonic() - began > WARM_SECONDS), most - 1) + 1
+            first = time.monotonic() - began
+            ours, theirs, lower = [], [], []
+            epochs = experiment.config.epochs
+            full = Loop(model, data, options.device, False, epochs)
+            half = Loop(model, data, options.device, True, epochs) if precision == "bf16" else None
+            for loop in (full, half):
+                if loop is not None:
+                    loop.round(select(0)[:2])
+            for number in range(warm, warm + rounds):
+                clients = select(number)
+                ours.append(seconds(options.device, play, number))
+                if model not in loops or len(loops[model]) < rounds:  # the loop in tf32 is timed once
+                    theirs.append(seconds(options.device, full.round, clients))
+                if half is not None:
+                    lower.append(seconds(options.device, half.round, clients))
+            loops.setdefault(model, theirs)
+            ms = {"fedloom": statistics.median(ours), "loop": statistics.median(loops[model])}
+            if lower:
+                ms["loop in bf16"] = statistics.median(lower)
+            tapes = [slot.tape for slot in engine_of(experiment).slots]
+            name = f"{model}, {precision}{', fast' if options.fast else ''}"
+            sheet.put("speed", name, {
+                "ms a round": {name: round(1000 * value, 1) for name, value in ms.items()},
+                "spread": {"fedloom": spread(ours), "loop": spread(loops[model])},
+                "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
+                "data": data.name,
+                f"seconds of the first {warm} rounds": round(first, 2),
+                "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
+                "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
+            })  # fmt: skip
+            sheet.put(
+                "profile",
+                name,
+                profile(experiment, data, (model, precision), warm + rounds, ceilings),
+            )
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    """Steady rounds of several runs that share the GPU, as with `fedloom compare --at-once`: none waits for another."""
+    data, count = federation(options), 2 if options.tiny else options.at_once
+    rounds, warm = (1, 1) if options.tiny else (options.rounds, options.warm)
+    stages = [range(warm + n * rounds, warm + (n + 1) * rounds) for n in (0, 1)]  # timed, and seen by the profiler
+    stages.insert(0, range(warm))
+
+    def one_run(model: str, precision: str, seed: int, gate: Barrier) -> None:
+        try:
+            with (
+                own_stream(make_device(options.device)),
+                experiment_of(model, precision, data, options, seed).engine_closed() as run,
+            ):
+                for numbers in stages:
+                    gate.wait()
+                    for number in numbers:
+                        run.rounds.play(number)
+                    gate.wait()
+        except BaseException:
+            gate.abort()  # nobody waits for a run that has failed
+            raise
+
+    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
+        gate = Barrier(count + 1)
+
+        def stage(gate: Barrier = gate) -> None:
+            gate.wait()
+            gate.wait()
+
+        with ThreadPoolExecutor(count) as pool:
+            runs = [pool.submit(one_run, model, precision, seed, gate) for seed in range(count)]
+            try:
+                stage()
+                wall = seconds(options.device, stage) / rounds
+                spans = profiled(options.device, stage)
+            except BrokenBarrierError:
+                spans = []
+        for run in runs:
+            run.result()
+        took = {"rounds of each": rounds, "ms for a round of one run": round(1000 * wall / count, 1)}
+        found = busy_share(spans, wall) if spans else {}  # on a CPU the profiler does not see other threads
+        sheet.put("profile", f"{model}, {precision}, {count} runs at once", took | found)
+
+
+def spread(values: list[float]) -> list[float]:
+    return [round(1000 * min(values), 1), round(1000 * max(values), 1)]
