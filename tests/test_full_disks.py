@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_goes_on_later(command: Comma
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
         "main(sys.argv[1:])\n"
     )
-    assert resource.RLIM_INFINITY  # the limit is set in the other process alone
     words = [*map(str, ("run", "scaffold", *TINY_OPTIONS, "--out", "r", "--checkpoint-seconds", 0, "-q"))]
     process = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -124,7 +124,7 @@ def test_a_site_that_hands_over_another_s_layer_twice_is_seen_by_the_server() ->
     take = SealedSite._model
 
     class Copier(SealedSite):
-        def _model(self, now) -> bytes:  # type: ignore[no-untyped-def]
+        def _model(self, now) -> list[bytes]:  # type: ignore[no-untyped-def]
             now.deeds = [world.sites[0]._now.deeds[0]]  # type: ignore[union-attr]
             return take(self, now)
 
