@@ -6,12 +6,15 @@ batch of that size. Losses are noted on the device too and read at the end.
 """
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import random
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +31,10 @@ MOST_OPTIMIZERS = 8
 
 STRETCH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
+
+
+FIXED = {"context", "options"}
+"""What every `Local` has and never changes."""
 
 
 class _Watched:
@@ -233,19 +240,20 @@ class SlotBench(Bench):
         if not cuts:
             return
         room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
-        kind = (getattr(piece.step, "__func__", piece.step), id(getattr(piece.step, "__self__", None)))
-        own = _summary(self.scratch)
+        kind = (getattr(piece.step, "__func__", piece.step), _Same(getattr(piece.step, "__self__", None)))
+        own = self._on_host(piece.step)
         state = (kind, self._state(), own)
         token = self._tokens.setdefault(state, len(self._tokens))  # quicker to look up at every step
         for low in range(0, len(cuts), room):
             part = cuts[low : low + room]
             sizes = [len(cut) for cut in part]
             self._stock.fill(self._store, [self._positions[cut.positions] for cut in part])
-            for number, (size, count) in enumerate(_stretches(sizes)):
-                before = self.host["steps"]
+            for size, count in _stretches(sizes):
+                before, written = self.host["steps"], self.tape.recorded + self.tape.done
                 self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, before), self)
                 self.host["steps"] = before + count
-                if not number and _summary(self.scratch) != own:
+                # Only a step that was not replayed can have changed something on the host.
+                if self.tape.recorded + self.tape.done != written and self._on_host(piece.step) != own:
                     self.tape.refuse(kind, "it keeps count of something on the host")
                 yield
             first = max((number for number, cut in enumerate(part) if cut.first), default=None)
@@ -262,6 +270,12 @@ class SlotBench(Bench):
                 batch = self._prepared(Samples(batch.x, batch.y))
             self._stock.note(self._step(step, batch))
 
+    def _on_host(self, step: Step) -> Hashable:
+        """What a step may read on the host beside the bench's own values: a recording keeps it as it is."""
+        held: Mapping[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
+        own = {name: value for name, value in held.items() if name not in FIXED}
+        return _summary((self.scratch, vars(self.optimizer), own))
+
     def _state(self) -> Hashable:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
         tensors: list[Tensor] = [self.row, self.weights, self.gradient, self.received, *self._stock.places]
@@ -271,8 +285,7 @@ class SlotBench(Bench):
         names = (*self.extras, *self.home, *self.uploads)
         modes = tuple(module.training for module in self.module.modules())
         trained = tuple(p.requires_grad for p in self.module.parameters())
-        optimizer = (type(self.optimizer), _summary(vars(self.optimizer)))
-        return tuple(map(_address, tensors)), names, modes, trained, optimizer, self.training.clip
+        return tuple(map(_address, tensors)), names, modes, trained, type(self.optimizer), self.training.clip
 
 
 def apart(shop: Workshop) -> Workshop:
@@ -297,7 +310,7 @@ def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         at += max(1, count)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _as_it_is(x: Any) -> Any:
     return x
 
 
@@ -314,15 +327,44 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
-def _summary(value: Any) -> Hashable:
-    """What of a `Local`'s own things a recording depends on: addresses of tensors, values of the rest."""
+class _Same:
+    """An object that is itself alone, and not another that came to lie in its place once it was gone."""
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)  # no more than that: it may hold much memory
+        except TypeError:
+            self._get = partial(_as_it_is, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._id == other._id and self._get() is other._get() is not None
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+
+def _summary(value: Any, deep: int = 2) -> Hashable:
+    """What of a `Local`'s own things a recording depends on: addresses of tensors, values of the rest.
+
+    Objects are themselves and what they hold, so many levels `deep`.
+    """
     if isinstance(value, Tensor):
         return _address(value)
     if isinstance(value, Mapping):
-        return tuple((key, _summary(item)) for key, item in value.items())
+        return tuple((key, _summary(item, deep)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return tuple(_summary(item) for item in value)
-    return value if isinstance(value, int | float | str | bool | None) else id(value)
+        return tuple(_summary(item, deep) for item in value)
+    if isinstance(value, int | float | str | bool | None):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, np.random.Generator):
+        return _Same(value), repr(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return _Same(value), value.getstate()
+    held = getattr(value, "__dict__", None) if deep and not callable(value) else None
+    return _Same(value), _summary(held, deep - 1)
 
 
 @contextmanager

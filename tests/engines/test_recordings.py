@@ -1,0 +1,141 @@
+"""Steps that keep something on the host: replayed or not, they do what the plain engine does."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cuda import answers, assert_alike, cuda_of, dense, jobs_for
+from torch import Tensor
+
+from fake_graphs import fake_tape
+from fedloom.bench import Batch, Bench, Pass
+from fedloom.engines import CudaEngine
+from fedloom.methods import Local, Method, Options, register
+from fedloom.optim import SGD
+from fedloom.small_runs import small_experiment
+
+CLIENTS = (5, 0, 7, 2, 1, 6)
+
+
+@pytest.fixture(autouse=True)
+def recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings that keep addresses and numbers, as CUDA graphs do."""
+    monkeypatch.setattr("fedloom.engines.cuda.LEAD", 0)
+    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
+    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+
+
+def as_plain(local: type[Local[Options]], clients: Sequence[int] = CLIENTS, **settings: Any) -> CudaEngine:
+    """Three rounds in one slot, held against the plain engine."""
+    register(Method("own", "", "", "", local=local))
+    values = {"engine": "plain", "per_round": 8, "batch_size": 4, "steps": 24, "model": dense, **settings}
+    with small_experiment("own", {}, **values).engine_closed() as plain:
+        engine = cuda_of(plain, 1)
+        for round in range(3):
+            jobs = jobs_for(plain, list(clients))
+            assert_alike(answers(engine, jobs, round), answers(plain.engine, jobs, round))
+    return engine
+
+
+def scaled(bench: Bench, batch: Batch, factor: float) -> Tensor:
+    """A step with a number of the host in it."""
+    loss = bench.loss(batch)
+    bench.backward(loss)
+    bench.gradient.mul_(factor)
+    bench.descend()
+    return loss
+
+
+class Scaling:
+    """A step of its own, made for each client. One takes the place in memory of the one before."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, self.factor)
+
+
+class OwnStep(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(Scaling(0.1 * (1 + bench.client)).step)
+
+
+class OwnObject(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["scaling"] = Scaling(0.1 * (1 + bench.client))
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, bench.scratch["scaling"].factor)
+
+
+class OwnNumber(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["factor"] = np.float32(0.1 * (1 + bench.client))
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, float(bench.scratch["factor"]))
+
+
+class OwnNetwork(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["other"] = copy.deepcopy(bench.module).requires_grad_(False)
+        for weight in bench.scratch["other"].parameters():
+            weight.mul_(1 + 0.1 * bench.client)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        apart = bench.module(batch.x) - bench.scratch["other"](batch.x)
+        loss = bench.loss(batch) + apart.square().mean()
+        bench.backward(loss)
+        bench.descend()
+        return loss
+
+
+class OwnRound(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        self.factor = 0.1 * (1 + bench.round)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, self.factor)
+
+
+class OwnCount(Local[Options]):
+    """Every ninth step is another one, which a look at the first replay does not show."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        self.count = 0
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        self.count += 1
+        return scaled(bench, batch, 1.0 if self.count % 9 else -1.0)
+
+
+class OwnOptimizer(Local[Options]):
+    """It makes its state when it takes its first step."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.optimizer = SGD(momentum=0.9)
+        yield Pass(self.step)
+
+
+class OwnDraws(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["draw"] = np.random.default_rng(bench.client)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, -1.0 if bench.scratch["draw"].random() < 0.04 else 1.0)
+
+
+@pytest.mark.parametrize(
+    "local", [OwnStep, OwnObject, OwnNumber, OwnNetwork, OwnRound, OwnCount, OwnOptimizer, OwnDraws]
+)
+def test_what_a_step_holds_on_the_host_is_never_that_of_another_client(local: type[Local[Options]]) -> None:
+    as_plain(local)
