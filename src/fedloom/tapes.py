@@ -203,6 +203,8 @@ class RecordingTape(Tape):
             log.warning("a replay of the step %s differs from it by %.1e of what it does", _name(kind), away)
 
     def refuse(self, kind: Hashable, reason: str) -> None:
+        if kind in self._refused:
+            return
         self._refused.add(kind)
         log.warning("the step %s is not recorded but done anew each time: %s", _name(kind), reason)
 

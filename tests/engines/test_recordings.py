@@ -139,3 +139,11 @@ class OwnDraws(Local[Options]):
 )
 def test_what_a_step_holds_on_the_host_is_never_that_of_another_client(local: type[Local[Options]]) -> None:
     as_plain(local)
+
+
+def test_a_step_that_is_not_recorded_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "fedloom"):
+        as_plain(OwnCount)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the step OwnCount.step is not recorded but done anew each time: it keeps count of something on the host"
+    ]
