@@ -147,3 +147,38 @@ def test_a_step_that_is_not_recorded_is_told_once(caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == [
         "the step OwnCount.step is not recorded but done anew each time: it keeps count of something on the host"
     ]
+
+
+class Validating(Local[Options]):
+    """Takes validation samples into its steps, which lie elsewhere for every client."""
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        held = bench.validation
+        loss = bench.loss(batch) + bench.loss(Batch(held.x[:3], held.y[:3]))
+        bench.backward(loss)
+        bench.descend()
+        return loss
+
+
+class Adopting(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.adopt(bench.training.model_copy(update={"lr_decay": 0.1 * (1 + bench.client), "lr": 0.1 + bench.round}))
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, bench.training.lr_decay)
+
+
+@pytest.mark.parametrize("local", [Validating, Adopting])
+def test_what_a_step_reads_on_the_bench_is_that_of_its_client(local: type[Local[Options]]) -> None:
+    as_plain(local, validation=0.3)
+
+
+def test_settings_that_a_step_does_not_read_need_no_recording_of_their_own() -> None:
+    class Quicker(Local[Options]):
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            bench.adopt(bench.training.model_copy(update={"lr": 0.01 * (1 + bench.client)}))
+            yield Pass(self.step, steps=4)
+
+    (slot,) = as_plain(Quicker).slots
+    assert slot.tape.recorded == 2, "one of a single step, and one of three"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from fedloom.engines.stock import Stock
 from fedloom.optim import Steady
 from fedloom.streams import GLOBAL_STATE
 from fedloom.tapes import Tape, make_tape
+from fedloom.training import Training
 
 MOST_OPTIMIZERS = 8
 """Optimisers whose state a slot keeps in its place, for methods that train with several settings in turn."""
@@ -32,6 +34,9 @@ MOST_OPTIMIZERS = 8
 STRETCH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
 
+
+ALWAYS_READ = ("batch_size", "clip")
+"""Settings that every step reads: recordings depend on them anyhow."""
 
 FIXED = {"context", "options"}
 """What every `Local` has and never changes."""
@@ -52,6 +57,18 @@ class _Watched:
 
     def __set__(self, bench: "SlotBench", value: Any) -> None:
         bench.host[self.name] = value
+
+
+class _Noting:
+    """The settings of a client's training, whose names are noted as they are read."""
+
+    def __init__(self, training: Training, noted: set[str]) -> None:
+        self._training, self._noted = training, noted
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ALWAYS_READ:
+            self._noted.add(f"training.{name}")
+        return getattr(self._training, name)
 
 
 class SlotBench(Bench):
@@ -128,6 +145,26 @@ class SlotBench(Bench):
         if self._taken is None:
             self._taken = self._store.take(self._positions)
         return self._taken
+
+    @property
+    def training(self) -> Training:
+        if self.listening is not None:
+            return cast(Training, _Noting(self.host["training"], self.listening))
+        return cast(Training, self.host["training"])
+
+    @training.setter
+    def training(self, training: Training) -> None:
+        self.host["training"] = training
+
+    @property
+    def validation(self) -> Samples:
+        if self.listening is not None:
+            self.listening.add("validation")
+        return cast(Samples, self.host["validation"])
+
+    @validation.setter
+    def validation(self, samples: Samples) -> None:
+        self.host["validation"] = samples
 
     @property
     def lr(self) -> float:
@@ -223,7 +260,7 @@ class SlotBench(Bench):
 
     def values(self, names: frozenset[str]) -> Hashable:
         """Host values by name."""
-        return tuple(getattr(self, name) for name in sorted(names))
+        return tuple(_summary(attrgetter(name)(self)) for name in sorted(names))
 
     def memory(self) -> list[Tensor]:
         """Everything on the bench that a step may change."""
@@ -285,7 +322,8 @@ class SlotBench(Bench):
         names = (*self.extras, *self.home, *self.uploads)
         modes = tuple(module.training for module in self.module.modules())
         trained = tuple(p.requires_grad for p in self.module.parameters())
-        return tuple(map(_address, tensors)), names, modes, trained, type(self.optimizer), self.training.clip
+        settings = tuple(getattr(self.training, name) for name in ALWAYS_READ)
+        return tuple(map(_address, tensors)), names, modes, trained, type(self.optimizer), settings
 
 
 def apart(shop: Workshop) -> Workshop:
@@ -351,6 +389,8 @@ def _summary(value: Any, deep: int = 2) -> Hashable:
     """
     if isinstance(value, Tensor):
         return _address(value)
+    if isinstance(value, Samples):
+        return _address(value.x), _address(value.y)
     if isinstance(value, Mapping):
         return tuple((key, _summary(item, deep)) for key, item in value.items())
     if isinstance(value, list | tuple):
