@@ -248,3 +248,20 @@ def test_urgent_work_has_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     held[0].close()
     assert cuda_streams.SpareStream(device).stream is not urgent
     assert cuda_streams.SpareStream(device, 3).stream is urgent
+
+
+def test_draws_of_torch_on_the_host_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU would repeat what followed from the number that was drawn then."""
+    player = Counter()
+    cuda = Noting(monkeypatch)
+    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
+    before, drawn = torch.get_rng_state(), list[float]()
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        play(tape, lambda: drawn.append(float(torch.rand(()))), player, 4)
+    torch.set_rng_state(before)
+    assert [drawn[0], *drawn[2:]] == torch.stack([torch.rand(()) for _ in range(4)]).tolist()
+    assert drawn[1] == drawn[2], "the recording took nothing away"
+    assert "replay" not in cuda.noted
+    assert "it draws random numbers on the host" in caplog.text

@@ -11,11 +11,13 @@ is, to the last bit.
 import gc
 import logging
 import os
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +160,7 @@ class RecordingTape(Tape):
     def _record(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
         states = [generator.get_state() for generator in self._generators]
         try:
-            with player.randomness(), player.listen() as reads:
+            with player.randomness(), player.listen() as reads, _HostDraws() as draws:
                 recording = self.capture(body, player)
         except torch.OutOfMemoryError:
             self.mend(states)
@@ -169,8 +171,11 @@ class RecordingTape(Tape):
             self.refuse(kind, f"{type(first).__name__}: {str(first).partition(chr(10))[0]}")
             super().play(kind, key, body, player)
             return
-        if "steps" in reads:
-            self.refuse(kind, "it asks how many steps were taken, which every step changes")
+        changing = "it asks how many steps were taken, which every step changes" if "steps" in reads else None
+        if draws.happened:
+            changing = "it draws random numbers on the host"
+        if changing is not None:
+            self.refuse(kind, changing)
             super().play(kind, key, body, player)
             return
         self.recorded += 1
@@ -255,6 +260,24 @@ class GraphTape(RecordingTape):
             fresh = torch.Generator(self._device)
             fresh.set_state(state)
             generator.graphsafe_set_state(fresh)
+
+
+class _HostDraws:
+    """Whether somebody inside draws from a global generator of the host; it is as if nobody had."""
+
+    def __enter__(self) -> "_HostDraws":
+        self._before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - others' draws
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        python, legacy, ours = self._before
+        now = np.random.get_state()  # noqa: NPY002
+        same = [np.array_equal(a, b) for a, b in zip(now, legacy, strict=True)]
+        self.happened = random.getstate() != python or not all(same) or not torch.equal(torch.get_rng_state(), ours)
+        if self.happened:
+            random.setstate(python)
+            np.random.set_state(legacy)  # noqa: NPY002
+            torch.set_rng_state(ours)
 
 
 @contextmanager

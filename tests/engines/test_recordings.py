@@ -1,7 +1,8 @@
 """Steps that keep something on the host: replayed or not, they do what the plain engine does."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,3 +183,27 @@ def test_settings_that_a_step_does_not_read_need_no_recording_of_their_own() -> 
 
     (slot,) = as_plain(Quicker).slots
     assert slot.tape.recorded == 2, "one of a single step, and one of three"
+
+
+class Dropping(Local[Options]):
+    """Decides on the host, now and then, to do something else; a look at the first replay hardly ever shows it."""
+
+    draw: Callable[[], float]
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        random.seed(bench.client)
+        np.random.seed(bench.client)  # noqa: NPY002 - as many do
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, -1.0 if type(self).draw() < 0.04 else 1.0)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+def test_a_step_that_draws_on_the_host_is_never_recorded(
+    draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Dropping, "draw", staticmethod(draw), raising=False)
+    with caplog.at_level("WARNING", "fedloom"):
+        as_plain(Dropping)
+    assert "it draws random numbers on the host" in caplog.text
