@@ -257,10 +257,11 @@ class Bench:
         resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
         for norm in resting:
             norm.eval()
-        loss = step(self, batch)
-        for norm in resting:
-            norm.train()
-        return loss
+        try:
+            return step(self, batch)
+        finally:  # a step that could not be recorded is done again, and so are others after it
+            for norm in resting:
+                norm.train()
 
     def length(self, piece: Pass) -> int:
         """How many steps a pass takes on this client."""

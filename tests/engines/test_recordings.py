@@ -10,12 +10,12 @@ import pytest
 from test_cuda import answers, assert_alike, cuda_of, dense, jobs_for
 from torch import Tensor
 
-from fake_graphs import fake_tape
+from fake_graphs import FakeGraphTape, fake_tape
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.engines import CudaEngine
 from fedloom.methods import Local, Method, Options, register
 from fedloom.optim import SGD
-from fedloom.small_runs import small_experiment
+from fedloom.small_runs import SmallFederation, normed_network, small_experiment
 
 CLIENTS = (5, 0, 7, 2, 1, 6)
 
@@ -207,3 +207,28 @@ def test_a_step_that_draws_on_the_host_is_never_recorded(
     with caplog.at_level("WARNING", "fedloom"):
         as_plain(Dropping)
     assert "it draws random numbers on the host" in caplog.text
+
+
+def test_a_batch_of_one_that_cannot_be_recorded_leaves_batch_norm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm rests in a batch of one sample, and must not when the next batch comes."""
+    capture, recording = FakeGraphTape.capture, list[bool]()
+
+    class Asking(Local[Options]):
+        def step(self, bench: Bench, batch: Batch) -> Tensor:
+            loss = bench.loss(batch)
+            if recording:
+                raise RuntimeError("it asks the device for a number")
+            bench.backward(loss)
+            bench.descend()
+            return loss
+
+    def failing(self: FakeGraphTape, *given: Any) -> Any:
+        recording.append(True)
+        try:
+            return capture(self, *given)
+        finally:
+            recording.clear()
+
+    monkeypatch.setattr(FakeGraphTape, "capture", failing)
+    samples = len(SmallFederation().client(1))
+    as_plain(Asking, [1], batch_size=samples - 1, steps=6, model=normed_network)

@@ -300,12 +300,18 @@ class SlotBench(Bench):
 
     def _take(self, step: Step, size: int, count: int, before: int) -> None:
         """Some steps with batches of one size, after `before` others."""
-        for number in range(count):
-            self.host["steps"] = before + number
-            batch = self._stock.take(size)
-            if self._augment is not None:
-                batch = self._prepared(Samples(batch.x, batch.y))
-            self._stock.note(self._step(step, batch))
+        bound = self._bound
+        try:
+            for number in range(count):
+                self.host["steps"] = before + number
+                batch = self._stock.take(size)
+                if self._augment is not None:
+                    batch = self._prepared(Samples(batch.x, batch.y))
+                self._stock.note(self._step(step, batch))
+        except Exception:
+            if bound is not None:  # it may be done again, from the beginning
+                self.bind(bound)
+            raise
 
     def _on_host(self, step: Step) -> Hashable:
         """What a step may read on the host beside the bench's own values: a recording keeps it as it is."""
