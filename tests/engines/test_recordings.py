@@ -232,3 +232,14 @@ def test_a_batch_of_one_that_cannot_be_recorded_leaves_batch_norm_as_it_was(monk
     monkeypatch.setattr(FakeGraphTape, "capture", failing)
     samples = len(SmallFederation().client(1))
     as_plain(Asking, [1], batch_size=samples - 1, steps=6, model=normed_network)
+
+
+def test_a_local_may_ask_for_the_mean_loss_between_its_passes() -> None:
+    class Asking(Local[Options]):
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            assert np.isnan(bench.mean_loss)
+            yield Pass(self.step, epochs=1)
+            bench.lr = 0.1 * bench.mean_loss
+            yield Pass(self.step, epochs=1)
+
+    as_plain(Asking)

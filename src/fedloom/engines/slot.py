@@ -117,7 +117,6 @@ class SlotBench(Bench):
             place.zero_()
         kept = {name: self._kept_extra(name, value) for name, value in extras.items()}
         self._positions = positions
-        self._noted.clear()
         self.begin(round, client, store, row, self.received, kept, dict(homes), dict(uploads), first_visit)
 
     def _bring(self, samples: Samples) -> None:
@@ -180,6 +179,19 @@ class SlotBench(Bench):
     def _set_rate(self, lr: float) -> None:
         self._lr, self._rate = lr, self._lr_space
         self._lr_space.fill_(lr)
+
+    @property
+    def mean_loss(self) -> float:
+        """As on any bench; whoever asks waits for the steps that were asked for."""
+        if not self._noted:
+            return float("nan")
+        sizes = [size for _, sizes in self._noted for size in sizes]
+        losses = torch.cat([found for found, _ in self._noted]).double().cpu()
+        return float(losses @ torch.tensor(sizes, dtype=torch.float64)) / sum(sizes)
+
+    def restart(self) -> None:
+        self._noted.clear()
+        super().restart()
 
     def last_words(self) -> tuple[Tensor, list[int]]:
         """On their way to the host: the losses of the last epoch, and at the end the sum of all numbers that the client
