@@ -95,7 +95,9 @@ class CudaEngine(Engine):
                 except torch.OutOfMemoryError as error:
                     waiting.put_back(index)
                     gpu.free.append(place)
-                    gpu.drop(slot)
+                    error.with_traceback(None)  # it holds what the step had
+                    if not gpu.drop(slot):
+                        idle.append(slot)
                     self._refuse_none(error)
                     continue
                 except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it

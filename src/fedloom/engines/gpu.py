@@ -1,6 +1,7 @@
 """One GPU of the CUDA engine: the samples on it, the slots that train there, and room for their answers."""
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -18,6 +19,8 @@ from fedloom.engines.slot import SlotBench
 from fedloom.engines.worker import Slots
 from fedloom.streams import GLOBAL_STATE
 from fedloom.workshop import Workshop
+
+log = logging.getLogger("fedloom")
 
 RESULT_MEMORY = 8 << 30
 """Bytes for answers that wait for their turn."""
@@ -70,7 +73,10 @@ class Gpu:
         self._pool: Samples | None = None
         if isinstance(shop.federation, PooledFederation):
             pool = shop.federation.pool
-            self._pool = Samples(pool.x.to(device), pool.y.to(device))
+            try:
+                self._pool = Samples(pool.x.to(device), pool.y.to(device))
+            except torch.OutOfMemoryError:
+                self._tell_of_samples()
 
     def add_slots(self, wanted: int) -> None:
         """Have as many slots as are wanted, or as there is memory for."""
@@ -80,16 +86,32 @@ class Gpu:
                 # in the end, too few to fill the GPU.
                 self.slots.append(SlotBench(self._workshop, self.device, max(0, URGENT - len(self.slots))))
             except torch.OutOfMemoryError:
-                self.most = len(self.slots)
+                if self.slots or not self._send_samples_away():
+                    self.most = len(self.slots)
 
-    def drop(self, slot: SlotBench) -> None:
-        """Go on with one slot less: there is no memory for all of them."""
+    def drop(self, slot: SlotBench) -> bool:
+        """Go on with one slot less: there is no memory for all of them. False: with the last, but without the samples,
+        which are brought here with their clients from now on."""
+        self.synchronize()
+        if self.slots == [slot] and self._send_samples_away():
+            return False
         self.slots.remove(slot)
         self.most = len(self.slots)
         slot.close()
-        self.synchronize()
-        with GLOBAL_STATE:  # nobody records meanwhile
-            torch.cuda.empty_cache()
+        _give_back()
+        return True
+
+    def _send_samples_away(self) -> bool:
+        """Let samples be brought here with their clients, where all of them lie here; says whether they did."""
+        if self._pool is None:
+            return False
+        self._pool = None
+        _give_back()
+        self._tell_of_samples()
+        return True
+
+    def _tell_of_samples(self) -> None:
+        log.warning("%s has no room for all samples: those of each client are brought there for its work", self.device)
 
     def make_room(self, jobs: int) -> int:
         """Have memory for answers, one place for each job, or as many as there is room for; says how many."""
@@ -145,6 +167,12 @@ class Gpu:
             slot.close()
         self.slots.clear()
         self._results = self._pool = None
+
+
+def _give_back() -> None:
+    """Let others have memory that is kept for later."""
+    with GLOBAL_STATE:  # nobody records meanwhile
+        torch.cuda.empty_cache()
 
 
 def _copied(shop: Workshop, device: torch.device) -> Workshop:
