@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cuda import answers, assert_alike, jobs_for
+from test_cuda import answers, assert_alike, cuda_of, jobs_for
 
+from fedloom.banks import Bank
+from fedloom.bench import Bench
 from fedloom.data import PooledFederation, Samples
-from fedloom.engines import CudaEngine, Shop
+from fedloom.engines import CudaEngine, Engine, Shop
+from fedloom.engines.judge import Judge
 from fedloom.engines.slot import SlotBench
+from fedloom.errors import FedloomError
 from fedloom.experiment import Experiment
 from fedloom.small_runs import small_experiment
 
@@ -77,3 +81,52 @@ def test_samples_that_do_not_fit_come_with_their_clients(
         assert len(engine.slots) == (1 if where == "for a step" else 2)
         assert engine.gpus[0]._pool is None
     assert caplog.text.count("has no room for all samples") == 1
+
+
+def test_answers_wait_in_as_many_places_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, make = list[int](), Engine.make_bank
+
+    def small(count: int, *given: Any) -> Bank:
+        counts.append(count)
+        if count > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return make(count, *given)
+
+    with experiment() as plain:
+        engine = cuda_of(plain, 3)
+        monkeypatch.setattr(Engine, "make_bank", staticmethod(small))
+        for clients in ([0, 1], list(range(8))):
+            jobs = jobs_for(plain, clients)
+            assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
+        assert engine.gpus[0].make_room(8) == 2
+    assert counts[:8] == [1, 2, 1, 8, 4, 2, 1, 8]
+
+
+@pytest.mark.parametrize("room", [2, 1, 0, -1])
+def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for so many slots beside the test set."""
+    monkeypatch.setattr(Judge, "_body", short(lambda: len(engine.slots) > room, Judge._body))
+    with experiment() as plain:
+        engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
+        expected = answers(plain.engine, jobs)
+        assert_alike(answers(engine, jobs), expected)
+        if room < 0:
+            with pytest.raises(FedloomError, match="not enough memory to score a model"):
+                engine.score(jobs[0].row)
+            return
+        ours, theirs = engine.score(jobs[0].row), plain.engine.score(jobs[0].row)
+        assert ours is not None
+        assert theirs is not None
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert len(engine.slots) == room
+        assert_alike(answers(engine, jobs), expected)
+
+
+def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_experiment("fedrep", {}, engine="plain").engine_closed() as plain:
+        engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
+        list(engine.train(0, jobs))
+        expected = plain.engine.score_clients(1, jobs)
+        monkeypatch.setattr(Bench, "score", short(lambda: len(engine.slots) > 1, Bench.score))
+        assert engine.score_clients(1, jobs) == expected
+        assert len(engine.slots) == 1

@@ -10,14 +10,15 @@ is. A client's training does not depend on its slot, so on GPUs of one kind the 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedloom.bench import Bench
+from fedloom.data import Samples
 from fedloom.engines.base import Engine, Shop, conclude, reason_of, score_in_turn
 from fedloom.engines.gpu import Answer, Gpu
 from fedloom.engines.judge import Judge
@@ -34,6 +35,7 @@ LEAD = 4
 """Launches of a client's steps before the next client is seated. Seating takes the host longer than a GPU takes for the
 one step of each client that it would have before it."""
 
+T = TypeVar("T")
 Work = Iterator[Answer | None]
 Devices = torch.device | str | Sequence[torch.device | str]
 
@@ -166,20 +168,44 @@ class CudaEngine(Engine):
         test = self.shop.federation.test
         if test is None or not len(test):
             return None
+        return self._in_memory(lambda: self._judge_of(test).score(row))
+
+    def _judge_of(self, test: Samples) -> Judge:
         if self._judge is None:
             self._judge = Judge(Bench(apart(self.shop.workshop), self.device), self.shop.workshop, test)
-        return self._judge.score(row)
+        return self._judge
 
     def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
         """One after the other, step by step: there are few of them, and only when there is an evaluation."""
-        if self._fitting is None:
-            self._fitting = Bench(apart(self.shop.workshop), self.device)
-        return score_in_turn(self._fitting, self.shop, self.homes, round, jobs)
+
+        def work() -> list[float | None]:
+            if self._fitting is None:
+                self._fitting = Bench(apart(self.shop.workshop), self.device)
+            return score_in_turn(self._fitting, self.shop, self.homes, round, jobs)
+
+        return self._in_memory(work)
+
+    def _in_memory(self, work: Callable[[], T]) -> T:
+        """Do this work of the server; where there is no memory for it, slots make room."""
+        gpu = self.gpus[0]
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                error.with_traceback(None)  # it holds what the work had
+                self._forget_scoring()
+                if not gpu.slots:
+                    raise FedloomError("the GPU has not enough memory to score a model.") from error
+                gpu.drop(gpu.slots[-1])
+                gpu.most = max(1, gpu.most)
+
+    def _forget_scoring(self) -> None:
+        if self._judge is not None:
+            self._judge.close()
+        self._judge = self._fitting = None
 
     def close(self) -> None:
         for gpu in self.gpus:
             gpu.close()
-        if self._judge is not None:
-            self._judge.close()
-        self._judge = self._fitting = None
+        self._forget_scoring()
         torch.set_num_threads(self._threads)
