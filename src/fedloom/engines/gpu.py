@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import ceil, isfinite
 from typing import Any
 
 import numpy as np
@@ -123,8 +123,16 @@ class Gpu:
         if self._results is None or len(self._results) < jobs:
             one = Slots(1, shop, make).bank.rows
             most = max(2 * self.most, RESULT_MEMORY // (one.stride(0) * one.element_size()))
-            if self._results is None or len(self._results) < min(jobs, most):
-                self._results = Slots(min(jobs, most), shop, make)
+            count = min(jobs, most)
+            if self._results is not None and len(self._results) < count:
+                self._results = None  # before there is more room, not after it
+            while self._results is None:
+                try:
+                    self._results = Slots(count, shop, make)
+                except torch.OutOfMemoryError:
+                    if count <= 1:
+                        raise
+                    count = ceil(count / 2)
         self.free = list(range(len(self._results)))
         return len(self.free)
 
