@@ -265,3 +265,21 @@ def test_draws_of_torch_on_the_host_are_not_recorded(
     assert drawn[1] == drawn[2], "the recording took nothing away"
     assert "replay" not in cuda.noted
     assert "it draws random numbers on the host" in caplog.text
+
+
+def test_a_recording_without_memory_is_not_taken_for_a_step_that_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine then goes on with fewer slots. That the recording could not be ended is no reason of its own."""
+    player, tape = Counter(), FakeGraphTape()
+
+    def capture(body: Callable[[], None], _: object) -> None:
+        try:
+            raise torch.OutOfMemoryError("out of memory")
+        finally:
+            raise RuntimeError("the recording could not be ended")
+
+    monkeypatch.setattr(tape, "capture", capture)
+    with caplog.at_level(logging.WARNING, "fedloom"), pytest.raises(torch.OutOfMemoryError):
+        play(tape, player.add_one, player, 2)
+    assert not caplog.text

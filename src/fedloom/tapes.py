@@ -168,6 +168,8 @@ class RecordingTape(Tape):
         except Exception as error:  # whatever a step does that cannot be recorded can still be done
             self.mend(states)
             first = _first_cause(error)
+            if isinstance(first, torch.OutOfMemoryError):  # the end of the recording may have failed for it
+                raise first from None
             self.refuse(kind, f"{type(first).__name__}: {str(first).partition(chr(10))[0]}")
             super().play(kind, key, body, player)
             return

@@ -130,3 +130,26 @@ def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(Bench, "score", short(lambda: len(engine.slots) > 1, Bench.score))
         assert engine.score_clients(1, jobs) == expected
         assert len(engine.slots) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+    ],
+)
+def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = SlotBench._take
+
+    def tried(*given: Any) -> None:
+        if len(engine.slots) > 2:
+            raise error
+        take(*given)
+
+    monkeypatch.setattr(SlotBench, "_take", tried)
+    with experiment() as plain:
+        engine, jobs = cuda_of(plain, 4), jobs_for(plain, list(range(5)))
+        assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
+        assert len(engine.slots) == 2

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedloom.bench import Bench
 from fedloom.data import Samples
 from fedloom.engines.base import Engine, Shop, conclude, reason_of, score_in_turn
-from fedloom.engines.gpu import Answer, Gpu
+from fedloom.engines.gpu import Answer, Gpu, is_short_of_memory
 from fedloom.engines.judge import Judge
 from fedloom.engines.order import LargestFirst, work_of
 from fedloom.engines.slot import SlotBench, apart
@@ -94,15 +94,15 @@ class CudaEngine(Engine):
                 try:
                     with slot.tape.stream():
                         answer: Answer | Lost | None = next(work)
-                except torch.OutOfMemoryError as error:
-                    waiting.put_back(index)
-                    gpu.free.append(place)
-                    error.with_traceback(None)  # it holds what the step had
-                    if not gpu.drop(slot):
-                        idle.append(slot)
-                    self._refuse_none(error)
-                    continue
                 except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it
+                    if is_short_of_memory(error):
+                        waiting.put_back(index)
+                        gpu.free.append(place)
+                        error.with_traceback(None)  # it holds what the step had
+                        if not gpu.drop(slot):
+                            idle.append(slot)
+                        self._refuse_none(error)
+                        continue
                     if isinstance(error, torch.AcceleratorError):
                         raise
                     answer = Lost(jobs[index], reason_of(error))
@@ -160,7 +160,7 @@ class CudaEngine(Engine):
         uploads, kept = groups
         return row, uploads, kept
 
-    def _refuse_none(self, error: Exception | None = None) -> None:
+    def _refuse_none(self, error: BaseException | None = None) -> None:
         if not any(gpu.slots for gpu in self.gpus) and any(not gpu.most for gpu in self.gpus):
             raise FedloomError("the GPU has not enough memory to train one client; use a smaller batch.") from error
 
