@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fake_graphs import fake_tape
 from fedloom.bench import Batch, Bench, Pass
-from fedloom.data import PooledFederation, Samples
+from fedloom.data import Federation, PooledFederation, Prepare, Samples
 from fedloom.engines import CudaEngine
 from fedloom.engines.slot import SlotBench
 from fedloom.exchange import Job, Lost, Update
@@ -339,3 +339,34 @@ def test_it_trains_as_a_plain_loop_does(double: bool, monkeypatch: pytest.Monkey
         assert apart(rows, loop, floats) < (1e-12 if double else 1e-6)
         assert apart(loop, [job.row for job in jobs], floats) > 1e-3, "it has learned something"
         assert replayed > 0
+
+
+def test_clients_may_have_samples_of_different_shapes() -> None:
+    """Texts of different lengths, say, where the network takes any."""
+
+    class Texts(Federation):
+        classes, shape, test = 2, (5,), None
+        prepare = Prepare.identity()
+
+        def __len__(self) -> int:
+            return 4
+
+        def client(self, k: int) -> Samples:
+            x = torch.randn(6, 3 + 2 * k, generator=torch.Generator().manual_seed(k))
+            return Samples(x, (x.sum(1) > 0).long())
+
+        def samples(self, k: int) -> int:
+            return 6
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x.sum(1, keepdim=True))
+
+    settings = {"engine": "plain", "federation": Texts(), "model": Summed, "batch_size": 2}
+    with small_experiment("fedavg", {}, **settings).engine_closed() as plain:
+        jobs = jobs_for(plain, [1, 0, 3, 2])
+        assert_alike(answers(cuda_of(plain, 1), jobs), answers(plain.engine, jobs))

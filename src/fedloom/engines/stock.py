@@ -31,7 +31,7 @@ class Stock:
         self._x = self._y = torch.empty(0, device=device)
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._losses = torch.zeros(MOST_STEPS, device=device)
-        self._sample: tuple[torch.dtype, tuple[int, ...]] | None = None
+        self._prepared: dict[tuple[torch.dtype, torch.Size], tuple[torch.dtype, tuple[int, ...]]] = {}
 
     @property
     def places(self) -> list[Tensor]:
@@ -45,10 +45,11 @@ class Stock:
 
     def prepare(self, store: Samples, largest: int, batch_size: int) -> int:
         """Have rows for batches of at most `largest` samples like those of `store`; how many batches fit."""
-        if self._sample is None:
+        stored = store.x.dtype, store.x.shape[1:]
+        if stored not in self._prepared:  # clients of one run may have samples of different shapes
             probe = self._in_order(self._ready(store.x[:1]))
-            self._sample = probe.dtype, tuple(probe.shape[1:])
-        kind, shape = self._sample
+            self._prepared[stored] = probe.dtype, tuple(probe.shape[1:])
+        kind, shape = self._prepared[stored]
         sample_bytes = max(1, prod(shape) * kind.itemsize)
         # One width for clients of all sizes, where that is possible: a recording depends on it.
         width = batch_size if largest <= batch_size <= STOCK_BYTES // sample_bytes else largest
