@@ -323,7 +323,7 @@ def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
         tape = slot.tape = Recording(slot)
         answers(engine, jobs_for(plain, [3, 4, 5]))
     assert len(tape.keys) == 3
-    lent = {dict(own[0])["lent"] for _, _, own in slot._tokens}  # type: ignore[misc, arg-type]
+    lent = {dict(own[0][0])["lent"] for _, _, own in slot._tokens}  # type: ignore[misc, arg-type]
     assert len(lent) == 1, "what the bench lends lies where it lay"
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_cuda import answers, assert_alike, cuda_of, dense, jobs_for
-from torch import Tensor
+from torch import Tensor, nn
 
 from fake_graphs import FakeGraphTape, fake_tape
 from fedloom.bench import Batch, Bench, Pass
@@ -243,3 +244,30 @@ def test_a_local_may_ask_for_the_mean_loss_between_its_passes() -> None:
             yield Pass(self.step, epochs=1)
 
     as_plain(Asking)
+
+
+class Network(nn.Module):
+    """Has a number on the host, which others set, one that it counts itself, or one on the device alone."""
+
+    def __init__(self, counts: bool, on_device: bool = False) -> None:
+        super().__init__()
+        self.out, self.factor, self.calls, self.counts = nn.Linear(64, 10), 1.0, 0, counts
+        self.register_buffer("seen", torch.zeros(()) if on_device else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts and self.training
+        if self.seen is not None:
+            self.seen.add_(0.1 * self.training)
+            return self.out(x) * self.seen.cos()
+        return self.out(x) * (self.factor if self.calls % 10 else -self.factor)
+
+
+class Setting(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.module.factor = 1.0 + bench.round  # type: ignore[assignment]
+        yield Pass(self.step)
+
+
+@pytest.mark.parametrize("given", [(False,), (True,), (False, True)], ids=["set", "counted", "on the device"])
+def test_numbers_of_the_network_are_those_of_the_moment(given: tuple[bool, ...]) -> None:
+    as_plain(Setting, [3], model=lambda: Network(*given))

@@ -81,6 +81,7 @@ class SlotBench(Bench):
         self.listening: set[str] | None = None
         super().__init__(apart(shop), device)
         layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
+        self._parts = list(self.module.modules())
         self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
         self.tape = make_tape(self.device, (self._generator, self._noise), urgency)
         zeros = partial(torch.zeros, device=self.device)
@@ -276,7 +277,8 @@ class SlotBench(Bench):
 
     def memory(self) -> list[Tensor]:
         """Everything on the bench that a step may change."""
-        places = [self.row, self.gradient, *self._stock.changing]
+        # Buffers that are no part of a model are not in its row.
+        places = [self.row, self.gradient, *self._stock.changing, *self.module.buffers()]
         if self._bound is not None:
             places.append(self._bound)
         for group in (self.home, self.uploads, self._buffers, self.scratch, vars(self.optimizer)):
@@ -329,7 +331,10 @@ class SlotBench(Bench):
         """What a step may read on the host beside the bench's own values: a recording keeps it as it is."""
         held: Mapping[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
         own = {name: value for name, value in held.items() if name not in FIXED}
-        return _summary((self.scratch, vars(self.optimizer), own))
+        network = tuple(
+            value for module in self._parts for value in vars(module).values() if isinstance(value, int | float | str)
+        )
+        return _summary((self.scratch, vars(self.optimizer), own)), network
 
     def _state(self) -> Hashable:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
