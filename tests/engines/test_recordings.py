@@ -119,6 +119,18 @@ class OwnCount(Local[Options]):
         return scaled(bench, batch, 1.0 if self.count % 9 else -1.0)
 
 
+class OwnFunction(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        count = 0
+
+        def step(bench: Bench, batch: Batch) -> Tensor:
+            nonlocal count
+            count += 1
+            return scaled(bench, batch, 1.0 if count % 9 else -1.0)
+
+        yield Pass(step)
+
+
 class OwnOptimizer(Local[Options]):
     """It makes its state when it takes its first step."""
 
@@ -137,7 +149,7 @@ class OwnDraws(Local[Options]):
 
 
 @pytest.mark.parametrize(
-    "local", [OwnStep, OwnObject, OwnNumber, OwnNetwork, OwnRound, OwnCount, OwnOptimizer, OwnDraws]
+    "local", [OwnStep, OwnObject, OwnNumber, OwnNetwork, OwnRound, OwnCount, OwnFunction, OwnOptimizer, OwnDraws]
 )
 def test_what_a_step_holds_on_the_host_is_never_that_of_another_client(local: type[Local[Options]]) -> None:
     as_plain(local)

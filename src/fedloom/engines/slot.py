@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from types import CellType
 from typing import Any, cast
 
 import numpy as np
@@ -334,7 +335,7 @@ class SlotBench(Bench):
         network = tuple(
             value for module in self._parts for value in vars(module).values() if isinstance(value, int | float | str)
         )
-        return _summary((self.scratch, vars(self.optimizer), own)), network
+        return _summary((self.scratch, vars(self.optimizer), own)), _summary(_enclosed(step), deep=0), network
 
     def _state(self) -> Hashable:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
@@ -386,6 +387,12 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def _enclosed(step: Step) -> list[Any]:
+    """What a function that was made in another one has from there."""
+    cells = getattr(getattr(step, "__func__", step), "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
 class _Same:
