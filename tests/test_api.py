@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom import Batch, Bench, Federation, InputError, Local, Method, Options, Samples, register
+from fedloom.api import _refuse_changes
+from fedloom.config import make_config
 from fedloom.folder import RunFolder
 from fedloom.watching import Silent
 
@@ -155,6 +157,26 @@ def test_resume_and_verify_want_the_same_objects(tmp_path: Path) -> None:
         fedloom.resume(named.path, model=network)
     with pytest.raises(InputError, match="lr would change the result"):
         fedloom.resume(named.path, lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed"),
+    [
+        ("cuda", "cuda:1", True),
+        ("cuda:1", "cuda:0, cuda:1", True),
+        ("cuda:0,cuda:1", "cuda", True),
+        ("cpu", "cuda", False),
+        ("cuda", "cpu", False),
+        ("cuda", "cudax", False),
+    ],
+)
+def test_a_run_may_go_on_with_other_gpus_but_not_elsewhere(before: str, after: str, allowed: bool) -> None:
+    config = make_config({"device": before})
+    if allowed:
+        _refuse_changes(config, {"device": after, "slots": 3})
+    else:
+        with pytest.raises(InputError, match=r"device would change the result; only .* and one GPU for another\."):
+            _refuse_changes(config, {"device": after})
 
 
 def test_the_command_says_that_such_a_run_goes_on_in_python(tmp_path: Path, command: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedloom.bench import Criterion
-from fedloom.config import RESULT_FREE, Config, make_config
+from fedloom.config import RESULT_FREE, Config, make_config, on_gpus
 from fedloom.data import Federation
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, Sites, build
@@ -177,7 +177,7 @@ def resume(
     watcher, own = watcher or Silent(), Own(data, model, loss)
     folder = RunFolder.open(Path(path))
     _same_objects(folder, own)
-    _refuse_changes(changes)
+    _refuse_changes(folder.config, changes)
     _refuse_moving(folder, changes)
     if changes:
         folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
@@ -221,8 +221,8 @@ def verify(
 
     `changes` may be settings that leave the result alone, as in `resume`.
     """
-    _refuse_changes(changes)
     folder, own = RunFolder.open(Path(path)), Own(data, model, loss)
+    _refuse_changes(folder.config, changes)
     _same_objects(folder, own)
     before = Run(folder, own).digest
     if folder.config.noise_source == "system":
@@ -287,10 +287,13 @@ def _reaching(sites: Sites | None, config: Config, own: Own, path: Path) -> Iter
         yield started
 
 
-def _refuse_changes(changes: Mapping[str, Any]) -> None:
-    for name in changes:
-        if name not in RESULT_FREE:
-            raise InputError(f"{name} would change the result; only {', '.join(sorted(RESULT_FREE))} may be changed.")
+def _refuse_changes(before: Config, changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        # GPUs of one kind give the same bits, whichever and however many they are; a CPU gives others.
+        if name in RESULT_FREE or (name == "device" and on_gpus(before.device) and on_gpus(str(value))):
+            continue
+        free = ", ".join(sorted(RESULT_FREE))
+        raise InputError(f"{name} would change the result; only {free} may be changed, and one GPU for another.")
 
 
 def _same_objects(folder: RunFolder, own: Own) -> None:

@@ -78,7 +78,7 @@ def run(
 
 
 @app.command()
-@settable(RESULT_FREE)
+@settable(RESULT_FREE | {"device"})
 def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     import_: Imports = None,

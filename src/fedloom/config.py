@@ -244,6 +244,11 @@ def absolute_data(name: str) -> str:
     return f"{kind}:{','.join(pieces)}"
 
 
+def on_gpus(device: str) -> bool:
+    """Whether a run with this setting computes on one GPU or several."""
+    return all(name.strip().partition(":")[0] == "cuda" for name in device.split(","))
+
+
 RESULT_FREE = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
 """Settings that change how a run is carried out but not one bit of its result."""
 

@@ -153,3 +153,18 @@ def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monke
         engine, jobs = cuda_of(plain, 4), jobs_for(plain, list(range(5)))
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
         assert len(engine.slots) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling ...")]
+)
+def test_the_plain_engine_does_not_lose_clients_for_want_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    with experiment() as plain:
+        monkeypatch.setattr(Bench, "run", fail)
+        with pytest.raises(FedloomError, match="not enough memory to train one client"):
+            plain.rounds.play(0)

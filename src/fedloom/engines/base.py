@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.banks import Bank
 from fedloom.bench import Bench, Pass, Workshop
 from fedloom.data import Federation, Samples
+from fedloom.errors import FedloomError
 from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
 from fedloom.scores import Score, score_chunks
 
@@ -245,6 +246,23 @@ def _fill(name: str, place: Tensor, value: Tensor) -> None:
     if value.shape != place.shape:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, but {tuple(place.shape)} was expected")
     place.copy_(value)
+
+
+CHIP_ERROR: Any = getattr(torch, "AcceleratorError", ())
+"""What newer versions of torch raise when a GPU itself fails; none in older ones."""
+
+
+def is_short_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory: torch says so in one way, its libraries in another, and CUDA itself in a third."""
+    if isinstance(error, CHIP_ERROR):
+        return "out of memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "STATUS_ALLOC_FAILED" in str(error)
+    )
+
+
+def refuse_to_train_without_memory(error: BaseException | None = None) -> NoReturn:
+    raise FedloomError("the GPU has not enough memory to train one client; use a smaller batch.") from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -19,8 +19,17 @@ from torch import Tensor
 
 from fedloom.bench import Bench
 from fedloom.data import Samples
-from fedloom.engines.base import Engine, Shop, conclude, reason_of, score_in_turn
-from fedloom.engines.gpu import Answer, Gpu, is_short_of_memory
+from fedloom.engines.base import (
+    CHIP_ERROR,
+    Engine,
+    Shop,
+    conclude,
+    is_short_of_memory,
+    reason_of,
+    refuse_to_train_without_memory,
+    score_in_turn,
+)
+from fedloom.engines.gpu import Answer, Gpu
 from fedloom.engines.judge import Judge
 from fedloom.engines.order import LargestFirst, work_of
 from fedloom.engines.slot import SlotBench, apart
@@ -103,7 +112,7 @@ class CudaEngine(Engine):
                             idle.append(slot)
                         self._refuse_none(error)
                         continue
-                    if isinstance(error, torch.AcceleratorError):
+                    if isinstance(error, CHIP_ERROR):
                         raise
                     answer = Lost(jobs[index], reason_of(error))
                     gpu.free.append(place)
@@ -162,7 +171,7 @@ class CudaEngine(Engine):
 
     def _refuse_none(self, error: BaseException | None = None) -> None:
         if not any(gpu.slots for gpu in self.gpus) and any(not gpu.most for gpu in self.gpus):
-            raise FedloomError("the GPU has not enough memory to train one client; use a smaller batch.") from error
+            refuse_to_train_without_memory(error)
 
     def score(self, row: Tensor) -> Score | None:
         test = self.shop.federation.test

@@ -177,15 +177,6 @@ class Gpu:
         self._results = self._pool = None
 
 
-def is_short_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory: torch says so in one way, its libraries in another, and CUDA itself in a third."""
-    if isinstance(error, torch.AcceleratorError):
-        return "out of memory" in str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "STATUS_ALLOC_FAILED" in str(error)
-    )
-
-
 def _give_back() -> None:
     """Let others have memory that is kept for later."""
     with GLOBAL_STATE:  # nobody records meanwhile

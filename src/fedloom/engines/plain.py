@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from fedloom.bench import Bench
-from fedloom.engines.base import Engine, Shop, reason_of, score_in_turn, train_client
+from fedloom.engines.base import (
+    Engine,
+    Shop,
+    is_short_of_memory,
+    reason_of,
+    refuse_to_train_without_memory,
+    score_in_turn,
+    train_client,
+)
 from fedloom.exchange import Job, Lost, Update
 from fedloom.scores import Score, score_chunks
 
@@ -50,6 +58,8 @@ class PlainEngine(Engine):
                     job.client not in self.homes,
                 )
             except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it
+                if is_short_of_memory(error):  # it is not the client's fault, and would be the next one's too
+                    refuse_to_train_without_memory(error)
                 yield Lost(job, reason_of(error))
                 continue
             yield Update(job, self._row, samples, loss, steps, uploads, home)

@@ -18,8 +18,8 @@ here it is what it is. A zero update lies at angle 0 to all others.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ from fedloom.methods.catalogue import Method, register
 from fedloom.rows import Mean
 
 Masses = NDArray[np.int64]
-BLOCK = 1 << 14  # columns of updates that are compared at a time
+BLOCK = {"cpu": 1 << 14, "cuda": 1 << 18}
+"""Columns of updates that are compared at a time."""
 
 
 class CluSampOptions(Options):
@@ -70,17 +71,22 @@ class CluSampServer(Server[CluSampOptions]):
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
         w, mean, seen = self.bank.rows[0], Mean(self.context.layout), []
+        trainable = self.context.layout.trainable
         for update in updates:
             mean.add(update.row, self._times[update.client])
-            self.G[update.client] = (update.row - w)[: self.context.layout.trainable].cpu()
+            self.G[update.client] = update.row[:trainable] - w[:trainable]
             seen.append(update.client)
         mean.into(w)
         known = sorted(self.G)
-        between = distances([self.G[client] for client in known], [known.index(c) for c in seen], self.options.distance)
+        between = distances([self.G[c] for c in known], [known.index(c) for c in seen], self.options.distance).cpu()
         for client, column in zip(seen, between.T, strict=True):
             row = column[-1].repeat(self.context.clients)
             row[known] = column[:-1]
             self.distances[client] = self.distances[:, client] = row
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self.G = {client: g.to(self.bank.rows.device) for client, g in self.G.items()}
 
     def deploy(self) -> Tensor:
         return self.bank.rows[0]
@@ -91,10 +97,14 @@ class CluSampServer(Server[CluSampOptions]):
 
 def distances(rows: list[Tensor], chosen: list[int], kind: str) -> Tensor:
     """The distances of all rows, and last of a row of zeros, from the chosen ones: (rows + 1) x chosen, in float64."""
-    squares = torch.zeros(len(rows) + 1, dtype=torch.float64)
-    sums = torch.zeros(len(rows) + 1, len(chosen), dtype=torch.float64)
-    for start in range(0, len(rows[0]) if chosen else 0, BLOCK):
-        part = [row[start : start + BLOCK].double() for row in rows]
+    if not chosen:
+        return torch.zeros(len(rows) + 1, 0, dtype=torch.float64)
+    device = rows[0].device
+    width = BLOCK[device.type]
+    squares = torch.zeros(len(rows) + 1, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(rows) + 1, len(chosen), dtype=torch.float64, device=device)
+    for start in range(0, len(rows[0]), width):
+        part = [row[start : start + width].double() for row in rows]
         block = torch.stack([*part, torch.zeros_like(part[0])])
         squares += block.square().sum(1)
         sums += torch.cdist(block, block[chosen], 1.0) if kind == "l1" else block @ block[chosen].T

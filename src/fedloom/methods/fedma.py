@@ -35,7 +35,7 @@ class FedMAServer(AligningServer[FedMAOptions]):
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         draw = self.context.streams.numpy("fedma", round)
         for group, ties in incoming(self.symmetries):
-            vectors = [group.vectors(row, ties).double().cpu() for row in rows]
+            vectors = [group.vectors(row, ties).double() for row in rows]
             orders = match(vectors, weights, self.options.sweeps, draw)
             for row, order in zip(rows, orders, strict=True):
                 group.permute_(row, order.to(row.device))
