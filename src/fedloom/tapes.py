@@ -119,6 +119,7 @@ class RecordingTape(Tape):
         self._generators = generators
         self._warm: set[Hashable] = set()
         self._refused: set[Hashable] = set()
+        self._told: set[tuple[str, str]] = set()
         self._checked: set[Hashable] = set()
         self._reads: dict[Hashable, frozenset[str]] = {}
         self._recordings: dict[Hashable, Recording] = {}
@@ -210,10 +211,11 @@ class RecordingTape(Tape):
             log.warning("a replay of the step %s differs from it by %.1e of what it does", _name(kind), away)
 
     def refuse(self, kind: Hashable, reason: str) -> None:
-        if kind in self._refused:
-            return
         self._refused.add(kind)
-        log.warning("the step %s is not recorded but done anew each time: %s", _name(kind), reason)
+        told = _name(kind), reason
+        if told not in self._told:  # a step that is made for each client would be told for each
+            self._told.add(told)
+            log.warning("the step %s is not recorded but done anew each time: %s", *told)
 
 
 class GraphTape(RecordingTape):

@@ -155,6 +155,41 @@ def test_what_a_step_holds_on_the_host_is_never_that_of_another_client(local: ty
     as_plain(local)
 
 
+def plain_step(bench: Bench, batch: Batch) -> Tensor:
+    return scaled(bench, batch, 0.5)
+
+
+class PlainFunction(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(plain_step)
+        yield Pass(plain_step)
+
+
+def test_a_step_that_is_a_plain_function_is_recorded_for_all_clients() -> None:
+    tape = as_plain(PlainFunction).slots[0].tape
+    assert tape.replayed > 4 * tape.recorded > 0
+
+
+class Enclosed(Local[Options]):
+    """A step that is made anew for each client, in `train`."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        factor = 0.1 * (1 + bench.client)
+
+        def step(bench: Bench, batch: Batch) -> Tensor:
+            return scaled(bench, batch, factor)
+
+        yield Pass(step)
+
+
+def test_a_step_that_is_made_for_each_client_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.tapes.PATIENCE", 4)
+    as_plain(Enclosed)
+    assert len([line for line in caplog.messages if "changes from client to client" in line]) == 1
+
+
 def test_a_step_that_is_not_recorded_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "fedloom"):
         as_plain(OwnCount)

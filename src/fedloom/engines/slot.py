@@ -6,23 +6,20 @@ batch of that size. Losses are noted on the device too and read at the end.
 """
 
 import copy
-import random
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from types import CellType
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
+from fedloom.engines.likeness import Same, address_of, enclosed_in, summary_of, tensors_in
 from fedloom.engines.stock import Stock
 from fedloom.optim import Steady
 from fedloom.streams import GLOBAL_STATE
@@ -224,7 +221,7 @@ class SlotBench(Bench):
         self._space = None
 
     def bind(self, row: Tensor) -> None:
-        if self._bound is None or _address(self._bound) != _address(row):
+        if self._bound is None or address_of(self._bound) != address_of(row):
             super().bind(row)
 
     def new_optimizer(self) -> None:
@@ -274,7 +271,7 @@ class SlotBench(Bench):
 
     def values(self, names: frozenset[str]) -> Hashable:
         """Host values by name."""
-        return tuple(_summary(attrgetter(name)(self)) for name in sorted(names))
+        return tuple(summary_of(attrgetter(name)(self)) for name in sorted(names))
 
     def memory(self) -> list[Tensor]:
         """Everything on the bench that a step may change."""
@@ -283,8 +280,8 @@ class SlotBench(Bench):
         if self._bound is not None:
             places.append(self._bound)
         for group in (self.home, self.uploads, self._buffers, self.scratch, vars(self.optimizer)):
-            places += _tensors(group)
-        return list({_address(tensor): tensor for tensor in places}.values())
+            places += tensors_in(group)
+        return list({address_of(tensor): tensor for tensor in places}.values())
 
     def launch(self, piece: Pass) -> Iterator[None]:
         """Run one pass; gives way after every few steps, which need not have been carried out by then."""
@@ -292,7 +289,7 @@ class SlotBench(Bench):
         if not cuts:
             return
         room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
-        kind = (getattr(piece.step, "__func__", piece.step), _Same(getattr(piece.step, "__self__", None)))
+        kind = (getattr(piece.step, "__func__", piece.step), Same(getattr(piece.step, "__self__", None)))
         own = self._on_host(piece.step)
         state = (kind, self._state(), own)
         token = self._tokens.setdefault(state, len(self._tokens))  # quicker to look up at every step
@@ -335,7 +332,7 @@ class SlotBench(Bench):
         network = tuple(
             value for module in self._parts for value in vars(module).values() if isinstance(value, int | float | str)
         )
-        return _summary((self.scratch, vars(self.optimizer), own)), _summary(_enclosed(step), deep=0), network
+        return summary_of((self.scratch, vars(self.optimizer), own)), summary_of(enclosed_in(step), deep=0), network
 
     def _state(self) -> Hashable:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
@@ -347,7 +344,7 @@ class SlotBench(Bench):
         modes = tuple(module.training for module in self.module.modules())
         trained = tuple(p.requires_grad for p in self.module.parameters())
         settings = tuple(getattr(self.training, name) for name in ALWAYS_READ)
-        return tuple(map(_address, tensors)), names, modes, trained, type(self.optimizer), settings
+        return tuple(map(address_of, tensors)), names, modes, trained, type(self.optimizer), settings
 
 
 def apart(shop: Workshop) -> Workshop:
@@ -374,67 +371,6 @@ def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _as_it_is(x: Any) -> Any:
     return x
-
-
-def _address(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in a `Local`'s own things."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
-
-
-def _enclosed(step: Step) -> list[Any]:
-    """What a function that was made in another one has from there."""
-    cells = getattr(getattr(step, "__func__", step), "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if cell != CellType()]
-
-
-class _Same:
-    """An object that is itself alone, and not another that came to lie in its place once it was gone."""
-
-    def __init__(self, value: Any) -> None:
-        self._id = id(value)
-        try:
-            self._get: Callable[[], Any] = weakref.ref(value)  # no more than that: it may hold much memory
-        except TypeError:
-            self._get = partial(_as_it_is, value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._id == other._id and self._get() is other._get() is not None
-
-    def __hash__(self) -> int:
-        return hash(self._id)
-
-
-def _summary(value: Any, deep: int = 2) -> Hashable:
-    """What of a `Local`'s own things a recording depends on: addresses of tensors, values of the rest.
-
-    Objects are themselves and what they hold, so many levels `deep`.
-    """
-    if isinstance(value, Tensor):
-        return _address(value)
-    if isinstance(value, Samples):
-        return _address(value.x), _address(value.y)
-    if isinstance(value, Mapping):
-        return tuple((key, _summary(item, deep)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_summary(item, deep) for item in value)
-    if isinstance(value, int | float | str | bool | None):
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype, value.shape, value.tobytes()
-    if isinstance(value, np.random.Generator):
-        return _Same(value), repr(value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return _Same(value), value.getstate()
-    held = getattr(value, "__dict__", None) if deep and not callable(value) else None
-    return _Same(value), _summary(held, deep - 1)
 
 
 @contextmanager
