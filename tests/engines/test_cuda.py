@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fake_graphs import fake_tape
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.data import Federation, PooledFederation, Prepare, Samples
-from fedloom.engines import CudaEngine
+from fedloom.engines import CudaEngine, Shop
 from fedloom.engines.slot import SlotBench
 from fedloom.exchange import Job, Lost, Update
 from fedloom.experiment import Experiment
@@ -127,23 +127,27 @@ def test_interleaved_clients_draw_as_if_they_were_alone() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+def pooled(shop: Shop) -> Shop:
+    """The same clients, out of one pool."""
+    given = shop.federation
+    clients = [given.client(k) for k in range(len(given))]
+    ends = np.cumsum([len(c) for c in clients])
+    pool = PooledFederation(
+        Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients])),
+        [np.arange(end - len(c), end) for end, c in zip(ends, clients, strict=True)],
+        classes=given.classes,
+        prepare=given.prepare,
+        test=given.test,
+    )
+    return replace(shop, federation=pool)
+
+
 def test_samples_may_come_from_anywhere() -> None:
     """Clients of a pool are gathered on the device, others are brought there."""
     with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [4, 0, 1, 2])
         expected = answers(plain.engine, jobs)
-        given = plain.engine.shop.federation
-        clients = [given.client(k) for k in range(len(given))]
-        ends = np.cumsum([len(c) for c in clients])
-        pool = PooledFederation(
-            Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients])),
-            [np.arange(end - len(c), end) for end, c in zip(ends, clients, strict=True)],
-            classes=given.classes,
-            prepare=given.prepare,
-            test=given.test,
-        )
-        for federation in (given, pool):
-            shop = replace(plain.engine.shop, federation=federation)
+        for shop in (plain.engine.shop, pooled(plain.engine.shop)):
             assert_alike(answers(CudaEngine(shop, "cpu", 2), jobs), expected)
 
 

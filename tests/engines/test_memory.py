@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_cuda import answers, assert_alike, cuda_of, jobs_for
+from test_cuda import answers, assert_alike, cuda_of, jobs_for, pooled
 
 from fedloom.banks import Bank
 from fedloom.bench import Bench
-from fedloom.data import PooledFederation, Samples
-from fedloom.engines import CudaEngine, Engine, Shop
+from fedloom.engines import CudaEngine, Engine
 from fedloom.engines.judge import Judge
 from fedloom.engines.slot import SlotBench
 from fedloom.errors import FedloomError
@@ -36,21 +33,6 @@ def short(when: Callable[[], bool], then: Callable[..., Any]) -> Callable[..., A
         return then(*given, **named)
 
     return tried
-
-
-def pooled(shop: Shop) -> Shop:
-    """The same clients, out of one pool."""
-    given = shop.federation
-    clients = [given.client(k) for k in range(len(given))]
-    ends = np.cumsum([len(c) for c in clients])
-    pool = PooledFederation(
-        Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients])),
-        [np.arange(end - len(c), end) for end, c in zip(ends, clients, strict=True)],
-        classes=given.classes,
-        prepare=given.prepare,
-        test=given.test,
-    )
-    return replace(shop, federation=pool)
 
 
 @pytest.mark.parametrize("where", ["at first", "for a slot", "for a step"])

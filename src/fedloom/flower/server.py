@@ -19,6 +19,8 @@ from fedloom.flower.parcel import MOST_BYTES
 from fedloom.flower.roster import LOG, Roster
 from fedloom.folder import RunFolder, is_run
 from fedloom.request import Own, check, pin_partition, replace_config
+from fedloom.settings import Plan
+from fedloom.watching import Silent
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -116,10 +118,10 @@ def _largest_answer(shop: Shop) -> int:
     return (1 << 20) + 2 * numbers * workshop.layout.dtype.itemsize
 
 
-class Told:
-    """A watcher of `api.py` that writes what happens to Flower's log."""
+class Told(Silent):
+    """A watcher that writes what happens to Flower's log."""
 
-    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+    def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
         rounds = f"{config.rounds} round{'' if config.rounds == 1 else 's'}"
         LOG.info("%s on %s, %s, in %s", config.method, config.data, rounds, folder)
 
@@ -136,15 +138,3 @@ class Told:
         LOG.info("%s", ", ".join(words))
         for client, reason in record.get("lost_clients", {}).items():
             LOG.log(logging.WARNING, "round %d: client %s: %s", record["round"], client, reason)
-
-    def download(self, name: str, done: int, total: int) -> None:
-        return
-
-    def work(self, what: str, done: int, total: int) -> None:
-        return
-
-    def wants_stop(self) -> bool:
-        return False
-
-    def end(self) -> None:
-        return
