@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fedloom
 from fedloom import storage
-from fedloom.checkpoints import MOST_OF_THE_TIME, Checkpoints, Rhythm
+from fedloom.checkpoints import LARGEST_SHARE, Checkpoints, Rhythm
 from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError, InputError
 from fedloom.storage import read_json, read_tensors, write_json
@@ -354,7 +354,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_take_little_of_the_time(
             rounds = 0
             while not rhythm.due():
                 now, rounds = now + round_, rounds + 1
-            least = max(seconds, last / MOST_OF_THE_TIME) if seconds else 0.0
+            least = max(seconds, last / LARGEST_SHARE) if seconds else 0.0
             assert now - saved_at >= least
             assert now - saved_at <= least + round_ + 1e-6, "and no later than the round in which it was due"
             now += each

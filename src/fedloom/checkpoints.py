@@ -19,7 +19,7 @@ from fedloom.errors import InputError
 from fedloom.storage import join, read_json, read_tensors, split, write_json, write_tensors
 
 FORMAT = 1
-MOST_OF_THE_TIME = 0.02
+LARGEST_SHARE = 0.02
 """The share of a run's time that its checkpoints may take."""
 
 
@@ -39,7 +39,7 @@ class Rhythm:
     def saved(self, took: float) -> None:
         """A checkpoint has just been written, in so many seconds."""
         self._saved_at = time.monotonic()
-        self._pause = max(self._seconds, took / MOST_OF_THE_TIME) if self._seconds else 0.0
+        self._pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
 
 
 class Checkpoints:
