@@ -297,6 +297,22 @@ def test_files_are_what_the_library_would_write(tensors: dict[str, Tensor], abou
     assert b"".join(storage.safetensors_pieces(tensors, about)) == save_by_the_library(whole, about)
 
 
+@pytest.mark.parametrize("strides", [(0,), (1,), (7,)])
+def test_tensors_without_numbers_are_written_whatever_their_strides(tmp_path: Path, strides: tuple[int, ...]) -> None:
+    write_tensors(tmp_path / "file", {"none": torch.empty(4).as_strided((0,), strides), "one": torch.ones(1)})
+    read = read_tensors(tmp_path / "file")
+    assert read["none"].shape == (0,)
+    assert torch.equal(read["one"], torch.ones(1))
+
+
+def test_parts_of_tensors_are_written_whatever_their_strides(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    written = {"repeated": whole[:1, 3].expand(5), "column": whole[:, 2], "one": whole[1:2, 3], "last": whole[3, 5]}
+    write_tensors(tmp_path / "file", written)
+    read = read_tensors(tmp_path / "file")
+    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+
+
 def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     whole = torch.arange(12.0)
     written = {"whole": whole, "part": whole[3:9], "same": whole, "rows": whole.view(3, 4)}

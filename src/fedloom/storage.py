@@ -93,8 +93,9 @@ def safetensors_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] |
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+        dense = tensors[name].detach().cpu().contiguous()
+        # One number or none may be called dense with any stride, and is not seen as bytes with it.
+        yield dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
