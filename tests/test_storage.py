@@ -330,5 +330,12 @@ def test_a_write_that_breaks_off_between_two_tensors_leaves_what_was_there(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_numbers_that_cannot_be_stored_are_told_and_nothing_is_left(tmp_path: Path) -> None:
+    wrong = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.complex128)}
+    with pytest.raises(FedloomError, match=r"b cannot be stored: .* no numbers of type torch\.complex128\."):
+        write_tensors(tmp_path / "file", wrong)
+    assert not list(tmp_path.iterdir())
+
+
 def _raise(error: Exception) -> bytes:
     raise error

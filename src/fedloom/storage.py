@@ -44,10 +44,12 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
             os.fsync(handle.fileno())
         part.replace(path)
         _sync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:  # pieces are made as they are written, and that may fail too
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        raise FedloomError(f"cannot write {path}: {error.strerror or error}.") from error
+        if isinstance(error, OSError):
+            raise FedloomError(f"cannot write {path}: {error.strerror or error}.") from error
+        raise
 
 
 def _sync_folder(folder: Path) -> None:
@@ -81,6 +83,9 @@ def safetensors_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] |
     That one makes two more copies of everything on the way, which takes longer than the disk; and the state of a server
     may be as large as half the memory.
     """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise FedloomError(f"{name} cannot be stored: safetensors files have no numbers of type {tensor.dtype}.")
     rank = {dtype: place for place, dtype in enumerate(DTYPES)}
     names = sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
     header: dict[str, Any] = {} if about is None else {"__metadata__": dict(about)}
