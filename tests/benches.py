@@ -56,3 +56,26 @@ def sgd(bench: Bench, batch: Batch) -> Tensor:
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Counting(nn.Module):
+    """Counts its steps in a buffer, which is in its output; `seen` is what it last counted, as part of its state."""
+
+    def __init__(self, write: str, persistent: bool, features: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.dense = nn.Linear(features, classes)
+        self.write = write
+        self.count: Tensor
+        self.seen: Tensor
+        self.register_buffer("count", torch.zeros(1), persistent=persistent)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.write == "in place":
+            self.count += 1
+            self.seen.copy_(self.count)
+        elif self.training:
+            self.count = self.count + 1
+            self.seen = self.count.clone()
+        y: Tensor = self.dense(x.flatten(1))
+        return y * (1 + 0.01 * self.count)

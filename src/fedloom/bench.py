@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.batches import Batch, Cut, Epoch, Positions
+from fedloom.buffers import Buffers
 from fedloom.copies import copy_all_
 from fedloom.data import Samples
 from fedloom.lowering import lower
@@ -63,6 +64,7 @@ class Bench:
         self.device = torch.device(device)
         self._shop = shop
         self.module = lower(shop.module.to(self.device), self.device, shop.autocast)
+        self.network_buffers = Buffers(self.module, shop.layout, shop.fresh or {}, self.device)
         self._augment = shop.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
@@ -126,6 +128,7 @@ class Bench:
         if self._shop.stays_home and not self.first_visit:
             put_columns(self.row, self._shop.stays_home, self.home[STAYS])
         self.bind(self.row)
+        self.network_buffers.renew()
         self.module.train()
         self.new_optimizer()
         if self._shop.training.keep_optimizer:
@@ -172,7 +175,9 @@ class Bench:
 
     def bind(self, row: Tensor) -> None:
         """Let the module compute with the model in `row`."""
+        self.network_buffers.gather()
         self.layout.bind(self.module, row)
+        self.network_buffers.hold()
         self._bound = row
 
     def new_optimizer(self) -> None:
@@ -260,6 +265,7 @@ class Bench:
         try:
             return step(self, batch)
         finally:  # a step that could not be recorded is done again, and so are others after it
+            self.network_buffers.gather()
             for norm in resting:
                 norm.train()
 
@@ -352,7 +358,8 @@ class Bench:
         self.module.eval()
         x = self._shop.prepare(samples.x.to(self.device), channels_last=self._shop.channels_last)
         y = samples.y.to(self.device)
-        output = self.module(x)
+        with self.network_buffers.untouched():
+            output = self.module(x)
         loss = float(self._shop.criterion(output, y)) * len(samples)
         classes = self._shop.classes
         hits = np.zeros(classes, dtype=np.int64)

@@ -1,6 +1,6 @@
 """What all benches of a run have in common, and the passes that a `Local` asks for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.batches import Batch
+from fedloom.buffers import aside
 from fedloom.data import Augment, Prepare
 from fedloom.exchange import Shapes
 from fedloom.rows import Layout
@@ -69,6 +70,12 @@ class Workshop:
     """Samples that a client must have where nobody else is to see one of them, for what it sends beside its model."""
     stays_home: Sequence[slice] = ()
     """Columns of the model that do not travel; each client keeps its own, as the tensor STAYS of its home."""
+    fresh: Mapping[str, Tensor] | None = None
+    """The buffers that are no part of the model, as the network was built, which it is when this is made."""
+
+    def __post_init__(self) -> None:
+        if self.fresh is None:
+            object.__setattr__(self, "fresh", aside(self.module))
 
 
 def put_columns(row: Tensor, stays_home: Sequence[slice], values: Tensor) -> None:

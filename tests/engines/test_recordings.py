@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from test_cuda import answers, assert_alike, cuda_of, dense, jobs_for
 from torch import Tensor, nn
 
+from benches import Counting
 from fake_graphs import FakeGraphTape, fake_tape
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.engines import CudaEngine
@@ -318,3 +320,10 @@ class Setting(Local[Options]):
 @pytest.mark.parametrize("given", [(False,), (True,), (False, True)], ids=["set", "counted", "on the device"])
 def test_numbers_of_the_network_are_those_of_the_moment(given: tuple[bool, ...]) -> None:
     as_plain(Setting, [3], model=lambda: Network(*given))
+
+
+@pytest.mark.parametrize("write", ["in place", "anew"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_are_those_of_the_client_however_a_network_writes_them(write: str, persistent: bool) -> None:
+    engine = as_plain(Local, model=partial(Counting, write, persistent))
+    assert sum(slot.tape.replayed for slot in engine.slots) > 0

@@ -54,7 +54,8 @@ class Judge(Quiet):
         self._hits.zero_()
         for chunk in score_chunks(self._test):
             piece = self._test[chunk]
-            output = module(shop.prepare(piece.x, channels_last=shop.channels_last))
+            with self._bench.network_buffers.untouched():
+                output = module(shop.prepare(piece.x, channels_last=shop.channels_last))
             self._loss.add_(shop.criterion(output, piece.y).double(), alpha=len(piece))
             if shop.classes:
                 right = output.argmax(dim=1) == piece.y
