@@ -22,6 +22,7 @@ from agreement import (
 from torch import Tensor, nn
 
 import fedloom
+from benches import Counting
 from fedloom.bench import Batch, Bench
 from fedloom.engines import CudaEngine
 from fedloom.errors import FedloomError
@@ -149,6 +150,7 @@ def test_the_cuda_engine_does_what_the_plain_one_does(method: str, monkeypatch: 
         {"slots": 2},
         {"model": lambda: dense(0.5)},
         {"momentum": 0.0},
+        *({"model": partial(Counting, write, kept)} for write in ("in place", "anew") for kept in (True, False)),
     ],
 )
 def test_every_way_to_train_is_replayed_rightly(settings: dict[str, Any]) -> None:
