@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 from fedloom.config import Config, make_config, to_toml
 from fedloom.flower import certificates, commands
 from fedloom.flower.hasty import WITH_PARENT
+from fedloom.flower.loopback import free_ports
 from fedloom.flower.writing import write_app
 
 SITE = Path(__file__).with_name("flower_site.py")
@@ -53,7 +54,7 @@ class World:
         for place in (self.logs, self.faults):
             place.mkdir(parents=True, exist_ok=True)
         certificates.make(self.certificates, [*self.names, "spare"])
-        self.port, *self._ports = _free_ports(1 + 40)
+        self.port, *self._ports = free_ports(1 + 40)
 
     # Processes
 
@@ -264,12 +265,3 @@ def _below(pid: int) -> list[psutil.Process]:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]

@@ -24,11 +24,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+
+from fedloom.flower.loopback import free_ports
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(300)]
 
@@ -46,14 +48,6 @@ def commands() -> dict[int, str]:
     code = "\n".join(line for line in section.splitlines() if line.startswith("    ")).replace("\\\n", " ")
     found = re.findall(r"^\s*(.+?)\s+# (\d+)$", code, flags=re.MULTILINE)
     return {int(number): command for command, number in found}
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def swapped(command: str, *pairs: tuple[str, str]) -> str:

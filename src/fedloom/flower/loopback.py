@@ -118,7 +118,7 @@ class _Loopback:
 
         folder, certificates = self._folder, self._folder / "certificates"
         make(certificates, self._names)
-        port, *ports = _free_ports(1 + len(self._names))
+        port, *ports = free_ports(1 + len(self._names))
         server = listen(folder / "bridge")
         write_app(folder / "app", self._config, {"bridge": str(folder / "bridge")})
         given = flat(write_settings(self._config, []))  # what it imports was run here already
@@ -206,7 +206,7 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "nothing."
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody uses now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
