@@ -197,6 +197,16 @@ def test_units_are_the_modules_that_own_tensors() -> None:
     assert covered.sum() == sum(e.size for e in layout.entries)
 
 
+def test_units_are_in_the_order_of_the_model_and_not_of_the_row() -> None:
+    """A norm without weights has buffers alone, which lie behind all parameters."""
+    norms = [nn.BatchNorm1d(3, affine=False) for _ in range(2)]
+    layout = Layout.of(nn.Sequential(nn.Linear(2, 3), norms[0], nn.Linear(3, 3), norms[1], nn.Linear(3, 1)))
+    units = layout.units()
+    assert list(units) == ["0", "1", "2", "3", "4"]
+    for name, columns in units.items():
+        assert columns == [entry.columns for entry in layout.entries if entry.unit == name]
+
+
 # binding
 
 

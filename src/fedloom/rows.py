@@ -79,10 +79,17 @@ class Entry:
 class Layout:
     """Where each tensor of a model lies in its row."""
 
-    def __init__(self, entries: tuple[Entry, ...], dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        entries: tuple[Entry, ...],
+        dtype: torch.dtype,
+        frozen: tuple[str, ...] = (),
+        modules: tuple[str, ...] = (),
+    ) -> None:
         self.entries = entries
         self.dtype = dtype
         self.frozen = frozen
+        self.modules = modules
         ends = {kind: max((e.columns.stop for e in entries if e.kind is kind), default=0) for kind in Kind}
         self.trainable = ends[Kind.PARAMETER]
         self.floats = max(self.trainable, ends[Kind.BUFFER])
@@ -121,7 +128,8 @@ class Layout:
         place(Kind.INTEGER, integers)
         if not any(tensor.numel() for tensor in trainable.values()):
             raise InputError(f"the model {type(module).__name__} has no trainable parameter, so nothing can learn.")
-        return cls(tuple(entries), dtype, frozen)
+        modules = tuple(path for path, _ in module.named_modules(remove_duplicate=False))
+        return cls(tuple(entries), dtype, frozen, modules)
 
     @property
     def nbytes(self) -> int:
@@ -129,11 +137,15 @@ class Layout:
         return self.size * self.dtype.itemsize
 
     def units(self) -> dict[str, list[slice]]:
-        """The columns of each unit (leaf module), in the order of the model."""
-        columns: dict[str, list[slice]] = {}
+        """The columns of each unit (leaf module), in the order of the model.
+
+        That of the row is another one: all buffers lie behind all parameters, so a module of buffers alone would be
+        among the last.
+        """
+        columns: dict[str, list[slice]] = {path: [] for path in self.modules}
         for entry in self.entries:
             columns.setdefault(entry.unit, []).append(entry.columns)
-        return columns
+        return {unit: parts for unit, parts in columns.items() if parts}
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
         """A new row of zeros."""

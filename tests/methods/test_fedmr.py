@@ -158,6 +158,14 @@ def test_segments_as_the_paper_counts_them(granularity: str, sizes: list[int]) -
     assert [len(columns) for columns in layers(Layout.of(ten_layers()), granularity)] == [2 * size for size in sizes]
 
 
+def test_a_norm_without_weights_is_in_the_segment_of_its_neighbours() -> None:
+    norms = [nn.BatchNorm1d(4, affine=False) for _ in range(2)]
+    layout = Layout.of(nn.Sequential(nn.Linear(2, 4), norms[0], nn.Linear(4, 4), norms[1]))
+    owners = {entry.columns.start: entry.unit for entry in layout.entries}
+    found = [{owners[part.start] for part in columns} for columns in layers(layout, "segment:0.5")]
+    assert found == [{"0", "1"}, {"2", "3"}]
+
+
 @quick
 @given(st.integers(1, 12), st.integers(1, 100))
 def test_segments_are_consecutive_and_at_most_one_more_than_one_over_x(count: int, percent: int) -> None:
