@@ -1,6 +1,7 @@
 """What public code gets wrong, tried on every method: odd clients, odd batches, odd buffers, odd draws."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -166,6 +167,22 @@ def test_nobody_has_samples(name: str) -> None:
             assert "note" in experiment.rounds.play(round)
         trainable = experiment.layout.trainable
         assert torch.equal(experiment.rounds.deployed()[:trainable], before[:trainable])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_round_without_an_answer_does_not_tell_the_numbers_of_an_earlier_one(name: str) -> None:
+    """Nor would a run that was resumed before it have them."""
+    with small_experiment(name, given(name), rounds=4).engine_closed() as experiment:
+        for round in range(3):
+            experiment.rounds.play(round)
+        saved = deepcopy(experiment.state())
+        experiment.engine.train = lambda round, jobs: iter(())  # type: ignore[method-assign]
+        told = experiment.rounds.play(3).get("diagnostics", {})
+    with small_experiment(name, given(name), rounds=4).engine_closed() as experiment:
+        experiment.load(saved)
+        experiment.engine.train = lambda round, jobs: iter(())  # type: ignore[method-assign]
+        assert experiment.rounds.play(3).get("diagnostics", {}) == told
+        assert all(isfinite(value) for value in told.values())
 
 
 class WithoutClasses(SmallFederation):

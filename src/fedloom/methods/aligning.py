@@ -44,6 +44,7 @@ class AligningServer(Server[A], Generic[A]):
         return [Job(client, self.bank.rows[0]) for client in clients]
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
+        self._last = {}
         rows: list[Tensor] = []
         weights: list[float] = []
         who: list[tuple[int, int]] = []

@@ -86,6 +86,7 @@ class FedCDAServer(Server[FedCDAOptions]):
         return [Job(client, self.bank.rows[0]) for client in clients]
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
+        self._last = {}
         participants: list[int] = []
         fedavg = Mean(self.context.layout)
         for update in updates:

@@ -43,12 +43,13 @@ class FedExPServer(Server[FedExPOptions]):
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self.aggregations = 0
-        self._eta = 1.0
+        self._eta: float | None = None
 
     def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
         return [Job(client, self.bank.rows[0]) for client in clients]
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
+        self._eta = None
         w, trainable = self.bank.rows[0], self.context.layout.trainable
         old = w.clone()
         mean, squares = Mean(self.context.layout), 0.0
@@ -78,7 +79,7 @@ class FedExPServer(Server[FedExPOptions]):
         return self.bank.rows[:1]
 
     def diagnostics(self) -> dict[str, float]:
-        return {"eta_g": self._eta}
+        return {} if self._eta is None else {"eta_g": self._eta}
 
 
 def step_size(mean_square: float, square_of_mean: float, epsilon: float) -> float:

@@ -117,7 +117,7 @@ class FedGenCompanion(Companion[FedGenOptions]):
             raise InputError(f"fedgen learns from the clients' heads, but {name} of this network is not trained.")
         self._heads: list[dict[str, Tensor]] = []
         self._labels: list[Tensor] = []
-        self._loss = float("nan")
+        self._loss: float | None = None
 
     def send(self, round: int, client: int) -> Mapping[str, Tensor]:
         return {"generator": self.row} if self.steps else {}
@@ -128,7 +128,7 @@ class FedGenCompanion(Companion[FedGenOptions]):
 
     def finish(self, round: int) -> None:
         heads, labels = self._heads, self._labels
-        self._heads, self._labels = [], []
+        self._heads, self._labels, self._loss = [], [], None
         counts = torch.stack(labels) if labels else self.row.new_zeros(1, self.context.classes)
         owned = (counts > 1).any(0).nonzero().flatten()
         if not len(owned):
@@ -145,7 +145,7 @@ class FedGenCompanion(Companion[FedGenOptions]):
         self.steps += o.steps
 
     def diagnostics(self) -> dict[str, float]:
-        return {"generator loss": self._loss} if self.steps else {}
+        return {} if self._loss is None else {"generator loss": self._loss}
 
 
 register(
