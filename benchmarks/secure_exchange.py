@@ -34,7 +34,7 @@ from fedloom.flower.relay import Relay
 from fedloom.flower.sealed import ModelsKey, Opener, Terms
 from fedloom.flower.sealed_site import SealedSite
 from fedloom.flower.stages import serve
-from fedloom.methods.recombination import MOST, is_whole, recombine
+from fedloom.methods.recombination import MOST, is_whole, mix, recombine
 from fedloom.models import build as build_model
 from fedloom.rows import Layout
 from fedloom.streams import Streams
@@ -129,8 +129,10 @@ def whole_models(clients: int, layers: int, rounds: int) -> dict[str, Any]:
             seen.add(purpose)
             return Streams(0).numpy(purpose, number, client)
 
-        wholes += wholes_in(recombine(start, draws, 0.5))
-        given_up += wholes_in(recombine(start, draws, 0.5, mixed=True)) > 0
+        once = recombine(start, draws, 0.5)
+        assert once is not None, "a single exchange is never given up"
+        wholes += wholes_in(once)
+        given_up += mix(start, draws, 0.5) is None
         exchanges.append(len(seen))
     return {
         "clients": clients,

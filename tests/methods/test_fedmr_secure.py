@@ -1,5 +1,7 @@
 """FedMR's secure exchange in one process: layers change hands, and nobody has what it should not."""
 
+from functools import partial
+
 import pytest
 import torch
 from fedmr_servers import GRANULARITIES, NETWORKS, ROUNDS, combined, gathered, make, quick
@@ -12,9 +14,9 @@ from fedloom import Update
 from fedloom.errors import InputError
 from fedloom.methods import recombination
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
-from fedloom.methods.recombination import Participant
+from fedloom.methods.recombination import Participant, mix
 from fedloom.rows import digest
-from fedloom.small_runs import normed_network, small_run
+from fedloom.small_runs import normed_network, plain_network, small_run
 
 
 class Censor(Participant):
@@ -103,6 +105,32 @@ def test_mixed_changes_nothing_where_models_are_mixed_already() -> None:
             same += 1
             assert digest(once) == digest(again)
     assert 0 < same < 20
+
+
+def test_where_twelve_exchanges_do_not_mix_two_layers_clients_begin_anew() -> None:
+    """With five clients and two layers that is one round in twenty."""
+    server = make(5, plain_network, secure=True, mixed=True)
+    v, again = random_rows(server, 0), 0
+    models = {i: [row[part].clone() for part in (slice(0, 1), slice(1, 2))] for i, row in enumerate(v)}
+    for round in range(60):
+        w = combined(server, round, v)
+        assert not {digest(row) for row in w} & {digest(row) for row in v}
+        again += mix(models, partial(server.context.streams.numpy, round=round), 0.5) is None
+    assert again, "in none of these rounds were twelve exchanges too few"
+
+
+def test_models_that_are_never_mixed_are_not_handed_over() -> None:
+    server = make(3, secure=True, mixed=True, send_probability=1e-9)
+    server.bank.rows[:] = before = random_rows(server, 0)
+    jobs, rows = list(server.dispatch(0, [0, 1, 2])), random_rows(server, 1)
+    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    assert digest(server.models()) == digest(before)
+    assert server.diagnostics() == {"exchange given up": 1.0}
+    server.collect(1, iter(()))
+    assert server.diagnostics() == {}
+    server.collect(2, iter([Update(jobs[1], rows[1], 1, 1.0, 1)]))  # alone it has nobody to mix with
+    assert digest(server.models()[1]) == digest(rows[1])
+    assert server.diagnostics() == {}
 
 
 def test_one_layer_cannot_be_mixed() -> None:

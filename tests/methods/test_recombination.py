@@ -110,6 +110,9 @@ def test_models_are_recombined_by_such_an_exchange_with_all_others_and_not_onese
         found = recombine(models, lambda purpose, client: Streams(seed).numpy(purpose, 0, client), 0.9, mixed)
     assert all(m.receiver != m.sender for m in sent)
     assert {m.receiver for m in sent} | {m.sender for m in sent} <= set(models)
+    if found is None:
+        assert mixed, "a single exchange always comes to something"
+        return
     assert list(found) == list(models)
     for number in range(layers):
         assert sorted(model[number].tolist() for model in found.values()) == [[me, number] for me in models]

@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 
 from fedloom.flower.notes import Note, Silence, parts_for
 from fedloom.flower.sealed import Hello, Opener, Refusal, Session, Terms, cut, unlock
-from fedloom.flower.sealed_site import MOST_ATTEMPTS
-from fedloom.methods.recombination import MOST
+from fedloom.methods.recombination import MOST, MOST_ATTEMPTS
 
 Ask = Callable[[str, dict[int, Note]], Mapping[int, Note | Silence]]
 """(stage, a question for each slot) -> what came back; slots without an answer may be missing."""

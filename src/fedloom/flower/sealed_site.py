@@ -60,10 +60,8 @@ from fedloom.flower.sealed import (
     seal_for,
     transcript,
 )
-from fedloom.methods.recombination import MOST, Draw, Message, Participant, is_whole
+from fedloom.methods.recombination import MOST, MOST_ATTEMPTS, Draw, Message, Participant, is_whole
 
-MOST_ATTEMPTS = 4
-"""Attempts in one round. Each shows the server who was there and nothing else."""
 PLACE = 1 + 2 + KEY
 """Bytes for one layer in a message between sites: whether there is a deed, whose layer it is for, the key."""
 

@@ -14,13 +14,15 @@ and VGG-16).
 `secure` lets the clients exchange layers among themselves (Appendix B, see recombination.py) before they upload; the
 paper does not say how often a layer is sent, here half the time. It changes fewer layers than the server's shuffle:
 with ten clients three in ten change owner, and a model of few layers may come out as it went in. `mixed` lets the
-clients exchange again until no model does, as the paper allows. A client that is lost takes no part, and its model is
-left out. In the rounds of the first stage nothing is exchanged.
+clients exchange again until no model does, as the paper allows; where they do not get there, the round counts for
+nothing, as it does between sites. A client that is lost takes no part, and its model is left out. In the rounds of the
+first stage nothing is exchanged.
 
 `indep`, the paper's baseline, is the same without recombination: models wander and never meet.
 """
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import partial
 from math import ceil
@@ -30,7 +32,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from fedloom.errors import InputError
-from fedloom.exchange import LayerExchange
+from fedloom.exchange import LayerExchange, Update
 from fedloom.methods.base import Context, Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.methods.recombination import recombine
@@ -91,6 +93,14 @@ class FedMRServer(SlotServer[FedMROptions]):
         self.layers = layers(context.layout, options.granularity)
         if options.mixed and len(self.layers) == 1:
             raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
+        self._given_up = False
+
+    def collect(self, round: int, updates: Iterator[Update]) -> None:
+        self._given_up = False
+        super().collect(round, updates)
+
+    def diagnostics(self) -> dict[str, float]:
+        return {"exchange given up": 1.0} if self._given_up else {}
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         if round < self.options.first_stage:
@@ -116,16 +126,22 @@ class FedMRServer(SlotServer[FedMROptions]):
         return LayerExchange(layers(layout, options.granularity), options.send_probability, options.mixed)
 
     def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
-        """The clients exchange layers; what the server gets is `w`."""
-        w.copy_(v)
+        """The clients exchange layers; what the server gets is `w`.
+
+        Where they cannot mix their models they hand over none, and those of the last round stay.
+        """
         present = [i for i in range(len(v)) if i not in self.absent]
         if self.exchanged_by_clients:
-            if self.only_means and present:
-                w[:] = v[present[0]]
+            w.copy_(v[present[0]] if self.only_means and present else v)
             return
         models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
         draws = partial(self.context.streams.numpy, round=round)
-        for i, model in recombine(models, draws, self.options.send_probability, self.options.mixed).items():
+        found = recombine(models, draws, self.options.send_probability, self.options.mixed)
+        if found is None:
+            self._given_up = True
+            return
+        w.copy_(v)
+        for i, model in found.items():
             for columns, layer in zip(self.layers, model, strict=True):
                 _scatter(w[i], columns, layer)
 

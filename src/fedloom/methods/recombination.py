@@ -11,7 +11,8 @@ of several clients' layers, and every layer instance is used exactly once. For e
 
 The protocol is written as messages between participants; here they are delivered in this process, and a network may
 carry them instead (flower/sealed_site.py). The paper lets clients exchange several times in a round. Where that is to
-go on until no model is what one client trained, it does so `MOST` times at most.
+go on until no model is what one client trained, it does so `MOST` times at most; then clients begin anew with their own
+layers, and after `MOST_ATTEMPTS` such attempts they hand over nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,9 @@ from typing import Protocol, SupportsInt
 from torch import Tensor
 
 MOST = 12
+"""Exchanges in one attempt to mix all models."""
+MOST_ATTEMPTS = 4
+"""Attempts in one round. Between sites each shows the server who was there and nothing else."""
 
 
 def purpose(attempt: int = 0, number: int = 0) -> str:
@@ -151,23 +155,38 @@ def exchange(
 
 def recombine(
     models: Mapping[int, list[Tensor]], draws: Draws, send_probability: float, mixed: bool = False
-) -> dict[int, list[Tensor]]:
-    """What clients with these layers end with: one exchange, or as many as it takes to mix all models."""
-    current = dict(models)
+) -> dict[int, list[Tensor]] | None:
+    """What clients with these layers end with: one exchange, or as many as it takes to mix all models.
+
+    None where they are not mixed in any attempt. One client alone has nobody to mix its layers with.
+    """
+    if not mixed or len(models) == 1:
+        return _exchanged(models, draws, purpose(), send_probability)
+    attempts = (mix(models, draws, send_probability, attempt) for attempt in range(MOST_ATTEMPTS))
+    return next((found for found in attempts if found is not None), None)
+
+
+def mix(
+    models: Mapping[int, list[Tensor]], draws: Draws, send_probability: float, attempt: int = 0
+) -> dict[int, list[Tensor]] | None:
+    """What comes of exchanging until no model is what one client trained; None where `MOST` times are not enough."""
     owners = {id(layer): client for client, layers in models.items() for layer in layers}
-    for number in range(MOST if mixed and len(models) > 1 else 1):
-        participants = {
-            me: Participant(
-                me,
-                [other for other in models if other != me],
-                layers,
-                draws(purpose(0, number), client=me),
-                send_probability,
-            )
-            for me, layers in current.items()
-        }
-        exchange(participants)
-        current = {me: participant.assemble() for me, participant in participants.items()}
-        if not mixed or not any(is_whole(owners[id(layer)] for layer in layers) for layers in current.values()):
-            break
-    return current
+    for number in range(MOST):
+        models = _exchanged(models, draws, purpose(attempt, number), send_probability)
+        if not any(is_whole(owners[id(layer)] for layer in layers) for layers in models.values()):
+            return models
+    return None
+
+
+def _exchanged(
+    models: Mapping[int, list[Tensor]], draws: Draws, stream: str, send_probability: float
+) -> dict[int, list[Tensor]]:
+    """What one exchange comes to."""
+    participants = {
+        me: Participant(
+            me, [other for other in models if other != me], layers, draws(stream, client=me), send_probability
+        )
+        for me, layers in models.items()
+    }
+    exchange(participants)
+    return {me: participant.assemble() for me, participant in participants.items()}
