@@ -47,6 +47,12 @@ def test_a_run_too_short_for_it_is_told_so(at_once: bool, rounds: int, told: boo
     assert (equal == small_run("fedavg", {}, rounds=rounds, model=plain_network).digest) == told
 
 
+def test_in_company_it_does_not_call_the_rounds_before_it_fedavg() -> None:
+    with small_experiment("fedcross+dynafed", tiny(L=3), model=plain_network, rounds=3).engine_closed() as e:
+        (note,) = e.notes
+    assert note.endswith("until then it changes nothing.")
+
+
 def test_the_trajectory_is_the_deployed_models_each_a_copy() -> None:
     with small_experiment("dynafed", tiny(L=4), model=plain_network).engine_closed() as experiment:
         refiner, server = refiner_of(experiment), experiment.rounds.parts.server

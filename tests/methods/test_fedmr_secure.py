@@ -133,6 +133,15 @@ def test_models_that_are_never_mixed_are_not_handed_over() -> None:
     assert server.diagnostics() == {}
 
 
+def test_options_of_an_exchange_that_is_off_are_told_to_do_nothing() -> None:
+    for options in ({}, {"secure": True, "mixed": True, "send_probability": 0.9}):
+        assert make(3, **options).notes() == []
+    assert make(3, mixed=True, send_probability=0.9).notes() == [
+        "fedmr.send_probability is about the secure exchange, and fedmr.secure is off.",
+        "fedmr.mixed is about the secure exchange, and fedmr.secure is off.",
+    ]
+
+
 def test_one_layer_cannot_be_mixed() -> None:
     with pytest.raises(InputError, match=r"fedmr.mixed needs two layers at least; by segment:1 this model has one"):
         make(3, secure=True, mixed=True, granularity="segment:1")

@@ -130,7 +130,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             return []
         return [
             f"dynafed refines from round {first} on (dynafed.L is {self.options.L}), and this run has {rounds}: "
-            "until then it is FedAvg."
+            "until then it changes nothing."
         ]
 
     # Algorithm 2

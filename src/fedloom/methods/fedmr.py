@@ -95,6 +95,13 @@ class FedMRServer(SlotServer[FedMROptions]):
             raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
         self._given_up = False
 
+    def notes(self) -> list[str]:
+        options, fields = self.options, FedMROptions.model_fields
+        if options.secure:
+            return []
+        idle = [name for name in ("send_probability", "mixed") if getattr(options, name) != fields[name].default]
+        return [f"fedmr.{name} is about the secure exchange, and fedmr.secure is off." for name in idle]
+
     def collect(self, round: int, updates: Iterator[Update]) -> None:
         self._given_up = False
         super().collect(round, updates)
