@@ -12,7 +12,9 @@ import one_client
 from fedloom.data import Federation
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
+from fedloom.methods import methods
 from fedloom.optim import SGD, Adam
+from fedloom.rows import digest
 from fedloom.small_runs import SETTINGS, plain_network, small_experiment, small_run
 from fedloom.testing import CHECKS
 
@@ -94,11 +96,33 @@ def test_every_engine_keeps_it(way: dict[str, Any]) -> None:
     "check",
     ["resumes exactly", "engines agree", "copes with lost clients", "copes with tiny clients", "leaves inputs alone"],
 )
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedrep", "lss", "fedcross"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedrep", "lss", "soups", "fedcross"])
 def test_methods_keep_their_promises_with_it(method: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, "keep_optimizer", True)
     monkeypatch.setitem(SETTINGS, "momentum", 0.5)
     CHECKS[check](method, {})
+
+
+@pytest.mark.parametrize("method", ["soups", "diwa", "swa", "swad", "lss"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_neutral_method_that_trains_in_pieces_is_fedavg_with_it(method: str, way: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"keep_optimizer": True, "per_round": 8, **way}
+    neutral = methods()[method].neutral
+    assert neutral is not None
+    assert small_run(method, {method: neutral}, **given).digest == small_run("fedavg", {}, **given).digest
+
+
+def test_of_a_soup_the_first_model_goes_on_with_it_and_the_others_begin_anew() -> None:
+    """What is kept is therefore FedAvg's in the first round, whatever the others do."""
+    given: dict[str, Any] = {"keep_optimizer": True, "momentum": 0.5, "model": plain_network, "rounds": 2}
+    kept = []
+    for method, options in (("fedavg", {}), ("soups", {"models": 3}), ("soups", {"models": 3, "lr_factors": [0.3]})):
+        with small_experiment(method, {method: options}, **given).engine_closed() as experiment:
+            experiment.rounds.play(0)
+            homes = experiment.engine.homes
+            kept.append({client: digest(homes.get(client)["@optimizer velocity"]) for client in homes.clients()})
+    assert kept[0] == kept[1] == kept[2]
+    assert len(set(kept[0].values())) == len(kept[0]) == 4
 
 
 def test_sgd_without_momentum_has_nothing_to_keep() -> None:

@@ -131,8 +131,7 @@ class Bench:
         self.network_buffers.renew()
         self.module.train()
         self.new_optimizer()
-        if self._shop.training.keep_optimizer:
-            self._steady.recall({name: self.home[f"{OPTIMIZER}{name}"] for name in self._remembered()})
+        self.recall_optimizer()
 
     def _new_noise(self) -> torch.Generator:
         """What augmentation draws from, for this client and round."""
@@ -142,14 +141,23 @@ class Bench:
         """The training is over: estimate statistics if the run asks for it, and keep at home what stays there."""
         if self.training.statistics == "estimated":
             self.estimate_statistics()
-        if self._shop.training.keep_optimizer:
-            known = self._steady.known(self.weights)
-            for name in self._remembered() & known.keys():  # with other settings at last it may know less
-                self.home[f"{OPTIMIZER}{name}"].copy_(known[name])
+        self.keep_optimizer()
         if self._shop.stays_home:
             self.home[STAYS].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
             for columns in self._shop.stays_home:
                 self.row[columns] = self.received[columns]
+
+    def keep_optimizer(self) -> None:
+        """Keep at home what the optimiser knows now, where the run asks for it."""
+        if self._shop.training.keep_optimizer:
+            known = self._steady.known(self.weights)
+            for name in self._remembered() & known.keys():  # with other settings at last it may know less
+                self.home[f"{OPTIMIZER}{name}"].copy_(known[name])
+
+    def recall_optimizer(self) -> None:
+        """Go on with what was kept there: a new optimiser with the run's own settings begins so."""
+        if self._shop.training.keep_optimizer:
+            self._steady.recall({name: self.home[f"{OPTIMIZER}{name}"] for name in self._remembered()})
 
     def _remembered(self) -> set[str]:
         return set(self._shop.training.make_optimizer().remembers(0))

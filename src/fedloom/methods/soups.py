@@ -10,7 +10,8 @@ inference time", ICML 2022. Every run starts at the model the client received.
 The first run has the run's own settings, so that one model is FedAvg; each of the others draws a learning rate, a
 batch size, a weight decay and a dropout rate. The values are those of the paper on Local Superior Soups, which trains
 Adam at 5e-4 with batches of 64: its learning rates and batch sizes are here factors on the run's own. Dropout changes
-layers that the network has, and adds none. The runs of a client also see their batches in different orders. That paper
+layers that the network has, and adds none. The runs of a client also see their batches in different orders. Where the
+run says `keep_optimizer` it is the first of them that goes on with what a client's first one knew. That paper
 trains 32 models of 8 epochs each; here it is 4, which it gives SWA and its own method. A loss that knows no classes is
 judged instead of the accuracy. Batch norm's statistics of a mean are found by one more pass over the client's samples
 (`estimate`), also of those means that the greedy soup tries: what is judged is what is returned.
@@ -101,15 +102,20 @@ class SoupsLocal(Local[O]):
     def train(self, bench: Bench) -> Iterator[Pass]:
         options, own, received = self.options, bench.training, bench.row.clone()
         uniform, ingredients = Mean(bench.layout), list[Tensor]()
-        for recipe in self.recipes(bench):
+        for number, recipe in enumerate(self.recipes(bench)):
             bench.row.copy_(received)
             self.follow(bench, recipe)
+            if not number:
+                bench.recall_optimizer()
             yield from self.one_run(bench)
+            if not number:
+                bench.keep_optimizer()
             if options.selection == "uniform":
                 uniform.add(bench.row)
             else:
                 ingredients.append(bench.row.clone())
         self.follow(bench, Recipe(own))
+        bench.recall_optimizer()  # of what the first run knew, for that is kept
         if options.selection == "greedy":
             bench.row.copy_(greedy_soup(bench, ingredients, options.strict, options.estimate))
             return
