@@ -227,6 +227,14 @@ def test_the_order_is_that_of_merit_and_what_was_refused_stays_out(monkeypatch: 
     assert float(greedy_soup(bench, rows)) == 4.5
 
 
+def test_what_was_taken_is_the_mark_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9 and 3 make 6, which is better; with 0 it would be 4, worse than 6 though better than 9 alone."""
+    monkeypatch.setattr(soups, "merit", fake_merit)
+    bench = Fake({9: 0.8, 3: 0.7, 0: 0.6, 6: 0.9, 4: 0.85})
+    rows = [torch.tensor([value]) for value in (0.0, 3.0, 9.0)]
+    assert float(greedy_soup(bench, rows)) == 6
+
+
 def test_one_ingredient_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soups, "merit", fake_merit)
     assert float(greedy_soup(Fake({7: 0.1}), [torch.tensor([7.0])])) == 7

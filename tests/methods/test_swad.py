@@ -146,8 +146,10 @@ def test_the_last_segment_alone_is_averaged_where_nothing_starts() -> None:
         torch.testing.assert_close(update.row[:trainable], mean, rtol=1e-5, atol=1e-6)
 
 
-def test_the_checks_are_of_the_iterates_on_what_is_held_out() -> None:
-    with small_experiment("swad", {}, steps=6, lr=0.3).engine_closed() as experiment:
+@pytest.mark.parametrize(("checks", "checked"), [(32, [1, 2, 3, 4, 5, 6]), (3, [2, 4, 6])])
+def test_the_checks_are_of_the_iterates_on_what_is_held_out(checks: int, checked: list[int]) -> None:
+    """Of the last one of a segment, and not of its mean."""
+    with small_experiment("swad", {"swad": {"checks": checks}}, steps=6, lr=0.3).engine_closed() as experiment:
         bench, scores = experiment.engine._bench, []
         plain = bench.validate
 
@@ -158,8 +160,9 @@ def test_the_checks_are_of_the_iterates_on_what_is_held_out() -> None:
         bench.validate = noted
         _, rows = trace(experiment)
         held = experiment.federation.client(1)
-        assert [score.count for _, score in scores] == [int(0.2 * len(held) + 0.5)] * 6
-        assert all(torch.equal(scored, row) for (scored, _), row in zip(scores, rows, strict=True))
+        assert [score.count for _, score in scores] == [int(0.2 * len(held) + 0.5)] * len(checked)
+        iterates = [rows[step - 1] for step in checked]
+        assert all(torch.equal(scored, row) for (scored, _), row in zip(scores, iterates, strict=True))
 
 
 def test_training_stops_when_the_end_is_seen() -> None:
