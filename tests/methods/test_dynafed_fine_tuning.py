@@ -3,8 +3,9 @@
 import pytest
 import torch
 from small_dynafed import refiner_of, samples_of, tiny
-from torch import nn
+from torch import Tensor, nn
 
+from fedloom.methods.synthesis import Step
 from fedloom.rows import Kind, digest
 from fedloom.small_runs import normed_network, plain_network, small_experiment
 
@@ -30,6 +31,27 @@ def test_fine_tuning_is_training_on_the_soft_labels() -> None:
         refiner.fine_tune(7, 0, row)
         for name, tensor in layout.state_dict(row).items():
             torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_epoch_passes_over_all_samples_in_batches_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[int]] = []
+    plain = Step.take
+
+    def noted(step: Step, images: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        assert step.index is not None
+        taken.append(step.index.tolist())
+        return plain(step, images, logits)
+
+    options = tiny(refine_batch=4, refine_epochs=3)
+    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+        for round in range(2):
+            experiment.rounds.play(round)
+        monkeypatch.setattr(Step, "take", noted)
+        refiner_of(experiment).fine_tune(7, 0, experiment.rounds.parts.server.deploy().clone())
+    assert [len(batch) for batch in taken] == [4, 4, 2] * 3
+    epochs = [[*taken[at], *taken[at + 1], *taken[at + 2]] for at in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_every_fine_tuning_begins_with_a_new_optimiser() -> None:
