@@ -125,6 +125,28 @@ def test_of_a_soup_the_first_model_goes_on_with_it_and_the_others_begin_anew() -
     assert len(set(kept[0].values())) == len(kept[0]) == 4
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_body_of_fedbabu_goes_on_with_it_and_its_fine_tuning_does_not(way: dict[str, Any]) -> None:
+    anew, kept = (small_run("fedbabu", {}, keep_optimizer=keep, **way) for keep in (False, True))
+    assert anew.digest != kept.digest
+    with small_experiment("fedbabu", {}, keep_optimizer=True, **way).engine_closed() as experiment:
+        experiment.rounds.play(0)
+        bench, homes = experiment.engine._bench, experiment.engine.homes
+        client = homes.clients()[0]
+        home, start = homes.copy_for(client, torch.device("cpu")), experiment.rounds.deployed()
+        samples, row = experiment.federation.client(client), experiment.layout.empty()
+        bench.begin(1, client, samples, row, start, {}, home, {}, False)
+        assert all(bool(kept.any()) for kept in bench._steady.known(bench.weights).values())
+        next(iter(experiment.rounds.parts.local.personal(bench)))
+        assert not any(bool(kept.any()) for kept in bench._steady.known(bench.weights).values())
+
+
+def test_a_method_that_makes_new_ones_says_so() -> None:
+    for keep in (False, True):
+        with small_experiment("fedrep", {}, keep_optimizer=keep, momentum=0.5).engine_closed() as experiment:
+            assert any("fedrep makes a new optimiser" in note for note in experiment.notes) == keep
+
+
 def test_sgd_without_momentum_has_nothing_to_keep() -> None:
     with pytest.raises(InputError, match=r"keep_optimizer needs something to keep: optimizer adam, or a momentum"):
         fedloom.run("fedavg", keep_optimizer=True)

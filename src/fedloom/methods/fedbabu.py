@@ -36,6 +36,7 @@ class FedBABULocal(HeadAndBody[FedBABUOptions]):
         yield self.body_pass(bench, None)
 
     def personal(self, bench: Bench) -> Iterator[Pass]:
+        bench.new_optimizer()  # and not the one that a client may keep from its training
         parts = {"all": self.whole_pass, "head": self.head_pass, "body": self.body_pass}
         yield parts[self.options.finetune](bench, self.options.finetune_epochs)
 

@@ -83,7 +83,6 @@ class HeadAndBody(Local[O]):
         return self._pass(bench, [], epochs)
 
     def _pass(self, bench: Bench, frozen: list[slice], epochs: int | None) -> Pass:
-        bench.new_optimizer()
         bench.scratch["frozen"] = [(part.start, part.stop) for part in frozen]
         bench.scratch["as it was"] = [
             bench.buffer(f"frozen {start}:{stop}", stop - start).copy_(bench.weights[start:stop])
@@ -105,13 +104,21 @@ class HeadAndBody(Local[O]):
 class FedRepLocal(HeadAndBody[FedRepOptions]):
     """First the head, then the body."""
 
+    def notes(self) -> list[str]:
+        if not self.context.training.keep_optimizer:
+            return []
+        return ["fedrep makes a new optimiser for its heads and for its body in every round: keep_optimizer is no use."]
+
     def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.new_optimizer()
         yield self.head_pass(bench, self.options.head_epochs)
         bench.module.train()
+        bench.new_optimizer()
         yield self.body_pass(bench, self.options.body_epochs)
 
     def personal(self, bench: Bench) -> Iterator[Pass]:
         if bench.round >= self.context.rounds:
+            bench.new_optimizer()
             yield self.head_pass(bench, self.options.final_epochs)
 
 
