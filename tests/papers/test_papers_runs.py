@@ -164,6 +164,22 @@ def test_commands_are_understood(row: Row, place: Path) -> None:
             normalized(loaded(data), how)
 
 
+def configs_from(paper: str) -> list[Config]:
+    return [config for row in RUNS if row.paper == paper for words in row.commands() for config in configs_of(*words)]
+
+
+def test_fedexp_beside_fedmr_adds_a_tenth_for_each_client_of_a_round(place: Path) -> None:
+    """As FedMR's code does, where FedExP's paper has one epsilon."""
+    found = [config for config in configs_from("FedMR") if config.method == "fedexp"]
+    assert {config.per_round for config in found} == {5, 10, 18, 20, 50, 100}
+    for config in found:
+        assert config.options["fedexp"]["epsilon"] == pytest.approx(config.per_round / 10)
+
+
+def test_clients_beside_dynafed_keep_their_adam(place: Path) -> None:
+    assert all(config.keep_optimizer and config.optimizer == "adam" for config in configs_from("DynaFed"))
+
+
 def pool_at_full_size(data: str) -> Pool:
     """The labels, owners or domains of a data set as it is published."""
     name = data.partition(":")[0]
