@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.exchange import Job, Update
-from fedloom.methods.clusamp import distances, distributions
+from fedloom.methods.clusamp import _groups, distances, distributions
 from fedloom.rows import Mean
 from fedloom.small_runs import SmallFederation, small_experiment, small_run
 from fedloom.testing import check_method
@@ -38,10 +38,47 @@ def test_two_groups_of_one_mass_give_one_client_each() -> None:
     assert sorted(tuple(np.flatnonzero(row)) for row in r) == [(0, 1), (2, 3)]
 
 
+def test_the_heaviest_groups_begin_the_distributions_and_the_others_are_poured_in() -> None:
+    points = np.array([0.0, 0.1, 10.0, 10.1, 20.0])
+    r = distributions(np.array([3, 3, 2, 4, 4]), 2, np.abs(points[:, None] - points))
+    assert sorted(r.tolist()) == [[0, 0, 4, 8, 4], [6, 6, 0, 0, 4]]
+
+
 def test_a_client_with_more_than_a_share_gets_distributions_of_its_own() -> None:
     r = distributions(np.array([70, 10, 20]), 4, np.zeros((3, 3)))
     assert (r[:2] == [100, 0, 0]).all()
     assert (r[2:].sum(0) == [80, 40, 80]).all()
+
+
+def wards(between: np.ndarray) -> list[list[set[int]]]:
+    """The groups of each level of Ward's tree, from one for each client to one for all (Lance and Williams)."""
+    groups, d = [{i} for i in range(len(between))], {frozenset({i}): {} for i in range(len(between))}
+    for i, j in np.argwhere(between >= 0):
+        d[frozenset({i})][frozenset({j})] = float(between[i, j])
+    levels = [list(groups)]
+    while len(groups) > 1:
+        pairs = [(d[frozenset(u)][frozenset(v)], a, b) for a, u in enumerate(groups) for b, v in enumerate(groups[:a])]
+        apart, a, b = min(pairs)
+        u, v = groups[a], groups[b]
+        new, rest = u | v, [w for w in groups if w not in (u, v)]
+        d[frozenset(new)] = {}
+        for w in rest:
+            to_u, to_v = d[frozenset(u)][frozenset(w)], d[frozenset(v)][frozenset(w)]
+            squares = (len(u) + len(w)) * to_u**2 + (len(v) + len(w)) * to_v**2 - len(w) * apart**2
+            d[frozenset(new)][frozenset(w)] = d[frozenset(w)][frozenset(new)] = (squares / (len(new) + len(w))) ** 0.5
+        groups = [*rest, new]
+        levels.append(list(groups))
+    return levels
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_are_the_fewest_of_wards_tree_that_are_light_enough(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    points, mass = draw.normal(size=(9, 2)), draw.integers(1, 20, 9)
+    between, full = np.linalg.norm(points[:, None] - points, axis=2), int(mass.sum()) // 2
+    fits = [level for level in wards(between) if all(mass[list(group)].sum() <= full for group in level)]
+    found = [set(group.tolist()) for group in _groups(mass, full, between)]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, min(fits, key=len)))
 
 
 def test_distances_are_what_they_say_and_zero_rows_lie_at_no_angle() -> None:

@@ -63,6 +63,26 @@ def test_scaling_one_weight_up_and_the_next_down_scales_the_ascent_alike() -> No
     torch.testing.assert_close(scaled, plain * scale, rtol=1e-4, atol=1e-7)
 
 
+class Recurrent(nn.Module):
+    """A network whose weights are called weight_ih_l0 and the like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 5, batch_first=True), nn.Linear(5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(x.view(-1, 8, 8))[0][:, -1])
+        return out
+
+
+def test_weights_of_recurrent_layers_are_weights_too() -> None:
+    places = entries(Recurrent())
+    size = max(columns.stop for columns in places.values())
+    way = ascent(torch.zeros(size), torch.ones(size), Recurrent, eta=0.0)
+    moved = {name for name, columns in places.items() if bool(way[columns].any())}
+    assert moved == {"lstm.bias_ih_l0", "lstm.bias_hh_l0", "head.bias"}
+
+
 class Nameless(nn.Module):
     """A network none of whose parameters is called a weight."""
 
@@ -94,6 +114,7 @@ def test_cycles_begin_after_their_share_of_the_rounds_and_end_in_one() -> None:
     options = SwaOptions(start=0.75, cycle=2)
     assert [place_in_cycle(round, 8, options) for round in range(8)] == [None] * 6 + [0.5, 1.0]
     assert [place_in_cycle(round, 3, SwaOptions(start=0.0, cycle=1)) for round in range(3)] == [1.0] * 3
+    assert [place_in_cycle(round, 3, SwaOptions(start=0.5, cycle=1)) for round in range(3)] == [None, None, 1.0]
     assert [place_in_cycle(round, 4, SwaOptions(start=1.0)) for round in range(4)] == [None] * 4
 
 

@@ -134,6 +134,29 @@ def test_the_new_model_is_the_mean_of_the_students_that_count(start: int, every:
         assert torch.allclose(refined, expected, atol=1e-6)
 
 
+def test_the_student_descends_as_pytorchs_own_sgd_does() -> None:
+    """Five steps on all of the server's data, with momentum and weight decay; too few for a student to count."""
+    options = {"samples": 2, "epochs": 5, "batch_size": 0, "lr": 0.1, "momentum": 0.7, "weight_decay": 0.05}
+    with put_together("fedbe", options, normed_network) as experiment:
+        rows, refiner, context = noisy(experiment, 3, 0.5), refiner_of(experiment), experiment.rounds.context
+        experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
+        expected = experiment.rounds.parts.server.deploy().clone()
+        everyone = [expected, *rows, *drawn(experiment, rows, 2)]
+        p = torch.stack([F.softmax(refiner._proxy.outputs(row), dim=1) for row in everyone]).mean(0)
+        teacher = p.square() / p.square().sum(1, keepdim=True)
+        assert context.server_data is not None
+        student = context.make_module().eval()
+        experiment.layout.bind(student, expected)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.7, weight_decay=0.05)
+        for _ in range(5):
+            optimizer.zero_grad()
+            said = F.log_softmax(student(context.server_data.x), dim=1)
+            (teacher * (teacher.log() - said)).sum(1).mean().backward()
+            optimizer.step()
+        refined = play(experiment, answers(experiment, rows))
+        assert torch.allclose(refined, expected, atol=1e-5)
+
+
 def test_only_trainable_parameters_learn() -> None:
     with put_together("fedbe", {"lr": 0.1}, normed_network) as experiment:
         rows, trainable = noisy(experiment, 3, 0.5), experiment.layout.trainable

@@ -119,6 +119,29 @@ def test_the_rate_falls_to_nothing_by_half_a_cosine(monkeypatch: pytest.MonkeyPa
     assert rates == pytest.approx([0.2, 0.1 * (1 + half), 0.1, 0.1 * (1 - half)])
 
 
+def test_the_student_descends_as_pytorchs_own_adam_does() -> None:
+    """Seven steps on all of the server's data, at another temperature, with PyTorch's own cosine."""
+    options = {"steps": 7, "batch_size": 0, "lr": 0.02, "temperature": 2.0, "validation": 0.0}
+    with put_together("feddf", options, normed_network) as experiment:
+        rows, refiner, context = noisy(experiment, 3, 0.5), refiner_of(experiment), experiment.rounds.context
+        experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
+        expected = experiment.rounds.parts.server.deploy().clone()
+        teacher = F.softmax(torch.stack([refiner._proxy.outputs(row) for row in rows]).mean(0) / 2, dim=1)
+        assert context.server_data is not None
+        student = context.make_module().eval()
+        experiment.layout.bind(student, expected)
+        optimizer = torch.optim.Adam(student.parameters(), lr=0.02)
+        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+        for _ in range(7):
+            optimizer.zero_grad()
+            said = F.log_softmax(student(context.server_data.x) / 2, dim=1)
+            (teacher * (teacher.log() - said)).sum(1).mean().backward()
+            optimizer.step()
+            rate.step()
+        refined = play(experiment, answers(experiment, rows))
+        assert torch.allclose(refined, expected, atol=1e-5)
+
+
 def test_a_student_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Proxy, "distil", lambda self, row, *others: row[:1].fill_(torch.nan))
     with (

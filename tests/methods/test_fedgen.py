@@ -214,6 +214,43 @@ def test_a_clients_step_follows_the_papers_loss_whose_weights_decay_by_the_round
     torch.testing.assert_close((received - row)[: layout.trainable] / 0.1, gradient, rtol=1e-3, atol=1e-5)
 
 
+def test_the_generator_learns_as_with_pytorchs_own_adam_whose_moments_last() -> None:
+    """Three rounds of four steps, in training mode, with weight decay, against the module itself."""
+    options = {"steps": 4, "lr": 0.02, "decay": 0.5, "weight_decay": 0.3, "noise": 5, "hidden": 6}
+    with small_experiment("fedgen", {"fedgen": options}).engine_closed() as experiment:
+        companion, lessons = experiment.rounds.parts.companion, []
+        lesson = companion.generator.lesson
+        companion.generator.lesson = lambda row, *given: (lessons.append(given), lesson(row, *given))[1]
+        for round in range(3):
+            experiment.rounds.play(round)
+        ours = companion.row.clone()
+        theirs = Generator.fit(experiment.rounds.context, 5, 6).train()
+    assert len(lessons) == 12
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.02, weight_decay=0.3)
+    for number, (noise, y, heads, counts) in enumerate(lessons):
+        optimizer.param_groups[0]["lr"] = 0.02 * 0.5 ** (number // 4)
+        optimizer.zero_grad()
+        generator_loss(theirs(noise, y), noise, y, heads, counts).backward()
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs.layout.read(theirs)[: len(ours)], rtol=1e-3, atol=1e-5)
+
+
+def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
+    with small_experiment("fedgen", {}).engine_closed() as experiment:
+        companion, drawn = experiment.rounds.parts.companion, []
+        lesson = companion.generator.lesson
+        companion.generator.lesson = lambda row, noise, y, *given: (
+            drawn.extend(y.tolist()),
+            lesson(row, noise, y, *given),
+        )[1]
+        row = experiment.rounds.context.initial.clone()
+        for client in range(2):
+            labels = torch.tensor([1.0, 2.0 * client, *[0.0] * 8])
+            companion.take(0, Update(Job(client, row), row, 5, 1.0, 1, {"labels": labels}))
+        companion.finish(0)
+    assert set(drawn) == {1}
+
+
 def test_the_generators_rate_decays_by_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
     monkeypatch.setattr(Adam, "step", lambda self, weights, gradient, lr: rates.append(lr))

@@ -140,6 +140,23 @@ def test_the_pool_grows_with_the_clients_seen_and_is_counted_in_bytes() -> None:
         assert len(owners) == len(set(owners)) > 4
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_each_step_mixes_with_one_of_all_means_and_its_own_labels(name: str) -> None:
+    with small_experiment(name, {}, per_round=8, epochs=30).engine_closed() as experiment:
+        experiment.rounds.play(0)
+        local, pool, seen = experiment.rounds.parts.local, experiment.rounds.parts.companion.send(1, 2), []
+        mixed = local.mixed
+        local.mixed = lambda bench, batch, x_, y_: (seen.append((len(batch), x_, y_)), mixed(bench, batch, x_, y_))[1]
+        update = visit(experiment, 2)
+        assert len(seen) == update.steps > 50
+    drawn = set()
+    for size, x_, y_ in seen:
+        (which,) = (pool["x"] == x_).all(1).nonzero().flatten().tolist()
+        assert torch.equal(y_, pool["y"][which].expand(size, -1))
+        drawn.add(which)
+    assert drawn == set(range(8))
+
+
 def test_a_pool_of_small_groups_keeps_the_contract() -> None:
     check_method("fedmix", {"fedmix": {"groups": 3, "lam": 0.2}})
 

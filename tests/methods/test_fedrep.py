@@ -56,6 +56,18 @@ def test_the_head_moves_first_and_alone_then_the_body_alone(settings: dict[str, 
         assert counters[0] == counters[1] < counters[2], "the body's statistics are renewed in its own phase"
 
 
+def test_each_phase_begins_with_a_new_optimiser() -> None:
+    """The first step of a new Adam is as long as its rate in every weight that has a gradient."""
+    with small_experiment("fedrep", {}, optimizer="adam", lr=0.01).engine_closed() as experiment:
+        seen, trainable = steps_of(experiment), experiment.layout.trainable
+        steps = [(after - before)[:trainable].abs() for before, after in seen]
+        first = len(seen) // 11 * 10
+        for number in (0, first):
+            assert float(steps[number].max()) == pytest.approx(0.01, rel=1e-3)
+            assert float(steps[number][steps[number] > 0].median()) == pytest.approx(0.01, rel=1e-2)
+        assert float(steps[first - 1].max()) != pytest.approx(0.01, rel=1e-3)
+
+
 def test_a_clipped_gradient_is_that_of_the_part_which_moves() -> None:
     """Were the frozen part's gradient to count, steps would be shorter than the clip allows."""
     with small_experiment("fedrep", {"fedrep": {"head_epochs": 1}}, clip=1e-2, lr=0.5).engine_closed() as experiment:

@@ -101,6 +101,28 @@ def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
     assert near[1] > near[0]
 
 
+def test_a_clients_step_follows_the_papers_loss() -> None:
+    """One step of plain SGD on all samples, against the loss as the paper writes it, differentiated as it is."""
+    given = {"steps": 1, "batch_size": 0, "lr": 0.1, "per_round": 8}
+    with small_experiment("moon", {"moon": {"mu": 3.0, "tau": 0.2}}, **given).engine_closed() as experiment:
+        experiment.rounds.play(0)
+        local, layout, batches = experiment.rounds.parts.local, experiment.layout, []
+        step = local.step
+        local.step = lambda bench, batch: (batches.append(batch), step(bench, batch))[1]
+        received = experiment.rounds.parts.server.deploy().clone()
+        previous = experiment.engine.homes.get(2)["previous"].clone()
+        row = visit(experiment, 1, 2).row.clone()
+        networks = [experiment.rounds.context.make_module() for _ in range(3)]
+    (batch,) = batches
+    for network, start in zip(networks, (received, received, previous), strict=True):
+        layout.bind(network, start.clone())
+    own, z = networks[0].train(), networks[0][:-1](batch.x)
+    z_g, z_p = (network.eval()[:-1](batch.x).detach() for network in networks[1:])
+    loss = F.cross_entropy(own[-1](z), batch.y) + 3.0 * naive(z, z_g, z_p, 0.2)
+    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(own.parameters()))])
+    torch.testing.assert_close((received - row)[: layout.trainable] / 0.1, gradient, rtol=1e-3, atol=1e-5)
+
+
 def test_batches_of_one_are_no_trouble() -> None:
     finished = small_run("moon", {}, federation=SmallFederation(sizes={1: 1, 2: 9}), per_round=8, batch_size=8)
     assert not any(record["lost"] for record in finished.records)
