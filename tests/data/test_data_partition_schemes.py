@@ -69,7 +69,7 @@ def test_parts_are_disjoint_seeded_and_as_complete_as_promised(data: st.DataObje
         assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("spec", ["dirichlet-blocks:1", "dirichlet-client:1", "labels:3", "quantity:1"])
+@pytest.mark.parametrize("spec", ["dirichlet-blocks:1", "dirichlet-client:1", "labels:3", "labels:10", "quantity:1"])
 def test_another_seed_gives_another_partition(spec: str) -> None:
     one, two = (partition(spec, balanced(600, 10), 5, rng(seed)) for seed in (0, 1))
     assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
@@ -91,9 +91,9 @@ def test_drawing_again_also_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch) -
 # Lin's blocks
 
 
-def test_blocks_share_disjoint_random_data() -> None:
-    """Each block holds its clients' share of the samples, with all classes about evenly."""
-    labels = balanced(6000, 10)
+@pytest.mark.parametrize("labels", [balanced(6000, 10), np.sort(balanced(6000, 10))], ids=["mixed", "sorted"])
+def test_blocks_share_disjoint_random_data(labels: np.ndarray) -> None:
+    """Each block holds its clients' share of the samples, with all classes about evenly, however they are stored."""
     counts = table(partition("dirichlet-blocks:0.1", labels, 30, rng()), labels)
     assert (counts.sum(axis=1) == 200).all()
     for block in np.split(counts, 3):

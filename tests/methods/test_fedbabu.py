@@ -64,6 +64,7 @@ def test_only_the_named_part_is_fine_tuned(part: str) -> None:
         home = experiment.engine.homes.copy_for(2, torch.device("cpu"))
         bench.begin(0, 2, experiment.federation.client(2), row, start, {}, home, {}, True)
         for piece in local.personal(bench):
+            assert (piece.epochs, piece.steps) == (5, None)
             bench.run(piece)
         head = local.head(experiment.layout)
         assert torch.equal(row[head], start[head]) == (part == "body")

@@ -171,6 +171,19 @@ def test_clients_no_better_than_chance_are_left_out_if_asked_for() -> None:
         assert torch.allclose(teacher, F.softmax(refiner._proxy.outputs(bad), dim=1), atol=1e-6)
 
 
+def test_exactly_chance_is_no_better_than_chance() -> None:
+    with put_together("feddf", {**QUICK, "drop": True}) as experiment:
+        refiner, context = refiner_of(experiment), experiment.rounds.context
+        assert context.server_data is not None
+        context.server_data.y.copy_(7 * (torch.arange(80) % 10 == 0))  # one in ten, of ten classes
+        good, bad = always(experiment, 0), always(experiment, 7)
+        for update in answers(experiment, [bad, good]):
+            refiner.take(0, update)
+        teacher = refiner.teacher()
+        assert teacher is not None
+        assert torch.allclose(teacher, F.softmax(refiner._proxy.outputs(good), dim=1), atol=1e-6)
+
+
 def test_a_round_without_an_answer_changes_nothing() -> None:
     with put_together("feddf", QUICK) as experiment:
         before = experiment.rounds.parts.server.deploy().clone()

@@ -259,6 +259,9 @@ def test_gains_are_those_of_the_formula() -> None:
     gains = Prior(sigma=1, sigma0=0.5, gamma=7, mu0=mean).gains(u, total, torch.tensor([2.0]), clients=4, new=1)
     expected = [(9 + 36) / 7 - 20 / 6, 37 / 5 - 4 + 2 * log(7 / 4)]
     torch.testing.assert_close(gains[0], torch.tensor(expected, dtype=torch.float64))
+    # A neuron of 14 of 16 clients counts as one of ten in the logarithm, and only there: G = (2, 0), S = 15.
+    gains = Prior(sigma=1, sigma0=1, gamma=7).gains(u, total, torch.tensor([14.0]), clients=16, new=0)
+    torch.testing.assert_close(gains[0], torch.tensor([13 / 16 - 4 / 15 + log(10 / 6)], dtype=torch.float64))
     everyone = Prior(1, 1, 7).gains(u, total, torch.tensor([40.0]), clients=3, new=0)
     assert bool(torch.isfinite(everyone).all())
 

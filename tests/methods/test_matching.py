@@ -286,6 +286,36 @@ def test_affinities_are_those_of_the_formula() -> None:
         torch.testing.assert_close(found, expected / expected.mean(), rtol=1e-5, atol=1e-6)
 
 
+def test_sweeps_and_their_temperatures_are_those_of_a_slow_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer with the newest matchings, a temperature for each sweep, Sinkhorn to its end."""
+
+    def affinity(a: Tensor, b: Tensor) -> Tensor:
+        A = (-0.5 * torch.cdist(a, b, p=4)).exp()
+        return A / A.mean()
+
+    def doubly(logits: Tensor) -> Tensor:
+        for _ in range(5000):
+            logits = logits - logits.logsumexp(1, keepdim=True)
+            logits = logits - logits.logsumexp(0, keepdim=True)
+        return logits.exp()
+
+    server, (_, layout, anchor) = (
+        make("gamf", "mlp", sweeps=4, temperature=2.0, cooling=0.5, coldest=0.4),
+        network("mlp"),
+    )
+    row = anchor + 0.3 * torch.randn(anchor.shape, generator=torch.Generator().manual_seed(11))
+    iterations = []
+    monkeypatch.setattr("fedloom.methods.gamf.sinkhorn", lambda M, n: (iterations.append(n), sinkhorn(M, n))[1])
+    found = graduated(server.symmetries, anchor, row, server.options)
+    assert iterations == [20, 20, 70, 70, 120, 120, 170, 170]
+    (A, B, C), (a, b, c) = ([layout.entries[i].view(each).double() for i in (0, 2, 4)] for each in (anchor, row))
+    P, Q = (torch.full((n, n), 1 / n, dtype=torch.float64) for n in (12, 8))
+    for temperature in (2.0, 1.0, 0.5, 0.4):
+        P = doubly((affinity(A, a) + affinity(B.T, (Q @ b).T)) / temperature)
+        Q = doubly((affinity(B, b @ P.T) + affinity(C.T, c.T)) / temperature)
+    torch.testing.assert_close(found, [P, Q], rtol=1e-3, atol=1e-5)
+
+
 def test_soft_matchings_mix_and_hard_ones_do_not() -> None:
     soft, hard = make("gamf", "mlp", output="soft", sweeps=3), make("gamf", "mlp", sweeps=3)
     row = network("mlp")[2]
