@@ -176,6 +176,13 @@ def test_fedexp_beside_fedmr_adds_a_tenth_for_each_client_of_a_round(place: Path
         assert config.options["fedexp"]["epsilon"] == pytest.approx(config.per_round / 10)
 
 
+def test_clusamp_and_fedmut_beside_fedmr_are_set_as_in_its_code(place: Path) -> None:
+    for method, options in (("clusamp", {"distance": "l1"}), ("fedmut", {"alpha": 5.0, "granularity": "tensor"})):
+        found = [config.options[method] for config in configs_from("FedMR") if config.method == method]
+        assert found
+        assert all(each.items() >= options.items() for each in found), method
+
+
 def test_clients_beside_dynafed_keep_their_adam(place: Path) -> None:
     assert all(config.keep_optimizer and config.optimizer == "adam" for config in configs_from("DynaFed"))
 
