@@ -183,6 +183,24 @@ def test_matched_layers_rest_while_the_others_train() -> None:
             server.collect(round, iter(updates))
 
 
+def test_a_layer_that_rests_does_so_in_every_step() -> None:
+    """And is not just put back at the end: the layers behind it must learn with it as it is."""
+    with small_experiment("fedma-layers", {}, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
+        server, local, layout = experiment.rounds.parts.server, experiment.rounds.parts.local, experiment.layout
+        assert isinstance(server, FedMALayersServer)
+        experiment.rounds.play(0)
+        rests = columns(layout, server.stage, 0, 1)[: layout.trainable]
+        step, seen = local.step, []
+        local.step = lambda bench, batch: (step(bench, batch), seen.append(bench.weights.clone()))[0]
+        (job, *_) = server.dispatch(1, server.select(1))
+        (update,) = experiment.engine.train(1, [job])
+        received = job.row[: layout.trainable]
+        assert len(seen) == update.steps > 1
+    assert rests.any()
+    assert all(torch.equal(weights[rests], received[rests]) for weights in seen)
+    assert all(not torch.equal(weights[~rests], received[~rests]) for weights in seen)
+
+
 def test_classes_count_by_who_has_them() -> None:
     torch.manual_seed(0)
     server = make(perceptron(), clients=2)

@@ -4,6 +4,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -257,3 +258,34 @@ def test_the_convnet_normalises_each_channel_of_each_image_by_itself() -> None:
     planes = norm(model.get_submodule("conv1")(x))
     torch.testing.assert_close(planes.mean((2, 3)), torch.zeros(3, 128), rtol=0, atol=1e-5)
     assert planes.shape == (3, 128, 32, 32), "28 x 28 is padded to 32 x 32"
+
+
+def written_out(name: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What the papers' networks compute, with ReLU before the pool as they have it."""
+    t = dict(module.named_parameters())
+
+    def linear(layer: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, t[f"{layer}.weight"], t[f"{layer}.bias"])
+
+    for i in (1, 2, 3) if name == "convnet" else (1, 2) if name != "mlp" else ():
+        weight, bias = t[f"conv{i}.weight"], t[f"conv{i}.bias"]
+        if name == "convnet":
+            x = F.conv2d(x, weight, bias, padding=3 if i == 1 else 1)
+            x = F.relu(F.instance_norm(x, weight=t[f"conv{i}_norm.weight"], bias=t[f"conv{i}_norm.bias"]))
+            x = F.avg_pool2d(x, 2)
+        else:
+            x = F.max_pool2d(F.relu(F.conv2d(x, weight, bias, padding=2 if name == "cnn" else 0)), 2)
+    x = x.flatten(1)
+    for layer in {"lenet": ["fc1", "fc2"], "cnn": ["fc1"], "mlp": ["fc1", "fc2"], "convnet": []}[name]:
+        x = F.relu(linear(layer, x))
+    return linear("head", x)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn", "convnet"])
+def test_networks_compute_what_the_papers_write(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = build(name, GREY, 10), torch.randn(3, *GREY)
+    with torch.no_grad():
+        for parameter in module.parameters():  # norms that are more than the identity
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    torch.testing.assert_close(module(x), written_out(name, module, x), rtol=1e-4, atol=1e-5)

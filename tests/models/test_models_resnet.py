@@ -95,6 +95,9 @@ def test_the_bottleneck_net_of_the_authors_code() -> None:
     blocks = [part for part in module.modules() if isinstance(part, EarlyNormBottleneck)]
     assert [type(block.shortcut) for block in blocks] == [nn.Conv2d, nn.Identity] * 3
     assert all((norm.weight == 0.5).all() for norm in module.modules() if isinstance(norm, nn.BatchNorm2d))
+    for conv in (part for part in module.modules() if isinstance(part, nn.Conv2d)):
+        spread = (2 / (conv.kernel_size[0] ** 2 * conv.out_channels)) ** 0.5  # by what leaves it, not what enters
+        assert float(conv.weight.detach().std()) == pytest.approx(spread, rel=5 / conv.weight.numel() ** 0.5)
     out = module(torch.randn(4, 3, 32, 32))
     named = dict(module.named_parameters())
     gradients = torch.autograd.grad(out.sum(), list(named.values()), allow_unused=True)

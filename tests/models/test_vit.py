@@ -78,6 +78,23 @@ def test_the_start_of_lora_is_the_frozen_network() -> None:
     torch.testing.assert_close(adapted(x), whole(x))
 
 
+def test_what_lora_adds_is_the_product_times_alpha_over_rank() -> None:
+    torch.manual_seed(0)
+    adapted = build(f"vit-tiny-lora:{SMALL},rank=4,alpha=6", (1, 8, 8), 5).eval()
+    (first, *_) = [part for part in adapted.modules() if hasattr(part, "lora_A")]
+    A, B = first.lora_A["default"].weight, first.lora_B["default"].weight
+    nn.init.normal_(B)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(first(x) - first.base_layer(x), 6 / 4 * (x @ A.T @ B.T), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit-tiny", "vit-tiny-lora"])
+def test_nothing_is_dropped_in_training_unless_asked_for(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = build(f"{name}:{SMALL}", (1, 8, 8), 5).train(), torch.randn(3, 1, 8, 8)
+    assert torch.equal(module(x), module(x))
+
+
 def test_grey_images_of_any_size_suit_the_large_one() -> None:
     module = build("vit-b16:depth=1,width=24,heads=2,size=32", (1, 28, 28), 4)
     assert module(torch.randn(2, 1, 28, 28)).shape == (2, 4)
