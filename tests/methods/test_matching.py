@@ -213,6 +213,32 @@ def test_matching_is_the_best_of_all_for_two_models() -> None:
     assert tuple(order.tolist()) == min(costs, key=lambda p: costs[p])
 
 
+@pytest.mark.parametrize("sweeps", [0, 1, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_matching_is_that_of_a_slow_version_which_weighs_and_tries_all_orders(seed: int, sweeps: int) -> None:
+    draw = np.random.default_rng(seed)
+    vectors, weights = [draw.normal(size=(4, 2)) for _ in range(4)], [9.0, 4.0, 2.0, 1.0]
+    order = np.random.default_rng(seed)
+    places: dict[int, tuple[int, ...]] = {0: (0, 1, 2, 3)}
+
+    def matched(k: int) -> tuple[int, ...]:
+        others = [n for n in places if n != k]
+        mean = sum(weights[n] * vectors[n][list(places[n])] for n in others) / sum(weights[n] for n in others)
+        return min(permutations(range(4)), key=lambda p: float(((mean - vectors[k][list(p)]) ** 2).sum()))
+
+    for k in (1 + order.permutation(3)).tolist():
+        places[k] = matched(k)
+    for _ in range(sweeps):
+        before = dict(places)
+        for k in order.permutation(4).tolist():
+            places[k] = matched(k)
+        if places == before:
+            break
+    back = np.argsort(places[0])
+    found = match([torch.from_numpy(v) for v in vectors], weights, sweeps, np.random.default_rng(seed))
+    assert [each.tolist() for each in found] == [np.array(places[k])[back].tolist() for k in range(4)]
+
+
 def test_sweeps_never_make_the_matching_worse_and_sometimes_better() -> None:
     better = 0
     for seed in range(10):

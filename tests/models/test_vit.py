@@ -55,6 +55,12 @@ def test_the_counts_are_right(name: str, shape: tuple[int, ...], classes: int) -
         assert made == 36_864 * 16 + 7_690
 
 
+def test_counts_for_ten_classes() -> None:
+    """The body alone has 85,798,656; LoRA has 36,864 for each of its ranks."""
+    assert count("vit-b16", (3, 32, 32), 10) == 85_798_656 + 7_690
+    assert [count(f"vit-b16-lora:rank={r}", (3, 32, 32), 10) - 7_690 for r in (4, 8, 16)] == [147_456, 294_912, 589_824]
+
+
 def test_only_lora_and_head_are_rows() -> None:
     module = build(f"vit-tiny-lora:{SMALL},rank=3", (1, 8, 8), 5)
     layout = Layout.of(module)
