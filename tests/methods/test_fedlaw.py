@@ -164,6 +164,31 @@ def by_torch(experiment: Experiment, rows: Tensor, start: Tensor, moves: list[bo
     return seen
 
 
+def test_while_it_learns_batch_norm_has_the_statistics_that_would_be_deployed() -> None:
+    """The clients' mean by the weights of the moment, through which no gradient goes; against PyTorch's own Adam."""
+    with put_together("fedlaw", {"epochs": 6, "batch_size": 0, "lr": 0.1}, normed_network) as experiment:
+        server, rows, layout = server_of(experiment), torch.stack(noisy(experiment, 3, 0.5)), experiment.layout
+        rows[:, layout.trainable : layout.floats] *= torch.tensor([0.2, 1.0, 6.0])[:, None]  # far apart
+        module, data = experiment.rounds.context.make_module().eval(), server._proxy.samples
+        z = torch.tensor([1 / 8, 2 / 8, 5 / 8, 1.0]).log().requires_grad_()
+        optimizer = torch.optim.Adam([z], lr=0.1, betas=(0.5, 0.999))
+        for _ in range(6):
+            lam, gamma = F.softmax(z[:-1], dim=0), z[-1].exp()
+            state = {}
+            for entry in layout.entries:
+                views = [entry.view(row) for row in rows]
+                if entry.kind is Kind.PARAMETER:
+                    state[entry.name] = gamma * sum(a * view for a, view in zip(lam, views, strict=True))
+                elif entry.kind is Kind.BUFFER:
+                    state[entry.name] = sum(a * view for a, view in zip(lam.detach(), views, strict=True))
+            optimizer.zero_grad()
+            F.cross_entropy(functional_call(module, state, (data.x,)), data.y).backward()
+            optimizer.step()
+        weights, factor = server.learn(0, rows, [1, 2, 5])
+        assert weights == pytest.approx(F.softmax(z[:-1], dim=0).tolist(), abs=1e-4)
+        assert factor == pytest.approx(float(z[-1].detach().exp()), abs=1e-4)
+
+
 @pytest.mark.parametrize("start", [0, 2, 9])
 def test_in_two_stages_the_weights_are_a_mean_over_epochs_and_the_factor_comes_after_them(start: int) -> None:
     options = {"swa": True, "swa_start": start, "epochs": 9, "batch_size": 0, "lr": 0.1}
