@@ -266,6 +266,20 @@ def test_verify_proves_or_disproves(command: Command, tmp_path: Path) -> None:
     assert ended.err.count("\n") == 1
 
 
+def test_verify_looks_at_the_model_file_too(command: Command, tmp_path: Path) -> None:
+    command("run", "fedavg", *TINY, "--out", "r", "--quiet")
+    file = tmp_path / "r" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ended = command("verify", "r", "--quiet")
+    assert ended.code == 1
+    assert ended.err.startswith("fedloom: r/model.safetensors is not the model that the run made")
+    assert ended.out == ""
+    file.unlink()
+    ended = command("verify", "r", "--quiet")
+    assert (ended.code, ended.err) == (2, "fedloom: cannot read 'r/model.safetensors': No such file or directory.\n")
+
+
 def test_verify_knows_of_answers_that_were_lost(command: Command, tmp_path: Path) -> None:
     """Of a run over sites, say, whose losses nobody repeats."""
     rounds = command("run", "fedavg", *TINY, "--out", "r", "--json").result["rounds"]

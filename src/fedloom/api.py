@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config, on_gpus
 from fedloom.data import Federation
-from fedloom.errors import InputError
+from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import Experiment, Sites, build
 from fedloom.folder import RunFolder, free_name
-from fedloom.initial import checksum
+from fedloom.initial import MODEL_FILE, checksum
 from fedloom.playing import play
 from fedloom.report import read_run, write_report
 from fedloom.request import Own, check, replace_config
@@ -60,7 +60,7 @@ class Run:
 
     def model(self) -> nn.Module:
         """The deployed model as an ordinary module, in evaluation mode."""
-        tensors = read_tensors(self.path / "model.safetensors")
+        tensors = read_tensors(self.path / MODEL_FILE)
         if isinstance(self._own.model, nn.Module):
             module = self._own.model
         else:
@@ -219,12 +219,14 @@ def verify(
 ) -> tuple[str, str]:
     """Run a finished run again from its config, elsewhere; returns (digest then, digest now).
 
+    Where these agree, `model.safetensors` of the run is held against the new one too: it is what people deploy.
     `changes` may be settings that leave the result alone, as in `resume`.
     """
     folder, own = RunFolder.open(Path(path)), Own(data, model, loss)
     _refuse_changes(folder.config, changes)
     _same_objects(folder, own)
     before = Run(folder, own).digest
+    held = checksum(folder.path / MODEL_FILE)
     if folder.config.noise_source == "system":
         raise InputError(f"{path} cannot be verified: its noise came from the system and is not drawn again.")
     config = make_config({**folder.config.model_dump(), **changes})
@@ -234,6 +236,11 @@ def verify(
             again = execute(config, own, out=Path(place) / "run", watcher=watcher, report=False, start=start)
         except Stopped:
             raise Stopped(f"stopped; {path} was not verified.") from None
+        if before == again.digest and held != checksum(again.path / MODEL_FILE):
+            raise FedloomError(
+                f"{folder.path / MODEL_FILE} is not the model that the run made: run again, it gave the same digest, "
+                "but the file holds something else."
+            )
         return before, again.digest
 
 
