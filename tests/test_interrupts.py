@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,21 @@ def test_an_impatient_person_gets_away_at_once(tmp_path: Path, number: int) -> N
     assert (code, out) == (130, "")
     assert "Traceback" not in err
     assert "go on with: fedloom resume r" in err
+
+
+def test_an_interrupt_while_the_command_is_loaded(tmp_path: Path) -> None:
+    """Seconds in which nothing is shown yet, so that people think better of it then."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "fedloom", "run", "fedavg"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "fedloom: interrupted\n")
+
+
+def test_the_script_enters_by_the_same_door() -> None:
+    (script,) = entry_points(group="console_scripts", name="fedloom")
+    assert script.value == "fedloom.__main__:main"
