@@ -19,7 +19,8 @@ class InputError(FedloomError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     """The error for a `name` that no `kind` has, with the nearest known name suggested."""
     names = sorted(known)
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    # One letter of nu and mu is half of them; of long names half is chance, as in learning_rate and clip_update.
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5 if len(name) < 4 else 0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}."
     return InputError(f"unknown {kind} {name!r}; {hint}")
 

@@ -71,6 +71,27 @@ def test_an_unknown_name() -> None:
         load("cifar")
 
 
+def test_a_path_alone_is_told_how_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "imgs").mkdir()  # near 'digits', which nobody means who has such a folder
+    (tmp_path / "people.csv").touch()
+    with pytest.raises(InputError, match=r"^'imgs' is a folder; name it as folder:imgs "):
+        load("imgs")
+    with pytest.raises(InputError, match=r"^'people.csv' is a file; name it as table:people.csv,label=COLUMN or"):
+        load("people.csv")
+    for name in ("", "x" * 5000, "\0"):
+        with pytest.raises(InputError, match="unknown data set"):
+            load(name)
+
+
+def test_nothing_is_downloaded_where_fedloom_data_is_misspelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "dta"))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("fedloom.data.source.Source.download", None)
+    with pytest.raises(InputError, match=r"^FEDLOOM_DATA names '.*dta', which is no folder, so 'mnist' was not found"):
+        load("mnist")
+
+
 def touch(folder: Path, names: tuple[str, ...]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:

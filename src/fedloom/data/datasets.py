@@ -21,7 +21,7 @@ from fedloom.data.own_tables import TABLES, read_own_table
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
 from fedloom.data.sources import SOURCES, TEN_DIGITS
-from fedloom.data.spec import parse
+from fedloom.data.spec import home_path, parse
 from fedloom.errors import InputError, unknown
 
 SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
@@ -106,6 +106,8 @@ def load(name: str, *, download: bool = True, progress: Progress | None = None) 
     if kind in TABLES:
         return named(name, read_own_table(parse(name, takes_path=True)))
     if kind not in SOURCES:
+        if kind == name and (advice := _read_as(name)):
+            raise InputError(f"{name!r} is {advice}.")
         raise unknown("data set", kind, [DIGITS.name, *SOURCES, *OWN])
     spec = parse(name, takes_path=False)
     source = SOURCES[spec.name].having(spec)
@@ -163,6 +165,19 @@ def _describe(source: Source) -> DatasetInfo:
     )
 
 
+def _read_as(name: str) -> str:
+    """How a file or folder is named as data, where somebody gave its path alone; empty where there is none."""
+    path = home_path(name)
+    try:
+        if path.is_file():
+            return f"a file; name it as table:{name},label=COLUMN or hf:{name}"
+        if name and path.is_dir():
+            return f"a folder; name it as folder:{name} (of classes of images), domains:{name} or hf:{name}"
+    except (OSError, ValueError):  # nothing that a path can be
+        pass
+    return ""
+
+
 def _find(source: Source) -> Path | None:
     return next((folder for folder in _places(source) if source.complete(folder)), None)
 
@@ -179,6 +194,8 @@ def _places(source: Source) -> Iterator[Path]:
 
 
 def _download(source: Source, allowed: bool, progress: Progress | None) -> Path:
+    if (own := os.environ.get("FEDLOOM_DATA")) and not Path(own).is_dir():
+        raise InputError(f"FEDLOOM_DATA names {own!r}, which is no folder, so {source.name!r} was not found there.")
     folder = cache_folder() / source.folders[0]
     by_hand = (
         f"put {', '.join(source.files)} into {folder}, or into {source.folders[0]}/ of a folder that the "

@@ -5,6 +5,7 @@ The schemes themselves are in `fedloom.data.partitions`; each gives disjoint par
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -42,6 +43,8 @@ def partition(spec: str, samples: Pool | Labels, clients: int | None, rng: Rng) 
     pool = samples if isinstance(samples, Pool) else Pool(samples)
     name, value, options = _parse(spec)
     if name not in SCHEMES:
+        if _is_file(spec):
+            raise InputError(f"{spec!r} is a file; name it as file:{spec}.")
         raise unknown("partition", name, SCHEMES)
     info, scheme = SCHEMES[name]
     if clients is not None and clients < 1:
@@ -54,6 +57,13 @@ def partition(spec: str, samples: Pool | Labels, clients: int | None, rng: Rng) 
     parts = scheme(request)
     request.refuse_unread()
     return parts
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # nothing that a path can be
+        return False
 
 
 def pool_of(dataset: Dataset) -> Pool:
