@@ -108,6 +108,14 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("resume nowhere", ("nowhere", "not a run")),
     ("verify nowhere", ("nowhere", "not a run")),
     ("report nowhere", ("nowhere",)),
+    ("compare fedavg --seeds 99999999999", ("seeds must be from 1 to 10,000, not 99999999999.",)),
+    ("compare fedavg --out=", ("--out must be the name of a folder, not ''.",)),
+    ("run fedavg --out=", ("--out must be the name of a folder, not ''.",)),
+    ("run fedavg --init=", ("init must be a file, the folder of a run or the name of one, not ''.",)),
+    ("run fedcda --cache-dir=", ("cache_dir must be a folder, not ''.",)),
+    ("run fedcda --cache-dir /dev/null", ("cannot keep rows in /dev/null: /dev/null is not a folder.",)),
+    (f"run fedavg --init {'x' * 300}", ("x'", "File name too long")),
+    (f"run fedcda --cache-dir {'x' * 300}", ("File name too long",)),
     (f"resume {'x' * 300}", ("File name too long",)),
     (f"report {'x' * 300}", ("File name too long",)),
     (f"run fedavg --out {'x' * 300}", ("File name too long",)),
@@ -145,6 +153,18 @@ def test_a_broken_file_to_import(command: Command, tmp_path: Path, text: str, wo
     (tmp_path / "mine.py").write_text(text)
     refused(command("run", "fedavg", *TINY, "--import", "mine.py"), *words)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_partition_that_is_a_file_is_told_how_it_is_named(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "split.json").write_text("[[0]]")
+    refused(command("run", "fedavg", *TINY, "--partition", "split.json"), "'split.json' is a file", "file:split.json.")
+
+
+def test_a_comparison_does_not_write_into_a_run(command: Command, tmp_path: Path) -> None:
+    command("run", "fedavg", *TINY, "--out", "r", "--quiet")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "r").iterdir() if file.is_file()}
+    refused(command("compare", "fedavg", "fedprox", *TINY, "--out", "r"), "r is a run", "--out")
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "r").iterdir() if file.is_file()}
 
 
 # data sets

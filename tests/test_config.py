@@ -88,6 +88,8 @@ def test_unknown_names_get_the_nearest_or_all() -> None:
     assert "did you mean 'fedprox'?" in str(unknown("method", "fedporx", ["fedavg", "fedprox"]))
     assert str(unknown("thing", "zzz", ["b", "a"])) == "unknown thing 'zzz'; there are: a, b."
     assert isinstance(unknown("x", "y", []), FedloomError)
+    with pytest.raises(InputError, match=r"unknown setting 'learning_rate'; there are: .*, lr, "):  # not clip_update
+        make_config({"learning_rate": 0.1})
 
 
 def test_a_config_cannot_be_changed_and_has_documented_fields() -> None:
@@ -167,6 +169,10 @@ def test_the_command_names_what_is_not_a_default() -> None:
     assert command_of(config) == (
         "fedloom run scaffold --lr 0.1 --per-round 3 --channels-last no --import '/my file.py' --set m.x=0.5"
     )
+
+
+def test_the_cache_is_where_the_run_began_wherever_it_goes_on() -> None:
+    assert make_config({"cache_dir": "cache"}).cache_dir == str(Path("cache").absolute())
 
 
 @pytest.mark.parametrize("field", ["partition", "cache_dir"])

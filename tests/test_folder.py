@@ -74,9 +74,12 @@ def test_a_new_folder_holds_its_config_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with: fedloom resume"):
+    with pytest.raises(InputError, match=r"is not empty; choose another --out\.$"):  # nothing that can go on
         RunFolder.create(tmp_path, Config())
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    RunFolder.create(tmp_path / "run", Config())
+    with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with: fedloom resume .*run$"):
+        RunFolder.create(tmp_path / "run", Config())
 
 
 def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:

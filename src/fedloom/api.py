@@ -20,7 +20,7 @@ from fedloom.config import RESULT_FREE, Config, make_config, on_gpus
 from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import Experiment, Sites, build
-from fedloom.folder import RunFolder, free_name
+from fedloom.folder import RunFolder, free_name, named_folder
 from fedloom.initial import MODEL_FILE, checksum
 from fedloom.playing import play
 from fedloom.report import read_run, write_report
@@ -142,7 +142,7 @@ def execute(
     own, watcher = own or Own(), watcher or Silent()
     composition = check(config)
     config = replace_config(config, options=composition.stated())
-    path = Path(out) if out is not None else free_name(Path(runs), config)
+    path = named_folder(out) if out is not None else free_name(Path(runs), config)
     with (
         _reaching(sites, config, own, path) as there,
         build(config, own, watcher.download, start, watcher.work, there).engine_closed() as experiment,

@@ -38,7 +38,10 @@ Json = Annotated[
     bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="show no progress")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="the folder to write to; by default a new one in runs/")]
+Out = Annotated[
+    str | None,
+    typer.Option("--out", "-o", metavar="FOLDER", help="the folder to write to; by default a new one in runs/"),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="an option of a method; may be repeated"),

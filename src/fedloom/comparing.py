@@ -13,7 +13,7 @@ from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
-from fedloom.folder import RunFolder, is_run
+from fedloom.folder import RunFolder, is_run, named_folder
 from fedloom.grids import make_grid, options_of
 from fedloom.initial import checksum
 from fedloom.methods import compose, import_file
@@ -25,6 +25,9 @@ from fedloom.request import Own, check, pin_partition, replace_config, with_serv
 from fedloom.storage import write_atomically
 from fedloom.together import carry_out
 from fedloom.watching import Stopped, Watcher
+
+MOST_SEEDS = 10_000
+"""More is a slip of the hand, and would be planned for minutes before anything is seen to happen."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,13 @@ def compare(
     With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
     that was stopped goes on.
     """
-    if seeds < 1:
-        raise InputError(f"seeds must be 1 or more, not {seeds}.")
+    if isinstance(methods, str):
+        raise InputError(f"methods must be a list of names, such as [{methods!r}], not {methods!r}.")
+    for name, value, kind in (("seeds", seeds, int), ("at_once", at_once, int), ("target", target, int | float)):
+        if not isinstance(value, kind) and (name, value) != ("target", None):
+            raise InputError(f"{name} must be a {'whole ' if kind is int else ''}number, not {value!r}.")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise InputError(f"seeds must be from 1 to {MOST_SEEDS:,}, not {seeds}.")
     if at_once < 1:
         raise InputError(f"at_once must be 1 or more, not {at_once}.")
     if at_once > 1 and settings.get("device", "cpu") == "cpu":
@@ -85,7 +93,9 @@ def compare(
     if grid is not None and not isinstance(grid, Grid):
         grid = plan_grid(grid, options, described | settings, own, watcher)
     plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, own)
-    path = Path(out) if out is not None else _free_folder(Path(runs), plans[0][1])
+    path = named_folder(out) if out is not None else _free_folder(Path(runs), plans[0][1])
+    if is_run(path):
+        raise InputError(f"{path} is a run, whose report would be written over; choose another --out.")
     places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
     for place, config in places:
         if is_run(place):

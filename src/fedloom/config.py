@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +117,13 @@ class Config(Training):
             raise ValueError("without a zero byte, which no path has")
         return text
 
+    @field_validator("cache_dir")
+    @classmethod
+    def _absolute_cache(cls, path: str | None) -> str | None:
+        if path == "":
+            raise ValueError("a folder")
+        return None if path is None else str(Path(path).absolute())  # a run may be resumed from another folder
+
     @field_validator("partition")
     @classmethod
     def _absolute_partition(cls, spec: str) -> str:
@@ -144,9 +152,12 @@ class Config(Training):
     def _absolute_init(cls, path: str | None) -> str | None:
         if path is None:
             return None
+        if not path:
+            raise ValueError("a file, the folder of a run or the name of one")
         place, run = Path(path), Path("runs", path)
-        if place.name == path and not place.exists() and run.is_dir():
-            place = run
+        with suppress(OSError):  # a name that is too long: read_source will say so
+            if place.name == path and not place.exists() and run.is_dir():
+                place = run
         return str(place.absolute())
 
     @field_validator("init_sha256", "partition_sha256")

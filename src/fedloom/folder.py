@@ -67,7 +67,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(entry.name not in UNCOUNTED for entry in path.iterdir()):
-                raise InputError(f"{path} is not empty; choose another --out, or go on with: fedloom resume {path}")
+                advice = f", or go on with: fedloom resume {path}" if is_run(path) else "."
+                raise InputError(f"{path} is not empty; choose another --out{advice}")
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "it is not writable")
         except (NotADirectoryError, FileExistsError) as error:
@@ -233,6 +234,13 @@ def is_run(path: Path) -> bool:
         return (path / "config.toml").is_file()
     except OSError as error:
         raise InputError(f"cannot look into {path}: {error.strerror}.") from error
+
+
+def named_folder(out: Path | str) -> Path:
+    """The folder that somebody named; an empty name, as an unset variable leaves it, would be the folder we are in."""
+    if not str(out) or "\0" in str(out):
+        raise InputError(f"--out must be the name of a folder, not {str(out)!r}.")
+    return Path(out)
 
 
 def free_name(root: Path, config: Config) -> Path:

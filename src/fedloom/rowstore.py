@@ -28,6 +28,8 @@ class RowStore:
         keep: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
+        if folder is not None:
+            _refuse_unusable(folder)
         self.width = width
         self.dtype = dtype
         self.device = torch.device(device)
@@ -120,3 +122,15 @@ class RowStore:
                 written += os.pwrite(self._file(), content[written:], offset + written)
         except OSError as error:
             raise FedloomError(f"cannot write {self.path}: {error.strerror}.") from error
+
+
+def _refuse_unusable(folder: Path) -> None:
+    """Say now, before the run has a folder, that no rows could be written; nothing is made here."""
+    try:
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    except OSError as error:
+        raise InputError(f"cannot keep rows in {folder}: {error.strerror}.") from error
+    if not there.is_dir():
+        raise InputError(f"cannot keep rows in {folder}: {there} is not a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"cannot keep rows in {folder}: {there} is not writable.")
