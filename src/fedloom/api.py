@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config, on_gpus
 from fedloom.data import Federation
-from fedloom.errors import FedloomError, InputError
+from fedloom.errors import FedloomError, InputError, brief_repr
 from fedloom.experiment import Experiment, Sites, build
 from fedloom.folder import RunFolder, free_name, named_folder
 from fedloom.initial import MODEL_FILE, checksum
@@ -41,6 +41,11 @@ class Run:
         if summary is None:
             raise InputError(f"{folder.path} has not finished; go on with: fedloom resume {folder.path}")
         self.summary = {**summary, "run": str(folder.path)}  # it may have been moved since
+
+    def __repr__(self) -> str:
+        accuracy = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}"
+        ended = f"{accuracy} after round {self.summary['rounds']}"
+        return f"<{self.config.method} on {self.config.data}, {ended}: {self.path}>"
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -101,14 +106,31 @@ def run(
     or a new one in `runs`.
     """
     own, values = describe(data, model, loss)
-    values |= {"method": method, "options": {k: dict(v) for k, v in (options or {}).items()}, **settings}
+    values |= {"method": method, "options": by_method(options), **settings}
     return execute(make_config(values), own, out=out, runs=runs, watcher=watcher, report=report)
+
+
+def by_method(options: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """Options as a dict of their own; `{"mu": 0.1}` without a method is refused."""
+    given: Any = options or {}
+    if not isinstance(given, Mapping) or not all(isinstance(of_one, Mapping) for of_one in given.values()):
+        raise InputError(f'options are given by method, such as {{"fedprox": {{"mu": 0.1}}}}, not {brief_repr(given)}.')
+    return {method: dict(of_one) for method, of_one in given.items()}
 
 
 def describe(
     data: str | Federation, model: str | nn.Module | Callable[[], nn.Module], loss: Criterion | None
 ) -> tuple[Own, dict[str, Any]]:
     """What a user brings as objects, and the settings that follow from it."""
+    if not isinstance(data, str | Federation):
+        raise InputError(
+            "data must be the name of a data set or a Federation, which Federation.from_arrays makes of arrays, not "
+            f"{brief_repr(data)}."
+        )
+    if not isinstance(model, str) and not callable(model):
+        raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(model).__name__}.")
+    if loss is not None and not callable(loss):
+        raise InputError(f"the loss must be a function of outputs and targets, not {brief_repr(loss)}.")
     own = Own(
         data if isinstance(data, Federation) else None,
         None if isinstance(model, str) else model,

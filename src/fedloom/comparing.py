@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.api import Run, describe, execute, resume
+from fedloom.api import Run, by_method, describe, execute, resume
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
@@ -74,8 +74,8 @@ def compare(
     With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
     that was stopped goes on.
     """
-    if isinstance(methods, str):
-        raise InputError(f"methods must be a list of names, such as [{methods!r}], not {methods!r}.")
+    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods or ()):
+        raise InputError(f"methods must be a list of names, such as ['fedavg', 'scaffold'], not {methods!r}.")
     for name, value, kind in (("seeds", seeds, int), ("at_once", at_once, int), ("target", target, int | float)):
         if not isinstance(value, kind) and (name, value) != ("target", None):
             raise InputError(f"{name} must be a {'whole ' if kind is int else ''}number, not {value!r}.")
@@ -90,6 +90,7 @@ def compare(
     if (grid is None) == (not methods):
         raise InputError("name the methods to compare, or a grid of them: one of the two.")
     own, described = describe(data, model, loss)
+    options = by_method(options)
     if grid is not None and not isinstance(grid, Grid):
         grid = plan_grid(grid, options, described | settings, own, watcher)
     plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, own)

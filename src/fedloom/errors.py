@@ -25,6 +25,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {name!r}; {hint}")
 
 
+def brief_repr(value: object) -> str:
+    """A value that somebody gave, for a sentence: as Python writes it where that is short, else its type."""
+    text = repr(value)
+    return text if len(text) <= 60 and text.isprintable() else f"a {type(value).__name__}"
+
+
 def brief(error: BaseException) -> str:
     """What another library says is wrong, as the end of a sentence: in one line, and not a page of it."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -6,11 +6,11 @@ from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom import models
 from fedloom.data import Federation, PooledFederation, Samples
-from fedloom.errors import FedloomError, InputError
+from fedloom.errors import FedloomError, InputError, brief_repr
 from fedloom.streams import Streams
 from fedloom.workshop import Workshop
 
@@ -80,13 +80,20 @@ def try_out(workshop: Workshop, federation: Federation) -> None:
                     f"the model's output has shape {tuple(output.shape)} where the targets have "
                     f"{tuple(samples.y.shape)}; for the mean squared error they must be alike."
                 )
-            loss = workshop.criterion(output, samples.y)
+            if isinstance(output, Tensor):  # as in training, so that a loss cut off from the model is found
+                output = output.detach().requires_grad_()
+            with torch.enable_grad():
+                loss: object = workshop.criterion(output * 1 if isinstance(output, Tensor) else output, samples.y)
     except FedloomError:
         raise
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         hint = "; its inputs are whole numbers, tokens, so it wants a network for text" if samples.are_tokens else ""
         raise InputError(f"the model cannot be trained on {federation.name!r}: {first.rstrip('.')}{hint}.") from error
+    if not isinstance(loss, Tensor):
+        raise InputError(f"the loss must be a tensor with one number, not {brief_repr(loss)}.")
+    if isinstance(output, Tensor) and not loss.requires_grad:
+        raise InputError("the loss does not depend on the model's output, so nothing can learn.")
     if loss.dim() != 0:
         raise InputError(f"the loss must be one number for a batch, not a tensor of shape {tuple(loss.shape)}.")
     if federation.classes and output.shape[-1] < federation.classes:

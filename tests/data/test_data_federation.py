@@ -1,5 +1,7 @@
 """Federations: from a pool, from arrays, from data sets, and a caller's own."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -140,6 +142,27 @@ def test_arrays_that_cannot_be_used(bad: tuple[np.ndarray, np.ndarray], message:
         Federation.from_arrays([GOOD, bad])
     with pytest.raises(InputError, match=message.replace("client 1", "the test set")):
         Federation.from_arrays([GOOD], test=bad)
+
+
+def test_clients_are_pairs() -> None:
+    x, y = np.zeros((3, 4)), np.zeros(3, int)
+    with pytest.raises(InputError, match=r"^client 0 is a ndarray; expected a pair \(x, y\)"):
+        Federation.from_arrays((x, y))  # type: ignore[arg-type]  # one pair in place of a list of them
+    with pytest.raises(InputError, match="the test set is a ndarray; expected a pair"):
+        Federation.from_arrays([(x, y)], test=x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("classes", [-2, "3", 2.5])
+def test_classes_are_counted(classes: Any) -> None:
+    with pytest.raises(InputError, match=f"classes must be a whole number, 0 or more, not {classes!r}"):
+        Federation.from_arrays([(np.zeros((2, 4)), np.array([0, 1]))], classes=classes)
+
+
+def test_labels_that_are_no_classes_are_not_believed() -> None:
+    clients = [(np.zeros((3, 4)), np.array([0, 1, 10**12]))]
+    with pytest.raises(InputError, match="the largest label is 1000000000000, so there would be 1,000,000,000,001 cl"):
+        Federation.from_arrays(clients)
+    assert Federation.from_arrays(clients, classes=10**12 + 1).classes == 10**12 + 1
 
 
 def test_labels_must_fit_the_classes_given() -> None:

@@ -11,7 +11,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.federation import Federation, count_labels
 from fedloom.data.samples import Array, Prepare, Samples, is_integer
-from fedloom.errors import InputError
+from fedloom.errors import InputError, brief_repr
+
+MOST_CLASSES = 100_000
+"""More than this, and more than there are samples, are not believed unless somebody says so."""
 
 
 class OwnFederation(Federation):
@@ -28,6 +31,8 @@ class OwnFederation(Federation):
         prepare: Prepare | None,
         keep: bool = True,
     ) -> None:
+        if classes is not None and (not isinstance(classes, int | np.integer) or classes < 0):
+            raise InputError(f"classes must be a whole number, 0 or more, not {brief_repr(classes)}.")
         self._sizes, self._read, self._example, self._keep = list(sizes), read, example, keep
         self._held: dict[int, Samples] = {}
         self.name, self.shape = name, example.shape
@@ -37,6 +42,11 @@ class OwnFederation(Federation):
         if classes is None and not example.y.is_floating_point():
             labels = [self.client(k).y for k in range(len(self))] + ([self.test.y] if self.test else [])
             classes = 1 + max(int(y.max()) for y in labels if len(y))
+            if classes > max(MOST_CLASSES, sum(map(len, labels))):  # numbers of people, say: as many outputs never fit
+                raise InputError(
+                    f"the largest label is {classes - 1}, so there would be {classes:,} classes; number them from 0 "
+                    "on, or say how many there are with classes."
+                )
         self.classes = classes or 0
         if self.test is not None:
             _check_labels(self.test.y, self.classes, "the test set")
@@ -74,11 +84,11 @@ def federate_arrays(
     prepare: Prepare | None,
 ) -> OwnFederation:
     """See `Federation.from_arrays`."""
-    held = [_samples(x, y, f"client {k}") for k, (x, y) in enumerate(clients)]
+    held = [_samples(*_pair(client, f"client {k}"), f"client {k}") for k, client in enumerate(clients)]
     sizes = [len(samples) for samples in held]
     example = held[_first(sizes, name)]
     if test is not None and not isinstance(test, Samples):
-        test = _samples(*test, "the test set")
+        test = _samples(*_pair(test, "the test set"), "the test set")
     federation = OwnFederation(sizes, held.__getitem__, example, test, classes, name, prepare)
     for k in range(len(held)):
         federation.client(k)  # what is wrong with arrays at hand is said now, not in the middle of a run
@@ -86,6 +96,13 @@ def federate_arrays(
         parts = [samples.x for samples in (*held, federation.test) if samples is not None and samples.x.numel()]
         federation.tokens = 1 + max(int(x.max()) for x in parts)
     return federation
+
+
+def _pair(given: object, who: str) -> tuple[Array, Array]:
+    """One client's inputs and labels; an array that has two rows is no pair of them."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(f"{who} is {brief_repr(given)}; expected a pair (x, y) of its inputs and its labels.")
+    return given[0], given[1]
 
 
 def federate_datasets(
