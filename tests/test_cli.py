@@ -16,6 +16,7 @@ import fedloom
 from fedloom.config import Config
 from fedloom.experiment import build
 from fedloom.folder import RunFolder
+from fedloom.pretraining import Pretraining
 from fedloom.rows import Layout, digest
 from fedloom.storage import read_tensors
 
@@ -165,6 +166,15 @@ def test_help_and_version(command: Command) -> None:
     for name in Config.model_fields:
         if name not in ("method", "options", "imports"):
             assert f"-{name.replace('_', '-')} " in everything  # whole, even at 80 characters
+
+
+def test_help_speaks_of_options_as_they_are_typed(command: Command) -> None:
+    names = [name for name in {**Config.model_fields, **Pretraining.model_fields} if "_" in name]
+    for words in ("run", "compare", "resume", "pretrain"):
+        text = command(words, "--help").out
+        assert [name for name in names if name in text] == []
+    told = " ".join(command("pretrain", "--help").out.split())
+    assert "--no-channels-last do not keep images" in re.sub(r"[│ ]+", " ", told)
 
 
 def test_a_reader_that_goes_away_is_no_accident() -> None:

@@ -259,3 +259,21 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
     for entry in list_partitions():
         assert f"\n| `{entry['name'].partition('[')[0]}` |" in data
     assert named_data.cache_folder().name in data
+
+
+def test_the_first_run_ends_as_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the same words; the numbers are of one machine."""
+    page = (ROOT / "docs" / "start.md").read_text()
+    shown = page.split("$ fedloom run fedavg\n", 1)[1].split("```", 1)[0]
+    with pytest.raises(SystemExit):
+        main(["run", "fedavg", "--quiet", "--out", str(tmp_path / "r")])
+    printed = capsys.readouterr().out
+
+    def words(text: str) -> list[list[str]]:
+        return [re.findall(r"[a-z]{2,}", line) for line in text.splitlines() if line.split()[0] not in LOCAL]
+
+    assert words(shown) == words(printed)
+
+
+LOCAL = ("run", "report", "digest")
+"""Lines of a result that say where it lies."""

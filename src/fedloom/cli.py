@@ -234,8 +234,8 @@ def pretrain(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, or of comparisons")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="the file to write")] = Path("report.html"),
-    title: Annotated[str | None, typer.Option(help="a title for the page")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="the file to write")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="a title for the page")] = None,
 ) -> None:
     """Write one report about several runs."""
     from fedloom.report import read_grid, read_run, write_report

@@ -35,7 +35,9 @@ PRETRAINING = {
 }  # fmt: skip
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", bool: "yes|no"}
-METAVAR_OF = {"init": "FILE|NAME", "classes": "LIST", "init_sha256": "HASH", "partition_sha256": "HASH"}
+METAVAR_OF = {
+    "init": "FILE|NAME", "classes": "LIST", "init_sha256": "HASH", "partition_sha256": "HASH", "cache_dir": "FOLDER",
+}  # fmt: skip
 
 
 def settable(
@@ -81,6 +83,8 @@ def _option(settings: type[Settings], name: str, panel: str) -> Any:
     if kind is bool and field.default is not None:
         # One switch, away from the default: with both, the help at 80 characters cuts the names of options off.
         switch = f" /--no-{name.replace('_', '-')}" if field.default else flag
+        if field.default:  # what the switch does is the contrary of what the setting does
+            help_text = f"do not {field.description}"
         return Annotated[bool | None, typer.Option(switch, help=help_text, metavar="", rich_help_panel=panel)]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVAR_OF.get(name, METAVARS[kind])
     return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]

@@ -18,7 +18,7 @@ class Training(Settings):
     batch_size: int = Field(20, ge=0)
     """samples in a batch; 0 takes all of a client's samples at once"""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """sgd or adam, made anew for each client and round unless keep_optimizer says otherwise"""
+    """sgd or adam, made anew for each client and round unless --keep-optimizer is given"""
     keep_optimizer: bool = False
     """clients go on in a round with the momentum or moments that they ended their last one with"""
     lr: float = Field(0.05, ge=0)

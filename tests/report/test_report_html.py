@@ -94,6 +94,17 @@ def test_the_page_shows_every_number_of_the_table(records, tmp_path):
     assert "torch 2.13.0" in page.text
 
 
+def test_a_page_is_written_over_and_nothing_else(records, tmp_path):
+    path = tmp_path / "report.html"
+    for _ in range(2):
+        report(records, path)
+    config = tmp_path / "config.toml"
+    config.write_text("mine")
+    with pytest.raises(InputError, match=r"config.toml' is there already and is no page; choose another file\.$"):
+        write_report(records, config)
+    assert config.read_text() == "mine"
+
+
 def test_the_page_fetches_nothing(records, tmp_path):
     page = report(records, tmp_path / "report.html")
     for _, given in page.elements:
@@ -179,7 +190,7 @@ def test_of_very_many_clients_the_first_are_drawn(tmp_path):
 
 def test_the_file_is_written_whole_or_not_at_all(records, tmp_path, monkeypatch):
     path = tmp_path / "report.html"
-    path.write_text("before")
+    path.write_text("<!doctype html> before")
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -188,7 +199,7 @@ def test_the_file_is_written_whole_or_not_at_all(records, tmp_path, monkeypatch)
         patch.setattr(Path, "replace", full)
         with pytest.raises(InputError, match="No space left"):
             write_report(records, path)
-    assert path.read_text() == "before"
+    assert path.read_text() == "<!doctype html> before"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(InputError, match="cannot be written"):
         write_report(records, tmp_path / "nowhere" / "report.html")

@@ -21,6 +21,8 @@ from fedloom.report.sections import costs, durations, losses, results, runs, sec
 from fedloom.report.table import Comparison, compare
 from fedloom.report.words import listed, plural
 
+DOCTYPE = "<!doctype html>"
+
 
 def write_report(
     records: Sequence[Record],
@@ -42,9 +44,11 @@ def write_report(
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page: whole or, if anything goes wrong, not at all."""
+    """Write a page: whole or, if anything goes wrong, not at all. What is there and is no page is left alone."""
     name = ""
     try:
+        if path.is_file() and path.stat().st_size and not _is_page(path):
+            raise InputError(f"{str(path)!r} is there already and is no page; choose another file.")
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(page)
@@ -54,6 +58,11 @@ def write_page(path: Path, page: str) -> None:
         if name:
             Path(name).unlink(missing_ok=True)
         raise InputError(f"the report cannot be written to {str(path)!r}: {error.strerror}.") from None
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(DOCTYPE)).lower() == DOCTYPE.encode()
 
 
 def render(comparison: Comparison, title: str | None = None, grid: Grid | None = None) -> str:
@@ -108,7 +117,7 @@ def whole_page(title: str, body: Sequence[str], data: Data) -> Safe:
         tag("title", title),
         tag("style", Safe(_asset("style.css"))),
     ]
-    return join(Safe("<!doctype html>\n"), tag("html", tag("head", *head), tag("body", *body), lang="en"))
+    return join(Safe(f"{DOCTYPE}\n"), tag("html", tag("head", *head), tag("body", *body), lang="en"))
 
 
 def _title(comparison: Comparison, grid: Grid | None) -> str:
