@@ -240,6 +240,21 @@ def test_a_browser_draws_the_figures(records, tmp_path, browse):
     np.testing.assert_allclose(radii, np.sqrt(scale * np.array(counts)), atol=0.02)  # area, not width
 
 
+def test_no_two_marks_of_an_axis_say_the_same(tmp_path, browse):
+    """Of a short run whose accuracy hardly moves."""
+    folder = write_run(tmp_path / "run", rounds=3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for at, row in enumerate(rows):
+        row["accuracy"] = 0.1 + 0.001 * at
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([read_run(folder)], tmp_path / "report.html")
+    curves = browse(tmp_path / "report.html").partition('id="curves"')[2].partition('id="partition"')[0]
+    assert re.findall(r'class="xtick"><text[^>]*>([^<]*)<', curves) == ["0", "1", "2", "3"]
+    marks = re.findall(r'class="ytick"><text[^>]*>([^<]*)<', curves)
+    assert len(marks) > 2
+    assert len(set(marks)) == len(marks)
+
+
 def test_a_browser_runs_nothing_that_came_from_a_file(evil, tmp_path, browse):
     write_report([evil], tmp_path / "report.html")
     page = browse(tmp_path / "report.html")

@@ -196,6 +196,18 @@ def test_a_run_given_twice_counts_once():
     assert any("more than once" in note for note in comparison.notes)
 
 
+def test_a_run_that_lost_most_answers_says_so():
+    def losing(lost: int) -> Record:
+        record = run(curve=(0.1, 0.1, 0.1))
+        for row in record.history[1:]:
+            row |= {"clients": 10, "lost": lost}
+        return record
+
+    said = "fedavg went without 12 of 20 answers of clients; the reasons are below."
+    assert compare([losing(6)]).notes == (said,)
+    assert compare([losing(5)]).notes == ()
+
+
 def test_a_run_without_any_evaluation():
     comparison = compare([run(curve=())])
     assert comparison.headline == "No round has been evaluated yet."

@@ -117,6 +117,9 @@ def _about(group: Group) -> list[str]:
     void = [run.seed for run in group.runs if final(run, group.metric) is None]
     if void and group.result:
         said.append(f"{group.label}: no final {group.metric} with seed {listed(void)}; left out of its mean.")
+    lost, asked = (int(sum(run.total(key) or 0 for run in group.runs)) for key in ("lost", "clients"))
+    if 2 * lost > asked:
+        said.append(f"{group.label} went without {lost} of {asked} answers of clients; the reasons are below.")
     return said
 
 

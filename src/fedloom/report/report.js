@@ -58,6 +58,9 @@
     return most > 7200 ? [3600, " h"] : most > 180 ? [60, " min"] : [1, " s"];
   }
 
+  // Few rounds are counted one by one: left to itself the axis has half rounds.
+  const whole = (lines) => (Math.max(0, ...lines.flatMap((line) => line.round)) < 6 ? { dtick: 1 } : {});
+
   function curves() {
     const box = find("curves"), chosen = data.curves[state.y], lines = chosen.lines.filter(shows);
     const [unit, suffix] = state.x === "seconds" ? time(lines) : [1, state.x === "bytes" ? "B" : ""];
@@ -85,9 +88,9 @@
       hovermode: state.x === "round" && box.clientWidth > 600 ? "x unified" : "closest",
       xaxis: {
         title: axes[state.x], ticksuffix: suffix, rangemode: "tozero", showgrid: false,
-        tickformat: state.x === "bytes" ? "~s" : "",
+        tickformat: state.x === "bytes" ? "~s" : "", ...(state.x === "round" ? whole(lines) : {}),
       },
-      yaxis: { tickformat: share ? ".0%" : "" },
+      yaxis: { tickformat: share ? ".2~%" : "" },
     }), config);
   }
 
@@ -129,7 +132,7 @@
         hovertemplate: `<b>${plain(data.groups[line.group].label)}</b>  %{y:.4~g}<extra></extra>`,
       }));
       Plotly.react(box, traces, layout(box.clientWidth, 170, {
-        hovermode: "closest", xaxis: { showgrid: false, nticks: 5 }, yaxis: { nticks: 5, tickformat: "~g" },
+        hovermode: "closest", xaxis: { showgrid: false, nticks: 5, ...whole(one.lines) }, yaxis: { nticks: 5, tickformat: "~g" },
       }), { displayModeBar: false });
     });
   }
