@@ -337,6 +337,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, given: dict[str, Any
 
 def test_a_run_says_what_it_is(tmp_path: Path) -> None:
     run = fedloom.run(data=arrays(), model=network, out=tmp_path / "r", **SMALL)
+    compared = fedloom.compare(["fedavg"], data=arrays(), model=network, out=tmp_path / "c", **SMALL)
+    assert repr(compared) == f"<1 run in {tmp_path / 'c'}: {compared.table.headline}>"
     assert repr(run) == f"<fedavg on own, accuracy {run.accuracy:.4f} after round 2: {tmp_path / 'r'}>"
 
 

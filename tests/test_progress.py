@@ -1,5 +1,6 @@
 """What a person sees: here of long work on the server."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,24 @@ def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
     display.begin(Path("run"), make_config({"rounds": 1}), [])
     display.end()
     assert capfd.readouterr().err.endswith(": 1 round\n")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("name", ["people[old].csv", "[/x]/p.csv", "a:cat:b.csv"])
+def test_names_are_shown_as_they_are(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool, name: str
+) -> None:
+    """Rich takes [old] for markup, [/x] for its end, and :cat: for a picture."""
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "200")
+    display = Display()
+    display.download(name, 0, 10)
+    display.begin(Path("run"), make_config({"data": f"table:/{name},label=y", "rounds": 2}), [])
+    display.note(f"about {name}")
+    display.work(f"work on {name}", 0, 1)
+    display.record({"round": 1, "note": name})
+    display.end()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
+    for said in (f"downloading {name}", f"fedavg on table:/{name}", f"note: about {name}", f"work on {name}"):
+        assert said in text

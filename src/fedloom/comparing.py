@@ -21,6 +21,7 @@ from fedloom.methods import methods as known_methods
 from fedloom.report import Comparison, Effects, Grid, analyse, read_run, write_report
 from fedloom.report import compare as tabulate
 from fedloom.report.grid import FILE as GRID_FILE
+from fedloom.report.words import plural
 from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.storage import write_atomically
 from fedloom.together import carry_out
@@ -40,6 +41,9 @@ class Compared:
     table: Comparison
     effects: Effects | None = None
     """Which part of a grid helped how much."""
+
+    def __repr__(self) -> str:
+        return f"<{plural(len(self.runs), 'run')} in {self.path}: {self.table.headline}>"
 
 
 def compare(

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from fedloom.report import human_bytes, human_seconds
 from fedloom.report.words import plural
@@ -28,7 +29,8 @@ class Display:
 
     def __init__(self, quiet: bool = False, runs: int = 1, unit: str = "round") -> None:
         self._runs, self._run, self._unit = runs, 0, unit
-        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        # Paths and names are shown as they are: [old] in one is no markup, and :cat: no picture.
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.live = self.console.is_terminal and not quiet
         self.folder: Path | None = None
         self._bars: Progress | None = None
@@ -49,10 +51,10 @@ class Display:
         self._name = f"{number}{config.method} on {config.data}, seed {config.seed}"
         if self.live:
             self._bars = Progress(
-                TextColumn("[bold]{task.description}"),
+                TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn(f"{self._unit} {{task.completed}}/{{task.total}}"),
-                TextColumn("{task.fields[state]}"),
+                TextColumn("{task.fields[state]}", markup=False),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
                 console=self.console,
@@ -72,7 +74,7 @@ class Display:
                 return
 
     def note(self, text: str) -> None:
-        self.console.print(f"[yellow]note:[/] {text}")
+        self.console.print(Text.assemble(("note:", "yellow"), f" {text}"))
 
     def record(self, record: Mapping[str, Any]) -> None:
         if note := record.get("note"):
@@ -96,7 +98,7 @@ class Display:
         if self._bars is None or self._task is None or self._bars.tasks[self._task].description != name:
             self._close_bars()
             columns = (
-                TextColumn("downloading {task.description}"),
+                TextColumn("downloading {task.description}", markup=False),
                 BarColumn(),
                 TextColumn("{task.percentage:.0f} %"),
             )
