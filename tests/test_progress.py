@@ -69,5 +69,21 @@ def test_names_are_shown_as_they_are(
     display.record({"round": 1, "note": name})
     display.end()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
-    for said in (f"downloading {name}", f"fedavg on table:/{name}", f"note: about {name}", f"work on {name}"):
+    title = f"fedavg on table:{Path(name).name}, seed 0" if terminal else f"fedavg on table:/{name},label=y, seed 0"
+    for said in (f"downloading {name}", title, f"note: about {name}", f"work on {name}"):
         assert said in text
+
+
+def test_a_long_path_leaves_room_for_the_rounds(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    display = Display()
+    data = f"table:/{'a/long/way/' * 9}people.csv,label=income,owner=site"
+    display.begin(Path("run"), make_config({"data": data, "rounds": 200}), [])
+    display.record({"round": 17, "accuracy": 0.5, "loss": 1.0})
+    display.end()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
+    assert "fedavg on table:people.csv, seed 0" in text
+    assert "round 17/200" in text

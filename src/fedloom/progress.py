@@ -59,7 +59,9 @@ class Display:
                 TextColumn("{task.fields[left]}"),
                 console=self.console,
             )
-            self._task = self._bars.add_task(self._name, total=config.rounds, completed=done, state="", left="")
+            # A whole path would leave no room for the rounds.
+            name = self._name.replace(config.data, _brief(config.data))
+            self._task = self._bars.add_task(name, total=config.rounds, completed=done, state="", left="")
             self._bars.start()
         else:
             many = plural(config.rounds, self._unit)
@@ -170,3 +172,9 @@ class Display:
             return False
         self._told = now
         return True
+
+
+def _brief(data: str) -> str:
+    """A data set's name without options, and of a path its last part: `table:people.csv`."""
+    kind, colon, rest = data.partition(",")[0].partition(":")
+    return f"{kind}{colon}{Path(rest).name}" if "/" in rest else data
