@@ -21,7 +21,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     names = sorted(known)
     # One letter of nu and mu is half of them; of long names half is chance, as in learning_rate and clip_update.
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5 if len(name) < 4 else 0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}."
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}." if names else "there is none."
     return InputError(f"unknown {kind} {name!r}; {hint}")
 
 

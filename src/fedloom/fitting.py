@@ -35,8 +35,13 @@ def make_module(
                 f"{federation.name!r} has no classes and no rows of targets, n x 1 or wider, so the network {name!r} "
                 "does not fit; give a module of your own as the model."
             )
-        with streams.globally("init", draw):
-            return models.build(name, federation.shape, outputs, federation.tokens)
+        try:
+            with streams.globally("init", draw):
+                return models.build(name, federation.shape, outputs, federation.tokens)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
+                raise
+            raise InputError(f"the model {name!r} for {outputs:,} outputs does not fit into memory.") from error
     module: object = own
     if callable(module) and not isinstance(module, nn.Module):
         with streams.globally("init", draw):

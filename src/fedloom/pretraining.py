@@ -81,7 +81,7 @@ class Pretraining(Settings):
 
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
-    threads: int = Field(1, ge=0)
+    threads: int = Field(1, ge=0, le=1024)
     """threads on the CPU; 0: one for each core. Another number rounds differently"""
     channels_last: bool = True
     """keep images and convolution weights in channels-last order, which is faster on CPUs"""

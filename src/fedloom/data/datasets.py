@@ -105,6 +105,9 @@ def load(name: str, *, download: bool = True, progress: Progress | None = None) 
         return named(name, read_own_images(parse(name, takes_path=True)))
     if kind in TABLES:
         return named(name, read_own_table(parse(name, takes_path=True)))
+    if kind == DIGITS.name:
+        parse(name, takes_path=False).done()
+        return _load_digits()
     if kind not in SOURCES:
         if kind == name and (advice := _read_as(name)):
             raise InputError(f"{name!r} is {advice}.")
