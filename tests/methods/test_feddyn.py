@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from quadratics import Point, Quadratics
 
 import fedloom
-from fedloom.data import Federation, Samples
 from fedloom.rows import Kind
 from fedloom.small_runs import SmallFederation, small_experiment, small_run
 from fedloom.testing import check_method
@@ -50,38 +49,12 @@ def test_after_the_first_round_the_model_runs_ahead_of_the_mean_by_the_share_of_
         assert torch.equal(server.deploy(), m)
 
 
-class Quadratics(Federation):
-    """Client k has f_k(v) = |a (v - b)|^2 / 2 with a, b of its own."""
-
-    classes = 0
-    shape = (2,)
-    name = "quadratics"
-    slopes = torch.tensor([[1.0, 0.5], [2.0, 1.0], [0.5, 3.0]])
-    optima = torch.tensor([[1.0, -1.0], [-2.0, 3.0], [4.0, 0.0]])
-
-    def __len__(self) -> int:
-        return 3
-
-    def client(self, k: int) -> Samples:
-        return Samples(self.slopes[k : k + 1], self.slopes[k : k + 1] * self.optima[k])
-
-
-class Point(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.v
-
-
 def test_it_finds_the_minimum_of_clients_that_disagree_and_fedavg_does_not(tmp_path: Path) -> None:
-    curvature = Quadratics.slopes**2
-    best = (curvature * Quadratics.optima).sum(0) / curvature.sum(0)
-    found = {}
+    federation, found = Quadratics(), {}
+    best = federation.minimiser()
     for method, options in (("feddyn", {"feddyn": {"alpha": 1.0}}), ("fedavg", UNIFORM)):
         settings = {"rounds": 60, "epochs": 100, "lr": 0.1, "batch_size": 0, "engine": "plain", "report": False}
-        run = fedloom.run(method, Quadratics(), Point, options=options, out=tmp_path / method, **settings)
+        run = fedloom.run(method, federation, Point, options=options, out=tmp_path / method, **settings)
         found[method] = run.model().v.detach()
     torch.testing.assert_close(found["feddyn"], best, rtol=1e-3, atol=1e-3)
     assert (found["fedavg"] - best).norm() > 0.1

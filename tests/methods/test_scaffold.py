@@ -3,47 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from quadratics import Point, Quadratics
+from torch import Tensor
 
 import fedloom
 from fedloom.config import make_config
-from fedloom.data import Federation, Samples
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
 from fedloom.request import Own
 from fedloom.small_runs import SmallFederation, plain_network, small_experiment, small_run
-
-
-class Quadratics(Federation):
-    """Client k has f_k(v) = mean over its samples of |a (v - b)|^2 / 2, with a, b of its own."""
-
-    classes = 0
-    shape = (2,)
-    name = "quadratics"
-    slopes = torch.tensor([[1.0, 0.5], [2.0, 1.0], [0.5, 3.0]])
-    optima = torch.tensor([[1.0, -1.0], [-2.0, 3.0], [4.0, 0.0]])
-
-    def __len__(self) -> int:
-        return 3
-
-    def client(self, k: int) -> Samples:
-        x = self.slopes[k].repeat(4, 1)
-        return Samples(x, x * self.optima[k])
-
-    def minimiser(self) -> Tensor:
-        curvature = self.slopes**2
-        return (curvature * self.optima).sum(0) / curvature.sum(0)
-
-
-class Point(nn.Module):
-    """The model is the point v itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.v
 
 
 def half_square(output: Tensor, target: Tensor) -> Tensor:
