@@ -1,18 +1,15 @@
 """How a run with faults (flower_faults.py) is judged: by its rounds, its accuracy, its digest and its logs."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from flower_world import App, Missing, World, wait_until
 
 from fedloom.api import execute
 from fedloom.config import Config
-from fedloom.engines import Engine, PlainEngine, Shop
-from fedloom.exchange import Job, Lost, Update
+from fedloom.losing import LosingSites
 from fedloom.request import replace_config
 
 GOOD = 0.85
@@ -54,38 +51,13 @@ def judged(app: App, fault: str, happens: str, said: list[str]) -> Outcome:
     return Outcome(name, fault, happens, said, 0.0, app.config.rounds, named, late, accuracy, same)
 
 
-class Leaky(PlainEngine):
-    """Some answers get lost on their way back, after the client has trained."""
-
-    lost: frozenset[tuple[int, int]] = frozenset()
-
-    def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
-        for answer in super().train(round, jobs):
-            gone = isinstance(answer, Update) and (round + 1, answer.client) in self.lost
-            yield Lost(answer.job, "lost as in the other run") if gone else answer
-
-
-class LeakySites:
-    """Lets a run in this process lose the same answers."""
-
-    def __init__(self, lost: frozenset[tuple[int, int]]) -> None:
-        self.lost = lost
-
-    def seen(self, federation: Any) -> Any:
-        return federation
-
-    def engine(self, shop: Shop) -> Engine:
-        engine = Leaky(shop)
-        engine.lost = self.lost
-        return engine
-
-
 @cache
 def reference(settings: str, lost: frozenset[tuple[int, int]]) -> str:
-    """The digest of this run in one process with these answers lost."""
+    """The digest of this run in one process with these answers lost, by rounds as records count them."""
     config = replace_config(Config.model_validate_json(settings), engine="plain")
+    sites = LosingSites(frozenset((round - 1, client) for round, client in lost))
     with tempfile.TemporaryDirectory() as folder:
-        return execute(config, out=Path(folder) / "run", report=False, sites=LeakySites(lost)).digest
+        return execute(config, out=Path(folder) / "run", report=False, sites=sites).digest
 
 
 def expect(holds: bool, otherwise: str) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from both_engines import LeakySites, plainly, play
+from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites
 
 from fedloom.flower.parcel import Block, Parcel
+from fedloom.losing import LosingSites
 from fedloom.request import replace_config
 
 BAD: dict[str, tuple[Callable[[Parcel, Parcel | None], Parcel], str]] = {}
@@ -124,7 +125,7 @@ def test_a_bad_answer_is_refused_named_and_harms_nobody(fault: str, tmp_path: Pa
     assert reasons[0] == reasons[2] == {}
     assert list(reasons[1]) == ["2"]
     assert reasons[1]["2"].startswith(says), reasons[1]
-    assert run.digest == plainly(config, tmp_path, sites=LeakySites(frozenset({(1, 2)}))).digest
+    assert run.digest == plainly(config, tmp_path, sites=LosingSites(frozenset({(1, 2)}))).digest
 
 
 def test_an_answer_from_another_node_is_refused(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from both_engines import LeakySites, plainly, play
+from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites, reach
 
 from fedloom.api import resume
 from fedloom.flower.parcel import Parcel
+from fedloom.losing import LosingSites
 
 
 def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
@@ -23,7 +24,7 @@ def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
     run, _ = play(config, tmp_path, link)
     assert [r["lost_clients"] for r in run.history[1:]] == [{}, {"3": "its site is not connected"}, {}]
     assert [r["models_down"] for r in run.history[1:]] == [10.0, 8.0, 10.0], "nothing is sent to nobody"
-    assert run.digest == plainly(config, tmp_path, sites=LeakySites(frozenset({(1, 3)}))).digest
+    assert run.digest == plainly(config, tmp_path, sites=LosingSites(frozenset({(1, 3)}))).digest
 
 
 def test_a_node_with_a_new_address_is_the_same_client(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from both_engines import LeakySites, plainly, play
+from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites
 
 from fedloom.errors import FedloomError
 from fedloom.flower.parcel import Parcel
+from fedloom.losing import LosingSites
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedcross", "moon"])
@@ -23,7 +24,7 @@ def test_lost_answers_leave_the_clients_as_they_were(method: str, tmp_path: Path
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    plain = plainly(config, tmp_path, sites=LeakySites(lost))
+    plain = plainly(config, tmp_path, sites=LosingSites(lost, "no answer within 0.05 s"))
     assert run.digest == plain.digest
     assert [r.get("lost_clients") for r in run.history] == [r.get("lost_clients") for r in plain.history]
     assert run.summary["lost"] == len(lost)
@@ -44,7 +45,7 @@ def test_late_answers_are_dropped_and_counted(tmp_path: Path) -> None:
     assert [r["lost"] for r in run.history[1:]] == [2, 0, 0]
     assert "engine.late" not in run.history[1].get("diagnostics", {})
     assert run.history[2]["diagnostics"]["engine.late"] == 2
-    assert run.digest == plainly(config, tmp_path, sites=LeakySites(frozenset({(0, 2), (0, 4)}))).digest
+    assert run.digest == plainly(config, tmp_path, sites=LosingSites(frozenset({(0, 2), (0, 4)}))).digest
 
 
 def test_too_few_answers_end_the_run(tmp_path: Path) -> None:
