@@ -11,12 +11,14 @@ mean of the newest models, in units of how far a client's model lies from the gl
 import argparse
 import json
 import statistics
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
@@ -62,6 +64,13 @@ class Cache:
     def places(self, picks: Picks) -> Picks:
         return np.arange(len(self.clients)) * self.depth + picks
 
+    def accuracy(self, row: Tensor) -> float:
+        """How a model does on the test set."""
+        score = self.experiment.engine.score(row)
+        if score is None or score.accuracy is None:
+            raise InputError(f"{self.experiment.config.data} has no classes to test on, so there is no accuracy.")
+        return score.accuracy
+
     def told(self, picks: Picks) -> dict[str, float]:
         """What there is to say of a choice."""
         chosen, count = self.places(picks), len(self.clients)
@@ -74,9 +83,8 @@ class Cache:
             mean.add(self.server.store.read(int(self.numbers[client, pick])))
         row = self.server.bank.rows[0].clone()
         mean.into(row)
-        score = self.experiment.engine.score(row)
         return {
-            "accuracy": round(score.accuracy or 0.0, 4) if score else float("nan"),
+            "accuracy": round(self.accuracy(row), 4),
             "older models": float(np.mean(picks < self.depth - 1)),
             "mean loss": round(float(np.take_along_axis(self.losses, picks[:, None], 1).mean()), 4),
             "half the divergence": round(float(products.trace() / count - products.sum() / count**2) / 2, 4),
@@ -96,6 +104,10 @@ def look(path: Path) -> dict[str, Any]:
             raise InputError(f"{path} is no run of fedcda with a checkpoint.")
         played, state = latest
         experiment.load(state["parts"])
+        if not server.cache or not all(isfinite(loss) for models in server.cache.values() for _, loss in models):
+            raise InputError(
+                f"{path} has no cached models, or some without a finite loss: nothing to choose from."
+            )
         cache = Cache(experiment, server)
         count, draw = len(cache.clients), np.random.default_rng(0)
         choices = {
@@ -105,16 +117,14 @@ def look(path: Path) -> dict[str, Any]:
             "least J": cache.best(),
         }
         random = [cache.told(draw.integers(cache.depth, size=count)) for _ in range(RANDOM)]
-        alone = [experiment.engine.score(server.store.read(int(own[-1]))) for own in cache.numbers]
+        alone = [cache.accuracy(server.store.read(int(own[-1]))) for own in cache.numbers]
         return {
             "selection": server.options.selection,
             "rounds": played,
             "clients": count,
             "models of each": cache.depth,
             "distance of a model from the global one": round(cache.distance, 4),
-            "accuracy of a client's newest model alone, mean": round(
-                statistics.mean(score.accuracy for score in alone if score and score.accuracy is not None), 4
-            ),
+            "accuracy of a client's newest model alone, mean": round(statistics.mean(alone), 4),
             "choices": {
                 **{name: cache.told(picks) for name, picks in choices.items()},
                 f"random, mean of {RANDOM}": {
@@ -128,7 +138,7 @@ def look(path: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Other choices from the cache that runs of FedCDA ended with.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the JSON file to write; by default it is printed only")
     options = parser.parse_args()
     found: dict[str, Any] = {}
     try:

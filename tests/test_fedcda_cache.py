@@ -61,3 +61,11 @@ def test_a_run_of_another_method_is_refused(tmp_path: Path) -> None:
         assert str(path) in refused.stderr
         assert "Traceback" not in refused.stderr
         assert not (tmp_path / "told.json").exists()
+
+
+def test_models_without_losses_are_nothing_to_choose_from(tmp_path: Path) -> None:
+    run = play(tmp_path / "run", method="fedcda", rounds=1, epochs=0)  # without training there are no losses
+    refused = look(run.path)
+    assert refused.returncode == 2
+    assert "nothing to choose from" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.methods import recombination
-from fedloom.methods.recombination import Message, Participant, deliver, exchange, recombine
+from fedloom.methods.recombination import MOST_ATTEMPTS, Message, Participant, deliver, exchange, mix, recombine
 from fedloom.streams import Streams
 
 COUNTS = st.integers(1, 6)
@@ -105,15 +106,19 @@ def test_models_are_recombined_by_such_an_exchange_with_all_others_and_not_onese
             return messages
 
     models = {7 + i: [torch.tensor([7 + i, n]) for n in range(layers)] for i in range(count)}
+    draws = partial(Streams(seed).numpy, round=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recombination, "Participant", Watched)
-        found = recombine(models, lambda purpose, client: Streams(seed).numpy(purpose, 0, client), 0.9, mixed)
+        found = recombine(models, draws, 0.9, mixed)
     assert all(m.receiver != m.sender for m in sent)
     assert {m.receiver for m in sent} | {m.sender for m in sent} <= set(models)
     if found is None:
         assert mixed, "a single exchange always comes to something"
+        assert all(mix(models, draws, 0.9, attempt) is None for attempt in range(MOST_ATTEMPTS))
         return
     assert list(found) == list(models)
+    if mixed and count > 1:
+        assert all(len({int(layer[0]) for layer in model}) > 1 for model in found.values()), "one client's model whole"
     for number in range(layers):
         assert sorted(model[number].tolist() for model in found.values()) == [[me, number] for me in models]
 
