@@ -105,9 +105,7 @@ def look(path: Path) -> dict[str, Any]:
         played, state = latest
         experiment.load(state["parts"])
         if not server.cache or not all(isfinite(loss) for models in server.cache.values() for _, loss in models):
-            raise InputError(
-                f"{path} has no cached models, or some without a finite loss: nothing to choose from."
-            )
+            raise InputError(f"{path} has no cached models, or some without a finite loss: nothing to choose from.")
         cache = Cache(experiment, server)
         count, draw = len(cache.clients), np.random.default_rng(0)
         choices = {
