@@ -1,6 +1,7 @@
 """Storage: what is read back is what was written, what is damaged is refused, and a failed write loses nothing."""
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -295,6 +296,43 @@ def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
 def test_files_are_what_the_library_would_write(tensors: dict[str, Tensor], about: dict[str, str] | None) -> None:
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert b"".join(storage.safetensors_pieces(tensors, about)) == save_by_the_library(whole, about)
+
+
+@given(tensors=named_tensors(), small=st.integers(0, 9), large=st.integers(1, 40))
+def test_the_size_of_the_pieces_changes_neither_file_nor_digest(
+    tensors: dict[str, Tensor], small: int, large: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "file"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "SMALL", small)
+        patch.setattr(storage, "LARGE", large)
+        digest = write_tensors(path, tensors)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert path.read_bytes() == save_by_the_library(whole)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_large_pieces_go_to_the_disk_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (on_disk.append(os.fstat(handle).st_size), fsync(handle))[1])
+    monkeypatch.setattr(storage, "LARGE", 100)
+    write_atomically(tmp_path / "f", [bytes(10), bytes(100), bytes(20), bytes(100), bytes(1)])
+    assert on_disk[:3] == [110, 230, 231]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_gpu_are_written_as_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "LARGE", 1 << 16)
+    step = storage.LARGE // 4
+    sizes = (0, 1, step - 1, step, step + 1, 5 * step, 5 * step + 3)
+    host = {f"{size} {dtype}": torch.randn(size).mul(99).to(dtype) for size in sizes for dtype in DTYPES}
+    host["turned"] = torch.randn(3 * step, 5).t()
+    device = {name: tensor.cuda() for name, tensor in host.items()}
+    assert write_tensors(tmp_path / "device", device) == write_tensors(tmp_path / "host", host)
+    read = read_tensors(tmp_path / "device")
+    assert all(torch.equal(read[name], tensor) for name, tensor in host.items())
 
 
 @pytest.mark.parametrize("strides", [(0,), (1,), (7,)])
