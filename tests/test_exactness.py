@@ -238,7 +238,12 @@ def operations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FileOperation
     return FileOperations(monkeypatch, tmp_path)
 
 
-def test_dying_at_any_file_operation_loses_nothing(operations: FileOperations, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [None, torch.device("cpu")])
+def test_dying_at_any_file_operation_loses_nothing(
+    operations: FileOperations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: torch.device | None
+) -> None:
+    """Also where checkpoints are written beside the next rounds, as on a GPU."""
+    monkeypatch.setattr("fedloom.playing._beside", lambda _: beside)
     settings = {key: value for key, value in TINY.items() if key != "report"}
     config = make_config(
         {**settings, "method": "scaffold", "checkpoint_seconds": 0, "engine": "plain", "keep_checkpoints": 1}

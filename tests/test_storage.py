@@ -312,13 +312,21 @@ def test_the_size_of_the_pieces_changes_neither_file_nor_digest(
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_large_pieces_go_to_the_disk_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_disk: list[int] = []
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (on_disk.append(os.fstat(handle).st_size), fsync(handle))[1])
+def test_large_pieces_go_to_the_disk_while_the_next_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[int] = []
+    monkeypatch.setattr(storage, "_begin_to_store", lambda handle: stored.append(os.fstat(handle).st_size))
     monkeypatch.setattr(storage, "LARGE", 100)
     write_atomically(tmp_path / "f", [bytes(10), bytes(100), bytes(20), bytes(100), bytes(1)])
-    assert on_disk[:3] == [110, 230, 231]
+    assert stored == [110, 230]
+
+
+def test_systems_that_take_no_advice_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "LARGE", 100)
+    content = [bytes(range(100)), bytes(100)]
+    write_atomically(tmp_path / "advised", content)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    write_atomically(tmp_path / "plain", content)
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "advised").read_bytes() == b"".join(content)
 
 
 @pytest.mark.gpu

@@ -4,16 +4,22 @@ A checkpoint is `round-000012.json`, written last and so the moment it exists, w
 `round-000012.safetensors` for the server's parts, and `clients-*.safetensors` for what clients keep. A client's state
 is written only when it has changed, so a checkpoint refers to client files of earlier ones; when more of those files
 is out of date than in use, everything is written once more.
+
+On a GPU a checkpoint may be written beside the rounds that follow, from copies. Until its JSON file is there the one
+before it counts, as if the machine had died in between.
 """
 
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fedloom.beside import Beside, copied
 from fedloom.engines.base import Homes
 from fedloom.errors import InputError
 from fedloom.storage import join, read_json, read_tensors, split, write_json, write_tensors
@@ -30,16 +36,17 @@ class Rhythm:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = self._pause = seconds
+        self._seconds = seconds
         self._saved_at = time.monotonic()
 
-    def due(self) -> bool:
-        return time.monotonic() - self._saved_at >= self._pause
+    def due(self, took: float) -> bool:
+        """Whether it is now, where the last one took so many seconds (so far, if it is still being written)."""
+        pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
+        return time.monotonic() - self._saved_at >= pause
 
-    def saved(self, took: float) -> None:
-        """A checkpoint has just been written, in so many seconds."""
+    def saved(self) -> None:
+        """A checkpoint was just written, or will be from now on."""
         self._saved_at = time.monotonic()
-        self._pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
 
 
 class Checkpoints:
@@ -53,17 +60,66 @@ class Checkpoints:
         self._where: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
         self._digests: dict[str, str] = {}
+        self._began = 0.0
+        self._took: float | None = 0.0
+        self._beside = Beside()
 
     def rounds(self) -> list[int]:
         """The rounds after which there is a checkpoint, newest first."""
         found = [re.fullmatch(r"round-(\d+)\.json", path.name) for path in self.folder.glob("round-*.json")]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
-    def save(self, round: int, state: Mapping[str, Any], homes: Homes) -> None:
-        """Write the state after `round` rounds."""
+    @property
+    def seconds(self) -> float:
+        """How long the last checkpoint took to write, or takes so far."""
+        return self._took if self._took is not None else time.monotonic() - self._began
+
+    def save(self, round: int, state: Mapping[str, Any], homes: Homes, *, beside: torch.device | None = None) -> None:
+        """Write the state after `round` rounds.
+
+        With `beside`, the device that what is written lies on, it is copied there and written while the caller goes on;
+        where there is no memory for copies, at once all the same. What goes wrong is raised by `settle`.
+        """
+        self.settle()
+        self._began, self._took = time.monotonic(), None
         tree, tensors = split(state)
+        clients = self._to_write(homes)
+        kept = {f"{c}/{key}": tensor for c in sorted(clients) for key, tensor in homes.get(c).items()}
+        copies = copied([*tensors.values(), *kept.values()]) if beside is not None else None
+        if beside is None or copies is None:
+            self._write(round, tree, tensors, clients, kept)
+            homes.changed.clear()
+            return
+        tensors = dict(zip(tensors, copies[: len(tensors)], strict=True))
+        kept = dict(zip(kept, copies[len(tensors) :], strict=True))
+        self._under_way = (homes, set(homes.changed))
+        homes.changed.clear()
+        self._beside.begin(partial(self._write, round, tree, tensors, clients, kept), beside)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raise what went wrong with a checkpoint that was written beside other work.
+
+        Waits for one that is still being written, unless `wait` is False.
+        """
+        if not wait and self._beside.busy:
+            return
+        try:
+            self._beside.settle()
+        except BaseException:
+            homes, changed = self._under_way
+            homes.changed |= changed
+            raise
+
+    def _write(
+        self, round: int, tree: Any, tensors: Mapping[str, Tensor], clients: set[int], kept: Mapping[str, Tensor]
+    ) -> None:
+        """A state in two parts, and what some clients keep."""
         digest = write_tensors(self.folder / f"round-{round:06d}.safetensors", tensors)
-        self._save_clients(round, homes)
+        if clients:
+            name = f"clients-{round:06d}.safetensors"
+            self._digests[name] = write_tensors(self.folder / name, kept)
+            self._sizes[name] = len(clients)
+            self._where.update(dict.fromkeys(clients, name))
         files = sorted(set(self._where.values()))
         write_json(
             self.folder / f"round-{round:06d}.json",
@@ -76,21 +132,14 @@ class Checkpoints:
                 "client_files": {name: [self._digests[name], self._sizes[name]] for name in files},
             },
         )
-        homes.changed.clear()
         self._sweep(round)
+        self._took = time.monotonic() - self._began
 
-    def _save_clients(self, round: int, homes: Homes) -> None:
-        fresh = homes.changed
+    def _to_write(self, homes: Homes) -> set[int]:
+        """The clients that changed, or all, when too much of what is stored would be out of date."""
         stored = sum(self._sizes[name] for name in set(self._where.values()))
-        if stored + len(fresh) > 2 * len(homes):
-            fresh = set(homes.clients())
-        if not fresh:
-            return
-        name = f"clients-{round:06d}.safetensors"
-        tensors = {f"{c}/{key}": tensor for c in sorted(fresh) for key, tensor in homes.get(c).items()}
-        self._digests[name] = write_tensors(self.folder / name, tensors)
-        self._sizes[name] = len(fresh)
-        self._where.update(dict.fromkeys(fresh, name))
+        every = stored + len(homes.changed) > 2 * len(homes)
+        return set(homes.clients()) if every else set(homes.changed)
 
     def _sweep(self, newest: int) -> None:
         """Delete what no kept checkpoint needs, in an order that leaves every one that remains whole.

@@ -1,7 +1,10 @@
 """The rounds of a run, one after the other: each is recorded, and saved when a checkpoint is due."""
 
 import time
+from contextlib import suppress
 from typing import Any
+
+import torch
 
 from fedloom.checkpoints import Rhythm
 from fedloom.experiment import Experiment
@@ -19,7 +22,7 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
     try:
         if start is None:
             _record(folder, watcher, rounds.initial_record())
-        rhythm = Rhythm(config.checkpoint_seconds)
+        rhythm, checkpoints = Rhythm(config.checkpoint_seconds), folder.checkpoints
         shown: set[str] = set()
         for round in range(start or 0, rounds.total):
             record = rounds.play(round)
@@ -32,14 +35,15 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
             stop = watcher.wants_stop()
             # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
             always = experiment.engine.saves_every_round or not rounds.repeatable
-            if last or stop or always or rhythm.due():
+            checkpoints.settle(wait=False)
+            if last or stop or always or rhythm.due(checkpoints.seconds):
                 # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
                 folder.sync_metrics()
                 state = {"parts": experiment.state(), "record": record, "engine": experiment.engine.state()}
-                folder.checkpoints.save(round + 1, state, experiment.engine.homes)
-                took = time.perf_counter() - began
-                rhythm.saved(took)
-                _spent(record, took)
+                beside = None if last or stop or always else _beside(experiment)
+                checkpoints.save(round + 1, state, experiment.engine.homes, beside=beside)
+                rhythm.saved()
+                _spent(record, time.perf_counter() - began)
             _record(folder, watcher, record)
             if stop and not last:
                 raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")
@@ -55,7 +59,18 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
         }
         folder.write_summary(summary)
     finally:
+        with suppress(Exception):  # a run that goes on has settled it; of one that failed there is a reason already
+            folder.checkpoints.settle()
         watcher.end()
+
+
+def _beside(experiment: Experiment) -> torch.device | None:
+    """Where a checkpoint is copied to be written beside the next rounds: on a GPU, which leaves a processor to spare.
+
+    Models that lie in a `cache_dir` are not copied, and may be written over by the next rounds.
+    """
+    device = experiment.engine.device
+    return device if device.type == "cuda" and not experiment.config.cache_dir else None
 
 
 def _record(folder: RunFolder, watcher: Watcher, record: dict[str, Any]) -> None:

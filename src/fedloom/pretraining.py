@@ -9,7 +9,6 @@ import json
 import math
 import shlex
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,10 +280,9 @@ class _Pretrainer:
                 self.history.append(record)
                 self.watcher.record({"round": epoch + 1, **record})
                 last, stop = epoch + 1 == self.plan.epochs, self.watcher.wants_stop()
-                if not last and (stop or rhythm.due()):
-                    began = time.monotonic()
+                if not last and (stop or rhythm.due(checkpoints.seconds)):
                     checkpoints.save(epoch + 1, self._state(), self.homes)
-                    rhythm.saved(time.monotonic() - began)
+                    rhythm.saved()
                 if stop and not last:
                     raise Stopped(f"stopped after epoch {epoch + 1}; go on with the same command.")
         finally:

@@ -43,9 +43,9 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
         with part.open("wb") as handle:
             for piece in (content,) if isinstance(content, bytes) else content:
                 handle.write(piece)
-                if len(piece) >= LARGE:  # to the disk at once, beside the hashing, and not all in the end
+                if len(piece) >= LARGE:
                     handle.flush()
-                    os.fsync(handle.fileno())
+                    _begin_to_store(handle.fileno())
             handle.flush()
             os.fsync(handle.fileno())
         part.replace(path)
@@ -56,6 +56,12 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
         if isinstance(error, OSError):
             raise FedloomError(f"cannot write {path}: {error.strerror or error}.") from error
         raise
+
+
+def _begin_to_store(handle: int) -> None:
+    """Have the disk take what was written so far, without waiting for it, and not all of it in the end."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,366 @@
+"""Checkpoints that are written beside the next rounds: from copies, one at a time, and with nothing lost."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fedloom
+from fedloom import beside, playing
+from fedloom.api import resume
+from fedloom.beside import Beside, copied
+from fedloom.checkpoints import Checkpoints, Rhythm
+from fedloom.engines.base import Homes
+from fedloom.errors import FedloomError
+from fedloom.storage import write_json, write_tensors
+from fedloom.watching import Silent
+
+CPU = torch.device("cpu")
+RUN: dict[str, Any] = {
+    "data": "digits", "model": "logreg", "clients": 6, "per_round": 3, "rounds": 4, "steps": 2, "engine": "plain",
+    "report": False,
+}  # fmt: skip
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+class Held:
+    """Holds up the writing of tensors until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.go, self.waiting = threading.Event(), threading.Event()
+        patch.setattr("fedloom.checkpoints.write_tensors", self._write)
+
+    def _write(self, path: Path, tensors: dict[str, Tensor]) -> str:
+        self.waiting.set()
+        assert self.go.wait(30), "nobody let it go"
+        return write_tensors(path, tensors)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    one = Held(monkeypatch)
+    yield one
+    one.go.set()
+
+
+def homes_of(values: dict[int, float]) -> Homes:
+    homes = Homes({"c": (3,)}, torch.float32)
+    for client, value in values.items():
+        homes.keep(client, {"c": torch.full((3,), value)})
+    return homes
+
+
+def loaded(folder: Path) -> tuple[int, list[float], dict[int, float]]:
+    """The newest checkpoint: its round, its model, what clients keep."""
+    homes = homes_of({})
+    latest = Checkpoints(folder).load_latest(homes)
+    assert latest is not None
+    return latest[0], latest[1]["model"].tolist(), {c: float(homes.get(c)["c"][0]) for c in homes.clients()}
+
+
+def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path: Path, held: Held) -> None:
+    checkpoints, model, homes, notes = Checkpoints(tmp_path), torch.ones(2), homes_of({1: 1.0}), ["before"]
+    checkpoints.save(1, {"model": model, "notes": notes}, homes, beside=CPU)
+    assert held.waiting.wait(30)
+    model.fill_(7)
+    notes.append("after")
+    homes.keep(1, {"c": torch.full((3,), 7.0)})
+    assert homes.changed == {1}
+    held.go.set()
+    checkpoints.settle()
+    assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0})
+    latest = Checkpoints(tmp_path).load_latest(homes_of({}))
+    assert latest is not None
+    assert latest[1]["notes"] == ["before"]
+
+
+def test_until_it_is_whole_the_one_before_counts(tmp_path: Path, held: Held) -> None:
+    checkpoints, homes = Checkpoints(tmp_path, keep=1), homes_of({1: 1.0})
+    held.go.set()
+    checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
+    checkpoints.settle()
+    held.go.clear()
+    held.waiting.clear()
+    homes.keep(1, {"c": torch.full((3,), 2.0)})
+    checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
+    assert held.waiting.wait(30)
+    assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0})
+    held.go.set()
+    checkpoints.settle()
+    assert loaded(tmp_path) == (2, [0.0, 0.0], {1: 2.0})
+    assert checkpoints.rounds() == [2]
+
+
+def test_the_next_one_waits_for_it(tmp_path: Path, held: Held) -> None:
+    checkpoints, homes = Checkpoints(tmp_path, keep=5), homes_of({})
+    checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
+    checkpoints.settle(wait=False)
+    assert checkpoints.rounds() == []
+    threading.Timer(0.05, held.go.set).start()
+    checkpoints.save(2, {"model": torch.zeros(2)}, homes)
+    assert checkpoints.rounds() == [2, 1]
+
+
+def test_it_is_never_time_for_another_while_one_is_written(tmp_path: Path, held: Held) -> None:
+    checkpoints, rhythm = Checkpoints(tmp_path), Rhythm(1e-9)
+    assert rhythm.due(checkpoints.seconds)
+    checkpoints.save(1, {"model": torch.ones(2)}, homes_of({}), beside=CPU)
+    rhythm.saved()
+    assert held.waiting.wait(30)
+    assert not any(rhythm.due(checkpoints.seconds) for _ in range(1000))
+    held.go.set()
+    checkpoints.settle()
+    took = checkpoints.seconds
+    time.sleep(0.01)
+    assert checkpoints.seconds == took, "once it is written its time stands"
+
+
+@pytest.mark.parametrize("fails", ["round-000002.safetensors", "clients-000002.safetensors", "round-000002.json"])
+@pytest.mark.parametrize("told", ["by settling", "by looking", "by the next"])
+def test_what_goes_wrong_is_told_once_and_nothing_is_lost(
+    fails: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, homes = Checkpoints(tmp_path), homes_of({1: 1.0, 2: 1.0, 3: 1.0})
+    checkpoints.save(1, {"model": torch.ones(2)}, homes)
+    homes.keep(2, {"c": torch.full((3,), 2.0)})
+    done = threading.Event()
+
+    def full(path: Path, *_: Any) -> str:
+        if path.name == fails:
+            done.set()
+            raise FedloomError("cannot write: No space left on device.")
+        return write_tensors(path, *_) if path.suffix == ".safetensors" else str(write_json(path, *_))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedloom.checkpoints.write_tensors", full)
+        patch.setattr("fedloom.checkpoints.write_json", full)
+        checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
+        assert done.wait(30)
+
+        def tell() -> None:
+            if told == "by settling":
+                checkpoints.settle()
+            elif told == "by the next":
+                checkpoints.save(3, {"model": torch.zeros(2)}, homes)
+            else:
+                while True:
+                    checkpoints.settle(wait=False)
+
+        with pytest.raises(FedloomError, match="No space left"):
+            tell()
+    checkpoints.settle()
+    assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0, 2: 1.0, 3: 1.0})
+    homes.keep(3, {"c": torch.full((3,), 3.0)})
+    checkpoints.save(3, {"model": torch.full((2,), 3.0)}, homes)
+    assert loaded(tmp_path) == (3, [3.0, 3.0], {1: 1.0, 2: 2.0, 3: 3.0})
+
+
+@given(
+    plan=st.lists(
+        st.tuples(st.booleans(), st.dictionaries(st.integers(0, 4), st.floats(-9, 9, width=32))), min_size=1, max_size=8
+    ),
+    kept=st.integers(1, 3),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_order_of_both_ways_saves_the_same(
+    plan: list[tuple[bool, dict[int, float]]], kept: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same files, to the byte, as one after the other."""
+    contents = []
+    for mixed in (False, True):
+        folder = tmp_path_factory.mktemp("both")
+        checkpoints, homes, model = Checkpoints(folder, kept), homes_of({}), torch.zeros(3)
+        for round, (aside, changes) in enumerate(plan, start=1):
+            model.fill_(round)
+            for client, value in changes.items():
+                homes.keep(client, {"c": torch.full((3,), value)})
+            checkpoints.save(round, {"model": model}, homes, beside=CPU if mixed and aside else None)
+        checkpoints.settle()
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert contents[0] == contents[1]
+
+
+def test_copies_are_apart_and_kept_as_they_are() -> None:
+    originals = [torch.arange(6.0).view(2, 3).t(), torch.ones(1).expand(4), torch.tensor(3), torch.empty(0, 2)]
+    copies = copied(originals)
+    assert copies is not None
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(originals, copies, strict=True))
+    originals[0].zero_()
+    assert float(copies[0].sum()) == 15.0
+
+
+def test_without_memory_for_copies_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def noted(path: Path, tensors: dict[str, Tensor]) -> str:
+        threads.add(threading.get_ident())
+        return write_tensors(path, tensors)
+
+    monkeypatch.setattr("fedloom.checkpoints.write_tensors", noted)
+    monkeypatch.setattr(beside, "MOST_ON_HOST", 39)
+    checkpoints, homes = Checkpoints(tmp_path), homes_of({})
+    checkpoints.save(1, {"model": torch.ones(10)}, homes, beside=CPU)
+    assert checkpoints.rounds() == [1]
+    assert threads == {threading.get_ident()}
+    monkeypatch.setattr(beside, "MOST_ON_HOST", 40)
+    checkpoints.save(2, {"model": torch.ones(10)}, homes, beside=CPU)
+    checkpoints.settle()
+    assert len(threads) == 2
+
+
+def test_a_device_that_has_no_room_after_all_gives_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(Tensor):
+        def clone(self, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
+            raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(Tensor, "detach", lambda self: self)
+    assert copied([torch.ones(2).as_subclass(Large)]) is None
+
+
+def test_work_is_done_one_after_the_other() -> None:
+    order: list[str] = []
+    go, work = threading.Event(), Beside()
+
+    def first() -> None:
+        assert go.wait(30)
+        order.append("first")
+
+    work.begin(first, CPU)
+    assert work.busy
+    threading.Timer(0.05, go.set).start()
+    work.begin(lambda: order.append("second"), CPU)
+    work.settle()
+    assert order == ["first", "second"]
+    assert not work.busy
+
+
+def aside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Runs on the CPU write beside too; returns the list of their checkpoints, and which were written so."""
+    made: list[tuple[int, bool]] = []
+    save: Callable[..., None] = Checkpoints.save
+
+    def noted(self: Checkpoints, round: int, *rest: Any, beside: torch.device | None) -> None:
+        made.append((round, beside is not None))
+        save(self, round, *rest, beside=beside)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    monkeypatch.setattr(playing, "_beside", lambda _: CPU)
+    return made
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedcda", "fedcross"])
+def test_a_run_is_the_same_and_its_last_checkpoint_is_waited_for(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files(folder: Path) -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in (folder / "checkpoints").glob("*.safetensors")}
+
+    plain = fedloom.run(method, **RUN, checkpoint_seconds=0, out=tmp_path / "plain")
+    made = aside(monkeypatch)
+    run = fedloom.run(method, **RUN, checkpoint_seconds=0, out=tmp_path / "aside")
+    assert run.digest == plain.digest
+    assert made == [(1, True), (2, True), (3, True), (4, False)]
+    assert files(run.path) == files(plain.path)
+
+
+class Stops(Silent):
+    def __init__(self) -> None:
+        self.left = 2
+
+    def wants_stop(self) -> bool:
+        self.left -= 1
+        return not self.left
+
+
+def test_a_run_that_is_stopped_has_its_checkpoint_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "whole")
+    made = aside(monkeypatch)
+    with pytest.raises(FedloomError, match="stopped after round 2"):
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", watcher=Stops())
+    assert made == [(1, True), (2, False)]
+    assert resume(tmp_path / "r", report=False).digest == whole.digest
+
+
+def test_a_run_that_fails_ends_its_writing_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
+    """Nothing is written to a run that is over, and the reason that is told is the run's."""
+    aside(monkeypatch)
+    play = fedloom.rounds.Rounds.play
+
+    def dies(self: Any, round: int) -> dict[str, Any]:
+        if round == 1:
+            assert held.waiting.wait(30)
+            threading.Timer(0.1, held.go.set).start()
+            raise Killed
+        return play(self, round)
+
+    monkeypatch.setattr(fedloom.rounds.Rounds, "play", dies)
+    with pytest.raises(Killed):
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r")
+    assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [1]
+
+
+def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside(monkeypatch)
+    play, played, failed = fedloom.rounds.Rounds.play, list[int](), threading.Event()
+
+    def full(path: Path, _: Any) -> str:
+        failed.set()
+        raise FedloomError(f"cannot write {path}: No space left on device.")
+
+    def counted(self: Any, round: int) -> dict[str, Any]:
+        played.append(round)
+        assert round == 0 or failed.wait(30)
+        time.sleep(0.01)
+        return play(self, round)
+
+    monkeypatch.setattr("fedloom.checkpoints.write_tensors", full)
+    monkeypatch.setattr(fedloom.rounds.Rounds, "play", counted)
+    with pytest.raises(FedloomError, match=r"cannot write .*round-000001\.safetensors: No space left on device"):
+        fedloom.run("fedavg", **{**RUN, "rounds": 99}, checkpoint_seconds=1e-9, out=tmp_path / "r")
+    assert len(played) < 99, "not only in the end"
+    assert not (tmp_path / "r" / "summary.json").exists()
+
+
+def test_on_a_cpu_and_with_models_on_the_disk_nothing_is_written_beside() -> None:
+    def chosen(device: str, cache_dir: str | None) -> torch.device | None:
+        class Of:
+            pass
+
+        experiment: Any = Of()
+        experiment.engine, experiment.config = Of(), Of()
+        experiment.engine.device, experiment.config.cache_dir = torch.device(device), cache_dir
+        return playing._beside(experiment)
+
+    assert chosen("cpu", None) is None
+    assert chosen("cuda", "somewhere") is None
+    assert chosen("cuda", None) == torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("method", ["scaffold", "fedcda", "fedcross"])
+def test_on_a_gpu_what_is_written_beside_is_what_is_written_at_once(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**RUN, "rounds": 8, "engine": "cuda", "device": "cuda", "checkpoint_seconds": 0, "keep_checkpoints": 8}
+    found = []
+    for device in (torch.device("cuda"), None):
+        with monkeypatch.context() as patch:
+            patch.setattr(playing, "_beside", lambda _, device=device: device)
+            run = fedloom.run(method, **settings, out=tmp_path / str(device))
+        files = {p.name: p.read_bytes() for p in (run.path / "checkpoints").glob("*.safetensors")}
+        found.append((run.digest, files))
+    assert found[0] == found[1]
+    assert len(found[0][1]) >= 8
