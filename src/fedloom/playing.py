@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fedloom.checkpoints import Rhythm
+from fedloom.drafts import KeptDrafts
 from fedloom.experiment import Experiment
 from fedloom.folder import RunFolder
 from fedloom.metrics import summarise
@@ -23,6 +24,13 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
         if start is None:
             _record(folder, watcher, rounds.initial_record())
         rhythm, checkpoints = Rhythm(config.checkpoint_seconds), folder.checkpoints
+        go_on = f"go on with: fedloom resume {folder.path}"
+        # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
+        always = experiment.engine.saves_every_round or not rounds.repeatable
+        drafts = KeptDrafts(
+            folder.path / "draft", config.checkpoint_seconds, _never if always else watcher.wants_stop, go_on
+        )
+        rounds.context.drafts.keeper = drafts
         shown: set[str] = set()
         for round in range(start or 0, rounds.total):
             record = rounds.play(round)
@@ -33,8 +41,6 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
                     shown.add(name)
             last = round + 1 == rounds.total
             stop = watcher.wants_stop()
-            # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
-            always = experiment.engine.saves_every_round or not rounds.repeatable
             checkpoints.settle(wait=False)
             if last or stop or always or rhythm.due(checkpoints.seconds):
                 # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
@@ -46,7 +52,7 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
                 _spent(record, time.perf_counter() - began)
             _record(folder, watcher, record)
             if stop and not last:
-                raise Stopped(f"stopped after round {round + 1}; go on with: fedloom resume {folder.path}")
+                raise Stopped(f"stopped after round {round + 1}; {go_on}")
         deployed = rounds.deployed()
         folder.write_model(experiment.deployed())
         summary = {
@@ -58,6 +64,7 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
             "digest": digest(deployed),
         }
         folder.write_summary(summary)
+        drafts.clear()
     finally:
         with suppress(Exception):  # a run that goes on has settled it; of one that failed there is a reason already
             folder.checkpoints.settle()
@@ -71,6 +78,10 @@ def _beside(experiment: Experiment) -> torch.device | None:
     """
     device = experiment.engine.device
     return device if device.type == "cuda" and not experiment.config.cache_dir else None
+
+
+def _never() -> bool:
+    return False
 
 
 def _record(folder: RunFolder, watcher: Watcher, record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,39 @@ Progress = Callable[[str, int, int], None]
 
 def nobody(what: str, done: int, total: int) -> None:
     """Progress that nobody follows."""
+
+
+class Keeper(Protocol):
+    """Keeps drafts of unfinished work."""
+
+    def find(self, mark: str) -> Mapping[str, Any] | None: ...
+
+    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None: ...
+
+
+@dataclass
+class Drafts:
+    """How far work of a part has come that takes much longer than a round.
+
+    A run that is killed or stopped meanwhile goes on from there. Without a keeper nothing is kept.
+    """
+
+    keeper: Keeper | None = None
+
+    def find(self, mark: str) -> Mapping[str, Any] | None:
+        """The last draft of the work that `mark` stands for, a text that tells it from all other work; None: no draft.
+
+        Its tensors may lie on another device.
+        """
+        return self.keeper.find(mark) if self.keeper is not None else None
+
+    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
+        """After `done` steps; `draft` gives tensors, numbers, strings, and lists and dicts of them, if it is asked for.
+
+        Costs nothing to call often. May end the run, whose next start finds this draft.
+        """
+        if self.keeper is not None:
+            self.keeper.offer(mark, done, draft)
 
 
 @dataclass(frozen=True)
@@ -79,6 +112,8 @@ class Context:
     """Makes network input of stored samples, such as `server_data.x`."""
     progress: Progress = nobody
     """For work of a part that takes much longer than a round usually does; costs nothing to call often."""
+    drafts: Drafts = field(default_factory=Drafts)
+    """Where such work keeps how far it has come."""
 
     def bank(self, count: int) -> Bank:
         """A bank of `count` models."""

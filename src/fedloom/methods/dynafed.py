@@ -36,7 +36,7 @@ from fedloom.methods.dsa import Redrawn, kinds_of
 from fedloom.methods.sweep import Sweep
 from fedloom.methods.synthesis import Distance, Network, Step, Synthetic, match, soft_loss
 from fedloom.optim import SGD, Adam, Steady
-from fedloom.rows import all_finite
+from fedloom.rows import all_finite, digest
 
 LOOK_EVERY = 100
 """Iterations between two looks at whether the numbers are still finite: a look makes a GPU wait."""
@@ -163,13 +163,19 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
     def synthesise(self) -> Synthetic:
         """Synthetic samples that lead along the trajectory."""
         options, context = self.options, self.context
-        data = self._first_samples()
-        optimizers = [_optimizer(options.optimizer) for _ in range(3)]
+        mark = digest(torch.stack(self.trajectory))
+        data, optimizers, losses = self._begin(context.drafts.find(mark))
         rates = (options.image_lr, options.label_lr, options.rate_lr)
-        losses = []
+
+        def draft() -> dict[str, Any]:
+            known = [o.known(tensor) for o, tensor in zip(optimizers, data.tensors(), strict=True)]
+            so_far = torch.stack(losses) if losses else data.rate.new_empty(0)
+            return {"samples": data.tensors(), "optimizers": known, "losses": so_far}
+
         sweep = self._sweep(data) if self._replays() and options.checkpoint else None
-        for n in range(options.iterations):
+        for n in range(len(losses), options.iterations):
             context.progress("synthesis", n, options.iterations)
+            context.drafts.offer(mark, n, draft)
             t, target = self.segment(n)
             steps = self.inner_steps(n)
             row, kind = self.trajectory[t], options.distance
@@ -197,6 +203,17 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             self._last["matching loss"] = float(self.losses[-tenth:].mean())
         self._last["inner rate"] = float(data.rate)
         return data
+
+    def _begin(self, draft: Mapping[str, Any] | None) -> tuple[Synthetic, list[Steady], list[Tensor]]:
+        """Samples, their optimisers and the losses so far: at first, or where an earlier try was cut off."""
+        optimizers = [_optimizer(self.options.optimizer) for _ in range(3)]
+        if draft is None:
+            return self._first_samples(), optimizers, []
+        device = self.context.device
+        for optimizer, known in zip(optimizers, draft["optimizers"], strict=True):
+            optimizer.recall({name: tensor.to(device) for name, tensor in known.items()})
+        data = Synthetic(*(tensor.to(device) for tensor in draft["samples"]))
+        return data, optimizers, list(draft["losses"].to(device))
 
     def _replays(self) -> bool:
         """Whether steps are recorded and replayed: on a GPU, which would wait for the host otherwise."""

@@ -1,0 +1,57 @@
+"""Work on the server that takes much longer than a round, kept half done, so that a run goes on from there."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.checkpoints import Checkpoints, Rhythm
+from fedloom.engines.base import Homes
+from fedloom.errors import InputError
+from fedloom.watching import Stopped
+
+PATIENCE = 5.0
+"""Seconds between two drafts at least, and for which someone who wants the run to stop waits for its round to end."""
+
+
+class KeptDrafts:
+    """Drafts in a folder of the run: the last of one piece of work."""
+
+    def __init__(self, folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> None:
+        self._folder, self._wants_stop, self._how_to_go_on = folder, wants_stop, how_to_go_on
+        self._checkpoints, self._rhythm = Checkpoints(folder, keep=1), Rhythm(max(seconds, PATIENCE))
+        self._nobody = Homes({}, torch.float32)
+        self._asked: float | None = None
+
+    def find(self, mark: str) -> Mapping[str, Any] | None:
+        """How far the work called `mark` had come; None where it has not begun."""
+        try:
+            latest = self._checkpoints.load_latest(self._nobody)
+        except InputError:  # damaged: it begins again
+            return None
+        if latest is None or latest[1]["mark"] != mark:
+            return None
+        found: Mapping[str, Any] = latest[1]["draft"]
+        return found
+
+    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
+        """Keep what `draft` gives, if it is time to. Ends the run, if somebody has wanted that for a while."""
+        stop = self._waited()
+        if stop or self._rhythm.due(self._checkpoints.seconds):
+            self._checkpoints.save(done, {"mark": mark, "draft": draft()}, self._nobody)
+            self._rhythm.saved()
+        if stop:
+            raise Stopped(f"stopped within a round, in work of the server that goes on from here; {self._how_to_go_on}")
+
+    def _waited(self) -> bool:
+        """Whether somebody wants the run to stop, and has waited for long enough."""
+        if self._asked is None and self._wants_stop():
+            self._asked = time.monotonic()
+        return self._asked is not None and time.monotonic() - self._asked >= PATIENCE
+
+    def clear(self) -> None:
+        """The work is done, and what came of it is kept elsewhere."""
+        shutil.rmtree(self._folder, ignore_errors=True)

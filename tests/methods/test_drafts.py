@@ -1,0 +1,185 @@
+"""Work on the server that is cut off in the middle of a round goes on from there, with the same bits."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_dynafed import convolutions, images
+
+import fedloom
+from fedloom import drafts
+from fedloom.checkpoints import Checkpoints
+from fedloom.drafts import KeptDrafts
+from fedloom.methods.base import Drafts
+from fedloom.watching import Silent, Stopped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ITERATIONS = 6
+
+
+class Watching(Silent):
+    """Notes how far the synthesis is, and does something after a step of it."""
+
+    def __init__(self, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
+        self.steps: list[int] = []
+        self.stop = False
+        self._at, self._then = at, then
+
+    def work(self, what: str, done: int, total: int) -> None:
+        assert (what, total) == ("synthesis", ITERATIONS)
+        self.steps.append(done)
+        if done == self._at:
+            self._then()
+
+    def wants_stop(self) -> bool:
+        return self.stop
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+def die() -> None:
+    raise Killed
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {**images(iterations=ITERATIONS, inner_batch=6, refine_batch=4, **more), "checkpoint_seconds": 0}
+
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is kept, and nobody waits for the end of a round."""
+    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_run_killed_in_the_synthesis_goes_on_where_it_was(optimizer: str, tmp_path: Path) -> None:
+    given = settings(optimizer=optimizer)
+    whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
+    with pytest.raises(Killed):
+        fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(4, die), **given)
+    again = Watching(4, die)
+    with pytest.raises(Killed):
+        fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=again)
+    assert again.steps == [3, 4], "three steps were kept"
+    third = Watching()
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=third)
+    assert third.steps == [3, 4, 5, 6]
+    assert run.digest == whole.digest
+    made = [(r.path / "synthetic.safetensors").read_bytes() for r in (run, whole)]
+    assert made[0] == made[1]
+    assert run.history[-1]["accuracy"] == whole.history[-1]["accuracy"]
+    assert not (run.path / "draft").exists(), "a finished run has no draft"
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_who_wants_it_to_stop_need_not_wait_for_the_synthesis(tmp_path: Path) -> None:
+    given = settings()
+    whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
+    watcher = Watching(3, lambda: setattr(watcher, "stop", True))
+    with pytest.raises(Stopped, match=r"^stopped within a round, .*; go on with: fedloom resume .*cut$"):
+        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **given)
+    assert watcher.steps == [0, 1, 2, 3]
+    after = Watching()
+    assert fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=after).digest == whole.digest
+    assert after.steps == [3, 4, 5, 6]
+
+
+def test_a_short_synthesis_is_waited_for(tmp_path: Path) -> None:
+    watcher = Watching(3, lambda: setattr(watcher, "stop", True))
+    with pytest.raises(Stopped, match="stopped after round 2"):
+        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
+    assert watcher.steps == [*range(ITERATIONS + 1)]
+    assert not (tmp_path / "cut" / "draft").exists(), "and nothing was worth keeping"
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("harm", ["another way to it", "damaged", "gone"])
+def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> None:
+    given = settings()
+    whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
+    with pytest.raises(Killed):
+        fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(4, die), **given)
+    folder = tmp_path / "cut" / "draft"
+    if harm == "another way to it":
+        place = KeptDrafts(folder, 0.0, lambda: False, "")
+        place.offer("a trajectory that is not this run's", 5, lambda: {"samples": [], "losses": torch.ones(5)})
+    for path in folder.iterdir():
+        if harm == "gone":
+            path.unlink()
+        elif harm == "damaged" and path.suffix == ".safetensors":
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    watcher = Watching()
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=watcher)
+    assert watcher.steps == [*range(ITERATIONS + 1)], "it begins again"
+    assert run.digest == whole.digest
+
+
+def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = 0.0, list[int]()
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    place = KeptDrafts(tmp_path, 10.0, lambda: False, "")
+
+    def give(step: int) -> Mapping[str, Any]:
+        asked.append(step)
+        return {"step": step}
+
+    for step in range(26):
+        now = float(step)
+        place.offer("work", step, lambda step=step: give(step))
+    assert asked == [10, 20]
+    assert place.find("work") == {"step": 20}
+    assert place.find("other work") is None
+    assert Checkpoints(tmp_path).rounds() == [20]
+    place.clear()
+    assert not tmp_path.exists()
+    place.clear()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 30.0])
+def test_they_are_never_kept_more_often_than_every_few_seconds(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, kept = 0.0, list[float]()
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    place = KeptDrafts(tmp_path, seconds, lambda: False, "")
+    for tenth in range(1000):
+        now = tenth / 10
+        place.offer("work", tenth, lambda now=now: kept.append(now) or {})
+    assert kept[0] == pytest.approx(max(seconds, drafts.PATIENCE))
+    assert all(b - a >= drafts.PATIENCE for a, b in pairwise(kept))
+
+
+def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    place = KeptDrafts(tmp_path, 1e9, lambda: now >= 107, "go on")
+    for each in (100.0, 106.9, 107.0, 111.9):
+        now = each
+        place.offer("work", 1, lambda: {"n": 1})
+    assert place.find("work") is None
+    now = 112.0
+    with pytest.raises(Stopped, match="go on"):
+        place.offer("work", 2, lambda: {"n": 2})
+    assert place.find("work") == {"n": 2}
+
+
+def test_without_a_keeper_nothing_is_kept_or_asked_for() -> None:
+    nowhere = Drafts()
+    nowhere.offer("work", 1, die)
+    assert nowhere.find("work") is None
+
+
+def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+    monkeypatch.setattr("fedloom.engines.base.Engine.saves_every_round", True)
+    watcher = Watching(3, lambda: setattr(watcher, "stop", True))
+    with pytest.raises(Stopped, match="stopped after round 2"):
+        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
