@@ -10,7 +10,7 @@ from torch import nn
 from fedloom.models.base import Network, Wanted
 from fedloom.models.dense import dense
 from fedloom.models.norms import NormName, NormOptions
-from fedloom.models.pooling import LargestPool2d, MeanPool2d
+from fedloom.models.pooling import MeanPool2d
 
 
 class Padded(NormOptions):
@@ -47,7 +47,7 @@ def two_convolutions(*channels: int, hidden: tuple[int, ...]) -> Callable[[Wante
                 layers[f"conv{i}_norm"] = options.make(wanted, wider, (height, width))
             # The papers put ReLU before the pool. Both only ever pick or keep the larger value, so they
             # commute exactly, and after the pool there is a quarter of the work left.
-            layers[f"conv{i}_pool"] = LargestPool2d()
+            layers[f"conv{i}_pool"] = nn.MaxPool2d(2)
             layers[f"conv{i}_relu"] = nn.ReLU()
             planes, height, width = wider, height // 2, width // 2
         return nn.Sequential(layers | dense([planes * height * width, *hidden], wanted.classes))

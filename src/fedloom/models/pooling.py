@@ -1,8 +1,7 @@
-"""Halving the sides of images by the mean or the largest of four pixels, with gradients that a GPU computes fast."""
+"""Halving the sides of images by the mean of four pixels, with a gradient that a GPU computes fast."""
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -51,35 +50,3 @@ class _Spread(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         mean: Tensor = _Mean.apply(gradients[0].contiguous())  # type: ignore[no-untyped-call]  # torch's
         return mean, None, None
-
-
-class LargestPool2d(nn.MaxPool2d):
-    """`nn.MaxPool2d(2)`, to the last bit.
-
-    On a GPU torch's kernel for its gradient looks, for each pixel, through all windows that it may be in. Here each is
-    in one only, and it is quicker to put each number where the largest was.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Asked for deterministic kernels alone, torch refuses to put numbers somewhere: two might be for one place.
-        able = x.dtype in (torch.float32, torch.float64) and not torch.are_deterministic_algorithms_enabled()
-        fast = able and x.is_cuda and x.is_contiguous() and x.requires_grad
-        pooled: Tensor = _Largest.apply(x) if fast else super().forward(x)  # type: ignore[no-untyped-call]  # torch's
-        return pooled
-
-
-class _Largest(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        largest, places = F.max_pool2d_with_indices(x, (2, 2))
-        ctx.size = x.shape[2:]
-        ctx.save_for_backward(places)
-        return largest
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (places,) = ctx.saved_tensors
-        return F.max_unpool2d(gradients[0].contiguous(), places, (2, 2), output_size=ctx.size)
