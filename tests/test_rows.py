@@ -207,6 +207,18 @@ def test_units_are_in_the_order_of_the_model_and_not_of_the_row() -> None:
         assert columns == [entry.columns for entry in layout.entries if entry.unit == name]
 
 
+def test_both_factors_of_a_low_rank_adaptation_are_one_unit() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(4, 4)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+
+    layout = Layout.of(nn.Sequential(Adapted(), nn.Linear(4, 1)))
+    assert {name: len(columns) for name, columns in layout.units().items()} == {"0": 2, "0.base_layer": 2, "1": 2}
+
+
 # binding
 
 

@@ -117,7 +117,7 @@ class Layout:
                 if kind is Kind.INTEGER:
                     end += -end % (8 // dtype.itemsize)  # 64-bit integers must lie on 8-byte boundaries
                     size = -(-size * tensor.dtype.itemsize // 8) * (8 // dtype.itemsize)
-                unit = names[0].rpartition(".")[0]
+                unit = _unit_of(names[0])
                 strided = channels_last and tensor.dim() == 4 and kind is Kind.PARAMETER
                 shape = tuple(tensor.shape)
                 entries.append(Entry(names, shape, tensor.dtype, kind, unit, end, size, strided, gap))
@@ -253,6 +253,14 @@ def all_finite(tensor: Tensor) -> bool:
 def digest(row: Tensor) -> str:
     """SHA-256 of a row's bytes: two models with one digest are equal bit for bit."""
     return hashlib.sha256(row.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _unit_of(name: str) -> str:
+    """The module that a tensor is of.
+
+    Both factors of a low-rank adaptation are of the module that is adapted: one alone means nothing in another model.
+    """
+    return name.rpartition(".")[0].partition(".lora_")[0]
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:

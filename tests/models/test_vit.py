@@ -70,6 +70,9 @@ def test_only_lora_and_head_are_rows() -> None:
     assert len(layout.frozen) == len(list(module.parameters())) - len(trainable(module))
     projections = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trainable(module) if ".lora_" in name}
     assert projections in ({"q_proj", "v_proj"}, {"query", "value"})
+    units = layout.units()  # what FedMR may exchange: A never without its B
+    assert sorted(len(columns) for columns in units.values()) == [2] * 5
+    assert {unit.rpartition(".")[2] for unit in units} == {*projections, "head"}
 
 
 def test_the_start_of_lora_is_the_frozen_network() -> None:
