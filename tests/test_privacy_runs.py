@@ -236,7 +236,13 @@ def test_noise_of_the_system_differs_from_run_to_run_and_cannot_be_verified(tmp_
 def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
     save = Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda self, round, *rest: (saved.append(round), save(self, round, *rest)))
+
+    def noted(self: Checkpoints, round: int, *rest: Any, beside: object) -> None:
+        assert beside is None, "it is on the disk before the next round is played"
+        saved.append(round)
+        save(self, round, *rest)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
     settings = {**PRIVATE, "clients": 12, "rounds": 3, "report": False}
     fedloom.run("fedavg", out=tmp_path / "seed", **settings)
     assert saved == [3]
