@@ -40,10 +40,10 @@ class Held:
         self.go, self.waiting = threading.Event(), threading.Event()
         patch.setattr("fedloom.checkpoints.write_tensors", self._write)
 
-    def _write(self, path: Path, tensors: dict[str, Tensor]) -> str:
+    def _write(self, path: Path, tensors: dict[str, Tensor], check: Callable[[], None]) -> str:
         self.waiting.set()
         assert self.go.wait(30), "nobody let it go"
-        return write_tensors(path, tensors)
+        return write_tensors(path, tensors, check=check)
 
 
 @pytest.fixture
@@ -135,11 +135,11 @@ def test_what_goes_wrong_is_told_once_and_nothing_is_lost(
     homes.keep(2, {"c": torch.full((3,), 2.0)})
     done = threading.Event()
 
-    def full(path: Path, *_: Any) -> str:
+    def full(path: Path, *given: Any, **named: Any) -> str:
         if path.name == fails:
             done.set()
             raise FedloomError("cannot write: No space left on device.")
-        return write_tensors(path, *_) if path.suffix == ".safetensors" else str(write_json(path, *_))
+        return write_tensors(path, *given, **named) if path.suffix == ".safetensors" else str(write_json(path, *given))
 
     with monkeypatch.context() as patch:
         patch.setattr("fedloom.checkpoints.write_tensors", full)
@@ -202,7 +202,7 @@ def test_copies_are_apart_and_kept_as_they_are() -> None:
 def test_without_memory_for_copies_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[int] = set()
 
-    def noted(path: Path, tensors: dict[str, Tensor]) -> str:
+    def noted(path: Path, tensors: dict[str, Tensor], **_: Any) -> str:
         threads.add(threading.get_ident())
         return write_tensors(path, tensors)
 
@@ -242,6 +242,24 @@ def test_work_is_done_one_after_the_other() -> None:
     work.settle()
     assert order == ["first", "second"]
     assert not work.busy
+
+
+def test_what_nobody_wants_any_more_ends_soon_and_the_one_before_counts(tmp_path: Path, held: Held) -> None:
+    checkpoints, homes = Checkpoints(tmp_path), homes_of({1: 1.0})
+    held.go.set()
+    checkpoints.save(1, {"model": torch.ones(2)}, homes)
+    held.go.clear()
+    held.waiting.clear()
+    homes.keep(1, {"c": torch.full((3,), 2.0)})
+    checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
+    assert held.waiting.wait(30)
+    threading.Timer(0.05, held.go.set).start()
+    checkpoints.abandon()
+    assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0})
+    assert not list(tmp_path.glob(".*")), "and nothing half done is left"
+    checkpoints.save(3, {"model": torch.zeros(2)}, homes, beside=CPU)
+    checkpoints.settle()
+    assert loaded(tmp_path) == (3, [0.0, 0.0], {1: 2.0}), "whoever goes on all the same loses nothing"
 
 
 def aside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
@@ -309,13 +327,37 @@ def test_a_run_that_fails_ends_its_writing_first(tmp_path: Path, monkeypatch: py
     assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [1]
 
 
+def test_ctrl_c_twice_does_not_wait_for_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Held
+) -> None:
+    aside(monkeypatch)
+    play, ended = fedloom.rounds.Rounds.play, list[bool]()
+
+    def interrupted(self: Any, round: int) -> dict[str, Any]:
+        if round == 1:
+            assert held.waiting.wait(30)
+            threading.Timer(0.1, held.go.set).start()
+            raise KeyboardInterrupt
+        return play(self, round)
+
+    class Told(Silent):
+        def end(self) -> None:
+            ended.append(True)
+
+    monkeypatch.setattr(fedloom.rounds.Rounds, "play", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", watcher=Told())
+    assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [], "it was broken off"
+    assert ended == [True]
+
+
 def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside(monkeypatch)
     play, played, failed = fedloom.rounds.Rounds.play, list[int](), threading.Event()
 
-    def full(path: Path, _: Any) -> str:
+    def full(path: Path, *_: Any, **__: Any) -> str:
         failed.set()
         raise FedloomError(f"cannot write {path}: No space left on device.")
 

@@ -243,6 +243,7 @@ def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monk
         save(self, round, *rest)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
+    monkeypatch.setattr("fedloom.playing._beside", lambda _: torch.device("cpu"))  # as on a GPU
     settings = {**PRIVATE, "clients": 12, "rounds": 3, "report": False}
     fedloom.run("fedavg", out=tmp_path / "seed", **settings)
     assert saved == [3]

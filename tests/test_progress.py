@@ -45,6 +45,30 @@ def test_the_time_left_is_from_the_pace_so_far(
     assert "synthesis 25/100, 1 min 00 s left" in capfd.readouterr().err
 
 
+def test_work_that_goes_on_from_where_it_was_is_judged_by_what_is_new(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
+    display = Display()
+    for start in (50, 0, 75):  # runs of one comparison, two of which were cut off
+        display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+        clock += 100
+        display.work("synthesis", start, 100)
+        clock += 20
+        display.work("synthesis", start + 10, 100)
+        display.end()
+    said = [line.partition("synthesis ")[2] for line in capfd.readouterr().err.splitlines() if "synthesis" in line]
+    assert said == [
+        "50/100",
+        "60/100, 1 min 20 s left",
+        "0/100",
+        "10/100, 3 min 00 s left",
+        "75/100",
+        "85/100, 30.0 s left",
+    ]
+
+
 def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
     display = Display()
     display.begin(Path("run"), make_config({"rounds": 1}), [])

@@ -320,13 +320,34 @@ def test_large_pieces_go_to_the_disk_while_the_next_are_made(tmp_path: Path, mon
     assert stored == [110, 230]
 
 
-def test_systems_that_take_no_advice_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_systems_that_take_no_advice_write_the_same(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
     monkeypatch.setattr(storage, "LARGE", 100)
     content = [bytes(range(100)), bytes(100)]
-    write_atomically(tmp_path / "advised", content)
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    if known:
+        monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    else:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
     write_atomically(tmp_path / "plain", content)
-    assert (tmp_path / "plain").read_bytes() == (tmp_path / "advised").read_bytes() == b"".join(content)
+    assert (tmp_path / "plain").read_bytes() == b"".join(content)
+
+
+def test_whoever_is_asked_between_pieces_may_end_it(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise FedloomError("enough")
+
+    with pytest.raises(FedloomError, match="enough"):
+        write_tensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check=check)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Writing beside the training: what is to be written is copied first, and a thread of its own takes it from there."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +16,16 @@ MOST_ON_HOST = 1 << 30
 """Bytes that are copied on the host at most."""
 
 
+class Abandoned(Exception):
+    """Nobody wants the work any more."""
+
+
 class Beside:
     """One piece of work at a time, in a thread of its own."""
 
     def __init__(self) -> None:
         self._work: Future[None] | None = None
+        self._unwanted = threading.Event()
 
     @property
     def busy(self) -> bool:
@@ -33,6 +39,7 @@ class Beside:
                 work()
 
         self.settle()
+        self._unwanted.clear()
         thread = ThreadPoolExecutor(1)
         self._work = thread.submit(in_own_stream)
         thread.shutdown(wait=False)
@@ -47,6 +54,15 @@ class Beside:
         finally:
             if work.done():  # else whoever waited was interrupted
                 self._work = None
+
+    def check(self) -> None:
+        """For the work to call now and then: ends it if it was abandoned."""
+        if self._unwanted.is_set():
+            raise Abandoned
+
+    def abandon(self) -> None:
+        """Have what was begun end as soon as it can; `settle` then waits for that."""
+        self._unwanted.set()
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -71,4 +87,5 @@ def _to_spare(device: torch.device) -> int:
     if device.type != "cuda":
         return MOST_ON_HOST
     free, _ = torch.cuda.mem_get_info(device)
-    return free // SHARE_OF_MEMORY
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # such as the last copies' place
+    return (free + idle) // SHARE_OF_MEMORY

@@ -12,6 +12,7 @@ before it counts, as if the machine had died in between.
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,21 @@ class Checkpoints:
             homes.changed |= changed
             raise
 
+    def abandon(self) -> None:
+        """Break off a checkpoint that is being written: the one before it counts."""
+        self._beside.abandon()
+        with suppress(Exception):
+            self.settle()
+
     def _write(
         self, round: int, tree: Any, tensors: Mapping[str, Tensor], clients: set[int], kept: Mapping[str, Tensor]
     ) -> None:
         """A state in two parts, and what some clients keep."""
-        digest = write_tensors(self.folder / f"round-{round:06d}.safetensors", tensors)
+        check = self._beside.check
+        digest = write_tensors(self.folder / f"round-{round:06d}.safetensors", tensors, check=check)
         if clients:
             name = f"clients-{round:06d}.safetensors"
-            self._digests[name] = write_tensors(self.folder / name, kept)
+            self._digests[name] = write_tensors(self.folder / name, kept, check=check)
             self._sizes[name] = len(clients)
             self._where.update(dict.fromkeys(clients, name))
         files = sorted(set(self._where.values()))

@@ -1,5 +1,6 @@
 """Work on the server that takes much longer than a round, kept half done, so that a run goes on from there."""
 
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -18,18 +19,24 @@ PATIENCE = 5.0
 
 
 class KeptDrafts:
-    """Drafts in a folder of the run: the last of one piece of work."""
+    """Drafts in a folder of the run: the last of each piece of work."""
 
     def __init__(self, folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> None:
         self._folder, self._wants_stop, self._how_to_go_on = folder, wants_stop, how_to_go_on
-        self._checkpoints, self._rhythm = Checkpoints(folder, keep=1), Rhythm(max(seconds, PATIENCE))
+        self._rhythm = Rhythm(max(seconds, PATIENCE))
+        self._kept: dict[str, Checkpoints] = {}
         self._nobody = Homes({}, torch.float32)
         self._asked: float | None = None
+
+    def _of(self, mark: str) -> Checkpoints:
+        """Where the drafts of one piece of work lie."""
+        name = hashlib.sha256(mark.encode()).hexdigest()[:16]
+        return self._kept.setdefault(mark, Checkpoints(self._folder / name, keep=1))
 
     def find(self, mark: str) -> Mapping[str, Any] | None:
         """How far the work called `mark` had come; None where it has not begun."""
         try:
-            latest = self._checkpoints.load_latest(self._nobody)
+            latest = self._of(mark).load_latest(self._nobody)
         except InputError:  # damaged: it begins again
             return None
         if latest is None or latest[1]["mark"] != mark:
@@ -39,9 +46,9 @@ class KeptDrafts:
 
     def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
         """Keep what `draft` gives, if it is time to. Ends the run, if somebody has wanted that for a while."""
-        stop = self._waited()
-        if stop or self._rhythm.due(self._checkpoints.seconds):
-            self._checkpoints.save(done, {"mark": mark, "draft": draft()}, self._nobody)
+        stop, kept = self._waited(), self._of(mark)
+        if stop or self._rhythm.due(kept.seconds):
+            kept.save(done, {"mark": mark, "draft": draft()}, self._nobody)
             self._rhythm.saved()
         if stop:
             raise Stopped(f"stopped within a round, in work of the server that goes on from here; {self._how_to_go_on}")

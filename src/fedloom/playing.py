@@ -63,12 +63,17 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
             "run": str(folder.path),
             "digest": digest(deployed),
         }
-        folder.write_summary(summary)
         drafts.clear()
+        folder.write_summary(summary)
+    except KeyboardInterrupt:
+        folder.checkpoints.abandon()
+        raise
     finally:
-        with suppress(Exception):  # a run that goes on has settled it; of one that failed there is a reason already
-            folder.checkpoints.settle()
-        watcher.end()
+        try:
+            with suppress(Exception):  # a run that goes on has settled it; one that failed has told of another reason
+                folder.checkpoints.settle()
+        finally:
+            watcher.end()
 
 
 def _beside(experiment: Experiment) -> torch.device | None:

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: on a terminal a live line, elsewhere now and then a line of text.
 
 Everything goes to stderr, so that stdout holds results alone. Ctrl-C (or SIGTERM) once stops the run after the
-round at hand, so that it can be resumed; twice stops it at once.
+round at hand, or within long work of the server, so that it can be resumed; twice stops it at once.
 """
 
 import signal
@@ -36,13 +36,13 @@ class Display:
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._stops = 0
-        self._work_began = self._work_told = 0.0
+        self._work, self._work_first, self._work_began, self._work_told = "", 0, 0.0, 0.0
         self._handlers: dict[int, Any] = {}
 
     def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
         self._close_bars()
         self._take_signals()
-        self.folder, self._config = folder, config
+        self.folder, self._config, self._work = folder, config, ""
         self._times: list[float] = []
         self._told = time.monotonic()
         done = max((record["round"] for record in history), default=0)
@@ -111,14 +111,15 @@ class Display:
 
     def work(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if not done:
-            self._work_began = now
+        if what != self._work or not done:
+            self._work, self._work_first, self._work_began = what, done, now
         if now - self._work_told < (0.2 if self.live else PAUSE) and done < total:
             return
         self._work_told = now
         state = f"{what} {done}/{total}"
-        if done:
-            state += f", {human_seconds((total - done) * (now - self._work_began) / done)} left" if done < total else ""
+        new = done - self._work_first  # it may go on from where an earlier run was cut off
+        if new and done < total:
+            state += f", {human_seconds((total - done) * (now - self._work_began) / new)} left"
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, state=state)
         else:

@@ -7,7 +7,7 @@ JSON. Files appear under their names only when whole and on the disk; nothing re
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -60,7 +60,7 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
 
 def _begin_to_store(handle: int) -> None:
     """Have the disk take what was written so far, without waiting for it, and not all of it in the end."""
-    if hasattr(os, "posix_fadvise"):
+    with suppress(AttributeError, OSError):  # advice that a system does not know, or a disk does not take
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -73,20 +73,26 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> str:
     """Write tensors as safetensors; returns the SHA-256 of the file.
 
-    `about` goes into the file's header.
+    `about` goes into the file's header. `check` is called again and again, and may raise something to end it.
     """
     digest = hashlib.sha256()
-    write_atomically(path, _hashed(safetensors_pieces(tensors, about), digest))
+    write_atomically(path, _hashed(safetensors_pieces(tensors, about), digest, check))
     return digest.hexdigest()
 
 
-def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash") -> Iterator[Piece]:
+def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash", check: Callable[[], None]) -> Iterator[Piece]:
     """The same pieces, added to `digest`: all but small ones on another core, while they are written."""
     with ThreadPoolExecutor(1) as other:
         for piece in pieces:
+            check()
             if len(piece) < SMALL:
                 digest.update(piece)
                 yield piece

@@ -28,7 +28,7 @@ class Watcher(Protocol):
         """The server is at something that takes long: steps so far, steps in all."""
 
     def wants_stop(self) -> bool:
-        """Whether to stop after this round."""
+        """Whether to stop after this round; asked within it too, while the server is at something that takes long."""
         ...
 
     def end(self) -> None:

@@ -99,17 +99,18 @@ def test_a_short_synthesis_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_at_once")
-@pytest.mark.parametrize("harm", ["another way to it", "damaged", "gone"])
+@pytest.mark.parametrize("harm", ["other options", "damaged", "gone"])
 def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> None:
     given = settings()
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
         fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(4, die), **given)
-    folder = tmp_path / "cut" / "draft"
-    if harm == "another way to it":
-        place = KeptDrafts(folder, 0.0, lambda: False, "")
-        place.offer("a trajectory that is not this run's", 5, lambda: {"samples": [], "losses": torch.ones(5)})
-    for path in folder.iterdir():
+    if harm == "other options":
+        given = settings(inner_lr=0.5)
+        whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
+        path = tmp_path / "cut" / "config.toml"
+        path.write_text(path.read_text().replace("inner_lr = 1.0", "inner_lr = 0.5"))
+    for path in (tmp_path / "cut" / "draft").glob("*/*"):
         if harm == "gone":
             path.unlink()
         elif harm == "damaged" and path.suffix == ".safetensors":
@@ -135,7 +136,13 @@ def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch:
     assert asked == [10, 20]
     assert place.find("work") == {"step": 20}
     assert place.find("other work") is None
-    assert Checkpoints(tmp_path).rounds() == [20]
+    (folder,) = tmp_path.iterdir()
+    assert Checkpoints(folder).rounds() == [20]
+    now = 99.0
+    place.offer("other work", 3, lambda: {"other": 3})
+    assert (place.find("work"), place.find("other work")) == ({"step": 20}, {"other": 3}), (
+        "neither takes another's place"
+    )
     place.clear()
     assert not tmp_path.exists()
     place.clear()
@@ -183,3 +190,17 @@ def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(Stopped, match="stopped after round 2"):
         fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.usefixtures("_at_once")
+def test_on_a_gpu_recorded_steps_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    given = {**settings(), "engine": "cuda", "device": "cuda", "precision": "fp32"}
+    whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
+    with pytest.raises(Killed):
+        fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(5, die), **given)
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False)
+    assert run.digest == whole.digest
+    made = [(r.path / "synthetic.safetensors").read_bytes() for r in (run, whole)]
+    assert made[0] == made[1]

@@ -163,7 +163,8 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
     def synthesise(self) -> Synthetic:
         """Synthetic samples that lead along the trajectory."""
         options, context = self.options, self.context
-        mark = digest(torch.stack(self.trajectory))
+        # What the samples depend on: how they are made, and from what.
+        mark = f"dynafed {options.model_dump_json()} {[digest(row) for row in self.trajectory]}"
         data, optimizers, losses = self._begin(context.drafts.find(mark))
         rates = (options.image_lr, options.label_lr, options.rate_lr)
 
