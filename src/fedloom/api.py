@@ -25,6 +25,7 @@ from fedloom.initial import MODEL_FILE, checksum
 from fedloom.playing import play
 from fedloom.report import read_run, write_report
 from fedloom.request import Own, check, replace_config
+from fedloom.shortage import persevere, told_in_a_sentence
 from fedloom.storage import read_tensors
 from fedloom.watching import Silent, Stopped, Watcher
 
@@ -165,10 +166,27 @@ def execute(
     composition = check(config)
     config = replace_config(config, options=composition.stated())
     path = named_folder(out) if out is not None else free_name(Path(runs), config)
-    with (
-        _reaching(sites, config, own, path) as there,
-        build(config, own, watcher.download, start, watcher.work, there).engine_closed() as experiment,
-    ):
+
+    def attempt(slots: int | None) -> None:
+        if slots is None:
+            _start(config, own, path, watcher, start, sites)
+        else:
+            _go_on(_changed(RunFolder.open(path), {"slots": slots}), own, watcher, sites)
+
+    persevere(attempt, watcher)
+    return _finish(RunFolder.open(path), own, report)
+
+
+def _start(
+    config: Config,
+    own: Own,
+    path: Path,
+    watcher: Watcher,
+    start: Mapping[str, Tensor] | None,
+    sites: Sites | None,
+) -> None:
+    """Play a new run."""
+    with _ready(config, own, path, watcher, start, sites) as experiment:
         config = experiment.config  # where the data say how many clients there are, it now says so too
         if experiment.beginning is not None:
             config = replace_config(config, init_sha256=experiment.beginning.sha256)
@@ -177,7 +195,23 @@ def execute(
             _begin(folder, experiment, watcher)
             folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
             play(folder, experiment, watcher, start=None)
-    return _finish(folder, own, report)
+
+
+@contextmanager
+def _ready(
+    config: Config,
+    own: Own,
+    path: Path,
+    watcher: Watcher,
+    start: Mapping[str, Tensor] | None,
+    sites: Sites | None,
+) -> Iterator[Experiment]:
+    """Everything a run needs, until it is over."""
+    with _reaching(sites, config, own, path) as there:
+        with told_in_a_sentence(config.device):
+            experiment = build(config, own, watcher.download, start, watcher.work, there)
+        with experiment.engine_closed(), told_in_a_sentence(config.device, experiment.engine):
+            yield experiment
 
 
 def resume(
@@ -201,16 +235,28 @@ def resume(
     _same_objects(folder, own)
     _refuse_changes(folder.config, changes)
     _refuse_moving(folder, changes)
-    if changes:
-        folder = RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
+    folder = _changed(folder, changes)
     if folder.summary() is not None:
         return _finish(folder, own, report and not (folder.path / "report.html").exists())
+
+    def attempt(slots: int | None) -> None:
+        _go_on(_changed(folder, {} if slots is None else {"slots": slots}), own, watcher, sites)
+
+    persevere(attempt, watcher)
+    return _finish(folder, own, report)
+
+
+def _changed(folder: RunFolder, changes: Mapping[str, Any]) -> RunFolder:
+    """The same run, to be carried out in another way."""
+    if not changes:
+        return folder
+    return RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
+
+
+def _go_on(folder: RunFolder, own: Own, watcher: Watcher, sites: Sites | None) -> None:
+    """Play what is left of a run, from its last checkpoint on."""
     taken = _start_of(folder, watcher)
-    with (
-        folder.alone(),
-        _reaching(sites, folder.config, own, folder.path) as there,
-        build(folder.config, own, watcher.download, taken, watcher.work, there).engine_closed() as experiment,
-    ):
+    with folder.alone(), _ready(folder.config, own, folder.path, watcher, taken, sites) as experiment:
         _begin(folder, experiment, watcher)
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         for text in folder.checkpoints.damaged:
@@ -227,7 +273,6 @@ def resume(
             experiment.engine.load(state.get("engine", {}))
             folder.rewind(start, state["record"])
             play(folder, experiment, watcher, start=start)
-    return _finish(folder, own, report)
 
 
 def verify(

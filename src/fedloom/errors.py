@@ -16,6 +16,15 @@ class InputError(FedloomError):
     exit_code = 2
 
 
+class ShortOfMemory(FedloomError):
+    """There is not enough memory, on a GPU or on this machine."""
+
+    def __init__(self, text: str, at_once: int = 1) -> None:
+        super().__init__(text)
+        self.at_once = at_once
+        """Clients that were trained at once: with fewer there may be enough."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     """The error for a `name` that no `kind` has, with the nearest known name suggested."""
     names = sorted(known)

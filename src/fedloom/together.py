@@ -16,6 +16,8 @@ from fedloom.api import Run
 from fedloom.config import Config
 from fedloom.cuda_streams import own_stream
 from fedloom.devices import make_device
+from fedloom.errors import ShortOfMemory
+from fedloom.shortage import release
 from fedloom.watching import Silent, Stopped, Watcher
 
 Job = tuple[Path, Config, Callable[[Watcher], Run]]
@@ -55,9 +57,12 @@ class _OneOf:
 
     def __init__(self, hub: _Hub, name: str) -> None:
         self._hub, self._name = hub, name
+        self._rounds = 0
 
     def begin(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
-        self._hub.count(max((record["round"] for record in history), default=0))
+        done = max((record["round"] for record in history), default=0)
+        self._hub.count(done - self._rounds)  # it may begin again, from a round that was counted
+        self._rounds = done
 
     def note(self, text: str) -> None:
         with self._hub.lock:
@@ -66,6 +71,7 @@ class _OneOf:
     def record(self, record: Mapping[str, Any]) -> None:
         if not record["round"]:  # the evaluation before the first round
             return
+        self._rounds += 1
         self._hub.count(1, {**record, "note": f"{self._name}: {record['note']}"} if record.get("note") else record)
 
     def download(self, name: str, done: int, total: int) -> None:
@@ -84,32 +90,45 @@ class _OneOf:
 
 
 def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: Path) -> list[Run]:
-    """Carry out all jobs, `at_once` at a time; results in the order of the jobs. One that fails stops the others."""
+    """Carry out all jobs, `at_once` at a time; results in the order of the jobs. One that fails stops the others.
+
+    One that finds no memory beside the others goes on alone after them.
+    """
     watcher = watcher or Silent()
     hub = _Hub(watcher, jobs)
+    eyes = [_OneOf(hub, folder.name) for folder, _, _ in jobs]
     first = jobs[0][1]
     whole = _Whole(f"{len(jobs)} runs, {at_once} at once,", first.data, first.seed, hub._total)
     watcher.begin(path, whole, [])  # type: ignore[arg-type]  # a display needs no more of a config than this
 
-    def one(job: Job) -> Run:
-        folder, config, run = job
+    def one(job: Job, eye: _OneOf) -> Run:
+        _, config, run = job
         if hub.failed or watcher.wants_stop():
             raise Stopped("stopped between two runs")
+        with own_stream(make_device(config.device)):
+            return run(eye)
+
+    def beside(job: Job, eye: _OneOf) -> Run | None:
+        """Beside others; None: it found no memory."""
         try:
-            with own_stream(make_device(config.device)):
-                return run(_OneOf(hub, folder.name))
+            return one(job, eye)
+        except ShortOfMemory as shortage:
+            eye.note(f"{shortage} Once the others are done there may be enough, so it goes on after them, alone.")
         except BaseException:
             hub.failed = True
             raise
+        release()
+        return None
 
     try:
         with ThreadPoolExecutor(at_once) as pool:
-            futures = [pool.submit(one, job) for job in jobs]
+            futures = [pool.submit(beside, job, eye) for job, eye in zip(jobs, eyes, strict=True)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(
             errors, key=lambda error: isinstance(error, Stopped)
         ):  # what failed, before what it stopped
             raise error
-        return [future.result() for future in futures]
+        done = [future.result() for future in futures]
+        return [run or one(job, eye) for run, job, eye in zip(done, jobs, eyes, strict=True)]
     finally:
         watcher.end()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.banks import Bank
 from fedloom.bench import Bench, Pass, Workshop
 from fedloom.data import Federation, Samples
-from fedloom.errors import FedloomError
+from fedloom.errors import ShortOfMemory
 from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
 from fedloom.scores import Score, score_chunks
 
@@ -95,6 +95,11 @@ class Engine(ABC):
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
         self.homes = shop.homes
+
+    @property
+    def at_once(self) -> int:
+        """How many clients train at once on the device, each of which takes some of its memory."""
+        return 1
 
     @abstractmethod
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
@@ -262,7 +267,7 @@ def is_short_of_memory(error: BaseException) -> bool:
 
 
 def refuse_to_train_without_memory(error: BaseException | None = None) -> NoReturn:
-    raise FedloomError("the GPU has not enough memory to train one client; use a smaller batch.") from error
+    raise ShortOfMemory("the GPU has not enough memory to train one client; use a smaller batch.") from error
 
 
 def reason_of(error: BaseException) -> str:

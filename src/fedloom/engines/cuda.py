@@ -33,7 +33,7 @@ from fedloom.engines.gpu import Answer, Gpu
 from fedloom.engines.judge import Judge
 from fedloom.engines.order import LargestFirst, work_of
 from fedloom.engines.slot import SlotBench, apart
-from fedloom.errors import FedloomError
+from fedloom.errors import ShortOfMemory
 from fedloom.exchange import Job, Lost, Update
 from fedloom.scores import Score
 
@@ -70,6 +70,10 @@ class CudaEngine(Engine):
         """All slots, those of the GPUs in turn, so that the largest clients are spread over them."""
         most = max(len(gpu.slots) for gpu in self.gpus)
         return [gpu.slots[i] for i in range(most) for gpu in self.gpus if i < len(gpu.slots)]
+
+    @property
+    def at_once(self) -> int:
+        return max(len(gpu.slots) for gpu in self.gpus)
 
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
         places = [gpu.make_room(len(jobs)) for gpu in self.gpus]
@@ -204,7 +208,7 @@ class CudaEngine(Engine):
                 error.with_traceback(None)  # it holds what the work had
                 self._forget_scoring()
                 if not gpu.slots:
-                    raise FedloomError("the GPU has not enough memory to score a model.") from error
+                    raise ShortOfMemory("the GPU has not enough memory to score a model.") from error
                 gpu.drop(gpu.slots[-1])
                 gpu.most = max(1, gpu.most)
 

@@ -98,7 +98,7 @@ class Gpu:
         self.slots.remove(slot)
         self.most = len(self.slots)
         slot.close()
-        _give_back()
+        give_back()
         return True
 
     def _send_samples_away(self) -> bool:
@@ -106,7 +106,7 @@ class Gpu:
         if self._pool is None:
             return False
         self._pool = None
-        _give_back()
+        give_back()
         self._tell_of_samples()
         return True
 
@@ -177,7 +177,7 @@ class Gpu:
         self._results = self._pool = None
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Let others have memory that is kept for later."""
     with GLOBAL_STATE:  # nobody records meanwhile
         torch.cuda.empty_cache()
