@@ -38,10 +38,13 @@ from fedloom.optim import Optimizer
 from fedloom.precision import set_precision
 from fedloom.rows import Layout, digest
 from fedloom.settings import Plan, Settings, validated
+from fedloom.shortage import told_in_a_sentence
 from fedloom.storage import write_tensors
 from fedloom.streams import Streams
 from fedloom.training import Training
 from fedloom.watching import Silent, Stopped
+
+NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
 
 
 class Pretraining(Settings):
@@ -190,14 +193,15 @@ def pretrain(
     if found is not None:
         shutil.rmtree(work, ignore_errors=True)
         return found
-    course = _Pretrainer(plan, watcher)
+    with told_in_a_sentence(plan.device, what=NO_ROOM):
+        course = _Pretrainer(plan, watcher)
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         course.close()
         raise InputError(f"cannot make the folder {work}: {error.strerror}.") from error
     try:
-        with alone(work):
+        with alone(work), told_in_a_sentence(plan.device, what=NO_ROOM):
             about = course.train(Checkpoints(work / "checkpoints"), path)
             write_tensors(path, course.tensors(), {"fedloom": json.dumps(about, sort_keys=True)})
             shutil.rmtree(work, ignore_errors=True)

@@ -16,10 +16,12 @@ from fedloom.report.words import plural
 from fedloom.streams import GLOBAL_STATE
 from fedloom.watching import Watcher
 
+SERVER = "for the work of the server; use a smaller network, or a method or options that keep fewer models"
+
 
 @contextmanager
-def told_in_a_sentence(device: str, engine: Engine | None = None) -> Iterator[None]:
-    """Say so in a sentence where `device` or this machine has no memory for what is done inside."""
+def told_in_a_sentence(device: str, engine: Engine | None = None, what: str = SERVER) -> Iterator[None]:
+    """Say so in a sentence where `device` or this machine has no memory for `what` is done inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -30,8 +32,7 @@ def told_in_a_sentence(device: str, engine: Engine | None = None) -> Iterator[No
         else:
             raise
         raise ShortOfMemory(
-            f"{place} has not enough memory for the work of the server; use a smaller network, or a method or "
-            f"options that keep fewer models{other}.",
+            f"{place} has not enough memory {what}{other}.",
             at_once=engine.at_once if engine is not None and place == device else 1,
         ) from error
 

@@ -195,7 +195,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         group, ties = self.ties[n]
         held = self.held[:, self.ends[n] : self.ends[n + 1]]
         mine = [torch.nonzero(held[k]).flatten() for k in active]
-        vectors = [group.vectors(self.slots.rows[k], ties).double().cpu()[m] for k, m in zip(active, mine, strict=True)]
+        vectors = [group.vectors(self.slots.rows[k], ties).double()[m] for k, m in zip(active, mine, strict=True)]
         draw = self.context.streams.numpy(f"fedma layer {n}", round)
         if self.options.start < 1:
             mu0 = torch.zeros_like(self.whole)
@@ -204,7 +204,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
                     tie.entry.view(mu0).fill_(self.options.bias0)
             mean = group.vectors(mu0, ties)[0].double().cpu()
             prior = Prior(self.options.sigma, self.options.sigma0, self.options.gamma, mean)
-            places = grow(vectors, mine[0], group.size, prior, self.options.sweeps, draw)
+            places = grow([vector.cpu() for vector in vectors], mine[0], group.size, prior, self.options.sweeps, draw)
         else:
             orders = match(vectors, [self.weights[k] for k in active], self.options.sweeps, draw)
             places = [torch.argsort(order) for order in orders]
