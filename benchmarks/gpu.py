@@ -13,6 +13,7 @@ Parts, all by default, each of which may take `--minutes` and is written as soon
              for both; and one more round as the profiler sees it, held against what the chip can do, measured here too
   together   steady rounds of `--at-once` runs that share the GPU in one process, as the profiler sees them
   cost       runs with evaluation every ten rounds and checkpoints: the share of time that is not training
+  kernels    pieces of a step in the ways in which they can be computed, alone and with eight clients at once
   seeds      the accuracy of five runs here and of the same five on the CPU
 
 The loop has the samples on the GPU in float, one module, `load_state_dict` for each client, `torch.optim.SGD` and a
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpu_agreement import agreement, every_method
+from gpu_kernels import kernels
 from gpu_sheet import Clock, Sheet
 from gpu_speed import speed, together
 from gpu_whole_runs import cost, seeds
@@ -35,6 +37,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
     "speed": speed,
     "together": together,
     "cost": cost,
+    "kernels": kernels,
     "seeds": seeds,
 }
 

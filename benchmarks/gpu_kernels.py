@@ -1,0 +1,162 @@
+"""Pieces of a step, in the ways in which they can be computed: for benchmarks/gpu.py.
+
+Each way is recorded as the engine would record it, and timed alone and with eight clients at once, each with numbers
+and a stream of its own: a kernel that leaves most of the chip idle costs less there than it seems to alone. Sizes are
+those of McMahan's CNN on CIFAR-10 with a batch of 50.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from gpu_profile import BATCH, LR, MOMENTUM, seconds
+from gpu_sheet import Clock, Sheet
+from torch import Tensor
+
+from fedloom.optim import SGD
+
+AT_ONCE, REPEATS = 8, 20
+"""Clients, and times that a way is recorded in a row: a launch then costs little beside it."""
+Way = Callable[[], Tensor]
+"""Computes the piece, and gives what came out of it."""
+Ways = dict[str, Way]
+
+
+def sgd(device: str, numbers: int) -> Ways:
+    """A step of SGD with momentum on a model of so many numbers."""
+    draw = torch.Generator().manual_seed(0)
+    start, gradient = (torch.randn(numbers, generator=draw).to(device) for _ in range(2))
+    lr = torch.tensor(LR, device=device)
+
+    def ours() -> Way:
+        weights, optimizer = start.clone(), SGD(MOMENTUM)
+        optimizer.settle(weights)
+
+        def step() -> Tensor:
+            optimizer.step(weights, gradient, lr)
+            return weights
+
+        return step
+
+    def fused() -> Way:
+        weights, velocity = start.clone(), torch.zeros_like(start)
+
+        def step() -> Tensor:
+            torch._fused_sgd_(
+                [weights], [gradient], [velocity], weight_decay=0.0, momentum=MOMENTUM, lr=lr, dampening=0.0,
+                nesterov=False, maximize=False, is_first_step=False,
+            )  # fmt: skip
+            return weights
+
+        return step
+
+    def two() -> Way:
+        weights, velocity = start.clone(), torch.zeros_like(start)
+
+        def step() -> Tensor:
+            torch.add(gradient, velocity, alpha=MOMENTUM, out=velocity)
+            return weights.addcmul_(velocity, lr, value=-1)
+
+        return step
+
+    return {"the engine's": ours(), "torch's fused, in one piece": fused(), "two elementwise kernels": two()}
+
+
+def pooling(device: str, channels: int, side: int) -> Ways:
+    """The gradient of the largest of four pixels."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, channels, side, side, generator=draw).to(device)
+    g = torch.randn(BATCH, channels, side // 2, side // 2, generator=draw).to(device)
+    _, places = F.max_pool2d_with_indices(x, 2)
+    backward = torch.ops.aten.max_pool2d_with_indices_backward
+
+    def put() -> Tensor:
+        whole = torch.zeros_like(x)
+        whole.view(BATCH, channels, -1).scatter_(2, places.flatten(2), g.flatten(2))
+        return whole
+
+    return {
+        "torch's": lambda: backward(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places),
+        "unpooling": lambda: F.max_unpool2d(g, places, 2, output_size=x.shape),
+        "zeros and a scatter": put,
+    }
+
+
+def bias(device: str, channels: int, side: int) -> Ways:
+    """The gradient of a convolution's bias."""
+    g = torch.randn(BATCH, channels, side, side, generator=torch.Generator().manual_seed(0)).to(device)
+    ones = torch.ones(side * side, device=device)
+    return {
+        "torch's": lambda: g.sum((0, 2, 3)),
+        "pixels first": lambda: g.flatten(2).sum(2).sum(0),
+        "pixels by a product": lambda: (g.view(-1, side * side) @ ones).view(BATCH, channels).sum(0),
+    }
+
+
+PIECES: dict[str, Callable[[str], Ways]] = {
+    "SGD, 2.2 million weights (CNN)": lambda device: sgd(device, 2_156_490),
+    "SGD, 0.27 million weights (ResNet-20)": lambda device: sgd(device, 269_722),
+    "SGD, 11 million weights (ResNet-18)": lambda device: sgd(device, 11_173_962),
+    "gradient of pooling, 32 channels of 32 x 32": lambda device: pooling(device, 32, 32),
+    "gradient of pooling, 64 channels of 16 x 16": lambda device: pooling(device, 64, 16),
+    "gradient of a bias, 32 channels of 32 x 32": lambda device: bias(device, 32, 32),
+    "gradient of a bias, 64 channels of 16 x 16": lambda device: bias(device, 64, 16),
+}
+
+
+def kernels(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    for name in clock.while_left(list(PIECES)):
+        made = [PIECES[name](options.device) for _ in range(1 if options.tiny else AT_ONCE)]
+        # The third step of an optimiser is the first in which all of its arithmetic counts.
+        outcomes, found = [[way() for _ in range(3)][-1].clone() for way in made[0].values()], {}
+        for way, outcome in zip(made[0], outcomes, strict=True):
+            players = [_Player(ways[way], options.device) for ways in made]
+            found[way] = {
+                "microseconds, alone": _microseconds(players[:1], options.device),
+                f"microseconds, {len(made)} at once": _microseconds(players, options.device),
+                "same bits": bool(torch.equal(outcome, outcomes[0])),
+            }
+        sheet.put("kernels", name, found)
+
+
+class _Player:
+    """A way, recorded several times in a row where there are recordings."""
+
+    def __init__(self, way: Way, device: str) -> None:
+        self._way, self._graph = way, None
+        if device == "cuda":
+            self._stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream):
+                way()
+                torch.cuda.synchronize()
+                self._graph.capture_begin()
+                self._repeat()
+                self._graph.capture_end()
+
+    def _repeat(self) -> None:
+        for _ in range(REPEATS):
+            self._way()
+
+    def play(self) -> None:
+        if self._graph is None:
+            return self._repeat()
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+        return None
+
+
+def _microseconds(players: list[_Player], device: str) -> float:
+    """For one piece of one client, the median of several times."""
+
+    def all_of_them() -> None:
+        for player in players:
+            player.play()
+
+    def times() -> Iterator[float]:
+        for _ in range(9 if device == "cuda" else 1):
+            yield seconds(device, all_of_them) / len(players) / REPEATS
+
+    list(times())
+    return round(1e6 * statistics.median(times()), 2)
