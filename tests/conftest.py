@@ -23,6 +23,13 @@ else:
     settings.register_profile("search", derandomize=False, deadline=None, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where there is a GPU, runs that do not say otherwise take it: only those tests see it that are about it."""
+    if "gpu" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 FOLDERS = {"cifar10": "cifar-10-batches-bin", "cifar100": "cifar-100-binary"}
 
 

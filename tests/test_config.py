@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fedloom.config import RESULT_FREE, Config, command_of, make_config, parse_settings, read_toml, to_toml
 from fedloom.errors import FedloomError, InputError, unknown
+from fedloom.request import replace_config
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 VALUES = st.one_of(
@@ -162,12 +163,13 @@ def test_the_command_sets_the_same_options(options: dict[str, dict[str, Any]]) -
 
 
 def test_the_command_names_what_is_not_a_default() -> None:
-    assert command_of(Config()) == "fedloom run fedavg"
+    assert command_of(Config()) == "fedloom run fedavg --device cpu"
     config = Config(
         method="scaffold", lr=0.1, per_round=3, channels_last=False, imports=["/my file.py"], options={"m": {"x": 0.5}}
     )
     assert command_of(config) == (
-        "fedloom run scaffold --lr 0.1 --per-round 3 --channels-last no --import '/my file.py' --set m.x=0.5"
+        "fedloom run scaffold --lr 0.1 --per-round 3 --device cpu --channels-last no --import '/my file.py' "
+        "--set m.x=0.5"
     )
 
 
@@ -179,3 +181,34 @@ def test_the_cache_is_where_the_run_began_wherever_it_goes_on() -> None:
 def test_no_path_has_a_zero_byte(field: str) -> None:
     with pytest.raises(InputError, match=f"{field} must be without a zero byte"):
         make_config({field: "file:a\0b"})
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "without", "with_one"),
+    [
+        ("auto", "cpu", "cuda"),
+        ("cuda", "cuda", "cuda"),
+        ("plain", "cpu", "cpu"),
+        ("host", "cpu", "cpu"),
+        ("flower", "cpu", "cpu"),
+    ],
+)
+def test_a_gpu_is_taken_where_there_is_one_and_the_engine_may_use_it(
+    engine: str, without: str, with_one: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    expected = with_one if there else without
+    for said in ({}, {"device": "auto"}):
+        config = make_config({"engine": engine, **said})
+        assert config.device == expected
+        assert f"--device {expected}" in command_of(config)  # elsewhere it would be another one
+    for device in ("cpu", "cuda:1"):
+        assert make_config({"device": device}).device == device
+
+
+def test_what_was_found_stays_when_other_settings_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = make_config({})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert replace_config(config, rounds=3).device == "cpu"

@@ -87,8 +87,6 @@ def compare(
         raise InputError(f"seeds must be from 1 to {MOST_SEEDS:,}, not {seeds}.")
     if at_once < 1:
         raise InputError(f"at_once must be 1 or more, not {at_once}.")
-    if at_once > 1 and settings.get("device", "cpu") == "cpu":
-        raise InputError(f"at_once is {at_once}, but runs share a GPU only: on a CPU one run keeps all cores busy.")
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
     if (grid is None) == (not methods):
@@ -98,6 +96,8 @@ def compare(
     if grid is not None and not isinstance(grid, Grid):
         grid = plan_grid(grid, options, described | settings, own, watcher)
     plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, own)
+    if at_once > 1 and plans[0][1].device == "cpu":
+        raise InputError(f"at_once is {at_once}, but runs share a GPU only: on a CPU one run keeps all cores busy.")
     path = named_folder(out) if out is not None else _free_folder(Path(runs), plans[0][1])
     if is_run(path):
         raise InputError(f"{path} is a run, whose report would be written over; choose another --out.")

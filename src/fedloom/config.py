@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.errors import InputError
-from fedloom.settings import validated
+from fedloom.settings import found_device, validated
 from fedloom.training import Training
 
 
@@ -81,8 +81,8 @@ class Config(Training):
     """with --engine flower: SuperNodes on this machine, which share the clients; 0: one for each client"""
     deadline: float = Field(600.0, gt=0)
     """with --engine flower: seconds in which a site must answer in a round"""
-    device: str = "cpu"
-    """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1; auto: a GPU where there is one, or else the CPU"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """how a GPU multiplies: in full, with TF32's 10-bit fractions, or networks in bfloat16; a CPU takes fp32"""
     fast: bool = False
@@ -109,6 +109,11 @@ class Config(Training):
             return values
         spec = values.get("partition", cls.model_fields["partition"].default)
         return {**values, "clients": default_clients(spec)}
+
+    @field_validator("device")
+    @classmethod
+    def _found(cls, device: str, info: ValidationInfo) -> str:
+        return found_device(device, info.data.get("engine", "auto"))
 
     @field_validator("partition", "cache_dir")
     @classmethod

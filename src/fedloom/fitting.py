@@ -14,6 +14,9 @@ from fedloom.errors import FedloomError, InputError, brief_repr
 from fedloom.streams import Streams
 from fedloom.workshop import Workshop
 
+NARROWEST = 8
+"""Channels that oneDNN's kernels for AVX2 take at once."""
+
 
 def make_module(
     name: str,
@@ -51,6 +54,19 @@ def make_module(
     # A copy, because training binds a module's tensors to rows. Frozen weights stay shared, they never change; on
     # another device, or where a file is read into them, they must not be, or the user's own would change.
     return copy_module(module, share_frozen=shared)
+
+
+def spoilt_by_channels_last(module: nn.Module) -> str | None:
+    """The name of a layer whose gradient may be wrong on a CPU in channels-last order; None: there is none.
+
+    oneDNN's kernel for AVX2 writes beyond its room where a 1 x 1 convolution takes steps and has fewer than 8 input
+    channels: a crash, wrong numbers, or nothing to be seen (https://github.com/uxlfoundation/oneDNN/issues/6035). It is
+    not asked which CPU this is, for a run may go on with another.
+    """
+    layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d))
+    taking_steps = ((name, layer) for name, layer in layers if layer.kernel_size == (1, 1) and layer.stride != (1, 1))
+    narrow = (name for name, layer in taking_steps if layer.in_channels // layer.groups < NARROWEST)
+    return next(narrow, None)
 
 
 def copy_module(module: nn.Module, *, share_frozen: bool) -> nn.Module:

@@ -18,7 +18,7 @@ from fedloom.devices import make_device
 from fedloom.engines import Engine, Homes, PlainEngine, Shop
 from fedloom.engines.base import Train
 from fedloom.errors import InputError
-from fedloom.fitting import copy_module, make_module, try_out
+from fedloom.fitting import copy_module, make_module, spoilt_by_channels_last, try_out
 from fedloom.gathering import gather
 from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.methods import Context
@@ -114,10 +114,7 @@ def lay_ground(
     elif config.init is not None:
         source = read_source(Path(config.init), config.init_sha256)
         beginning = begin_with(module, source, streams, config.model, config.new_head, gathered.class_names)
-    wanted = config.channels_last
-    if wanted is None:
-        wanted = device.type == "cpu" or config.precision == "bf16"
-    channels_last = wanted and len(federation.shape) == 3
+    channels_last = len(federation.shape) == 3 and _wants_channels_last(config, module, device)
     layout = Layout.of(module, channels_last=channels_last)
     privacy = Privacy.of(config, len(federation), streams)
     rounds = config.rounds if privacy is None else privacy.rounds_of(config)
@@ -167,3 +164,16 @@ def build_shop(config: Config, own: Own | None = None) -> tuple[Config, Shop]:
     server = ground.composition.part_class("server")
     personal = local.personal if personalised(server, local, ground.layout) else None
     return ground.config, ground.shop(local, personal)
+
+
+def _wants_channels_last(config: Config, module: nn.Module, device: torch.device) -> bool:
+    """Whether images are kept in that order: where it is faster, unless somebody has said it."""
+    spoilt = spoilt_by_channels_last(module) if device.type == "cpu" else None
+    if config.channels_last is None:
+        return spoilt is None and (device.type == "cpu" or config.precision == "bf16")
+    if config.channels_last and spoilt is not None:
+        raise InputError(
+            f"the gradient of the layer {spoilt!r} may be wrong in channels-last order on a CPU, for it takes steps and "
+            "has few input channels; leave --channels-last out."
+        )
+    return config.channels_last

@@ -31,13 +31,13 @@ from fedloom.engines import Homes, PlainEngine, Shop
 from fedloom.engines.host import core_count
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job, Lost
-from fedloom.fitting import make_module, try_out
+from fedloom.fitting import make_module, spoilt_by_channels_last, try_out
 from fedloom.folder import alone
 from fedloom.initial import checksum, read_source
 from fedloom.optim import Optimizer
 from fedloom.precision import set_precision
 from fedloom.rows import Layout, digest
-from fedloom.settings import Plan, Settings, validated
+from fedloom.settings import Plan, Settings, found_device, validated
 from fedloom.shortage import told_in_a_sentence
 from fedloom.storage import write_tensors
 from fedloom.streams import Streams
@@ -81,8 +81,8 @@ class Pretraining(Settings):
     seed: int = Field(0, ge=0, lt=2**63)
     """seed of every random draw"""
 
-    device: str = "cpu"
-    """cpu, cuda, cuda:1, ..."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
     threads: int = Field(1, ge=0, le=1024)
     """threads on the CPU; 0: one for each core. Another number rounds differently"""
     channels_last: bool = True
@@ -94,6 +94,11 @@ class Pretraining(Settings):
     @classmethod
     def _absolute_data(cls, spec: str) -> str:
         return absolute_data(spec)
+
+    @field_validator("device")
+    @classmethod
+    def _found(cls, device: str) -> str:
+        return found_device(device)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Pretraining":
@@ -249,7 +254,8 @@ class _Pretrainer:
         self.dataset = datasets.normalized(datasets.keep_classes(loaded, plan.classes), plan.normalize)
         federation = _one_client(self.dataset)
         self.module = make_module(plan.model, None, federation, streams, shared=True)
-        channels_last = plan.channels_last and len(self.dataset.shape) == 3
+        images, spoilt = len(self.dataset.shape) == 3, spoilt_by_channels_last(self.module)
+        channels_last = plan.channels_last and images and (device.type != "cpu" or spoilt is None)
         self.layout = Layout.of(self.module, channels_last=channels_last)
         workshop = Workshop(
             module=self.module,

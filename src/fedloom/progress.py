@@ -48,7 +48,8 @@ class Display:
         done = max((record["round"] for record in history), default=0)
         self._run += 1
         number = f"{self._run}/{self._runs}  " if self._runs > 1 else ""
-        self._name = f"{number}{config.method} on {config.data}, seed {config.seed}"
+        place = "" if config.device == "cpu" else f", on {config.device}"
+        self._name = f"{number}{config.method} on {config.data}, seed {config.seed}{place}"
         if self.live:
             self._bars = Progress(
                 TextColumn("{task.description}", style="bold", markup=False),

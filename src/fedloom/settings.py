@@ -27,6 +27,19 @@ class Plan(Protocol):
     def seed(self) -> int: ...
     @property
     def rounds(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+def found_device(name: str, engine: str = "auto") -> str:
+    """The device called `name`; for `auto` a GPU, where there is one and the engine may use it, or else the CPU."""
+    if name != "auto":
+        return name
+    if engine == "auto":
+        import torch  # not before it is needed: it takes seconds
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if engine == "cuda" else "cpu"
 
 
 S = TypeVar("S", bound=Settings)

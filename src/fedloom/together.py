@@ -32,6 +32,7 @@ class _Whole:
     data: str
     seed: int
     rounds: int
+    device: str
 
 
 class _Hub:
@@ -98,7 +99,7 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
     hub = _Hub(watcher, jobs)
     eyes = [_OneOf(hub, folder.name) for folder, _, _ in jobs]
     first = jobs[0][1]
-    whole = _Whole(f"{len(jobs)} runs, {at_once} at once,", first.data, first.seed, hub._total)
+    whole = _Whole(f"{len(jobs)} runs, {at_once} at once,", first.data, first.seed, hub._total, first.device)
     watcher.begin(path, whole, [])  # type: ignore[arg-type]  # a display needs no more of a config than this
 
     def one(job: Job, eye: _OneOf) -> Run:

@@ -19,6 +19,8 @@ from fedloom.flower.data import SiteData, Task
 from fedloom.own_files import run_file
 from fedloom.settings import Settings, validated
 
+SERVERS_DEVICE = "cpu"
+"""What the server of sites computes on, unless it is told otherwise, also where there is a GPU."""
 SITE_DATA = "site_data.py"
 
 
@@ -47,7 +49,7 @@ def read_settings(given: Mapping[str, Any], folder: Path) -> tuple[Config, Serve
     own = {name: values.pop(name) for name in list(values) if name in ServerSettings.model_fields}
     imports = [name for name in str(values.pop("imports", "")).split(",") if name]
     values |= {"imports": [str(folder / name) for name in imports], "options": options}
-    return make_config(values), validated(ServerSettings, own)
+    return make_config({"device": SERVERS_DEVICE, **values}), validated(ServerSettings, own)
 
 
 def write_settings(config: Config, imports: list[str]) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def write_settings(config: Config, imports: list[str]) -> dict[str, Any]:
         value = getattr(config, name)
         if name in ("options", "imports", "engine", "nodes") or value is None:
             continue
-        if name in asked or value != field.default:
+        if name in asked or value != (SERVERS_DEVICE if name == "device" else field.default):
             values[name] = value
     if imports:
         values["imports"] = ",".join(imports)

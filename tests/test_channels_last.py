@@ -1,0 +1,86 @@
+"""Images in channels-last order: where it is faster, and never where PyTorch's kernels for it are wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedloom.config import make_config
+from fedloom.data import Federation
+from fedloom.errors import InputError
+from fedloom.exchange import Job, Update
+from fedloom.experiment import Experiment, build
+from fedloom.fitting import spoilt_by_channels_last
+from fedloom.models import build as build_network
+from fedloom.request import Own
+
+
+def experiment(network: Callable[[], nn.Module], **settings: Any) -> Experiment:
+    draw = np.random.default_rng(0)
+    clients = [(draw.normal(size=(4, 3, 16, 16)).astype(np.float32), np.arange(4) % 3) for _ in range(2)]
+    own = Own(Federation.from_arrays(clients, classes=3, name="images"), network)
+    given = {"data": "images", "partition": "own", "clients": 2, "rounds": 1, "steps": 1, "batch_size": 4, "lr": 0.01}
+    return build(make_config({**given, "engine": "plain", "model": "own", **settings}), own)
+
+
+def ordered(experiment: Experiment) -> bool:
+    experiment.engine.close()
+    return any(entry.channels_last for entry in experiment.layout.entries)
+
+
+def narrow(channels: int = 4, stride: int | tuple[int, int] = 2, size: int = 1, groups: int = 1) -> nn.Module:
+    first = nn.Conv2d(3, channels * groups, 3, padding=1)
+    second = nn.Conv2d(channels * groups, 8, size, stride, groups=groups)
+    return nn.Sequential(first, second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("name", ["cnn", "lenet", "vgg16", "resnet20", "resnet18", "resnet50", "convnet"])
+def test_networks_as_wide_as_the_papers_have_them_are_kept_so_on_a_cpu(name: str) -> None:
+    assert spoilt_by_channels_last(build_network(name, (3, 32, 32), 10)) is None
+
+
+@pytest.mark.parametrize(
+    ("network", "kept"),
+    [
+        (lambda: narrow(7), False),
+        (lambda: narrow(8), True),
+        (lambda: narrow(4, (1, 2)), False),
+        (lambda: narrow(4, (2, 1)), False),
+        (lambda: narrow(4, groups=2), False),
+        (lambda: narrow(4, 1), True),
+        (lambda: narrow(4, 2, 3), True),
+    ],
+)
+def test_a_network_with_a_narrow_layer_that_takes_steps_is_not(network: Callable[[], nn.Module], kept: bool) -> None:
+    assert ordered(experiment(network)) is kept
+    assert not ordered(experiment(network, channels_last=False))
+    if kept:
+        assert ordered(experiment(network, channels_last=True))
+    else:
+        with pytest.raises(InputError, match=r"the layer '1' may be wrong in channels-last order on a CPU"):
+            experiment(network, channels_last=True)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 7, 8])
+def test_a_step_of_such_a_network_is_right(channels: int) -> None:
+    """Against the same in double precision; on a CPU with AVX2 the wrong kernel ends the process or gives nonsense."""
+    with experiment(lambda: narrow(channels)).engine_closed() as made:
+        layout, start, samples = made.layout, made.rounds.context.initial, made.federation.client(0)
+        network = made.rounds.context.make_module()
+        network.load_state_dict(layout.state_dict(start))
+        network.double()
+        prepared = made.federation.prepare(samples.x).double()
+        F.cross_entropy(network(prepared), samples.y).backward()  # a batch of all samples, in whatever order
+        expected = [parameter.grad for parameter in network.parameters()]
+        for _ in range(20):  # what is written beyond its room need not hit something at once
+            (answer,) = made.engine.train(0, [Job(0, start)])
+            assert isinstance(answer, Update)
+            both = zip(layout.views(answer.row), layout.views(start), strict=True)
+            ours = [(before - after).double() / made.config.lr for after, before in both]
+            for found, right in zip(ours, expected, strict=True):
+                assert right is not None
+                torch.testing.assert_close(found, right, rtol=1e-2, atol=1e-4)
