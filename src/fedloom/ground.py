@@ -173,7 +173,7 @@ def _wants_channels_last(config: Config, module: nn.Module, device: torch.device
         return spoilt is None and (device.type == "cpu" or config.precision == "bf16")
     if config.channels_last and spoilt is not None:
         raise InputError(
-            f"the gradient of the layer {spoilt!r} may be wrong in channels-last order on a CPU, for it takes steps and "
-            "has few input channels; leave --channels-last out."
+            f"the gradient of the layer {spoilt!r} may be wrong in channels-last order on a CPU, for it takes steps "
+            "and has few input channels; leave --channels-last out."
         )
     return config.channels_last
