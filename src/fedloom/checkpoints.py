@@ -64,6 +64,7 @@ class Checkpoints:
         self._began = 0.0
         self._took: float | None = 0.0
         self._beside = Beside()
+        self._under_way: tuple[Homes, set[int]] | None = None
 
     def rounds(self) -> list[int]:
         """The rounds after which there is a checkpoint, newest first."""
@@ -107,8 +108,9 @@ class Checkpoints:
         try:
             self._beside.settle()
         except BaseException:
-            homes, changed = self._under_way
-            homes.changed |= changed
+            if self._under_way is not None:  # else it was an interrupt, and nothing was ever written beside
+                homes, changed = self._under_way
+                homes.changed |= changed
             raise
 
     def abandon(self) -> None:
