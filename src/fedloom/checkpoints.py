@@ -11,7 +11,7 @@ before it counts, as if the machine had died in between.
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -89,14 +89,15 @@ class Checkpoints:
         kept = {f"{c}/{key}": tensor for c in sorted(clients) for key, tensor in homes.get(c).items()}
         copies = copied([*tensors.values(), *kept.values()]) if beside is not None else None
         if beside is None or copies is None:
-            self._write(round, tree, tensors, clients, kept)
+            self._write(round, tree, tensors, clients, kept, check=lambda: None)
             homes.changed.clear()
             return
         tensors = dict(zip(tensors, copies[: len(tensors)], strict=True))
         kept = dict(zip(kept, copies[len(tensors) :], strict=True))
         self._under_way = (homes, set(homes.changed))
         homes.changed.clear()
-        self._beside.begin(partial(self._write, round, tree, tensors, clients, kept), beside)
+        work = partial(self._write, round, tree, tensors, clients, kept, check=self._beside.check)
+        self._beside.begin(work, beside)
 
     def settle(self, *, wait: bool = True) -> None:
         """Raise what went wrong with a checkpoint that was written beside other work.
@@ -120,10 +121,15 @@ class Checkpoints:
             self.settle()
 
     def _write(
-        self, round: int, tree: Any, tensors: Mapping[str, Tensor], clients: set[int], kept: Mapping[str, Tensor]
+        self,
+        round: int,
+        tree: Any,
+        tensors: Mapping[str, Tensor],
+        clients: set[int],
+        kept: Mapping[str, Tensor],
+        check: Callable[[], None],
     ) -> None:
-        """A state in two parts, and what some clients keep."""
-        check = self._beside.check
+        """A state in two parts, and what some clients keep; `check` may raise something to end it."""
         digest = write_tensors(self.folder / f"round-{round:06d}.safetensors", tensors, check=check)
         if clients:
             name = f"clients-{round:06d}.safetensors"
