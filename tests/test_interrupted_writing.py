@@ -1,13 +1,20 @@
 """Who is interrupted at a bad moment of a checkpoint is told of that and nothing else, and loses nothing."""
 
+import signal
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedloom.beside import Beside
 from fedloom.checkpoints import Checkpoints
 from fedloom.engines.base import Homes
+from fedloom.storage import write_tensors
+
+CPU = torch.device("cpu")
 
 
 def test_an_interrupt_is_told_where_nothing_was_ever_written_beside(
@@ -28,3 +35,41 @@ def test_what_was_broken_off_does_not_break_off_one_that_is_written_at_once(tmp_
     checkpoints.abandon()
     checkpoints.save(1, {"model": torch.ones(2)}, Homes({}, torch.float32))
     assert checkpoints.rounds() == [1]
+
+
+def test_who_was_interrupted_while_waiting_can_wait_again() -> None:
+    """Nothing is written to a run that is over."""
+    work, go, done = Beside(), threading.Event(), list[bool]()
+
+    def slow() -> None:
+        assert go.wait(30), "nobody let it go"
+        done.append(True)
+
+    work.begin(slow, CPU)
+    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        work.settle()
+    assert work.busy
+    threading.Timer(0.1, go.set).start()
+    work.settle()
+    assert done == [True]
+
+
+def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, homes = Checkpoints(tmp_path), Homes({"c": (3,)}, torch.float32)
+    homes.keep(1, {"c": torch.ones(3)})
+    reached, go = threading.Event(), threading.Event()
+
+    def held(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], None]) -> str:
+        if path.name.startswith("clients"):
+            reached.set()
+            assert go.wait(30), "nobody let it go"
+        return write_tensors(path, tensors, check=check)
+
+    monkeypatch.setattr("fedloom.checkpoints.write_tensors", held)
+    checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
+    assert reached.wait(30)
+    threading.Timer(0.05, go.set).start()
+    checkpoints.abandon()
+    assert checkpoints.rounds() == []
+    assert homes.changed == {1}, "and is to be written next time"
