@@ -27,6 +27,7 @@ class KeptDrafts:
         self._kept: dict[str, Checkpoints] = {}
         self._nobody = Homes({}, torch.float32)
         self._asked: float | None = None
+        self._offered: dict[str, float] = {}
 
     def _of(self, mark: str) -> Checkpoints:
         """Where the drafts of one piece of work lie."""
@@ -46,18 +47,21 @@ class KeptDrafts:
 
     def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
         """Keep what `draft` gives, if it is time to. Ends the run, if somebody has wanted that for a while."""
-        stop, kept = self._waited(), self._of(mark)
+        stop, kept = self._waited(mark), self._of(mark)
         if stop or self._rhythm.due(kept.seconds):
             kept.save(done, {"mark": mark, "draft": draft()}, self._nobody)
             self._rhythm.saved()
         if stop:
             raise Stopped(f"stopped within a round, in work of the server that goes on from here; {self._how_to_go_on}")
 
-    def _waited(self) -> bool:
-        """Whether somebody wants the run to stop, and has waited for long enough."""
+    def _waited(self, mark: str) -> bool:
+        """Whether somebody wants the run to stop, and has waited for long enough, or would until the next draft."""
+        now = time.monotonic()
+        step = now - self._offered.get(mark, now)
+        self._offered[mark] = now
         if self._asked is None and self._wants_stop():
-            self._asked = time.monotonic()
-        return self._asked is not None and time.monotonic() - self._asked >= PATIENCE
+            self._asked = now
+        return self._asked is not None and max(now - self._asked, step) >= PATIENCE
 
     def clear(self) -> None:
         """The work is done, and what came of it is kept elsewhere."""

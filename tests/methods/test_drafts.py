@@ -176,6 +176,19 @@ def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, mo
     assert place.find("work") == {"n": 2}
 
 
+def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is longer than anybody's patience was under way when it was asked for; another would follow it."""
+    now = 0.0
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    place = KeptDrafts(tmp_path, 1e9, lambda: now > 100, "go on")
+    place.offer("long", 1, lambda: {"n": 1})
+    now = 180.0
+    place.offer("other work", 1, lambda: {"n": 1})  # its first draft: it may be short
+    with pytest.raises(Stopped, match="go on"):
+        place.offer("long", 2, lambda: {"n": 2})
+    assert (place.find("long"), place.find("other work")) == ({"n": 2}, None)
+
+
 def test_without_a_keeper_nothing_is_kept_or_asked_for() -> None:
     nowhere = Drafts()
     nowhere.offer("work", 1, die)
