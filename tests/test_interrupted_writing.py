@@ -4,14 +4,18 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fedloom
 from fedloom.beside import Beside
 from fedloom.checkpoints import Checkpoints
 from fedloom.engines.base import Homes
+from fedloom.errors import FedloomError
+from fedloom.rounds import Rounds
 from fedloom.storage import write_tensors
 
 CPU = torch.device("cpu")
@@ -73,3 +77,26 @@ def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monke
     checkpoints.abandon()
     assert checkpoints.rounds() == []
     assert homes.changed == {1}, "and is to be written next time"
+
+
+def test_what_ended_a_run_is_told_and_not_what_became_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play, over = Rounds.play, threading.Event()
+
+    def full(path: Path, *_: Any, **__: Any) -> str:
+        assert over.wait(30), "the run does not end"
+        raise FedloomError(f"cannot write {path}: No space left on device.")
+
+    def fails(self: Rounds, round: int) -> dict[str, Any]:
+        if round == 1:
+            threading.Timer(0.1, over.set).start()
+            raise FedloomError("round 2: nobody answered.")
+        return play(self, round)
+
+    monkeypatch.setattr("fedloom.playing._beside", lambda _: CPU)
+    monkeypatch.setattr("fedloom.checkpoints.write_tensors", full)
+    monkeypatch.setattr(Rounds, "play", fails)
+    with pytest.raises(FedloomError, match="nobody answered"):
+        fedloom.run("fedavg", model="logreg", clients=4, per_round=2, rounds=3, steps=1, engine="plain", report=False,
+                    checkpoint_seconds=0, out=tmp_path / "run")  # fmt: skip
