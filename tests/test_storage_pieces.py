@@ -1,0 +1,37 @@
+"""Files in pieces: each is hashed as it was written, though its memory is used again for the next."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fedloom import storage
+
+
+class Slow:
+    """A digest that takes its time."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+
+    def update(self, piece: Any) -> None:
+        time.sleep(0.02)
+        self.seen.append(bytes(piece))
+
+
+@pytest.mark.parametrize("small", [0, 3, 99])
+def test_a_piece_is_hashed_before_the_next_takes_its_place(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves a GPU goes through one and the same pinned memory, piece by piece."""
+    monkeypatch.setattr(storage, "SMALL", small)
+
+    def reused() -> Iterator[memoryview]:
+        place = bytearray(4)
+        for number in range(5):
+            place[:] = bytes([number] * 4)
+            yield memoryview(place)[: 4 - number % 3]
+
+    slow: Any = Slow()
+    written = [bytes(piece) for piece in storage._hashed(reused(), slow, lambda: None)]
+    assert slow.seen == written
+    assert [piece[0] for piece in written] == [0, 1, 2, 3, 4]
