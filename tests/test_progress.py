@@ -69,6 +69,22 @@ def test_work_that_goes_on_from_where_it_was_is_judged_by_what_is_new(
     ]
 
 
+def test_runs_at_once_have_a_pace_each(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1000.0
+    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
+    display = Display()
+    display.begin(Path("runs"), make_config({"method": "dynafed", "rounds": 3}), [])
+    for done in (0, 10, 20):
+        display.work("one: synthesis", done, 100)
+        clock += 10
+        display.work("two: synthesis", 40 + done // 2, 100)
+        clock += 10
+    display.end()
+    said = capfd.readouterr().err
+    assert "one: synthesis 20/100, 2 min 40 s left" in said
+    assert "two: synthesis 50/100, 3 min 20 s left" in said
+
+
 def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
     display = Display()
     display.begin(Path("run"), make_config({"rounds": 1}), [])

@@ -36,13 +36,15 @@ class Display:
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._stops = 0
-        self._work, self._work_first, self._work_began, self._work_told = "", 0, 0.0, 0.0
+        self._works: dict[str, tuple[int, float]] = {}
+        """From which step on, and since when, we see each piece of work: runs at once have one each."""
+        self._work_told = 0.0
         self._handlers: dict[int, Any] = {}
 
     def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
         self._close_bars()
         self._take_signals()
-        self.folder, self._config, self._work = folder, config, ""
+        self.folder, self._config, self._works = folder, config, {}
         self._times: list[float] = []
         self._told = time.monotonic()
         done = max((record["round"] for record in history), default=0)
@@ -112,15 +114,16 @@ class Display:
 
     def work(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if what != self._work or not done:
-            self._work, self._work_first, self._work_began = what, done, now
+        if what not in self._works or not done:
+            self._works[what] = done, now
         if now - self._work_told < (0.2 if self.live else PAUSE) and done < total:
             return
         self._work_told = now
         state = f"{what} {done}/{total}"
-        new = done - self._work_first  # it may go on from where an earlier run was cut off
+        first, began = self._works[what]
+        new = done - first  # it may go on from where an earlier run was cut off
         if new and done < total:
-            state += f", {human_seconds((total - done) * (now - self._work_began) / new)} left"
+            state += f", {human_seconds((total - done) * (now - began) / new)} left"
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, state=state)
         else:
