@@ -1,5 +1,6 @@
 """Work on the server that is cut off in the middle of a round goes on from there, with the same bits."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_dynafed import convolutions, images
+from small_dynafed import convolutions, images, refiner_of
 
 import fedloom
 from fedloom import drafts
 from fedloom.checkpoints import Checkpoints
+from fedloom.config import make_config
 from fedloom.drafts import KeptDrafts
+from fedloom.experiment import build
 from fedloom.methods.base import Drafts
 from fedloom.watching import Silent, Stopped
 
@@ -99,7 +102,7 @@ def test_a_short_synthesis_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_at_once")
-@pytest.mark.parametrize("harm", ["other options", "damaged", "gone"])
+@pytest.mark.parametrize("harm", ["other options", "other models", "damaged", "gone"])
 def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> None:
     given = settings()
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
@@ -110,6 +113,12 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
         whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
         path = tmp_path / "cut" / "config.toml"
         path.write_text(path.read_text().replace("inner_lr = 1.0", "inner_lr = 0.5"))
+    if harm == "other models":
+        given |= {"epochs": 2}
+        whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
+        path = tmp_path / "cut" / "config.toml"
+        path.write_text(path.read_text().replace("epochs = 1", "epochs = 2"))
+        shutil.rmtree(tmp_path / "cut" / "checkpoints")
     for path in (tmp_path / "cut" / "draft").glob("*/*"):
         if harm == "gone":
             path.unlink()
@@ -119,6 +128,36 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=watcher)
     assert watcher.steps == [*range(ITERATIONS + 1)], "it begins again"
     assert run.digest == whole.digest
+
+
+class Noting:
+    """Keeps nothing, and notes under what."""
+
+    def __init__(self) -> None:
+        self.marks: set[str] = set()
+
+    def find(self, mark: str) -> None:
+        self.marks.add(mark)
+
+    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
+        self.marks.add(mark)
+
+
+def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
+    def mark(seed: int = 0, models: tuple[int, int] = (0, 1), **options: Any) -> str:
+        keeper = Noting()
+        values = {**images(**options), "method": "dynafed", "model": "mlp", "seed": seed}
+        values.pop("report")
+        with build(make_config(values)).engine_closed() as experiment:
+            refiner = refiner_of(experiment)
+            refiner.context.drafts.keeper = keeper
+            refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
+            refiner.synthesise()
+        (found,) = keeper.marks
+        return found
+
+    assert mark() == mark()
+    assert len({mark(), mark(seed=1), mark(models=(0, 2)), mark(models=(1, 0)), mark(inner_lr=0.5)}) == 5
 
 
 def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

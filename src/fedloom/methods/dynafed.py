@@ -163,8 +163,9 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
     def synthesise(self) -> Synthetic:
         """Synthetic samples that lead along the trajectory."""
         options, context = self.options, self.context
-        # What the samples depend on: how they are made, and from what.
-        mark = f"dynafed {options.model_dump_json()} {[digest(row) for row in self.trajectory]}"
+        # What the samples depend on: how they are made, by which draws, and from what.
+        models = [digest(row) for row in self.trajectory]
+        mark = f"dynafed {options.model_dump_json()} seed {context.streams.seed} {models}"
         data, optimizers, losses = self._begin(context.drafts.find(mark))
         rates = (options.image_lr, options.label_lr, options.rate_lr)
 
