@@ -85,6 +85,20 @@ def test_runs_at_once_have_a_pace_each(capfd: pytest.CaptureFixture[str], monkey
     assert "two: synthesis 50/100, 3 min 20 s left" in said
 
 
+def test_work_that_begins_anew_under_the_same_name_has_a_pace_of_its_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
+    display = Display()
+    display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+    for done in (0, 100, 0, 10):
+        display.work("synthesis", done, 100)
+        clock += 20
+    display.end()
+    assert "synthesis 10/100, 3 min 00 s left" in capfd.readouterr().err
+
+
 def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
     display = Display()
     display.begin(Path("run"), make_config({"rounds": 1}), [])

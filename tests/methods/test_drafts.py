@@ -16,6 +16,7 @@ from fedloom.checkpoints import Checkpoints
 from fedloom.config import make_config
 from fedloom.drafts import KeptDrafts
 from fedloom.experiment import build
+from fedloom.folder import RunFolder
 from fedloom.methods.base import Drafts
 from fedloom.watching import Silent, Stopped
 
@@ -199,6 +200,61 @@ def test_they_are_never_kept_more_often_than_every_few_seconds(
         place.offer("work", tenth, lambda now=now: kept.append(now) or {})
     assert kept[0] == pytest.approx(max(seconds, drafts.PATIENCE))
     assert all(b - a >= drafts.PATIENCE for a, b in pairwise(kept))
+
+
+def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, kept = 0.0, list[float]()
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    place = KeptDrafts(tmp_path, 10.0, lambda: False, "")
+
+    def slow() -> Mapping[str, Any]:
+        kept.append(now)
+        return {}
+
+    def slowly(path: Path, value: Any) -> None:
+        nonlocal now
+        now += 4.0
+
+    monkeypatch.setattr("fedloom.checkpoints.write_json", slowly)
+    for second in range(500):
+        now = max(now, float(second))
+        place.offer("work", second, slow)
+    assert kept == [10.0, 214.0, 418.0], "four seconds are a fiftieth of two hundred"
+
+
+@pytest.mark.parametrize(("seconds", "drafts_made"), [(0.0, ITERATIONS), (1e6, 0)])
+def test_a_run_keeps_drafts_as_often_as_checkpoints(
+    seconds: float, drafts_made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+    made: list[Path] = []
+    save: Callable[..., None] = Checkpoints.save
+
+    def noted(self: Checkpoints, *given: Any, **named: Any) -> None:
+        made.append(self.folder)
+        save(self, *given, **named)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    fedloom.run("dynafed", out=tmp_path / "run", **{**settings(), "checkpoint_seconds": seconds})
+    assert len([folder for folder in made if folder.parent.name == "draft"]) == drafts_made
+
+
+def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is not played again, so that nobody would take it away."""
+    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+    write = RunFolder.write_summary
+
+    def dies(self: RunFolder, summary: dict[str, Any]) -> None:
+        write(self, summary)
+        raise Killed
+
+    monkeypatch.setattr(RunFolder, "write_summary", dies)
+    with pytest.raises(Killed):
+        fedloom.run("dynafed", out=tmp_path / "run", **settings())
+    assert fedloom.resume(tmp_path / "run", model=convolutions, report=False).digest
+    assert not (tmp_path / "run" / "draft").exists()
 
 
 def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
