@@ -1,0 +1,53 @@
+"""The rounds of a run: when they are saved, and that whoever looks on is told of the end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedloom
+from fedloom.checkpoints import Checkpoints
+from fedloom.rounds import Rounds
+from fedloom.watching import Silent
+
+RUN: dict[str, Any] = {
+    "model": "logreg", "clients": 4, "per_round": 2, "rounds": 8, "steps": 1, "engine": "plain", "report": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(3.0, [3, 6, 8]), (0.0, [*range(1, 9)]), (99.0, [8])])
+def test_checkpoints_are_as_many_seconds_apart_as_was_asked(
+    seconds: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, saved, play = 0.0, list[int](), Rounds.play
+
+    def one_second(self: Rounds, round: int) -> dict[str, Any]:
+        nonlocal now
+        now += 1.0
+        return play(self, round)
+
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr(Rounds, "play", one_second)
+    monkeypatch.setattr(Checkpoints, "save", lambda self, round, *_, **__: saved.append(round))
+    fedloom.run("fedavg", **RUN, checkpoint_seconds=seconds, out=tmp_path / "run")
+    assert saved == expected
+
+
+def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C once more, while what was broken off is waited for: a display gives the terminal back all the same."""
+    ended: list[bool] = []
+
+    class Told(Silent):
+        def end(self) -> None:
+            ended.append(True)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rounds, "play", interrupted)
+    monkeypatch.setattr(Checkpoints, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fedloom.run("fedavg", **RUN, out=tmp_path / "run", watcher=Told())
+    assert ended == [True]
