@@ -217,6 +217,8 @@ def test_both_factors_of_a_low_rank_adaptation_are_one_unit() -> None:
 
     layout = Layout.of(nn.Sequential(Adapted(), nn.Linear(4, 1)))
     assert {name: len(columns) for name, columns in layout.units().items()} == {"0": 2, "0.base_layer": 2, "1": 2}
+    alone = Layout.of(Adapted())
+    assert {name: len(columns) for name, columns in alone.units().items()} == {"": 2, "base_layer": 2}, "of no other"
 
 
 # binding

@@ -260,7 +260,8 @@ def _unit_of(name: str) -> str:
 
     Both factors of a low-rank adaptation are of the module that is adapted: one alone means nothing in another model.
     """
-    return name.rpartition(".")[0].partition(".lora_")[0]
+    module = f".{name}".rpartition(".")[0]  # with a dot before it even where it is of the network itself
+    return module.partition(".lora_")[0].removeprefix(".")
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
