@@ -1,5 +1,8 @@
 """Several runs at once: each is what it would be alone."""
 
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,3 +123,33 @@ def test_what_makes_no_sense_is_refused(number: int, words: str, tmp_path: Path)
     with pytest.raises(InputError, match=words):
         fedloom.compare(["fedavg"], 2, at_once=number, out=tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_who_interrupts_at_once_does_not_wait_for_the_rounds(tmp_path: Path) -> None:
+    """Ctrl-C twice reaches the main thread, which only waits for the others."""
+    all_at_work, ended, begun = threading.Barrier(3), list[str](), list[str]()
+
+    def endless(name: str) -> Run:
+        begun.append(name)
+        try:
+            all_at_work.wait(30)
+            for _ in range(3000):
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            ended.append(name)
+            raise
+        raise AssertionError("nobody interrupted it")
+
+    def job(name: str) -> Job:
+        return tmp_path / name, make_config({**SETTINGS, "method": "fedavg"}), lambda _: endless(name)
+
+    def press(person: int) -> None:
+        all_at_work.wait(30)
+        signal.pthread_kill(person, signal.SIGINT)
+
+    eye = Eye()
+    threading.Thread(target=press, args=(threading.get_ident(),)).start()
+    with pytest.raises(KeyboardInterrupt):
+        carry_out([job("one"), job("two"), job("three")], 2, eye, tmp_path)
+    assert sorted(ended) == sorted(begun) == ["one", "two"], "the third does not begin"
+    assert eye.ended

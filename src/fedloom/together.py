@@ -5,9 +5,11 @@ side by side. So runs that are to share a GPU share a process: a thread each, wh
 of the others. Each run is what it would be alone.
 """
 
+import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ class _Hub:
         self.watcher = watcher
         self.lock = threading.RLock()
         self.failed = False
+        self._at_work: set[int] = set()
         self._rounds = 0
         self._total = sum(config.rounds for _, config, _ in jobs)
 
@@ -51,6 +54,32 @@ class _Hub:
             self._rounds += rounds
             if record is not None:
                 self.watcher.record({"round": min(self._rounds, self._total), "note": record.get("note")})
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let this thread be interrupted by `interrupt`, until the end."""
+        thread = threading.get_ident()
+        with self.lock:
+            self._at_work.add(thread)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._at_work.discard(thread)
+                _raise_in(thread, None)  # one that is on its way would reach whoever has the thread next
+
+    def interrupt(self) -> None:
+        """Python tells Ctrl-C to the main thread alone: tell it to those at work."""
+        with self.lock:
+            self.failed = True
+            for thread in self._at_work:
+                _raise_in(thread, KeyboardInterrupt)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise it in another thread before its next step in Python; None takes back one that was not raised yet."""
+    what = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 
 
 class _OneOf:
@@ -112,7 +141,8 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
     def beside(job: Job, eye: _OneOf) -> Run | None:
         """Beside others; None: it found no memory."""
         try:
-            return one(job, eye)
+            with hub.interruptible():
+                return one(job, eye)
         except ShortOfMemory as shortage:
             eye.note(f"{shortage} Once the others are done there may be enough, so it goes on after them, alone.")
         except BaseException:
@@ -121,9 +151,16 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
         release()
         return None
 
+    pool = ThreadPoolExecutor(at_once)
     try:
-        with ThreadPoolExecutor(at_once) as pool:
+        try:
             futures = [pool.submit(beside, job, eye) for job, eye in zip(jobs, eyes, strict=True)]
+            wait(futures)
+        except KeyboardInterrupt:
+            hub.interrupt()
+            raise
+        finally:
+            pool.shutdown()
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(
             errors, key=lambda error: isinstance(error, Stopped)
