@@ -22,6 +22,7 @@ from fedloom.data import keep_classes, load
 from fedloom.errors import FedloomError, InputError
 from fedloom.models import build
 from fedloom.pretraining import Pretraining
+from fedloom.storage import write_json
 from fedloom.streams import Streams
 from fedloom.watching import Silent
 
@@ -142,6 +143,29 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     watcher = StopsAfter(99)
     assert pretrain(out, watcher=watcher).digest == whole.digest
     assert "Going on from the checkpoint before it" in watcher.notes[0]
+
+
+@pytest.mark.parametrize(("takes", "expected"), [(0.0, [3, 6]), (0.1, [3])])
+def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_long(
+    takes: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, saved = 0.0, list[int]()
+
+    class EpochsOfASecond(Silent):
+        def record(self, record: Any) -> None:
+            nonlocal now
+            now += 1.0
+
+    def write(path: Path, record: dict[str, Any]) -> None:
+        nonlocal now
+        now += takes  # a tenth of a second is a fiftieth of five
+        saved.append(record["round"])
+        write_json(path, record)
+
+    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.checkpoints.write_json", write)
+    pretrain(tmp_path / "m.safetensors", epochs=8, checkpoint_seconds=3, watcher=EpochsOfASecond())
+    assert saved == expected
 
 
 def test_a_finished_one_is_returned_and_never_written_over(tmp_path: Path) -> None:
