@@ -144,7 +144,11 @@ def _on_host(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
-    """Read tensors back; a file that is not what was written is refused."""
+    """Read tensors back; a file that is not what was written is refused.
+
+    Each has memory of its own, as if it had been computed here. In a file they lie on any 8 bytes, and matrix products
+    may round by where their numbers lie: a run that goes on would not have the same bits.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -152,7 +156,7 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
     try:
-        return parse_tensors(content)
+        return {name: tensor.clone() for name, tensor in parse_tensors(content).items()}
     except (SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"{path} is not a whole safetensors file: {error}.") from error
 
