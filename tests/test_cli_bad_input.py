@@ -112,6 +112,23 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("verify nowhere", ("nowhere", "not a run")),
     ("report nowhere", ("nowhere",)),
     ("compare fedavg --seeds 99999999999", ("seeds must be from 1 to 10,000, not 99999999999.",)),
+    ("run fedavg --epochs 1e23", ("epochs must be a whole number, not '1e23'.",)),
+    *(
+        (
+            f"run fedavg --{name} {10**23}",
+            (f"{name.replace('-', '_')} must be less than or equal to {most}, not '1000",),
+        )
+        for name, most in [
+            *dict.fromkeys(("epochs", "steps", "batch-size", "rounds", "clients", "per-round"), 10**9).items(),
+            *dict.fromkeys(("eval-every", "min-clients", "keep-checkpoints"), 10**9).items(),
+            *dict.fromkeys(("workers", "slots", "nodes"), 1024).items(),
+        ]
+    ),
+    (f"run fedavg --rounds {'9' * 5000}", ("rounds must be a whole number of ordinary size, not '999", "999....")),
+    ("pretrain digits --out x.safetensors --epochs 10000000000", ("epochs must be less than or equal to 1000000000",)),
+    ("pretrain digits --out x.safetensors --batch-size 9999999999", ("batch_size must be less than or equal",)),
+    ("partition digits iid --clients 99999999999", ("clients must be less than or equal to 1000000000",)),
+    ("compare fedavg --seeds 1e23", ("seeds must be a whole number, not '1e23'.",)),
     ("compare fedavg --out=", ("--out must be the name of a folder, not ''.",)),
     ("run fedavg --out=", ("--out must be the name of a folder, not ''.",)),
     ("run fedavg --init=", ("init must be a file, the folder of a run or the name of one, not ''.",)),

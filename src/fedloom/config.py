@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.errors import InputError
-from fedloom.settings import found_device, validated
+from fedloom.settings import MOST, MOST_AT_ONCE, found_device, validated
 from fedloom.training import Training
 
 
@@ -35,9 +35,9 @@ class Config(Training):
     """merge training and test samples, hold this share of each client's out, and test on all of these; 0: do not"""
     server_data: str | None = None
     """what the server holds: split:X, a share or number of samples kept from the clients, or another data set"""
-    clients: int | None = Field(None, ge=1)
+    clients: int | None = Field(None, ge=1, le=MOST)
     """number of clients; by default 20, or as many as the partition brings along (natural, domain, file)"""
-    per_round: int | None = Field(None, ge=1)
+    per_round: int | None = Field(None, ge=1, le=MOST)
     """clients asked in each round; by default 10, or all if there are fewer"""
     model: str = "mlp"
     """the network (`fedloom list models`)"""
@@ -47,16 +47,16 @@ class Config(Training):
     """refuse another file than the one with this SHA-256; a run notes it down by itself"""
     new_head: bool = False
     """with --init: start with a new classifier even where the number of classes is the same"""
-    rounds: int = Field(30, ge=1)
+    rounds: int = Field(30, ge=1, le=MOST)
     """rounds of training"""
     seed: int = Field(0, ge=0, lt=2**63)
     """seed of every random draw"""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of the methods, by method and name"""
 
-    eval_every: int = Field(1, ge=1)
+    eval_every: int = Field(1, ge=1, le=MOST)
     """rounds between two evaluations; the last round is always evaluated"""
-    min_clients: int = Field(0, ge=0)
+    min_clients: int = Field(0, ge=0, le=MOST)
     """end with an error when fewer clients than this answer in a round"""
     lost: float = Field(0.0, ge=0, lt=1)
     """simulated probability that a client does not answer"""
@@ -77,7 +77,7 @@ class Config(Training):
     engine: Literal["auto", "plain", "host", "cuda", "flower"] = "auto"
     """plain: one client after the other; host: worker processes; cuda: many clients on a GPU; flower: sites of their
     own over the network; auto: what fits"""
-    nodes: int = Field(0, ge=0)
+    nodes: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """with --engine flower: SuperNodes on this machine, which share the clients; 0: one for each client"""
     deadline: float = Field(600.0, gt=0)
     """with --engine flower: seconds in which a site must answer in a round"""
@@ -87,15 +87,15 @@ class Config(Training):
     """how a GPU multiplies: in full, with TF32's 10-bit fractions, or networks in bfloat16; a CPU takes fp32"""
     fast: bool = False
     """on a GPU, also use algorithms whose result is not the same every time"""
-    slots: int = Field(0, ge=0)
+    slots: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """clients that the cuda engine trains at once on a GPU; 0: as many as are asked in a round, at most 16"""
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """worker processes of the host engine; 0: one for each core"""
     channels_last: bool | None = None
     """channels-last order of images and convolutions; by default where it is faster, on CPUs and in bf16"""
     checkpoint_seconds: float = Field(30.0, ge=0)
     """seconds between two checkpoints, more where writing them takes long; 0 writes one after every round"""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, le=MOST)
     """how many checkpoints are kept"""
     cache_dir: str | None = None
     """folder for what a server caches (fedcda's models) where it may be larger than memory; by default in memory"""

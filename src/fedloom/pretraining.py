@@ -37,7 +37,7 @@ from fedloom.initial import checksum, read_source
 from fedloom.optim import Optimizer
 from fedloom.precision import set_precision
 from fedloom.rows import Layout, digest
-from fedloom.settings import Plan, Settings, found_device, validated
+from fedloom.settings import MOST, MOST_AT_ONCE, Plan, Settings, found_device, validated
 from fedloom.shortage import told_in_a_sentence
 from fedloom.storage import write_tensors
 from fedloom.streams import Streams
@@ -58,9 +58,9 @@ class Pretraining(Settings):
     """train on these classes only, such as 0-4 or 0,2,7; by default all"""
     normalize: str = "default"
     """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
-    epochs: int = Field(10, ge=1)
+    epochs: int = Field(10, ge=1, le=MOST)
     """passes over the training samples"""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(64, ge=1, le=MOST)
     """samples in a batch"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam"""
@@ -83,7 +83,7 @@ class Pretraining(Settings):
 
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
-    threads: int = Field(1, ge=0, le=1024)
+    threads: int = Field(1, ge=0, le=MOST_AT_ONCE)
     """threads on the CPU; 0: one for each core. Another number rounds differently"""
     channels_last: bool = True
     """keep images and convolution weights in channels-last order, which is faster on CPUs"""

@@ -7,6 +7,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedloom.errors import InputError, unknown
 
+MOST = 1_000_000_000
+"""Of anything that is counted: more is a slip of the hand, and would be begun and never come to an end."""
+MOST_AT_ONCE = 1024
+"""Of what one machine does at once: each of them takes memory before anything is computed."""
+
 
 class Settings(BaseModel):
     """Base of everything a person may set: frozen, no unknown names, documented where it is defined."""
@@ -64,6 +69,9 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "value_error" and not key:
         return first["msg"].removeprefix("Value error, ")
     expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(first["type"].split("_")[0])
+    if first["type"] == "int_parsing_size":
+        expected = "a whole number of ordinary size"
     if expected is None or "_" not in first["type"]:
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{key} must be {expected}, not {first['input']!r}."
+    given = repr(first["input"])
+    return f"{key} must be {expected}, not {given if len(given) <= 160 else f'{given[:157]}...'}."

@@ -5,17 +5,17 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from fedloom.optim import SGD, Adam, Steady
-from fedloom.settings import Settings
+from fedloom.settings import MOST, Settings
 
 
 class Training(Settings):
     """Ordinary local training."""
 
-    epochs: int = Field(2, ge=0)
+    epochs: int = Field(2, ge=0, le=MOST)
     """passes of a client over its own samples in one round"""
-    steps: int | None = Field(None, ge=0)
+    steps: int | None = Field(None, ge=0, le=MOST)
     """steps of a client in one round, instead of epochs"""
-    batch_size: int = Field(20, ge=0)
+    batch_size: int = Field(20, ge=0, le=MOST)
     """samples in a batch; 0 takes all of a client's samples at once"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam, made anew for each client and round unless --keep-optimizer is given"""
