@@ -74,11 +74,33 @@ def test_a_written_split_is_run_again_exactly(command: Command, tmp_path: Path) 
     config = RunFolder.open(tmp_path / "read").config
     assert (config.partition, config.clients) == (f"file:{tmp_path / 'split.npz'}", 5)
     assert command("verify", "read").code == 0
+    (tmp_path / "split.npz").unlink()
     other = ("partition", "digits", "shards:2", "--clients", 5, "--seed", 9, "--out", "split.npz", "--json")
     command(*other).result  # noqa: B018
     refused = command("verify", "read")
     assert refused.code == 2
     assert "is another partition than the one with the SHA-256" in refused.err
+
+
+@pytest.mark.parametrize("name", ["split.json", "split.npz"])
+def test_a_file_that_is_there_already_is_not_written_over(command: Command, tmp_path: Path, name: str) -> None:
+    words = ("partition", "digits", "shards:2", "--clients", 5, "--out", name, "--plot", "p.svg")
+    (tmp_path / name).write_bytes(b"my notes")
+    for seed in (1, 2):
+        before = (tmp_path / name).read_bytes()
+        refused = command(*words, "--seed", seed)
+        said = f"{name} is there already and is not this partition; choose another --out, or delete it."
+        assert (refused.code, refused.out, refused.err) == (2, "", f"fedloom: {said}\n")
+        assert (tmp_path / name).read_bytes() == before
+        assert not (tmp_path / "p.svg").exists()
+        (tmp_path / name).write_bytes(b"")  # as mktemp leaves it: there is nothing to lose
+        assert command(*words[:-2], "--seed", seed).code == 0
+    written, at = (tmp_path / name).read_bytes(), (tmp_path / name).stat().st_mtime_ns
+    assert command(*words, "--seed", 2).code == 0, "the same partition is not an error"
+    assert ((tmp_path / name).read_bytes(), (tmp_path / name).stat().st_mtime_ns) == (written, at)
+    (tmp_path / f"folder-{name}").mkdir()
+    refused = command(*words[:-3], f"folder-{name}")
+    assert (refused.code, refused.err) == (2, f"fedloom: cannot write the partition folder-{name}: Is a directory.\n")
 
 
 @pytest.mark.parametrize(("partition", "clients"), [("natural", 12), ("natural,min=120", 10), ("domain", 3)])

@@ -52,7 +52,8 @@ def read_parts(path: Path, pool: Pool) -> list[Indices]:
 def write_parts(path: Path, parts: Sequence[Indices], labels: Labels, about: Mapping[str, Any]) -> None:
     """Write parts to a file that `read_parts` reads, as npz or JSON by the ending of its name.
 
-    JSON also keeps `about`, and a checksum of the labels by which a mistaken use with other data is found out.
+    JSON also keeps `about`, and a checksum of the labels by which a mistaken use with other data is found out. What is
+    there already and says anything else is left alone: runs may have been made with it, and would not go on without.
     """
     if path.suffix not in (".json", ".npz"):
         raise InputError(f"a partition is written as .json or .npz, not as {path.name!r}.")
@@ -63,12 +64,26 @@ def write_parts(path: Path, parts: Sequence[Indices], labels: Labels, about: Map
             for client, part in enumerate(parts):
                 with archive.open(zipfile.ZipInfo(f"{client}.npy"), "w") as file:
                     np.lib.format.write_array(file, part, allow_pickle=False)
-        write_atomically(path, content.getvalue())
+        _write_new(path, content.getvalue())
         return
     head = {**about, "samples": len(labels), "labels_sha256": _checksum(labels)}
     lines = ",\n".join(json.dumps(part.tolist(), separators=(",", ":")) for part in parts)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "clients": [\n{lines}\n]}}\n'
-    write_atomically(path, text.encode())
+    _write_new(path, text.encode())
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    try:
+        before = path.read_bytes()
+    except FileNotFoundError:
+        before = b""
+    except OSError as error:
+        raise InputError(f"cannot write the partition {path}: {error.strerror or error}.") from None
+    if before == content:
+        return
+    if before:
+        raise InputError(f"{path} is there already and is not this partition; choose another --out, or delete it.")
+    write_atomically(path, content)
 
 
 def _checksum(labels: Labels) -> str:
