@@ -287,7 +287,8 @@ def test_verify_looks_at_the_model_file_too(command: Command, tmp_path: Path) ->
     assert ended.out == ""
     file.unlink()
     ended = command("verify", "r", "--quiet")
-    assert (ended.code, ended.err) == (2, "fedloom: cannot read 'r/model.safetensors': No such file or directory.\n")
+    said = "fedloom: r/model.safetensors is gone; write it again with: fedloom resume r\n"
+    assert (ended.code, ended.err) == (2, said)
 
 
 def test_verify_knows_of_answers_that_were_lost(command: Command, tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import fedloom
+from fedloom.errors import InputError
+from fedloom.watching import Silent
 from test_cli_bad_input import TINY, Command, refused
 
 
@@ -107,6 +110,49 @@ def test_a_summary_that_was_changed(command: Command, unfinished: Path, text: st
     (unfinished / "summary.json").write_text(text)
     refused(command("resume", "r"), "summary.json")
     refused(command("verify", "r"), "summary.json")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold+fedcross", "fedcda"])
+def test_a_model_that_is_gone_is_written_again(command: Command, tmp_path: Path, method: str) -> None:
+    first = command("run", method, *TINY, "--out", "r", "--json").result
+    model = tmp_path / "r" / "model.safetensors"
+    content = model.read_bytes()
+    model.unlink()
+    way = "r/model.safetensors is gone; write it again with: fedloom resume r"
+    refused(command("verify", "r"), way)
+    refused(command("run", "fedavg", *TINY, "--init", "r", "--out", "s"), "model.safetensors is gone; write it again")
+    with pytest.raises(InputError, match=r"model\.safetensors is gone; write it again with: fedloom resume"):
+        fedloom.resume(tmp_path / "r", watcher=Gone(model)).model()
+    kept = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    ended = command("resume", "r", "--json")
+    assert ended.result == first
+    assert "r/model.safetensors was gone; it was written again from the last checkpoint." in ended.err
+    assert model.read_bytes() == content
+    assert {path: path.read_bytes() for path in kept} == kept, "nothing else is touched"
+    assert command("resume", "r", "--json").err == ""
+
+
+class Gone(Silent):
+    """Somebody who deletes a file as soon as it was written."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def note(self, text: str) -> None:
+        if "written again" in text:
+            self.file.unlink()
+
+
+@pytest.mark.parametrize("how", ["gone", "older", "damaged"])
+def test_a_model_that_cannot_be_written_again(command: Command, tmp_path: Path, how: str) -> None:
+    assert command("run", "fedavg", *TINY, "--checkpoint-seconds", 0, "--out", "r", "--quiet").code == 0
+    (tmp_path / "r" / "model.safetensors").unlink()
+    for path in checkpoints(tmp_path / "r", "round-*" if how != "older" else "round-000002*"):
+        path.unlink() if how != "damaged" else path.write_bytes(b"")
+    before = sorted((tmp_path / "r").rglob("*"))
+    words = ("r/model.safetensors is gone, and so is the checkpoint after the last round", "r/config.toml says how")
+    refused(command("resume", "r"), *words)
+    assert sorted((tmp_path / "r").rglob("*")) == before
 
 
 def test_settings_that_would_change_the_result_cannot_be_changed(command: Command, unfinished: Path) -> None:

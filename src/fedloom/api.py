@@ -25,6 +25,7 @@ from fedloom.initial import MODEL_FILE, checksum
 from fedloom.playing import play
 from fedloom.report import read_run, write_report
 from fedloom.request import Own, check, replace_config
+from fedloom.rows import digest
 from fedloom.shortage import persevere, told_in_a_sentence
 from fedloom.storage import read_tensors
 from fedloom.watching import Silent, Stopped, Watcher
@@ -66,6 +67,7 @@ class Run:
 
     def model(self) -> nn.Module:
         """The deployed model as an ordinary module, in evaluation mode."""
+        _has_model(self.path)
         tensors = read_tensors(self.path / MODEL_FILE)
         if isinstance(self._own.model, nn.Module):
             module = self._own.model
@@ -228,7 +230,8 @@ def resume(
     """Go on with a run that was stopped or killed; the result has the same bits as if it had not been.
 
     What the run was given as Python objects must be given again. `changes` may be settings that leave the result
-    alone: engine, workers, checkpoint_seconds, keep_checkpoints. A finished run is returned as it is.
+    alone: engine, workers, checkpoint_seconds, keep_checkpoints. A finished run is returned as it is; if its model's
+    file is gone, it is written again from the last checkpoint.
     """
     watcher, own = watcher or Silent(), Own(data, model, loss)
     folder = RunFolder.open(Path(path))
@@ -236,7 +239,10 @@ def resume(
     _refuse_changes(folder.config, changes)
     _refuse_moving(folder, changes)
     folder = _changed(folder, changes)
-    if folder.summary() is not None:
+    summary = folder.summary()
+    if summary is not None:
+        if not (folder.path / MODEL_FILE).is_file():
+            _write_model_again(folder, own, summary["digest"], watcher, sites)
         return _finish(folder, own, report and not (folder.path / "report.html").exists())
 
     def attempt(slots: int | None) -> None:
@@ -293,6 +299,7 @@ def verify(
     _refuse_changes(folder.config, changes)
     _same_objects(folder, own)
     before = Run(folder, own).digest
+    _has_model(folder.path)
     held = checksum(folder.path / MODEL_FILE)
     if folder.config.noise_source == "system":
         raise InputError(f"{path} cannot be verified: its noise came from the system and is not drawn again.")
@@ -340,6 +347,32 @@ def _start_of(folder: RunFolder, watcher: Watcher) -> Mapping[str, Tensor] | Non
                 "what it started from."
             )
     return start
+
+
+def _has_model(path: Path) -> None:
+    """Say how a finished run gets its model's file back, where it is gone."""
+    if not (path / MODEL_FILE).exists():
+        raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
+
+
+def _write_model_again(folder: RunFolder, own: Own, expected: str, watcher: Watcher, sites: Sites | None) -> None:
+    """The last checkpoint of a finished run holds the same model as the file that is gone."""
+    file, config = folder.path / MODEL_FILE, replace_config(folder.config, engine="plain")  # nobody is trained
+    taken = _start_of(folder, watcher)
+    with folder.alone(), _ready(config, own, folder.path, watcher, taken, sites) as experiment:
+        try:
+            latest = folder.checkpoints.load_latest(experiment.engine.homes)
+        except InputError:  # all of them are damaged
+            latest = None
+        if latest is not None:
+            experiment.load(latest[1]["parts"])
+        if latest is None or digest(experiment.rounds.deployed()) != expected:
+            raise InputError(
+                f"{file} is gone, and so is the checkpoint after the last round, from which it could be written again; "
+                f"{folder.path / 'config.toml'} says how the run is made anew."
+            )
+        folder.write_model(experiment.deployed())
+    watcher.note(f"{file} was gone; it was written again from the last checkpoint.")
 
 
 def _refuse_moving(folder: RunFolder, changes: Mapping[str, Any]) -> None:

@@ -164,10 +164,12 @@ def _file_of(path: Path) -> Path:
             return path
         if (path / MODEL_FILE).is_file():
             return path / MODEL_FILE
-        unfinished = (path / "config.toml").is_file()
+        run, finished = (path / "config.toml").is_file(), (path / "summary.json").is_file()
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
-    if unfinished:
+    if run and finished:
+        raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
+    if run:
         raise InputError(f"{path} has no {MODEL_FILE}, for the run has not finished; go on with: fedloom resume {path}")
     raise InputError(f"there is no {MODEL_FILE} in {path}; expected the folder of a run, or a file.")
 
