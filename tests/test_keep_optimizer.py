@@ -125,6 +125,22 @@ def test_of_a_soup_the_first_model_goes_on_with_it_and_the_others_begin_anew() -
     assert len(set(kept[0].values())) == len(kept[0]) == 4
 
 
+def test_of_lss_it_is_the_first_member_too_unless_one_optimiser_trains_them_all() -> None:
+    given: dict[str, Any] = {"keep_optimizer": True, "momentum": 0.5, "model": plain_network, "rounds": 2}
+    alone = {"include_init": False, "affinity": 0.0, "diversity": 0.0}
+
+    def kept(method: str, **options: Any) -> dict[int, str]:
+        with small_experiment(method, {method: options}, **given).engine_closed() as experiment:
+            experiment.rounds.play(0)
+            homes = experiment.engine.homes
+            return {client: digest(homes.get(client)["@optimizer velocity"]) for client in homes.clients()}
+
+    first = kept("fedavg")
+    assert first == kept("lss", models=1, **alone) == kept("lss", models=3, **alone)
+    through = kept("lss", models=3, new_optimizer=False, **alone)
+    assert all(through[client] != first[client] for client in first)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_body_of_fedbabu_goes_on_with_it_and_its_fine_tuning_does_not(way: dict[str, Any]) -> None:
     anew, kept = (small_run("fedbabu", {}, keep_optimizer=keep, **way) for keep in (False, True))

@@ -17,6 +17,10 @@ is taken as 0. There is one set of batch norm's statistics, which every forward 
 That code also differs from the paper: f_p is not in the pool (`include_init`), the first member is trained alone and
 longer (`first_alone`, `first_epochs`), and diversity is the squared volume of the simplex (`spread`).
 
+Where the run says `keep_optimizer`, the first member goes on with what the client's first member knew in its last
+round, as in a soup: both train the received model. With `new_optimizer=false` one optimiser trains all members, and
+goes on as the last has left it.
+
 Members are kept as their way from f_p, so f_p itself is a row of zeros that need not be kept, and distances between
 models that are almost equal lose no digits. The gradient of every regulariser is a combination of these rows.
 """
@@ -131,8 +135,13 @@ class LSSLocal(Local[LSSOptions]):
                 bench.row[parameters:] = point[parameters:]
                 bench.bind(bench.row)
             torch.sub(f_i, f_p, out=pool[i])
+            if not i and o.new_optimizer:
+                bench.keep_optimizer()
         if o.models:
             self.mean(bench, pool)
+            if o.new_optimizer and bench.training.keep_optimizer:
+                bench.new_optimizer()
+                bench.recall_optimizer()  # of what the first member knew, for that is kept
         if o.estimate and bench.training.statistics != "estimated":
             bench.estimate_statistics()
 
