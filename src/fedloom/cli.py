@@ -25,7 +25,7 @@ ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base._
 
 app = typer.Typer(
     name="fedloom",
-    help="Federated learning on heterogeneous data: run methods, compare them, and get the same bits every time.",
+    help="Federated learning on heterogeneous data: run and compare methods, with the same bits every time.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -90,7 +90,7 @@ def resume(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Go on with a run that was stopped or killed. The result has the same bits as if it had not been."""
+    """Continue a run that was stopped or killed. The result has the same bits as without the interruption."""
     from fedloom.api import resume
     from fedloom.methods import import_file
     from fedloom.progress import Display
@@ -108,7 +108,7 @@ def verify(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a run again from its folder and prove that it gives the same model, bit for bit."""
+    """Repeat a finished run from its folder and prove that it gives the same model, bit for bit."""
     from fedloom.api import answers_lost, verify
     from fedloom.methods import import_file
     from fedloom.progress import Display
@@ -135,21 +135,21 @@ def verify(
 @app.command()
 @settable()
 def compare(
-    methods: Annotated[list[str] | None, typer.Argument(help="the methods; after --grid, the rest of the grid")] = None,
+    methods: Annotated[list[str] | None, typer.Argument(help="the methods; with --grid, the rest of the grid")] = None,
     grid: Annotated[
         str | None,
         typer.Option(
-            help="servers x locals x refiners, such as fedavg,fedcross x sgd,fedprox x none,dynafed (fedavg, sgd, "
-            "none: no part); what cannot be combined is left out with the reason",
+            help="run all combinations of servers x locals x refiners, such as fedavg,fedcross x sgd,fedprox x "
+            "none,dynafed (fedavg, sgd and none add no part); what cannot be combined is left out, with the reason",
             metavar="A,B x C,D",
         ),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="how many seeds, from --seed on", metavar="N")] = "1",
+    seeds: Annotated[str, typer.Option(help="number of seeds: --seed and those after it", metavar="N")] = "1",
     target: Annotated[
-        str | None, typer.Option(help="the accuracy whose reaching is timed, such as 0.8", metavar="X")
+        str | None, typer.Option(help="count the rounds until this accuracy is reached, such as 0.8", metavar="X")
     ] = None,
     at_once: Annotated[
-        str, typer.Option(help="runs that share a GPU at a time, where one alone does not fill it", metavar="N")
+        str, typer.Option(help="runs at a time on one GPU, if one alone does not fill it", metavar="N")
     ] = "1",
     set_: Settings = None,
     import_: Imports = None,
@@ -159,11 +159,11 @@ def compare(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Run several methods over seeds, on the same clients and batches; a table, and one report.
+    """Compare methods over seeds, on the same clients and batches. Prints a table and writes one report.
 
-    With --grid all combinations of parts are run, and which part helped how much is worked out.
+    With --grid all combinations of parts are run, and the report says which part helped how much.
 
-    The same command with the same --out goes on with a comparison that was stopped.
+    To continue a comparison that was stopped, give the same command with the same --out.
     """
     from fedloom.comparing import compare, plan_grid
     from fedloom.progress import Display
@@ -211,9 +211,9 @@ def pretrain(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Train a network on one data set in the ordinary way, as a start for --init.
+    """Train a network on one data set in the ordinary way, to start from it with --init.
 
-    The same command goes on with a pretraining that was stopped or killed, with the same result.
+    To continue a pretraining that was stopped or killed, give the same command; the result is the same.
     """
     from fedloom.pretraining import pretrain
     from fedloom.progress import Display
@@ -235,7 +235,7 @@ def pretrain(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, or of comparisons")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="the file to write")] = Path("report.html"),
-    title: Annotated[str | None, typer.Option(metavar="TEXT", help="a title for the page")] = None,
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="the title of the page")] = None,
 ) -> None:
     """Write one report about several runs."""
     from fedloom.report import read_grid, read_run, write_report

@@ -13,7 +13,7 @@ from fedloom.flower.certificates_command import certificates
 
 flower = typer.Typer(
     name="flower",
-    help=r"Runs over real sites, with Flower between them (install fedloom\[flower]).",
+    help=r"Run over real sites, which Flower connects (install fedloom\[flower]).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -42,7 +42,7 @@ def new(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Write an app for Flower that plays a run; the options are those of `fedloom run`.
+    """Write a Flower app for a run; the options are those of `fedloom run`.
 
     With --partition own the sites bring data of their own, and no data set is read by name.
     """
@@ -72,7 +72,7 @@ def superlink(
     port: Annotated[int, typer.Option(help="the port to listen on")] = 8000,
     database: Annotated[Path | None, typer.Option(help="a file for its state, so that a restart remembers it")] = None,
 ) -> None:
-    """Start Flower's SuperLink: with TLS, and for nodes with registered keys alone."""
+    """Start Flower's SuperLink, with TLS and only for nodes whose keys are registered."""
     from fedloom.flower import commands
 
     _need_flower()

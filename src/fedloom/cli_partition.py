@@ -21,7 +21,12 @@ def partition(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="write it (.json or .npz), for --partition file:FILE"),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="write the partition to a new file (.json or .npz), for --partition file:FILE",
+        ),
     ] = None,
     json_: Annotated[
         bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
@@ -29,7 +34,7 @@ def partition(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Show who would hold what: the split of a run with the same data, partition, clients and seed."""
+    """Show which client holds what, in a run with the same data, partition, clients and seed."""
     from fedloom.report.partition import check_plot
 
     config = make_config({**settings, "data": data, "partition": spec})

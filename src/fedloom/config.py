@@ -30,11 +30,12 @@ class Config(Training):
     partition: str = "dirichlet:0.3"
     """how samples are spread over clients (`fedloom list partitions`)"""
     partition_sha256: str | None = None
-    """with --partition file:...: refuse another file than this SHA-256's; a run notes it down by itself"""
+    """with --partition file:...: accept only a file with this SHA-256; runs record it by themselves"""
     client_test: float = Field(0.0, ge=0, lt=1)
-    """merge training and test samples, hold this share of each client's out, and test on all of these; 0: do not"""
+    """share of each client's samples to test on, training and test samples taken together; 0: the usual test set"""
     server_data: str | None = None
-    """what the server holds: split:X, a share or number of samples kept from the clients, or another data set"""
+    """samples that the server holds: split:X takes a share (0.05) or number (500) of the training samples away from the
+    clients; or the name of another data set"""
     clients: int | None = Field(None, ge=1, le=MOST)
     """number of clients; by default 20, or as many as the partition brings along (natural, domain, file)"""
     per_round: int | None = Field(None, ge=1, le=MOST)
@@ -44,7 +45,7 @@ class Config(Training):
     init: str | None = None
     """the starting model: a safetensors file, a torch state dict, the folder of a run, or the name of one in runs/"""
     init_sha256: str | None = None
-    """refuse another file than the one with this SHA-256; a run notes it down by itself"""
+    """with --init: accept only a file with this SHA-256; runs record it by themselves"""
     new_head: bool = False
     """with --init: start with a new classifier even where the number of classes is the same"""
     rounds: int = Field(30, ge=1, le=MOST)
@@ -57,48 +58,48 @@ class Config(Training):
     eval_every: int = Field(1, ge=1, le=MOST)
     """rounds between two evaluations; the last round is always evaluated"""
     min_clients: int = Field(0, ge=0, le=MOST)
-    """end with an error when fewer clients than this answer in a round"""
+    """stop with an error when fewer clients than this answer in a round"""
     lost: float = Field(0.0, ge=0, lt=1)
     """simulated probability that a client does not answer"""
 
     clip_update: float | None = Field(None, gt=0)
-    """largest norm of what a client changes in a round; longer updates are scaled down, and all clients count alike"""
+    """largest norm of a client's update; longer ones are scaled down, and all clients count equally"""
     noise: float = Field(0.0, ge=0)
-    """noise on the sum of clipped updates, in multiples of --clip-update: differential privacy of the clients"""
+    """noise on the sum of clipped updates, in multiples of --clip-update; gives clients differential privacy"""
     noise_by: Literal["server", "client"] = "server"
-    """who adds the noise: the server, or every client its share before it sends"""
+    """who adds the noise: the server, or each client its share before it sends"""
     noise_source: Literal["seed", "system"] = "seed"
-    """where noise, and who takes part, are drawn from: seed, to be repeated; system, securely, for real data"""
+    """how noise and participants are drawn: from the seed (repeatable), or by the system (secure, for real data)"""
     delta: float | None = Field(None, gt=0, lt=1)
-    """the chance with which privacy may fail, of which epsilon is told; by default 1 / clients^1.1"""
+    """the probability delta with which the guarantee of epsilon may fail; by default 1 / clients^1.1"""
     max_epsilon: float | None = Field(None, gt=0)
-    """end the run before more privacy than this is spent"""
+    """end the run before epsilon gets larger than this"""
 
     engine: Literal["auto", "plain", "host", "cuda", "flower"] = "auto"
-    """plain: one client after the other; host: worker processes; cuda: many clients on a GPU; flower: sites of their
-    own over the network; auto: what fits"""
+    """plain: one client after the other; host: worker processes; cuda: many clients at once on a GPU; flower: separate
+    sites over the network; auto: cuda on a GPU, else host"""
     nodes: int = Field(0, ge=0, le=MOST_AT_ONCE)
-    """with --engine flower: SuperNodes on this machine, which share the clients; 0: one for each client"""
+    """with --engine flower: number of SuperNodes, which share the clients; 0: one for each client"""
     deadline: float = Field(600.0, gt=0)
-    """with --engine flower: seconds in which a site must answer in a round"""
+    """with --engine flower: seconds that a site has to answer in a round"""
     device: str = "auto"
     """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1; auto: a GPU where there is one, or else the CPU"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """how a GPU multiplies: in full, with TF32's 10-bit fractions, or networks in bfloat16; a CPU takes fp32"""
+    """how a GPU computes: fp32; tf32 (products with 10-bit fractions); bf16 (networks in bfloat16). A CPU uses fp32"""
     fast: bool = False
-    """on a GPU, also use algorithms whose result is not the same every time"""
+    """on a GPU, also allow algorithms whose result is not the same every time"""
     slots: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """clients that the cuda engine trains at once on a GPU; 0: as many as are asked in a round, at most 16"""
     workers: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """worker processes of the host engine; 0: one for each core"""
     channels_last: bool | None = None
-    """channels-last order of images and convolutions; by default where it is faster, on CPUs and in bf16"""
+    """memory order of images and convolutions; by default channels-last where it is faster: on CPUs and in bf16"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints, more where writing them takes long; 0 writes one after every round"""
+    """seconds between two checkpoints, more if writing them takes long; 0: one after every round"""
     keep_checkpoints: int = Field(2, ge=1, le=MOST)
     """how many checkpoints are kept"""
     cache_dir: str | None = None
-    """folder for what a server caches (fedcda's models) where it may be larger than memory; by default in memory"""
+    """folder for the models that a server caches (fedcda), if memory is too small for them"""
     imports: list[str] = Field(default_factory=list)
     """Python files to run first, which register methods of one's own"""
 

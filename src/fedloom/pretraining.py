@@ -67,7 +67,7 @@ class Pretraining(Settings):
     lr: float = Field(0.05, ge=0)
     """learning rate"""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """the learning rate by epoch: down to nearly 0 along a cosine, or always the same"""
+    """the learning rate over the epochs: falling to nearly 0 along a cosine, or constant"""
     momentum: float = Field(0.9, ge=0, lt=1)
     """momentum of sgd"""
     nesterov: bool = False
@@ -84,11 +84,11 @@ class Pretraining(Settings):
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
     threads: int = Field(1, ge=0, le=MOST_AT_ONCE)
-    """threads on the CPU; 0: one for each core. Another number rounds differently"""
+    """threads on the CPU; 0: one for each core. The number changes the last bits of the result"""
     channels_last: bool = True
     """keep images and convolution weights in channels-last order, which is faster on CPUs"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints, more where writing them takes long; 0 writes one after every epoch"""
+    """seconds between two checkpoints, more if writing them takes long; 0: one after every epoch"""
 
     @field_validator("data")
     @classmethod

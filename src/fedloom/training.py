@@ -18,9 +18,9 @@ class Training(Settings):
     batch_size: int = Field(20, ge=0, le=MOST)
     """samples in a batch; 0 takes all of a client's samples at once"""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """sgd or adam, made anew for each client and round unless --keep-optimizer is given"""
+    """sgd or adam; a new one for each client and round, unless --keep-optimizer is given"""
     keep_optimizer: bool = False
-    """clients go on in a round with the momentum or moments that they ended their last one with"""
+    """each client continues with the momentum (sgd) or moments (adam) of the last round that it took part in"""
     lr: float = Field(0.05, ge=0)
     """learning rate of the clients"""
     lr_decay: float = Field(1.0, gt=0)
@@ -36,9 +36,9 @@ class Training(Settings):
     augment: str = "none"
     """random changes of training images: none, flip, crop, crop+flip"""
     statistics: Literal["running", "estimated"] = "running"
-    """batch norm's statistics: as training left them, or estimated anew from a client's samples before it sends"""
+    """batch norm's statistics that a client sends: as training left them, or estimated anew from its samples"""
     validation: float = Field(0.0, ge=0, lt=1)
-    """share of each client's samples held out of its training, for methods that choose by them"""
+    """share of each client's samples kept out of training, for methods that use it to choose models"""
 
     @model_validator(mode="after")
     def _remembers(self) -> "Training":
