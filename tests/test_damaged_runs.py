@@ -143,6 +143,14 @@ class Gone(Silent):
             self.file.unlink()
 
 
+def test_for_a_model_that_is_gone_one_of_several_gpus_is_enough(command: Command, tmp_path: Path) -> None:
+    assert command("run", "fedavg", *TINY, "--out", "r", "--quiet").code == 0
+    (tmp_path / "r" / "model.safetensors").unlink()
+    path = tmp_path / "r" / "config.toml"
+    path.write_text(path.read_text().replace('device = "cpu"', 'device = "cuda:7,cuda:8"'))
+    refused(command("resume", "r"), "device 'cuda:7' cannot be used here")
+
+
 @pytest.mark.parametrize("how", ["gone", "older", "damaged"])
 def test_a_model_that_cannot_be_written_again(command: Command, tmp_path: Path, how: str) -> None:
     assert command("run", "fedavg", *TINY, "--checkpoint-seconds", 0, "--out", "r", "--quiet").code == 0

@@ -357,7 +357,9 @@ def _has_model(path: Path) -> None:
 
 def _write_model_again(folder: RunFolder, own: Own, expected: str, watcher: Watcher, sites: Sites | None) -> None:
     """The last checkpoint of a finished run holds the same model as the file that is gone."""
-    file, config = folder.path / MODEL_FILE, replace_config(folder.config, engine="plain")  # nobody is trained
+    # Nobody is trained, so no sites are started, and one GPU of several is enough.
+    device = folder.config.device.split(",")[0]
+    file, config = folder.path / MODEL_FILE, replace_config(folder.config, engine="plain", device=device)
     taken = _start_of(folder, watcher)
     with folder.alone(), _ready(config, own, folder.path, watcher, taken, sites) as experiment:
         try:
