@@ -27,8 +27,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedloom.api import Run, execute
+from fedloom.api import execute
 from fedloom.config import Config, make_config
+from fedloom.finished import Run
 from fedloom.flower.loopback import loopback
 from fedloom.request import Own, replace_config
 

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.api import Run, execute, resume
+from fedloom.api import execute, resume
 from fedloom.config import make_config
 from fedloom.engines import HostEngine, host
 from fedloom.engines.worker import ScoreOrder
+from fedloom.finished import Run
 
 Command = Callable[..., Any]
 TINY: dict[str, Any] = {"clients": 6, "per_round": 4, "rounds": 3, "model": "logreg", "epochs": 1, "report": False}

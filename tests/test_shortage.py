@@ -10,10 +10,11 @@ import torch
 
 import fedloom
 from fedloom import cli
-from fedloom.api import Run, execute, resume
+from fedloom.api import execute, resume
 from fedloom.config import make_config
 from fedloom.engines import CudaEngine, Engine, Shop
 from fedloom.errors import ShortOfMemory
+from fedloom.finished import Run
 from fedloom.methods.fedavg import FedAvgServer
 from fedloom.rounds import Rounds
 from fedloom.shortage import persevere, told_in_a_sentence

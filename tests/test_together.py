@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom.api import Run, execute
+from fedloom.api import execute
 from fedloom.config import make_config
 from fedloom.errors import InputError
+from fedloom.finished import Run
 from fedloom.together import Job, carry_out
 from fedloom.watching import Silent, Stopped, Watcher
 

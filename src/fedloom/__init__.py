@@ -6,23 +6,25 @@ from typing import TYPE_CHECKING, Any
 from fedloom._version import __version__
 
 if TYPE_CHECKING:
-    from fedloom.api import Run, resume, run, verify
+    from fedloom.api import resume, run, verify
     from fedloom.bench import Batch, Bench, Pass
     from fedloom.comparing import Compared, compare
     from fedloom.data import Federation, Samples
     from fedloom.errors import FedloomError, InputError
     from fedloom.exchange import Job, Update
+    from fedloom.finished import Run
     from fedloom.methods import Companion, Context, Local, Method, Options, Refiner, Server, register
     from fedloom.pretraining import Pretrained, pretrain
     from fedloom.rows import Layout, Mean
 
 _FILES = {
-    "fedloom.api": ("Run", "resume", "run", "verify"),
+    "fedloom.api": ("resume", "run", "verify"),
     "fedloom.bench": ("Batch", "Bench", "Pass"),
     "fedloom.comparing": ("Compared", "compare"),
     "fedloom.data": ("Federation", "Samples"),
     "fedloom.errors": ("FedloomError", "InputError"),
     "fedloom.exchange": ("Job", "Update"),
+    "fedloom.finished": ("Run",),
     "fedloom.methods": ("Companion", "Context", "Local", "Method", "Options", "Refiner", "Server", "register"),
     "fedloom.pretraining": ("Pretrained", "pretrain"),
     "fedloom.rows": ("Layout", "Mean"),

@@ -9,7 +9,6 @@ run.model()            # an ordinary nn.Module with the deployed weights
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +19,14 @@ from fedloom.config import RESULT_FREE, Config, make_config, on_gpus
 from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError, brief_repr
 from fedloom.experiment import Experiment, Sites, build
+from fedloom.finished import Run, refuse_lost_model
 from fedloom.folder import RunFolder, free_name, named_folder
 from fedloom.initial import MODEL_FILE, checksum
 from fedloom.playing import play
-from fedloom.report import read_run, write_report
 from fedloom.request import Own, check, replace_config
 from fedloom.rows import digest
 from fedloom.shortage import persevere, told_in_a_sentence
-from fedloom.storage import read_tensors
 from fedloom.watching import Silent, Stopped, Watcher
-
-
-class Run:
-    """A finished run."""
-
-    def __init__(self, folder: RunFolder, own: Own) -> None:
-        self._folder = folder
-        self._own = own
-        self.path = folder.path
-        self.config = folder.config
-        summary = folder.summary()
-        if summary is None:
-            raise InputError(f"{folder.path} has not finished; go on with: fedloom resume {folder.path}")
-        self.summary = {**summary, "run": str(folder.path)}  # it may have been moved since
-
-    def __repr__(self) -> str:
-        accuracy = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}"
-        ended = f"{accuracy} after round {self.summary['rounds']}"
-        return f"<{self.config.method} on {self.config.data}, {ended}: {self.path}>"
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """One record a round, from round 0, the initial model, on."""
-        return self._folder.history()
-
-    @property
-    def accuracy(self) -> float | None:
-        """Test accuracy of the deployed model."""
-        value = self.summary["accuracy"]
-        return None if value is None else float(value)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the deployed model's row."""
-        return str(self.summary["digest"])
-
-    def model(self) -> nn.Module:
-        """The deployed model as an ordinary module, in evaluation mode."""
-        _has_model(self.path)
-        tensors = read_tensors(self.path / MODEL_FILE)
-        if isinstance(self._own.model, nn.Module):
-            module = self._own.model
-        else:
-            plain = {"engine": "plain", "device": "cpu", "init": None, "init_sha256": None, "new_head": False}
-            experiment = build(replace_config(self.config, **plain), self._own)
-            experiment.engine.close()
-            module = experiment.module
-        # The tensors of a module that has trained are views into some row: give the result memory of its own.
-        module = deepcopy(module).cpu()
-        module.load_state_dict(tensors)
-        return module.eval()
-
-    def report(self, path: Path | str | None = None) -> Path:
-        """Write the HTML report; by default into the run's folder."""
-        target = Path(path) if path is not None else self.path / "report.html"
-        write_report([read_run(self.path)], target)
-        return target
 
 
 def run(
@@ -299,7 +240,7 @@ def verify(
     _refuse_changes(folder.config, changes)
     _same_objects(folder, own)
     before = Run(folder, own).digest
-    _has_model(folder.path)
+    refuse_lost_model(folder.path)
     held = checksum(folder.path / MODEL_FILE)
     if folder.config.noise_source == "system":
         raise InputError(f"{path} cannot be verified: its noise came from the system and is not drawn again.")
@@ -347,12 +288,6 @@ def _start_of(folder: RunFolder, watcher: Watcher) -> Mapping[str, Tensor] | Non
                 "what it started from."
             )
     return start
-
-
-def _has_model(path: Path) -> None:
-    """Say how a finished run gets its model's file back, where it is gone."""
-    if not (path / MODEL_FILE).exists():
-        raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
 
 
 def _write_model_again(folder: RunFolder, own: Own, expected: str, watcher: Watcher, sites: Sites | None) -> None:

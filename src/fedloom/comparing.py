@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.api import Run, by_method, describe, execute, resume
+from fedloom.api import by_method, describe, execute, resume
 from fedloom.bench import Criterion
 from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
+from fedloom.finished import Run
 from fedloom.folder import RunFolder, is_run, named_folder
 from fedloom.grids import make_grid, options_of
 from fedloom.initial import checksum

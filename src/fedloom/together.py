@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.api import Run
 from fedloom.config import Config
 from fedloom.cuda_streams import own_stream
 from fedloom.devices import make_device
 from fedloom.errors import ShortOfMemory
+from fedloom.finished import Run
 from fedloom.shortage import release
 from fedloom.watching import Silent, Stopped, Watcher
 

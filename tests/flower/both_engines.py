@@ -5,8 +5,9 @@ from typing import Any
 
 from fake import FakeLink, make_sites, reach
 
-from fedloom.api import Run, execute
+from fedloom.api import execute
 from fedloom.config import Config
+from fedloom.finished import Run
 from fedloom.request import replace_config
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from fake import FakeLink, make_run, make_sites, reach
 
-from fedloom.api import Run, execute
+from fedloom.api import execute
 from fedloom.config import Config
+from fedloom.finished import Run
 from fedloom.flower.site import Site
 from fedloom.methods import methods
 from fedloom.request import replace_config

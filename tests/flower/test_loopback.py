@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from fedloom.api import Run, execute, resume
+from fedloom.api import execute, resume
 from fedloom.config import Config, make_config
+from fedloom.finished import Run
 from fedloom.request import replace_config
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]

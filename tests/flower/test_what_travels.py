@@ -8,8 +8,9 @@ import torch
 from fake import FakeLink, make_run, make_sites, reach
 from torch import Tensor
 
-from fedloom.api import Run, execute
+from fedloom.api import execute
 from fedloom.config import Config
+from fedloom.finished import Run
 from fedloom.flower.parcel import Parcel
 from fedloom.request import replace_config
 from fedloom.storage import read_tensors
