@@ -20,6 +20,7 @@ from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
 from fedloom.engines.likeness import Same, address_of, enclosed_in, summary_of, tensors_in
+from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
 from fedloom.optim import Steady
 from fedloom.streams import GLOBAL_STATE
@@ -33,46 +34,14 @@ STRETCH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
 
 
-ALWAYS_READ = ("batch_size", "clip")
-"""Settings that every step reads: recordings depend on them anyhow."""
-
 FIXED = {"context", "options"}
 """What every `Local` has and never changes."""
-
-
-class _Watched:
-    """A host value on the bench. A recorded step would keep the value it had, so reading it is noted."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, bench: "SlotBench | None", owner: type) -> Any:
-        if bench is None:
-            return self
-        if bench.listening is not None:
-            bench.listening.add(self.name)
-        return bench.host[self.name]
-
-    def __set__(self, bench: "SlotBench", value: Any) -> None:
-        bench.host[self.name] = value
-
-
-class _Noting:
-    """The settings of a client's training, whose names are noted as they are read."""
-
-    def __init__(self, training: Training, noted: set[str]) -> None:
-        self._training, self._noted = training, noted
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ALWAYS_READ:
-            self._noted.add(f"training.{name}")
-        return getattr(self._training, name)
 
 
 class SlotBench(Bench):
     """A bench with memory of its own, a stream and a tape."""
 
-    round, client, first_visit, steps = _Watched(), _Watched(), _Watched(), _Watched()
+    round, client, first_visit, steps = Watched(), Watched(), Watched(), Watched()
 
     def __init__(self, shop: Workshop, device: torch.device, urgency: int = 0) -> None:
         self.host: dict[str, Any] = {}
@@ -147,7 +116,7 @@ class SlotBench(Bench):
     @property
     def training(self) -> Training:
         if self.listening is not None:
-            return cast(Training, _Noting(self.host["training"], self.listening))
+            return cast(Training, Noting(self.host["training"], self.listening))
         return cast(Training, self.host["training"])
 
     @training.setter
