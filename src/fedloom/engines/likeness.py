@@ -1,35 +1,102 @@
 """What a recorded step depends on: things on the host, told by their values, and tensors, told by their addresses."""
 
+import io
 import random
 import weakref
-from collections.abc import Hashable, Mapping
-from types import CellType
-from typing import Any
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from fedloom.bench import Step
+from fedloom.bench import Bench, Step
 from fedloom.data import Samples
+
+FIXED = {"context", "options"}
+"""What every `Local` has and never changes."""
+
+NUMBERS = (int, float, str)
+
+USUAL = frozenset(vars(nn.Module()))
+"""What every network has, by the names of its attributes; what of it matters is seen elsewhere."""
 
 
 def address_of(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a `Local`'s own things."""
+class Parts(NamedTuple):
+    """A step, taken apart."""
+
+    function: Any
+    """What is called in the end: a function, or an object that can be called."""
+    owner: Any
+    """Whose method it is; None for a plain function."""
+    given: list[Any]
+    """Arguments that it has got already."""
+
+    @property
+    def kind(self) -> Hashable:
+        """The step itself, and not another one that came to lie in its place."""
+        return Same(self.function), Same(self.owner)
+
+    @property
+    def enclosed(self) -> list[Any]:
+        """What it has now from where it was made: such arguments, and variables of the function around it."""
+        return self.given + enclosed_in(self.function)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What its owner has, beside what never changes."""
+        owner = self.function if self.owner is None else self.owner
+        return {name: value for name, value in held_by(owner).items() if name not in FIXED}
+
+
+def parts_of(step: Step) -> Parts:
+    """What a step is made of."""
+    given, found = list[Any](), step
+    while isinstance(found, partial):
+        given += [found.args, found.keywords]
+        found = found.func
+    return Parts(getattr(found, "__func__", found), getattr(found, "__self__", None), given)
+
+
+def enclosed_in(function: Any) -> list[Any]:
+    """What a function that was made in another one has from there, and what it takes where it is given nothing."""
+    function = getattr(function, "__func__", function)
+    cells = getattr(function, "__closure__", None) or ()
+    inside = [cell.cell_contents for cell in cells if cell != CellType()]
+    return [*inside, getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)]
+
+
+def held_by(value: Any) -> dict[str, Any]:
+    """The attributes of an object."""
+    held = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if not name.startswith("__") and hasattr(value, name):
+                held[name] = getattr(value, name)
+    return held
+
+
+def tensors_in(value: Any, deep: int = 2) -> list[Tensor]:
+    """All tensors in a `Local`'s own things, looked for as far as `summary_of` looks."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
-
-
-def enclosed_in(step: Step) -> list[Any]:
-    """What a function that was made in another one has from there."""
-    cells = getattr(getattr(step, "__func__", step), "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if cell != CellType()]
+    if isinstance(value, list | tuple | deque):
+        return [tensor for item in value for tensor in tensors_in(item, deep)]
+    if not deep or isinstance(value, Bench | Samples | type):
+        return []
+    return tensors_in(_inside(value), deep - 1)
 
 
 class Same:
@@ -53,6 +120,10 @@ class Same:
     def __hash__(self) -> int:
         return hash(self._id)
 
+    def __str__(self) -> str:
+        value = self._held if self._get is None else self._get()
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+
 
 def summary_of(value: Any, deep: int = 2) -> Hashable:
     """What of a `Local`'s own things a recording depends on: addresses of tensors, values of the rest.
@@ -61,19 +132,51 @@ def summary_of(value: Any, deep: int = 2) -> Hashable:
     """
     if isinstance(value, Tensor):
         return address_of(value)
+    if isinstance(value, int | float | str | bool | None):
+        return value
     if isinstance(value, Samples):
         return address_of(value.x), address_of(value.y)
     if isinstance(value, Mapping):
         return tuple((key, summary_of(item, deep)) for key, item in value.items())
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return tuple(summary_of(item, deep) for item in value)
-    if isinstance(value, int | float | str | bool | None):
-        return value
+    if isinstance(value, set | frozenset):
+        return frozenset(summary_of(item, deep) for item in value)
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, np.random.Generator):
         return Same(value), repr(value.bit_generator.state)
     if isinstance(value, random.Random):
         return Same(value), value.getstate()
-    held = getattr(value, "__dict__", None) if deep and not callable(value) else None
-    return Same(value), summary_of(held, deep - 1)
+    if isinstance(value, torch.Generator):  # those of a GPU are known to recordings, or break them
+        return Same(value), value.get_state().numpy().tobytes() if value.device.type == "cpu" else None
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        return object()  # nobody can see how far it has come, so it is never the same
+    if not deep or isinstance(value, Bench | type):
+        return Same(value)
+    if isinstance(value, nn.Module):
+        return Same(value), numbers_of(value.modules(), deep - 1)
+    return Same(value), summary_of(_inside(value), deep - 1)
+
+
+def _inside(value: Any) -> Any:
+    """What an object holds."""
+    if isinstance(value, FunctionType | MethodType):
+        return enclosed_in(value), getattr(value, "__self__", None)
+    return {} if isinstance(value, BuiltinFunctionType) else held_by(value)
+
+
+def numbers_of(network: Iterable[nn.Module], deep: int = 1) -> Hashable:
+    """What these modules have on the host beside weights and buffers: numbers, and those of one's own all else too."""
+    found = list[Hashable]()
+    seen = dict[int, Hashable]()  # settings that all layers share, say
+    for module in network:
+        own = not type(module).__module__.startswith("torch.")
+        for name, value in vars(module).items():
+            if isinstance(value, NUMBERS):
+                found.append(value)
+            elif own and name not in USUAL:
+                if id(value) not in seen:
+                    seen[id(value)] = summary_of(value, deep)
+                found.append(seen[id(value)])
+    return tuple(found)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
-from fedloom.engines.likeness import Same, address_of, enclosed_in, summary_of, tensors_in
+from fedloom.engines.likeness import Parts, address_of, numbers_of, parts_of, summary_of, tensors_in
 from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
 from fedloom.optim import Steady
@@ -32,10 +32,6 @@ MOST_OPTIMIZERS = 8
 
 STRETCH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
-
-
-FIXED = {"context", "options"}
-"""What every `Local` has and never changes."""
 
 
 class SlotBench(Bench):
@@ -258,20 +254,21 @@ class SlotBench(Bench):
         if not cuts:
             return
         room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
-        kind = (getattr(piece.step, "__func__", piece.step), Same(getattr(piece.step, "__self__", None)))
-        own = self._on_host(piece.step)
-        state = (kind, self._state(), own)
-        token = self._tokens.setdefault(state, len(self._tokens))  # quicker to look up at every step
+        step = parts_of(piece.step)
+        kind, own = step.kind, self._on_host(step)
+        token = self._tokens.setdefault(
+            (kind, self._state(), own), len(self._tokens)
+        )  # quicker to look up at every step
         for low in range(0, len(cuts), room):
             part = cuts[low : low + room]
             sizes = [len(cut) for cut in part]
             self._stock.fill(self._store, [self._positions[cut.positions] for cut in part])
             for size, count in _stretches(sizes):
-                before, written = self.host["steps"], self.tape.recorded + self.tape.done
-                self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, before), self)
-                self.host["steps"] = before + count
+                taken, written = self.host["steps"], self.tape.recorded + self.tape.done
+                self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, taken), self)
+                self.host["steps"] = taken + count
                 # Only a step that was not replayed can have changed something on the host.
-                if self.tape.recorded + self.tape.done != written and self._on_host(piece.step) != own:
+                if self.tape.recorded + self.tape.done != written and self._on_host(step) != own:
                     self.tape.refuse(kind, "it keeps count of something on the host")
                 yield
             first = max((number for number, cut in enumerate(part) if cut.first), default=None)
@@ -294,14 +291,10 @@ class SlotBench(Bench):
                 self.bind(bound)
             raise
 
-    def _on_host(self, step: Step) -> Hashable:
+    def _on_host(self, step: Parts) -> Hashable:
         """What a step may read on the host beside the bench's own values: a recording keeps it as it is."""
-        held: Mapping[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
-        own = {name: value for name, value in held.items() if name not in FIXED}
-        network = tuple(
-            value for module in self._parts for value in vars(module).values() if isinstance(value, int | float | str)
-        )
-        return summary_of((self.scratch, vars(self.optimizer), own)), summary_of(enclosed_in(step), deep=0), network
+        own = summary_of((self.scratch, vars(self.optimizer), step.attributes))
+        return own, summary_of(step.enclosed, deep=1), numbers_of(self._parts), summary_of(self._shop.criterion)
 
     def _state(self) -> Hashable:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""

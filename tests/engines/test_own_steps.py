@@ -1,0 +1,215 @@
+"""Steps of one's own that keep something where it is not easily seen: replayed or not, they do what is written."""
+
+import gc
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of them is a fixture
+from torch import Tensor, nn
+
+from fedloom.bench import Batch, Bench, Pass
+from fedloom.methods import Local, Options
+
+
+def now_and_then(count: int) -> float:
+    """Every ninth step is another one, which a look at the first replay does not show."""
+    return 1.0 if count % 9 else -1.0
+
+
+class OwnAttribute(Local[Options]):
+    """A function made in `train` that counts on the `Local`."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        self.count = 0
+
+        def step(bench: Bench, batch: Batch) -> Tensor:
+            self.count += 1
+            return scaled(bench, batch, now_and_then(self.count))
+
+        yield Pass(step)
+
+
+class InnerFunction(Local[Options]):
+    """The number is two functions away."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        count = 0
+
+        def factor() -> float:
+            nonlocal count
+            count += 1
+            return now_and_then(count)
+
+        def step(bench: Bench, batch: Batch) -> Tensor:
+            return scaled(bench, batch, factor())
+
+        yield Pass(step)
+
+
+class GivenArgument(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(partial(self.counting, counter={"count": 0}))
+
+    def counting(self, bench: Bench, batch: Batch, counter: dict[str, int]) -> Tensor:
+        counter["count"] += 1
+        return scaled(bench, batch, now_and_then(counter["count"]))
+
+
+class GivenNumber(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(partial(scaled, factor=0.1 * (1 + bench.client)))
+
+
+@dataclass
+class Scaled:
+    """An object that is a step, and has no hash."""
+
+    factor: float
+
+    def __call__(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, self.factor)
+
+
+class CallableObject(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        yield Pass(Scaled(0.1 * (1 + bench.client)))
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> float:
+        self.count += 1
+        return now_and_then(self.count)
+
+
+class InScratch(Local[Options]):
+    """What `make` makes is asked for a number at every step."""
+
+    make: Callable[[int], Any]
+    ask: Callable[[Any], float]
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["own"] = type(self).make(bench.client)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, type(self).ask(bench.scratch["own"]))
+
+
+class FromSlots(InScratch):
+    make = staticmethod(lambda client: Slotted())
+    ask = staticmethod(lambda own: own.next())
+
+
+class FromIterator(InScratch):
+    make = staticmethod(lambda client: iter([1 - 0.01 * number for number in range(100)]))
+    ask = staticmethod(next)
+
+
+class FromTorch(InScratch):
+    make = staticmethod(lambda client: torch.Generator().manual_seed(client))
+    ask = staticmethod(lambda own: -1.0 if float(torch.rand((), generator=own)) < 0.04 else 1.0)
+
+
+class FromQueue(InScratch):
+    make = staticmethod(lambda client: deque([1.0] * 8 + [-1.0]))
+
+    @staticmethod
+    def ask(own: deque[float]) -> float:
+        own.rotate(-1)
+        return own[-1]
+
+
+class InSet(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        seen = bench.scratch["seen"] = set[int]()
+        yield Pass(self.step, steps=9)
+        seen.add(1)
+        yield Pass(self.step, steps=9)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, -0.5 if 1 in bench.scratch["seen"] else 1.0)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [OwnAttribute, InnerFunction, GivenArgument, GivenNumber, CallableObject, FromSlots, FromIterator, FromTorch]
+    + [FromQueue, InSet],
+)
+def test_what_a_step_keeps_on_the_host_is_seen(local: type[Local[Options]]) -> None:
+    as_plain(local)
+
+
+class Masked(nn.Module):
+    """Has a tensor that is no buffer, numbers in a dict, and a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+        self.mask: Any = torch.ones(10)
+        self.numbers = {"factor": 1.0}
+        self.draw: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = -0.5 if self.draw is not None and self.draw.random() < 0.04 else 1.0
+        y: Tensor = self.out(x.flatten(1)) * self.mask * self.numbers["factor"] * scale
+        return y
+
+
+class Masking(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        mask = torch.ones(10)
+        mask[bench.client] = 0.3
+        bench.module.mask = mask
+        yield Pass(self.step)
+
+
+class Numbering(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.module.numbers["factor"] = 1 + 0.3 * bench.client  # type: ignore[index, operator]
+        yield Pass(self.step)
+
+
+class Lending(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.module.draw = random.Random(bench.client)  # type: ignore[assignment]
+        yield Pass(self.step)
+
+
+@pytest.mark.parametrize("local", [Masking, Numbering, Lending])
+def test_what_a_network_has_beside_weights_and_buffers_is_seen(local: type[Local[Options]]) -> None:
+    as_plain(local, model=Masked)
+
+
+def test_a_step_that_is_made_for_each_client_is_not_kept() -> None:
+    """It may hold another network, and there may be thousands of clients."""
+    made = list[weakref.ref[Any]]()
+
+    class Enclosing(Local[Options]):
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            other = nn.Linear(2, 2)
+            made.append(weakref.ref(other))
+
+            def step(bench: Bench, batch: Batch) -> Tensor:
+                return scaled(bench, batch, 1.0 if other.bias is not None else 0.5)
+
+            yield Pass(step)
+
+    engine = as_plain(Enclosing)
+    gc.collect()
+    assert engine.slots
+    assert sum(one() is not None for one in made) <= 2, "the last of each engine"
