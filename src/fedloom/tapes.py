@@ -104,6 +104,10 @@ class Tape:
     def refuse(self, kind: Hashable, reason: str) -> None:
         """Never record this step."""
 
+    def may_record(self, kind: Hashable) -> bool:
+        """Whether this step was not refused."""
+        return True
+
     def wait(self) -> None:
         """Wait for all that was played."""
 
@@ -209,6 +213,9 @@ class RecordingTape(Tape):
             self.refuse(kind, "its replay does something else")
         elif away and CHECK_ALL:
             log.warning("a replay of the step %s differs from it by %.1e of what it does", _name(kind), away)
+
+    def may_record(self, kind: Hashable) -> bool:
+        return kind not in self._refused
 
     def refuse(self, kind: Hashable, reason: str) -> None:
         self._refused.add(kind)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of them is a fixture
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.methods import Local, Options
+from fedloom.rows import Layout
 
 
 def now_and_then(count: int) -> float:
@@ -145,11 +145,13 @@ class InSet(Local[Options]):
         return scaled(bench, batch, -0.5 if 1 in bench.scratch["seen"] else 1.0)
 
 
-@pytest.mark.parametrize(
-    "local",
-    [OwnAttribute, InnerFunction, GivenArgument, GivenNumber, CallableObject, FromSlots, FromIterator, FromTorch]
-    + [FromQueue, InSet],
-)
+HIDDEN = (
+    OwnAttribute, InnerFunction, GivenArgument, GivenNumber, CallableObject, FromSlots, FromIterator, FromTorch,
+    FromQueue, InSet,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("local", HIDDEN)
 def test_what_a_step_keeps_on_the_host_is_seen(local: type[Local[Options]]) -> None:
     as_plain(local)
 
@@ -213,3 +215,41 @@ def test_a_step_that_is_made_for_each_client_is_not_kept() -> None:
     gc.collect()
     assert engine.slots
     assert sum(one() is not None for one in made) <= 2, "the last of each engine"
+
+
+class Slowing(Local[Options]):
+    """Goes on with a smaller learning rate from step to step, by too little for a look at one replay."""
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        bench.lr *= 0.99
+        return scaled(bench, batch, 1.0)
+
+
+class Renewing(Local[Options]):
+    """Puts a new tensor where one lies."""
+
+    def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        return {"count": (1,)}
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        bench.uploads["count"] = bench.uploads["count"] + 1
+        return scaled(bench, batch, 1.0)
+
+
+class Leaving(Local[Options]):
+    """Leaves the network bound to another row, where the next step begins."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        other = bench.scratch["other"] = bench.buffer("other", bench.layout.size)
+        other.copy_(bench.row).mul_(0.5)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        loss = scaled(bench, batch, 1.0)
+        bench.bind(bench.scratch["other"])
+        return loss
+
+
+@pytest.mark.parametrize("local", [Slowing, Renewing, Leaving])
+def test_a_step_that_changes_what_lies_on_the_bench_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
+    as_plain(local)

@@ -255,10 +255,9 @@ class SlotBench(Bench):
             return
         room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
         step = parts_of(piece.step)
-        kind, own = step.kind, self._on_host(step)
-        token = self._tokens.setdefault(
-            (kind, self._state(), own), len(self._tokens)
-        )  # quicker to look up at every step
+        kind, before = step.kind, self._all_of(step)
+        token = self._tokens.setdefault((kind, *before), len(self._tokens))  # quicker to look up at every step
+        lr, training = self._lr, self.host["training"]
         for low in range(0, len(cuts), room):
             part = cuts[low : low + room]
             sizes = [len(cut) for cut in part]
@@ -268,8 +267,10 @@ class SlotBench(Bench):
                 self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, taken), self)
                 self.host["steps"] = taken + count
                 # Only a step that was not replayed can have changed something on the host.
-                if self.tape.recorded + self.tape.done != written and self._on_host(step) != own:
-                    self.tape.refuse(kind, "it keeps count of something on the host")
+                if self.tape.recorded + self.tape.done != written and self.tape.may_record(kind):
+                    settings = self._lr != lr or self.host["training"] is not training
+                    if settings or self._all_of(step) != before:
+                        self.tape.refuse(kind, "it keeps count of something on the host")
                 yield
             first = max((number for number, cut in enumerate(part) if cut.first), default=None)
             if first is not None:  # an epoch began here: losses before it are not asked for
@@ -291,13 +292,17 @@ class SlotBench(Bench):
                 self.bind(bound)
             raise
 
+    def _all_of(self, step: Parts) -> tuple[Hashable, Hashable]:
+        """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
+        return self._state(), self._on_host(step)
+
     def _on_host(self, step: Parts) -> Hashable:
         """What a step may read on the host beside the bench's own values: a recording keeps it as it is."""
         own = summary_of((self.scratch, vars(self.optimizer), step.attributes))
         return own, summary_of(step.enclosed, deep=1), numbers_of(self._parts), summary_of(self._shop.criterion)
 
     def _state(self) -> Hashable:
-        """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
+        """What a step works on: where it lies, and how the network is set."""
         tensors: list[Tensor] = [self.row, self.weights, self.gradient, self.received, *self._stock.places]
         tensors += [*self.extras.values(), *self.home.values(), *self.uploads.values()]
         if self._bound is not None:
