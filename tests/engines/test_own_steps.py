@@ -1,5 +1,6 @@
 """Steps of one's own that keep something where it is not easily seen: replayed or not, they do what is written."""
 
+import copy
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.methods import Local, Options
+from fedloom.optim import SGD
 from fedloom.rows import Layout
 
 
@@ -253,3 +255,59 @@ class Leaving(Local[Options]):
 @pytest.mark.parametrize("local", [Slowing, Renewing, Leaving])
 def test_a_step_that_changes_what_lies_on_the_bench_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
     as_plain(local)
+
+
+class Teaching(Local[Options]):
+    """Learns from a network that follows its own."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["teacher"] = copy.deepcopy(bench.module).requires_grad_(False)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        teacher = bench.scratch["teacher"]
+        with torch.no_grad():
+            for slow, quick in zip(teacher.parameters(), bench.module.parameters(), strict=True):
+                slow.lerp_(quick, 0.3)
+        loss = bench.loss(batch) + (bench.module(batch.x) - teacher(batch.x)).square().mean()
+        bench.backward(loss)
+        bench.descend()
+        return loss
+
+
+class OwnOptimizers(Local[Options]):
+    """Two of them, one after the other in each step."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["optimizers"] = [SGD(0.9), SGD(0.5)]
+        for optimizer in bench.scratch["optimizers"]:
+            optimizer.settle(bench.weights)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        for optimizer in bench.scratch["optimizers"]:
+            loss = bench.loss(batch)
+            bench.backward(loss)
+            optimizer.step(bench.weights, bench.gradient, 0.03)
+        return loss
+
+
+class OneEnclosed(Local[Options]):
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        optimizer = SGD(0.9)
+        optimizer.settle(bench.weights)
+
+        def step(bench: Bench, batch: Batch) -> Tensor:
+            loss = bench.loss(batch)
+            bench.backward(loss)
+            optimizer.step(bench.weights, bench.gradient, 0.03)
+            return loss
+
+        yield Pass(step)
+
+
+@pytest.mark.parametrize("local", [Teaching, OwnOptimizers, OneEnclosed])
+def test_a_replay_that_is_looked_at_is_taken_back_wherever_it_has_written(local: type[Local[Options]]) -> None:
+    """Or the step would have been done twice there."""
+    (slot,) = as_plain(local).slots
+    assert slot.tape.replayed > slot.tape.recorded > 0

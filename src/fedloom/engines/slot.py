@@ -56,6 +56,8 @@ class SlotBench(Bench):
         self._space: Samples | None = None
         self._noted: list[tuple[Tensor, list[int]]] = []
         self._tokens: dict[Hashable, int] = {}
+        self._playing: Parts | None = None
+        """The step of the pass that runs."""
         self._lr_space = zeros((), dtype=layout.dtype)
         augmented = shop.augment is not None  # that is part of a step: what it draws depends on the batch
         ready = _as_it_is if augmented else partial(shop.prepare, channels_last=shop.channels_last)
@@ -244,8 +246,10 @@ class SlotBench(Bench):
         places = [self.row, self.gradient, *self._stock.changing, *self.module.buffers()]
         if self._bound is not None:
             places.append(self._bound)
-        for group in (self.home, self.uploads, self._buffers, self.scratch, vars(self.optimizer)):
-            places += tensors_in(group)
+        held: list[Any] = [self.home, self.uploads, self._buffers, self.scratch, vars(self.optimizer)]
+        if self._playing is not None:
+            held += [self._playing.attributes, *self._playing.enclosed]
+        places += tensors_in(held)
         return list({address_of(tensor): tensor for tensor in places}.values())
 
     def launch(self, piece: Pass) -> Iterator[None]:
@@ -254,7 +258,7 @@ class SlotBench(Bench):
         if not cuts:
             return
         room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
-        step = parts_of(piece.step)
+        step = self._playing = parts_of(piece.step)
         kind, before = step.kind, self._all_of(step)
         token = self._tokens.setdefault((kind, *before), len(self._tokens))  # quicker to look up at every step
         lr, training = self._lr, self.host["training"]
