@@ -311,3 +311,54 @@ def test_a_replay_that_is_looked_at_is_taken_back_wherever_it_has_written(local:
     """Or the step would have been done twice there."""
     (slot,) = as_plain(local).slots
     assert slot.tape.replayed > slot.tape.recorded > 0
+
+
+class Buffered(Local[Options]):
+    """Asks for its velocity in each step, one for batches of each size: zeros at first, and then what it left there."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench._buffers.clear()  # what it holds at first is nobody's business, but this step's
+        yield Pass(self.step)
+
+    def velocity(self, bench: Bench, batch: Batch) -> Tensor:
+        return bench.buffer(f"velocity {len(batch)}", bench.layout.trainable)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        loss = bench.loss(batch)
+        bench.backward(loss)
+        bench.gradient.copy_(self.velocity(bench, batch).mul_(0.9).add_(bench.gradient))
+        bench.descend()
+        return loss
+
+
+class Reshaped(Buffered):
+    """The same with one name: what was there makes way for another, and its memory for anything."""
+
+    def velocity(self, bench: Bench, batch: Batch) -> Tensor:
+        return bench.buffer("velocity", len(batch), bench.layout.trainable)[0]
+
+
+@pytest.mark.parametrize("local", [Buffered, Reshaped])
+def test_a_step_that_makes_buffers_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
+    as_plain(local)
+
+
+class Moving(Local[Options]):
+    """Its step asks for a buffer, which lies elsewhere for some clients."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.buffer("weights", 3 + bench.client % 2, bench.layout.trainable).fill_(0.1 * (1 + bench.client))
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        loss = bench.loss(batch)
+        bench.backward(loss)
+        (name,) = bench._buffers
+        bench.gradient.mul_(bench.buffer(name, *bench._buffers[name].shape)[0])
+        bench.descend()
+        return loss
+
+
+def test_where_a_buffer_lies_is_part_of_what_is_recorded() -> None:
+    (slot,) = as_plain(Moving).slots
+    assert slot.tape.replayed > slot.tape.recorded > 0

@@ -204,6 +204,14 @@ class SlotBench(Bench):
             self._optimizers[key].reset()
         self.optimizer = self._steady = self._optimizers[key]
 
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        if self.listening is not None:
+            self.listening.add("_buffers")  # where they lie
+            kept = self._buffers.get(name)
+            if kept is None or kept.shape != shape:
+                raise RuntimeError("it makes a buffer, which a recording would make anew each time")
+        return super().buffer(name, *shape)
+
     def _seed(self) -> None:
         """Code that only knows torch's global generators draws from the stream of this client and round."""
         seed = self._shop.streams.key("noise", self.host["round"], self.host["client"]) >> 65
