@@ -1,6 +1,5 @@
 """Steps of one's own that keep something where it is not easily seen: replayed or not, they do what is written."""
 
-import copy
 import gc
 import random
 import weakref
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.methods import Local, Options
-from fedloom.optim import SGD
 from fedloom.rows import Layout
 
 
@@ -255,110 +253,3 @@ class Leaving(Local[Options]):
 @pytest.mark.parametrize("local", [Slowing, Renewing, Leaving])
 def test_a_step_that_changes_what_lies_on_the_bench_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
     as_plain(local)
-
-
-class Teaching(Local[Options]):
-    """Learns from a network that follows its own."""
-
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        bench.scratch["teacher"] = copy.deepcopy(bench.module).requires_grad_(False)
-        yield Pass(self.step)
-
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
-        teacher = bench.scratch["teacher"]
-        with torch.no_grad():
-            for slow, quick in zip(teacher.parameters(), bench.module.parameters(), strict=True):
-                slow.lerp_(quick, 0.3)
-        loss = bench.loss(batch) + (bench.module(batch.x) - teacher(batch.x)).square().mean()
-        bench.backward(loss)
-        bench.descend()
-        return loss
-
-
-class OwnOptimizers(Local[Options]):
-    """Two of them, one after the other in each step."""
-
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        bench.scratch["optimizers"] = [SGD(0.9), SGD(0.5)]
-        for optimizer in bench.scratch["optimizers"]:
-            optimizer.settle(bench.weights)
-        yield Pass(self.step)
-
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
-        for optimizer in bench.scratch["optimizers"]:
-            loss = bench.loss(batch)
-            bench.backward(loss)
-            optimizer.step(bench.weights, bench.gradient, 0.03)
-        return loss
-
-
-class OneEnclosed(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        optimizer = SGD(0.9)
-        optimizer.settle(bench.weights)
-
-        def step(bench: Bench, batch: Batch) -> Tensor:
-            loss = bench.loss(batch)
-            bench.backward(loss)
-            optimizer.step(bench.weights, bench.gradient, 0.03)
-            return loss
-
-        yield Pass(step)
-
-
-@pytest.mark.parametrize("local", [Teaching, OwnOptimizers, OneEnclosed])
-def test_a_replay_that_is_looked_at_is_taken_back_wherever_it_has_written(local: type[Local[Options]]) -> None:
-    """Or the step would have been done twice there."""
-    (slot,) = as_plain(local).slots
-    assert slot.tape.replayed > slot.tape.recorded > 0
-
-
-class Buffered(Local[Options]):
-    """Asks for its velocity in each step, one for batches of each size: zeros at first, and then what it left there."""
-
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        bench._buffers.clear()  # what it holds at first is nobody's business, but this step's
-        yield Pass(self.step)
-
-    def velocity(self, bench: Bench, batch: Batch) -> Tensor:
-        return bench.buffer(f"velocity {len(batch)}", bench.layout.trainable)
-
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
-        loss = bench.loss(batch)
-        bench.backward(loss)
-        bench.gradient.copy_(self.velocity(bench, batch).mul_(0.9).add_(bench.gradient))
-        bench.descend()
-        return loss
-
-
-class Reshaped(Buffered):
-    """The same with one name: what was there makes way for another, and its memory for anything."""
-
-    def velocity(self, bench: Bench, batch: Batch) -> Tensor:
-        return bench.buffer("velocity", len(batch), bench.layout.trainable)[0]
-
-
-@pytest.mark.parametrize("local", [Buffered, Reshaped])
-def test_a_step_that_makes_buffers_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
-    as_plain(local)
-
-
-class Moving(Local[Options]):
-    """Its step asks for a buffer, which lies elsewhere for some clients."""
-
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        bench.buffer("weights", 3 + bench.client % 2, bench.layout.trainable).fill_(0.1 * (1 + bench.client))
-        yield Pass(self.step)
-
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
-        loss = bench.loss(batch)
-        bench.backward(loss)
-        (name,) = bench._buffers
-        bench.gradient.mul_(bench.buffer(name, *bench._buffers[name].shape)[0])
-        bench.descend()
-        return loss
-
-
-def test_where_a_buffer_lies_is_part_of_what_is_recorded() -> None:
-    (slot,) = as_plain(Moving).slots
-    assert slot.tape.replayed > slot.tape.recorded > 0

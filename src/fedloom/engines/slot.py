@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any, cast
 
 import torch
@@ -22,13 +23,16 @@ from fedloom.data import Samples
 from fedloom.engines.likeness import Parts, address_of, numbers_of, parts_of, summary_of, tensors_in
 from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
-from fedloom.optim import Steady
+from fedloom.optim import SGD, Steady
 from fedloom.streams import GLOBAL_STATE
 from fedloom.tapes import Tape, make_tape
 from fedloom.training import Training
 
 MOST_OPTIMIZERS = 8
 """Optimisers whose state a slot keeps in its place, for methods that train with several settings in turn."""
+
+_NONE = SGD()
+"""In the place of an optimiser that nobody holds any longer."""
 
 STRETCH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
@@ -194,15 +198,17 @@ class SlotBench(Bench):
     def new_optimizer(self) -> None:
         t = self.training
         key = (t.optimizer, t.momentum, t.nesterov, t.weight_decay)
-        if key not in self._optimizers:
-            if len(self._optimizers) == MOST_OPTIMIZERS:
+        self.optimizer = self._steady = _NONE
+        made = self._optimizers.pop(key, None)
+        # Somebody beside `made` and the call itself: a `Local` goes on with the old one too, so that is its own now.
+        if made is None or getrefcount(made) > 2:
+            while len(self._optimizers) >= MOST_OPTIMIZERS:
                 del self._optimizers[next(iter(self._optimizers))]
             made = t.make_optimizer()
             made.settle(self.weights)
-            self._optimizers[key] = made
         else:
-            self._optimizers[key].reset()
-        self.optimizer = self._steady = self._optimizers[key]
+            made.reset()
+        self.optimizer = self._steady = self._optimizers[key] = made
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         if self.listening is not None:
