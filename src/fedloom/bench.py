@@ -124,6 +124,7 @@ class Bench:
         if self._augment:
             self._noise = self._new_noise()
         self._losses: list[tuple[Tensor, int]] = []
+        self.network_buffers.forget()  # or it would be gathered below, into the model that has just come
         self.row.copy_(self.received)
         if self._shop.stays_home and not self.first_visit:
             put_columns(self.row, self._shop.stays_home, self.home[STAYS])
@@ -139,6 +140,7 @@ class Bench:
 
     def finish(self) -> None:
         """The training is over: estimate statistics if the run asks for it, and keep at home what stays there."""
+        self.network_buffers.gather()  # the last word may have been said between passes
         if self.training.statistics == "estimated":
             self.estimate_statistics()
         self.keep_optimizer()

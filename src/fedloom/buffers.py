@@ -69,6 +69,11 @@ class Buffers:
                 raise FedloomError(f"the network put {now} in the place of {has}; buffers keep their shape.")
             place.buffers[place.leaf] = held
 
+    def forget(self) -> None:
+        """Let the network look where its buffers belong: what it has put in their place is another client's."""
+        for place, held in self._held:
+            place.buffers[place.leaf] = held
+
     def renew(self) -> None:
         """Let the buffers that are no part of the state be as the network was built."""
         for (place, held), fresh in zip(self._aside, self._fresh, strict=True):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of them is a fixture
 from torch import Tensor
 
+from benches import Counting
 from fedloom.bench import Batch, Bench, Pass
+from fedloom.engines import CudaEngine, PlainEngine
+from fedloom.exchange import Job, Update
 from fedloom.methods import Local, Options
 from fedloom.optim import SGD
 
@@ -149,3 +153,27 @@ def test_a_new_optimiser_leaves_the_old_one_to_who_holds_it(local: type[Local[Op
     assert slot.tape.replayed > slot.tape.recorded > 0
     if local is Anew:
         assert slot.tape.recorded <= 4, "it lies where the old one lay"
+
+
+class Between(Local[Options]):
+    """Asks for a loss between its passes and after them, in the mode of training."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        for _ in range(2):
+            yield Pass(self.step, steps=5)
+            bench.loss(Batch(torch.ones(2, 64), torch.arange(2)))
+
+
+@pytest.mark.parametrize("write", ["in place", "anew"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_are_written_between_passes_are_the_clients_own(write: str, persistent: bool) -> None:
+    """Every client counts its ten steps and the two losses, and no other's."""
+    engine = as_plain(Between, model=partial(Counting, write, persistent))
+    assert sum(slot.tape.replayed for slot in engine.slots) > 0
+    for one in (CudaEngine(engine.shop, "cpu", 1), PlainEngine(engine.shop)):
+        layout = engine.shop.workshop.layout
+        start = torch.zeros(layout.size)
+        for update in one.train(0, [Job(client, start) for client in (3, 4)]):
+            assert isinstance(update, Update)
+            (seen,) = (entry for entry in layout.entries if "seen" in entry.names)
+            assert seen.view(update.row).item() == 12.0

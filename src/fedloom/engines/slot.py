@@ -272,6 +272,7 @@ class SlotBench(Bench):
         if not cuts:
             return
         room = self._stock.prepare(self._store, max(map(len, cuts)), self.training.batch_size)
+        self.network_buffers.gather()  # recordings know where they belong, not what was put there between passes
         step = self._playing = parts_of(piece.step)
         kind, before = step.kind, self._all_of(step)
         token = self._tokens.setdefault((kind, *before), len(self._tokens))  # quicker to look up at every step
