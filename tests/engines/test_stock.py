@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedloom.data import Prepare, Samples
 from fedloom.engines import slot, stock
 from fedloom.engines.stock import Stock
+from fedloom.small_runs import small_experiment
 
 CPU = torch.device("cpu")
 HALF = Prepare((0.5, 0.5), (0.25, 0.25))
@@ -104,3 +105,14 @@ def test_stretches_are_all_steps_in_order(sizes: list[int], longest: int) -> Non
         assert sizes[start : start + count] == [size] * count
     alike = [7] * (1 + 2 * 8 + 4 + 1)
     assert [count for _, count in slot._stretches(alike)] == [1, 8, 8, 4, 1]
+
+
+def test_clients_may_have_targets_of_different_shapes() -> None:
+    """They are brought where the last client's were, unless they are of another sort."""
+    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+        bench = slot.SlotBench(plain.engine.shop.workshop, CPU)
+        for shape in ((4, 3), (4, 1), (4,), (2, 3)):
+            samples = Samples(torch.randn(shape[0], 64), torch.randn(shape))
+            brought = bench.bring(samples)
+            assert torch.equal(brought.x[: shape[0]], samples.x)
+            assert torch.equal(brought.y[: shape[0]], samples.y)

@@ -174,8 +174,7 @@ class SlotBench(Bench):
     def bring(self, samples: Samples) -> Samples:
         """Copy samples from the host into memory of the slot, which is the same for all clients that fit into it."""
         now = self._space
-        alike = now is not None and now.x.shape[1:] == samples.x.shape[1:] and now.x.dtype is samples.x.dtype
-        if now is None or not alike or len(now) < len(samples) or now.y.dtype is not samples.y.dtype:
+        if now is None or len(now) < len(samples) or _sort_of(now) != _sort_of(samples):
             count = max(64, 2 * len(samples))
             spaces = (t.new_empty((count, *t.shape[1:]), device=self.device) for t in (samples.x, samples.y))
             now = self._space = Samples(*spaces)
@@ -353,6 +352,11 @@ def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
             count //= 2
         yield sizes[at], max(1, count)
         at += max(1, count)
+
+
+def _sort_of(samples: Samples) -> Hashable:
+    """What samples must have in common to lie in one place."""
+    return tuple((tensor.shape[1:], tensor.dtype) for tensor in (samples.x, samples.y))
 
 
 def _as_it_is(x: Any) -> Any:
