@@ -110,3 +110,25 @@ def test_a_copy_of_a_network_in_a_lower_type_computes_with_its_own_weights() -> 
     module.eval()
     assert torch.equal(module(x), F.linear(x, module.weight, module.bias))  # type: ignore[arg-type]
     assert other.training
+
+
+class Telling(nn.Module):
+    """Tells what it is asked for, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, *, inside: bool = False) -> Any:
+        made = self.inner(x)
+        y = self.outer(made.relu())
+        return {"output": y, "inside": [made, len(x)], "classes": y.argmax(1)} if inside else y
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_several_outputs_have_the_usual_type_too(training: bool) -> None:
+    module = lower(Telling(), torch.device("cpu"), torch.bfloat16).train(training)
+    found = module(torch.randn(4, 8), inside=True)
+    assert found["output"].dtype is found["inside"][0].dtype is torch.float32
+    assert found["inside"][1] == 4
+    assert found["classes"].dtype is torch.int64

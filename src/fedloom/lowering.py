@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fedloom.copies import copy_all_
 
@@ -26,12 +27,17 @@ def lower(module: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
     return module
 
 
-def _forward(module: nn.Module, forward: Callable[..., Any], device: str, dtype: torch.dtype, *inputs: Any) -> Any:
+def _forward(
+    module: nn.Module, forward: Callable[..., Any], device: str, dtype: torch.dtype, *inputs: Any, **named: Any
+) -> Any:
     if not module.training:
-        return forward(*inputs)
+        return forward(*inputs, **named)
     with torch.autocast(device, dtype, cache_enabled=False), cast_at_once(module, dtype):
-        result = forward(*inputs)
-    return result.float() if isinstance(result, Tensor) else result
+        result = forward(*inputs, **named)
+    if isinstance(result, Tensor):
+        return result.float()
+    # Several outputs, such as a layer's beside the last, are used in losses like one.
+    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, result)
 
 
 class _Cast(torch.autograd.Function):
