@@ -18,6 +18,21 @@ GLOBAL_STATE = threading.RLock()
 """Held by whoever has lent torch's global generators to a stream: several runs may share one process."""
 
 
+@contextmanager
+def lent_to(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Let the global generator of a GPU have the state of another one, which goes on from there."""
+    if device.type != "cuda":
+        yield
+        return
+    everyone = torch.cuda.default_generators[device.index or 0]
+    outside = everyone.graphsafe_get_state()
+    everyone.graphsafe_set_state(generator)
+    try:
+        yield
+    finally:
+        everyone.graphsafe_set_state(outside)
+
+
 @dataclass(frozen=True)
 class Streams:
     """The streams of one run."""

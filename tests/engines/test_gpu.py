@@ -204,6 +204,29 @@ def test_what_cannot_be_recorded_is_done_all_the_same(
     assert (number > 0) is replayed
 
 
+class Asking(nn.Module):
+    """Asks the device for a number when it is tested, which cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = dense(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dense(x)
+        return y if self.training or float(y.sum()) < 1e9 else -y
+
+
+def test_a_score_that_cannot_be_recorded_leaves_everyones_generator_alone() -> None:
+    given = {"device": "cuda", "engine": "cuda", "model": Asking}
+    with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+        row = experiment.rounds.parts.server.deploy()
+        for _ in range(3):
+            assert experiment.engine.score(row) is not None
+        torch.rand(2, device="cuda")
+        assert not experiment.rounds.play(0)["lost_clients"]
+        torch.rand(2, device="cuda")
+
+
 @pytest.mark.parametrize("way", [{"optimizer": "adam", "lr": 0.01}, {"momentum": 0.5}])
 def test_clients_keep_what_their_optimiser_knew(way: dict[str, Any]) -> None:
     kept, number = both("fedavg", rounds=5, keep_optimizer=True, **way)

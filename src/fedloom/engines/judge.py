@@ -1,5 +1,8 @@
 """Scoring on a GPU: the whole test set as one recording, with one wait at the end."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,6 +10,7 @@ from torch import Tensor
 from fedloom.bench import Bench, Workshop
 from fedloom.data import Samples
 from fedloom.scores import Score, score_chunks
+from fedloom.streams import lent_to
 from fedloom.tapes import Quiet, make_tape
 
 
@@ -23,11 +27,19 @@ class Judge(Quiet):
         self._right = torch.zeros(len(test) if shop.classes else 0, dtype=torch.bool, device=device)
         counts = torch.bincount(test.y, minlength=shop.classes).cpu().numpy() if shop.classes else np.zeros(0, np.int64)
         self._seen = counts.astype(np.int64)
-        self._tape = make_tape(device)
+        self._generator = torch.Generator(device)
+        self._tape = make_tape(device, (self._generator,))
 
     def close(self) -> None:
         """Give back what the device holds."""
         self._tape.close()
+
+    @contextmanager
+    def randomness(self) -> Iterator[None]:
+        """Nothing is drawn, or it does not matter what. But a recording that fails leaves a generator behind that
+        believes to be recorded still, and everyone's would be of no use to anybody from then on."""
+        with super().randomness(), lent_to(self._generator, self._bench.device):
+            yield
 
     @torch.no_grad()
     def score(self, row: Tensor) -> Score:

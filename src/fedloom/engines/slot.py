@@ -24,7 +24,7 @@ from fedloom.engines.likeness import Parts, address_of, numbers_of, parts_of, su
 from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
 from fedloom.optim import SGD, Steady
-from fedloom.streams import GLOBAL_STATE
+from fedloom.streams import GLOBAL_STATE, lent_to
 from fedloom.tapes import Tape, make_tape
 from fedloom.training import Training
 
@@ -234,7 +234,7 @@ class SlotBench(Bench):
             outside = torch.get_rng_state()
             torch.set_rng_state(self._host_state)
             try:
-                with _swap_generator(self.device, self._generator):
+                with lent_to(self._generator, self.device):
                     yield
             finally:
                 self._host_state = torch.get_rng_state()
@@ -361,18 +361,3 @@ def _sort_of(samples: Samples) -> Hashable:
 
 def _as_it_is(x: Any) -> Any:
     return x
-
-
-@contextmanager
-def _swap_generator(device: torch.device, generator: torch.Generator) -> Iterator[None]:
-    """Let the device's global generator have the state of another one, which goes on from there."""
-    if device.type != "cuda":
-        yield
-        return
-    everyone = torch.cuda.default_generators[device.index or 0]
-    outside = everyone.graphsafe_get_state()
-    everyone.graphsafe_set_state(generator)
-    try:
-        yield
-    finally:
-        everyone.graphsafe_set_state(outside)

@@ -1,0 +1,40 @@
+"""Scoring with recordings, on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_cuda import cuda_of, jobs_for
+
+from fake_graphs import FakeGraphTape, fake_tape
+from fedloom.small_runs import small_experiment
+
+
+def test_a_recording_has_no_hold_of_everyones_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails would leave it believing for ever that it is being recorded."""
+    lent, inside = list[torch.Generator](), list[bool]()
+    capture = FakeGraphTape.capture
+
+    @contextmanager
+    def lending(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+        lent.append(generator)
+        yield
+        lent.pop()
+
+    def noted(self: FakeGraphTape, *given: object) -> object:
+        inside.append(tuple(lent) == self._generators)
+        return capture(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("fedloom.engines.judge.make_tape", fake_tape)
+    monkeypatch.setattr("fedloom.engines.judge.lent_to", lending)
+    monkeypatch.setattr(FakeGraphTape, "capture", noted)
+    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+        engine, (job,) = cuda_of(plain), jobs_for(plain, [0])
+        scores = [engine.score(job.row) for _ in range(4)]
+        expected = plain.engine.score(job.row)
+    assert inside == [True]
+    assert expected is not None
+    for score in scores:
+        assert score is not None
+        assert score.loss == pytest.approx(expected.loss, rel=1e-6)
