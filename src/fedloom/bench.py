@@ -20,6 +20,7 @@ from fedloom.data import Samples
 from fedloom.lowering import lower
 from fedloom.optim import Optimizer, Steady, clip_
 from fedloom.precision import tune
+from fedloom.recurrent import unstack
 from fedloom.rows import Kind
 from fedloom.scores import SCORE_BATCH, Score, score_chunks
 from fedloom.training import Training
@@ -63,7 +64,7 @@ class Bench:
         self.training = shop.training
         self.device = torch.device(device)
         self._shop = shop
-        self.module = lower(shop.module.to(self.device), self.device, shop.autocast)
+        self.module = lower(unstack(shop.module.to(self.device), self.device), self.device, shop.autocast)
         self.network_buffers = Buffers(self.module, shop.layout, shop.fresh or {}, self.device)
         self._augment = shop.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]

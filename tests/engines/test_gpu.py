@@ -204,6 +204,25 @@ def test_what_cannot_be_recorded_is_done_all_the_same(
     assert (number > 0) is replayed
 
 
+class Recurrent(nn.Module):
+    """With dropout between its layers, for which cuDNN has a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(8, 16, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.rnn(x.view(-1, 8, 8))[0][:, -1])
+        return y
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_dropout_between_recurrent_layers_is_the_clients_own(slots: int) -> None:
+    rows, replayed = both("fedavg", rounds=4, model=Recurrent, slots=slots)
+    assert torch.equal(rows[0], rows[1])
+    assert replayed > 0
+
+
 class Asking(nn.Module):
     """Asks the device for a number when it is tested, which cannot be recorded."""
 
