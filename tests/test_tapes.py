@@ -112,6 +112,17 @@ def test_one_check_for_each_kind_or_for_each_recording(everything: bool, monkeyp
     assert tape.done == 1 + (2 if everything else 1)
 
 
+def test_a_slot_keeps_no_more_recordings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tapes, "MOST_RECORDINGS", 3)
+    player, tape = Counter(), FakeGraphTape()
+    keys = [number // 4 for number in range(40)] + [0, 0]
+    for key in keys:
+        tape.play("k", key, player.add_one, player)
+        assert len(tape._recordings) <= 3
+    assert player.total.tolist() == [float(len(keys))] * 3
+    assert tape.recorded == 11, "the first was gone when it was wanted again"
+
+
 def test_a_last_bit_is_told_where_every_recording_is_checked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

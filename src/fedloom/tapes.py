@@ -30,6 +30,9 @@ log = logging.getLogger("fedloom")
 PATIENCE = 200
 """Recordings that may be made before it is asked whether they are worth it."""
 
+MOST_RECORDINGS = 512
+"""Those a slot keeps. A number that changes from round to round makes new ones for ever, and each takes memory."""
+
 CHECK_ALL = os.environ.get("FEDLOOM_CHECK_REPLAYS", "") not in ("", "0")
 """Whether the first replay of every recording is checked, and every bit of it."""
 
@@ -188,6 +191,8 @@ class RecordingTape(Tape):
         self.recorded += 1
         # What a step reads may depend on what it read first, so later recordings under this key read these too.
         names = self._reads[key] = self._reads.get(key, frozenset()) | reads
+        if len(self._recordings) >= MOST_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]  # the oldest
         self._recordings[key, player.values(names)] = recording
         recording.replay()
 
