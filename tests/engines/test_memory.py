@@ -114,14 +114,38 @@ def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPa
         assert len(engine.slots) == 1
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        torch.AcceleratorError("CUDA error: out of memory"),
-    ],
+SHORT = (
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    torch.AcceleratorError("CUDA error: out of memory"),
 )
+
+
+@pytest.mark.parametrize("error", SHORT)
+@pytest.mark.parametrize("clients", [False, True])
+def test_slots_make_room_for_scoring_however_it_is_said(
+    error: Exception, clients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_experiment("fedrep", {}, engine="plain").engine_closed() as plain:
+        engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
+        list(engine.train(0, jobs))
+        expected, score = plain.engine.score_clients(1, jobs), Bench.score
+
+        def tried(*given: Any) -> Any:
+            if len(engine.slots) > 1:
+                raise error
+            return score(*given)
+
+        monkeypatch.setattr(Bench, "score", tried)
+        monkeypatch.setattr(Judge, "score", lambda self, row: tried(self._bench, row, self._test[:50]))
+        if clients:
+            assert engine.score_clients(1, jobs) == expected
+        else:
+            assert engine.score(jobs[0].row) is not None
+        assert len(engine.slots) == 1
+
+
+@pytest.mark.parametrize("error", SHORT)
 def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     take = SlotBench._take
 

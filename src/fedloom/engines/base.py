@@ -229,7 +229,7 @@ def score_in_turn(bench: Bench, shop: Shop, homes: Homes, round: int, jobs: Sequ
             received = job.row.to(bench.device)
             found.append(score_client(bench, shop, round, job.client, row, received, home, new))
         except (Exception, SystemExit) as error:  # as in training, a client that fails is left out
-            if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+            if isinstance(error, CHIP_ERROR) or is_short_of_memory(error):  # that is not the client's fault
                 raise
             found.append(None)
     return found

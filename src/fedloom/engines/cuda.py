@@ -204,7 +204,9 @@ class CudaEngine(Engine):
         while True:
             try:
                 return work()
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_short_of_memory(error):
+                    raise
                 error.with_traceback(None)  # it holds what the work had
                 self._forget_scoring()
                 if not gpu.slots:
