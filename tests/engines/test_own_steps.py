@@ -253,3 +253,22 @@ class Leaving(Local[Options]):
 @pytest.mark.parametrize("local", [Slowing, Renewing, Leaving])
 def test_a_step_that_changes_what_lies_on_the_bench_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
     as_plain(local)
+
+
+class Positions(nn.Module):
+    """Makes a table when it is first trained, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.tables = nn.Linear(64, 10), dict[bool, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training not in self.tables:
+            self.tables[self.training] = torch.arange(64).cos()
+        y: Tensor = self.out(x.flatten(1) * self.tables[self.training])
+        return y
+
+
+def test_what_a_step_makes_the_first_time_it_has_from_then_on() -> None:
+    tape = as_plain(Local, model=Positions).slots[0].tape
+    assert tape.replayed > tape.recorded > 0

@@ -60,6 +60,8 @@ class SlotBench(Bench):
         self._space: Samples | None = None
         self._noted: list[tuple[Tensor, list[int]]] = []
         self._tokens: dict[Hashable, int] = {}
+        self._begun = set[Hashable]()
+        """Kinds of steps that have been taken here."""
         self._playing: Parts | None = None
         """The step of the pass that runs."""
         self._lr_space = zeros((), dtype=layout.dtype)
@@ -274,26 +276,30 @@ class SlotBench(Bench):
         self.network_buffers.gather()  # recordings know where they belong, not what was put there between passes
         step = self._playing = parts_of(piece.step)
         kind, before = step.kind, self._all_of(step)
-        token = self._tokens.setdefault((kind, *before), len(self._tokens))  # quicker to look up at every step
+        token = self._token(kind, before)
         lr, training = self._lr, self.host["training"]
         for low in range(0, len(cuts), room):
             part = cuts[low : low + room]
             sizes = [len(cut) for cut in part]
             self._stock.fill(self._store, [self._positions[cut.positions] for cut in part])
             for size, count in _stretches(sizes):
-                taken, written = self.host["steps"], self.tape.recorded + self.tape.done
+                taken, recorded, written = self.host["steps"], self.tape.recorded, self.tape.recorded + self.tape.done
                 self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, taken), self)
                 self.host["steps"] = taken + count
                 # Only a step that was not replayed can have changed something on the host.
                 if self.tape.recorded + self.tape.done != written and self.tape.may_record(kind):
-                    settings = self._lr != lr or self.host["training"] is not training
-                    if settings or self._all_of(step) != before:
+                    now, settled = self._all_of(step), self._lr == lr and self.host["training"] is training
+                    first = kind not in self._begun and self.tape.recorded == recorded
+                    if settled and first and (now[0], now[1][:2]) == (before[0], before[1][:2]):
+                        before, token = now, self._token(kind, now)  # what a network made, it has from now on
+                    elif not settled or now != before:
                         self.tape.refuse(kind, "it keeps count of something on the host")
+                    self._begun.add(kind)
                 yield
-            first = max((number for number, cut in enumerate(part) if cut.first), default=None)
-            if first is not None:  # an epoch began here: losses before it are not asked for
+            start = max((number for number, cut in enumerate(part) if cut.first), default=None)
+            if start is not None:  # an epoch began here: losses before it are not asked for
                 self._noted.clear()
-            self._noted.append((self._stock.losses(first or 0, len(part)), sizes[first or 0 :]))
+            self._noted.append((self._stock.losses(start or 0, len(part)), sizes[start or 0 :]))
 
     def _take(self, step: Step, size: int, count: int, before: int) -> None:
         """Some steps with batches of one size, after `before` others."""
@@ -310,11 +316,15 @@ class SlotBench(Bench):
                 self.bind(bound)
             raise
 
-    def _all_of(self, step: Parts) -> tuple[Hashable, Hashable]:
+    def _token(self, kind: Hashable, depends: tuple[Hashable, Hashable]) -> int:
+        """A number for a kind of step and all it depends on: quicker to look up at every step."""
+        return self._tokens.setdefault((kind, *depends), len(self._tokens))
+
+    def _all_of(self, step: Parts) -> tuple[Hashable, tuple[Hashable, ...]]:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
         return self._state(), self._on_host(step)
 
-    def _on_host(self, step: Parts) -> Hashable:
+    def _on_host(self, step: Parts) -> tuple[Hashable, ...]:
         """What a step may read on the host beside the bench's own values: a recording keeps it as it is."""
         own = summary_of((self.scratch, vars(self.optimizer), step.attributes))
         return own, summary_of(step.enclosed, deep=1), numbers_of(self._parts), summary_of(self._shop.criterion)
