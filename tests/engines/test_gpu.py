@@ -19,6 +19,17 @@ from agreement import (
     trained_at_once,
     trained_by_a_loop,
 )
+from test_own_memory import Anew, Buffered, InTurn, Moving, OneEnclosed, OwnOptimizers, Reshaped, Teaching
+from test_own_steps import (
+    CallableObject,
+    FromIterator,
+    FromTorch,
+    InSet,
+    Leaving,
+    OwnAttribute,
+    Renewing,
+    Slowing,
+)
 from torch import Tensor, nn
 
 import fedloom
@@ -202,6 +213,19 @@ def test_what_cannot_be_recorded_is_done_all_the_same(
     rows, number = both("special", rounds=4, lr_decay=0.5, model=lambda: dense(dropout))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
     assert (number > 0) is replayed
+
+
+OWN = (
+    Slowing, Renewing, Leaving, FromTorch, FromIterator, InSet, OwnAttribute, CallableObject,
+    Teaching, OwnOptimizers, OneEnclosed, Buffered, Reshaped, Moving, InTurn, Anew,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("local", OWN)
+def test_steps_of_ones_own_do_what_is_written(local: type[Local[Options]]) -> None:
+    register(Method("special", "", "", "", local=local))
+    rows, _ = both("special", rounds=4, momentum=0.9, lr=0.02, batch_size=3)
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
 
 
 class Recurrent(nn.Module):
