@@ -272,3 +272,21 @@ class Positions(nn.Module):
 def test_what_a_step_makes_the_first_time_it_has_from_then_on() -> None:
     tape = as_plain(Local, model=Positions).slots[0].tape
     assert tape.replayed > tape.recorded > 0
+
+
+class Fading(Local[Options]):
+    """A number for each client and round: there is no end to recordings."""
+
+    def train(self, bench: Bench) -> Iterator[Pass]:
+        bench.scratch["factor"] = 0.9 ** (10 * bench.round + bench.client)
+        yield Pass(self.step)
+
+    def step(self, bench: Bench, batch: Batch) -> Tensor:
+        return scaled(bench, batch, bench.scratch["factor"])
+
+
+def test_what_steps_depended_on_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engines.slot.MOST_RECORDINGS", 3)
+    (slot,) = as_plain(Fading).slots
+    assert len(slot._tokens) == 3
+    assert slot.tape.replayed > slot.tape.recorded > 3

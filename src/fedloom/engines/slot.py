@@ -6,6 +6,7 @@ batch of that size. Losses are noted on the device too and read at the end.
 """
 
 import copy
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
 from fedloom.optim import SGD, Steady
 from fedloom.streams import GLOBAL_STATE, lent_to
-from fedloom.tapes import Tape, make_tape
+from fedloom.tapes import MOST_RECORDINGS, Tape, make_tape
 from fedloom.training import Training
 
 MOST_OPTIMIZERS = 8
@@ -60,6 +61,7 @@ class SlotBench(Bench):
         self._space: Samples | None = None
         self._noted: list[tuple[Tensor, list[int]]] = []
         self._tokens: dict[Hashable, int] = {}
+        self._numbers = itertools.count()
         self._begun = set[Hashable]()
         """Kinds of steps that have been taken here."""
         self._playing: Parts | None = None
@@ -318,7 +320,12 @@ class SlotBench(Bench):
 
     def _token(self, kind: Hashable, depends: tuple[Hashable, Hashable]) -> int:
         """A number for a kind of step and all it depends on: quicker to look up at every step."""
-        return self._tokens.setdefault((kind, *depends), len(self._tokens))
+        found = (kind, *depends)
+        if found not in self._tokens:
+            if len(self._tokens) >= MOST_RECORDINGS:
+                del self._tokens[next(iter(self._tokens))]  # the oldest, whose recordings are or will be gone too
+            self._tokens[found] = next(self._numbers)
+        return self._tokens[found]
 
     def _all_of(self, step: Parts) -> tuple[Hashable, tuple[Hashable, ...]]:
         """Everything a recording of a step depends on besides the batch's size and what lies behind the addresses."""
