@@ -112,6 +112,25 @@ def test_one_check_for_each_kind_or_for_each_recording(everything: bool, monkeyp
     assert tape.done == 1 + (2 if everything else 1)
 
 
+def test_a_check_that_found_no_memory_is_made_later(caplog: pytest.LogCaptureFixture) -> None:
+    class Short(Counter):
+        asked = 0
+
+        def memory(self) -> list[Tensor]:
+            self.asked += 1
+            if self.asked == 2:  # the first time it is recorded
+                raise torch.OutOfMemoryError("out of memory")
+            return super().memory()
+
+    player, tape = Short(), FakeGraphTape()
+    play(tape, player.add_step, player, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        play(tape, player.add_step, player, 1)
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        play(tape, player.add_step, player, 1)
+    assert "its replay does something else" in caplog.text
+
+
 def test_a_slot_keeps_no_more_recordings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tapes, "MOST_RECORDINGS", 3)
     player, tape = Counter(), FakeGraphTape()

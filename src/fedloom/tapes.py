@@ -149,8 +149,8 @@ class RecordingTape(Tape):
             if which in self._checked:
                 recording.replay()
             else:
-                self._checked.add(which)
                 self._check(kind, recording, body, player)
+                self._checked.add(which)  # not before: it may have found no memory
         elif kind in self._refused or not self._is_warm(key if tunes() else kind):
             super().play(kind, key, body, player)
         elif self.recorded >= PATIENCE and self.replayed + self.done < 4 * self.recorded:
