@@ -192,6 +192,7 @@ class RecordingTape(Tape):
         # What a step reads may depend on what it read first, so later recordings under this key read these too.
         names = self._reads[key] = self._reads.get(key, frozenset()) | reads
         if len(self._recordings) >= MOST_RECORDINGS:
+            self.wait()  # it may be being played
             del self._recordings[next(iter(self._recordings))]  # the oldest
         self._recordings[key, player.values(names)] = recording
         recording.replay()

@@ -7,13 +7,13 @@ batch of that size. Losses are noted on the device too and read at the end.
 
 import copy
 import itertools
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from sys import getrefcount
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ STRETCH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
 
 
+class _Kept(NamedTuple):
+    """The state of an optimiser, which stays where it is for the next; and itself, as long as somebody has it."""
+
+    optimizer: weakref.ref[Steady]
+    state: dict[str, Any]
+
+
 class SlotBench(Bench):
     """A bench with memory of its own, a stream and a tape."""
 
@@ -48,7 +55,7 @@ class SlotBench(Bench):
         self.host: dict[str, Any] = {}
         self.listening: set[str] | None = None
         super().__init__(apart(shop), device)
-        layout, self._optimizers = shop.layout, dict[Hashable, Steady]()
+        layout, self._optimizers = shop.layout, dict[Hashable, _Kept]()
         self._parts = list(self.module.modules())
         self._generator, self._noise = torch.Generator(self.device), torch.Generator(self.device)
         self.tape = make_tape(self.device, (self._generator, self._noise), urgency)
@@ -202,16 +209,16 @@ class SlotBench(Bench):
         t = self.training
         key = (t.optimizer, t.momentum, t.nesterov, t.weight_decay)
         self.optimizer = self._steady = _NONE
-        made = self._optimizers.pop(key, None)
-        # Somebody beside `made` and the call itself: a `Local` goes on with the old one too, so that is its own now.
-        if made is None or getrefcount(made) > 2:
-            while len(self._optimizers) >= MOST_OPTIMIZERS:
-                del self._optimizers[next(iter(self._optimizers))]
-            made = t.make_optimizer()
-            made.settle(self.weights)
-        else:
+        before, made = self._optimizers.pop(key, None), t.make_optimizer()
+        if before is not None and before.optimizer() is None:
+            vars(made).update(before.state)
             made.reset()
-        self.optimizer = self._steady = self._optimizers[key] = made
+        else:  # a `Local` that goes on with the old one too has that for its own
+            made.settle(self.weights)
+        while len(self._optimizers) >= MOST_OPTIMIZERS:
+            del self._optimizers[next(iter(self._optimizers))]
+        self._optimizers[key] = _Kept(weakref.ref(made), dict(vars(made)))
+        self.optimizer = self._steady = made
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         if self.listening is not None:
