@@ -15,16 +15,24 @@ from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment, build
 from fedloom.fitting import spoilt_by_channels_last
+from fedloom.ground import build_shop
 from fedloom.models import build as build_network
 from fedloom.request import Own
 
+GIVEN: dict[str, Any] = {
+    "data": "images", "partition": "own", "clients": 2, "rounds": 1, "steps": 1, "batch_size": 4, "lr": 0.01,
+    "model": "own",
+}  # fmt: skip
 
-def experiment(network: Callable[[], nn.Module], **settings: Any) -> Experiment:
+
+def images() -> Federation:
     draw = np.random.default_rng(0)
     clients = [(draw.normal(size=(4, 3, 16, 16)).astype(np.float32), np.arange(4) % 3) for _ in range(2)]
-    own = Own(Federation.from_arrays(clients, classes=3, name="images"), network)
-    given = {"data": "images", "partition": "own", "clients": 2, "rounds": 1, "steps": 1, "batch_size": 4, "lr": 0.01}
-    return build(make_config({**given, "engine": "plain", "model": "own", **settings}), own)
+    return Federation.from_arrays(clients, classes=3, name="images")
+
+
+def experiment(network: Callable[[], nn.Module], **settings: Any) -> Experiment:
+    return build(make_config({**GIVEN, "engine": "plain", **settings}), Own(images(), network))
 
 
 def ordered(experiment: Experiment) -> bool:
@@ -84,3 +92,18 @@ def test_a_step_of_such_a_network_is_right(channels: int) -> None:
             for found, right in zip(ours, expected, strict=True):
                 assert right is not None
                 torch.testing.assert_close(found, right, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(("channels", "kept"), [(4, False), (16, True)])
+def test_models_of_sites_with_other_devices_lie_alike(
+    channels: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They travel as they lie: another order would be taken for other weights."""
+    layouts = []
+    for device in ("cpu", "meta"):  # which is not a CPU either, and needs no GPU
+        monkeypatch.setattr("fedloom.ground.make_device", lambda _, device=device: torch.device(device))
+        own = Own(images(), lambda: narrow(channels))
+        _, shop = build_shop(make_config({**GIVEN, "engine": "plain"}), own)
+        layouts.append(shop.workshop.layout)
+    assert layouts[0].entries == layouts[1].entries
+    assert any(entry.channels_last for entry in layouts[0].entries) is kept

@@ -97,7 +97,8 @@ def build(
     """
     device = make_device(config.device)
     chosen = PlainEngine if sites is not None else engine_class(config, device)
-    ground = lay_ground(config, own, chosen, progress, start, working, sites.seen if sites is not None else None)
+    seen = sites.seen if sites is not None else None
+    ground = lay_ground(config, own, chosen, progress, start, working, seen, over_sites=sites is not None)
     config = ground.config
     parts = ground.composition.build(ground.context)
     if ground.privacy is not None:

@@ -88,11 +88,14 @@ def lay_ground(
     start: Mapping[str, Tensor] | None = None,
     working: Callable[[str, int, int], None] = nobody,
     seen: Callable[[Federation], Federation] | None = None,
+    *,
+    over_sites: bool = False,
 ) -> Ground:
     """Gather the data and make the network. The class of the engine is needed here, for it says where models lie.
 
     `progress` follows downloads, and `working` long work of the method on the server. `start` is taken instead of what
-    `init` names. `seen` makes of the clients' data what the server sees of them, where they are elsewhere.
+    `init` names. `seen` makes of the clients' data what the server sees of them, where they are elsewhere. `over_sites`
+    says that models travel between the server and sites, whose devices may differ.
     """
     own = own or Own()
     composition = check(config)
@@ -114,7 +117,9 @@ def lay_ground(
     elif config.init is not None:
         source = read_source(Path(config.init), config.init_sha256)
         beginning = begin_with(module, source, streams, config.model, config.new_head, gathered.class_names)
-    channels_last = len(federation.shape) == 3 and _wants_channels_last(config, module, device)
+    # Models travel as they lie, so all sides need one order: that of a CPU, which somebody may have.
+    ordering = torch.device("cpu") if over_sites else device
+    channels_last = len(federation.shape) == 3 and _wants_channels_last(config, module, ordering)
     layout = Layout.of(module, channels_last=channels_last)
     privacy = Privacy.of(config, len(federation), streams)
     rounds = config.rounds if privacy is None else privacy.rounds_of(config)
@@ -159,7 +164,7 @@ def lay_ground(
 
 def build_shop(config: Config, own: Own | None = None) -> tuple[Config, Shop]:
     """What a site needs to train its clients: everything but the server's parts, which may be large."""
-    ground = lay_ground(config, own, PlainEngine)
+    ground = lay_ground(config, own, PlainEngine, over_sites=True)
     local = ground.composition.build_local(ground.context)
     server = ground.composition.part_class("server")
     personal = local.personal if personalised(server, local, ground.layout) else None
