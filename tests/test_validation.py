@@ -131,7 +131,7 @@ def test_other_shares_are_refused(share: float) -> None:
 
 
 def test_the_command_says_it() -> None:
-    assert command_of(make_config({"validation": 0.25})) == "fedloom run fedavg --validation 0.25"
+    assert command_of(make_config({"validation": 0.25})) == "fedloom run fedavg --validation 0.25 --device cpu"
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,6 @@ def test_it_keeps_the_contract_when_greedy_and_combined() -> None:
 def test_its_lists_are_one_line_of_a_command() -> None:
     ranges = {"lr_factors": [1.0, 0.5], "dropouts": []}
     command = command_of(make_config({"method": "soups", "options": {"soups": ranges}}))
-    assert command == "fedloom run soups --set 'soups.lr_factors=[1.0, 0.5]' --set 'soups.dropouts=[]'"
+    assert command == "fedloom run soups --device cpu --set 'soups.lr_factors=[1.0, 0.5]' --set 'soups.dropouts=[]'"
     given = [word for word in shlex.split(command) if word.startswith("soups.")]
     assert parse_settings(given) == {"soups": ranges}
