@@ -290,3 +290,73 @@ def test_what_steps_depended_on_is_forgotten_in_the_end(monkeypatch: pytest.Monk
     (slot,) = as_plain(Fading).slots
     assert len(slot._tokens) == 3
     assert slot.tape.replayed > slot.tape.recorded > 3
+
+
+class Odd(nn.Module):
+    """A network with something that is hard to look at."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.out, self.odd = nn.Linear(64, 10), make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(x.flatten(1))
+        return y
+
+
+class Graph(Odd):
+    """Takes its inputs through a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: (2 * torch.eye(64)).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.sparse.mm(self.odd, x.flatten(1).T).T)
+
+
+class Answering:
+    """Has a slot that is empty, and says so in its own way."""
+
+    __slots__ = ("empty",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __deepcopy__(self, memo: Any) -> "Answering":
+        return self
+
+
+def in_circles() -> dict[str, Any]:
+    held: dict[str, Any] = {"items": []}
+    held["items"].append(held)
+    return held
+
+
+def without_gradients() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(10)
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "holds itself": in_circles, "empty": Answering, "spread": lambda: torch.ones(1).expand(10),
+    "meta": lambda: torch.empty(3, device="meta"), "inference": without_gradients,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_whatever_a_network_or_a_local_holds_clients_train(odd: str) -> None:
+    """They were lost for it, or no step was recorded."""
+
+    class Holding(Local[Options]):
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            vars(self).setdefault("odd", ODD[odd]())
+            yield Pass(self.step)
+
+    for tape in (as_plain(Local, model=partial(Odd, ODD[odd])).slots[0].tape, as_plain(Holding).slots[0].tape):
+        assert tape.replayed > tape.recorded > 0
+
+
+def test_a_network_with_a_sparse_matrix_is_recorded() -> None:
+    tape = as_plain(Local, model=Graph).slots[0].tape
+    assert tape.replayed > tape.recorded > 0

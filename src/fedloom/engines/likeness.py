@@ -5,6 +5,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -25,8 +26,21 @@ USUAL = frozenset(vars(nn.Module()))
 """What every network has, by the names of its attributes; what of it matters is seen elsewhere."""
 
 
+MOST_NESTED = 8
+"""Containers in each other that are looked into: one may hold itself."""
+
+
 def address_of(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    try:
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    except RuntimeError:  # it lies in several places, as sparse ones do
+        return Same(tensor)
+
+
+def can_be_put_back(tensor: Tensor) -> bool:
+    """Whether it can be written over; others no step changes in place either."""
+    usual = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_inference())
+    return usual and all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class Parts(NamedTuple):
@@ -75,16 +89,19 @@ def enclosed_in(function: Any) -> list[Any]:
 
 def held_by(value: Any) -> dict[str, Any]:
     """The attributes of an object."""
-    held = dict(getattr(value, "__dict__", {}))
+    names = ["__dict__"]
     for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if not name.startswith("__") and hasattr(value, name):
-                held[name] = getattr(value, name)
+        slots = kind.__dict__.get("__slots__", ())
+        names += [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+    held = dict[str, Any]()
+    for name in names:
+        with suppress(Exception):  # there is none; or a `__getattr__` of one's own says so in its own way
+            found = getattr(value, name)
+            held |= found if name == "__dict__" else {name: found}
     return held
 
 
-def tensors_in(value: Any, deep: int = 2) -> list[Tensor]:
+def tensors_in(value: Any, deep: int = 2, nested: int = MOST_NESTED) -> list[Tensor]:
     """All tensors in a `Local`'s own things, looked for as far as `summary_of` looks."""
     if isinstance(value, Tensor):
         return [value]
@@ -93,10 +110,10 @@ def tensors_in(value: Any, deep: int = 2) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple | deque):
-        return [tensor for item in value for tensor in tensors_in(item, deep)]
+        return [tensor for item in value if nested for tensor in tensors_in(item, deep, nested - 1)]
     if not deep or isinstance(value, Bench | Samples | type):
         return []
-    return tensors_in(_inside(value), deep - 1)
+    return tensors_in(_inside(value), deep - 1, nested)
 
 
 class Same:
@@ -125,7 +142,7 @@ class Same:
         return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def summary_of(value: Any, deep: int = 2) -> Hashable:
+def summary_of(value: Any, deep: int = 2, nested: int = MOST_NESTED) -> Hashable:
     """What of a `Local`'s own things a recording depends on: addresses of tensors, values of the rest.
 
     Objects are themselves and what they hold, so many levels `deep`.
@@ -136,12 +153,14 @@ def summary_of(value: Any, deep: int = 2) -> Hashable:
         return value
     if isinstance(value, Samples):
         return address_of(value.x), address_of(value.y)
+    if isinstance(value, Mapping | list | tuple | deque | set | frozenset) and not nested:
+        return Same(value)
     if isinstance(value, Mapping):
-        return tuple((key, summary_of(item, deep)) for key, item in value.items())
+        return tuple((key, summary_of(item, deep, nested - 1)) for key, item in value.items())
     if isinstance(value, list | tuple | deque):
-        return tuple(summary_of(item, deep) for item in value)
+        return tuple(summary_of(item, deep, nested - 1) for item in value)
     if isinstance(value, set | frozenset):
-        return frozenset(summary_of(item, deep) for item in value)
+        return frozenset(summary_of(item, deep, nested - 1) for item in value)
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, np.random.Generator):
@@ -156,7 +175,7 @@ def summary_of(value: Any, deep: int = 2) -> Hashable:
         return Same(value)
     if isinstance(value, nn.Module):
         return Same(value), numbers_of(value.modules(), deep - 1)
-    return Same(value), summary_of(_inside(value), deep - 1)
+    return Same(value), summary_of(_inside(value), deep - 1, nested)
 
 
 def _inside(value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
-from fedloom.engines.likeness import Parts, address_of, numbers_of, parts_of, summary_of, tensors_in
+from fedloom.engines.likeness import Parts, address_of, can_be_put_back, numbers_of, parts_of, summary_of, tensors_in
 from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
 from fedloom.optim import SGD, Steady
@@ -274,7 +274,7 @@ class SlotBench(Bench):
         if self._playing is not None:
             held += [self._playing.attributes, *self._playing.enclosed]
         places += tensors_in(held)
-        return list({address_of(tensor): tensor for tensor in places}.values())
+        return list({address_of(tensor): tensor for tensor in places if can_be_put_back(tensor)}.values())
 
     def launch(self, piece: Pass) -> Iterator[None]:
         """Run one pass; gives way after every few steps, which need not have been carried out by then."""
