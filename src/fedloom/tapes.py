@@ -118,16 +118,23 @@ class Tape:
         """Give back recordings and stream."""
 
 
+class Kinds(set[Hashable]):
+    """Kinds of steps. A step may be made for each client: from time to time those that are gone are forgotten."""
+
+    def add(self, kind: Hashable) -> None:
+        if len(self) % MOST_RECORDINGS == MOST_RECORDINGS - 1:
+            self.difference_update([one for one in self if getattr(one, "gone", False)])
+        super().add(kind)
+
+
 class RecordingTape(Tape):
     """Records steps and replays them; how a recording is made is said by `capture`."""
 
     def __init__(self, generators: tuple[torch.Generator, ...] = ()) -> None:
         super().__init__()
         self._generators = generators
-        self._warm: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
+        self._warm, self._refused, self._checked = Kinds(), Kinds(), Kinds()
         self._told: set[tuple[str, str]] = set()
-        self._checked: set[Hashable] = set()
         self._reads: dict[Hashable, frozenset[str]] = {}
         self._recordings: dict[Hashable, Recording] = {}
 

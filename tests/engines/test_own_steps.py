@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of them is a fixture
 from torch import Tensor, nn
 
+from fake_graphs import FakeGraphTape
 from fedloom.bench import Batch, Bench, Pass
+from fedloom.engines.likeness import summary_of
 from fedloom.methods import Local, Options
 from fedloom.rows import Layout
 
@@ -360,3 +363,29 @@ def test_whatever_a_network_or_a_local_holds_clients_train(odd: str) -> None:
 def test_a_network_with_a_sparse_matrix_is_recorded() -> None:
     tape = as_plain(Local, model=Graph).slots[0].tape
     assert tape.replayed > tape.recorded > 0
+
+
+def test_steps_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie at the same few addresses, so each look for a step was slower by all that had ever been there."""
+    monkeypatch.setattr("fedloom.tapes.MOST_RECORDINGS", 4)
+
+    class Enclosing(Local[Options]):
+        def train(self, bench: Bench) -> Iterator[Pass]:
+            def step(bench: Bench, batch: Batch) -> Tensor:
+                return scaled(bench, batch, 1.0)
+
+            yield Pass(step)
+
+    (slot,) = as_plain(Enclosing).slots
+    assert isinstance(slot.tape, FakeGraphTape)
+    assert slot.tape.recorded >= 18, "a recording for each client and round"
+    assert all(len(kinds) <= 4 for kinds in (slot.tape._warm, slot.tape._checked, slot._begun))
+
+
+def test_large_arrays_are_seen_but_not_kept() -> None:
+    array = np.zeros(1_000_000)
+    before = summary_of({"array": array})
+    assert summary_of({"array": array}) == before
+    assert len(repr(before)) < 1000
+    array[-1] = 1
+    assert summary_of({"array": array}) != before

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -54,9 +55,9 @@ class Parts(NamedTuple):
     """Arguments that it has got already."""
 
     @property
-    def kind(self) -> Hashable:
+    def kind(self) -> "Which":
         """The step itself, and not another one that came to lie in its place."""
-        return Same(self.function), Same(self.owner)
+        return Which(Same(self.function), Same(self.owner))
 
     @property
     def enclosed(self) -> list[Any]:
@@ -128,11 +129,12 @@ class Same:
         except TypeError:
             self._held = value
 
-    def _lives(self) -> bool:
-        return self._get is None or self._get() is not None
+    @property
+    def gone(self) -> bool:
+        return self._get is not None and self._get() is None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._id == other._id and self._lives() and other._lives()
+        return isinstance(other, Same) and self._id == other._id and not self.gone and not other.gone
 
     def __hash__(self) -> int:
         return hash(self._id)
@@ -140,6 +142,18 @@ class Same:
     def __str__(self) -> str:
         value = self._held if self._get is None else self._get()
         return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+class Which(NamedTuple):
+    """Which step it is."""
+
+    function: Same
+    owner: Same
+
+    @property
+    def gone(self) -> bool:
+        """Whether there will never be such a step again."""
+        return self.function.gone or self.owner.gone
 
 
 def summary_of(value: Any, deep: int = 2, nested: int = MOST_NESTED) -> Hashable:
@@ -162,7 +176,7 @@ def summary_of(value: Any, deep: int = 2, nested: int = MOST_NESTED) -> Hashable
     if isinstance(value, set | frozenset):
         return frozenset(summary_of(item, deep, nested - 1) for item in value)
     if isinstance(value, np.ndarray | np.generic):
-        return value.dtype, value.shape, value.tobytes()
+        return value.dtype, value.shape, sha256(value.tobytes()).digest()  # itself may take much memory
     if isinstance(value, np.random.Generator):
         return Same(value), repr(value.bit_generator.state)
     if isinstance(value, random.Random):

@@ -26,7 +26,7 @@ from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
 from fedloom.engines.stock import Stock
 from fedloom.optim import SGD, Steady
 from fedloom.streams import GLOBAL_STATE, lent_to
-from fedloom.tapes import MOST_RECORDINGS, Tape, make_tape
+from fedloom.tapes import MOST_RECORDINGS, Kinds, Tape, make_tape
 from fedloom.training import Training
 
 MOST_OPTIMIZERS = 8
@@ -69,7 +69,7 @@ class SlotBench(Bench):
         self._noted: list[tuple[Tensor, list[int]]] = []
         self._tokens: dict[Hashable, int] = {}
         self._numbers = itertools.count()
-        self._begun = set[Hashable]()
+        self._begun = Kinds()
         """Kinds of steps that have been taken here."""
         self._playing: Parts | None = None
         """The step of the pass that runs."""
