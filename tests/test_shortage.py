@@ -85,6 +85,19 @@ def test_the_server_has_more_room_where_fewer_clients_train_at_once(
     assert [engine.gpus[0].most for engine in engines] == [16, 4, 2]
 
 
+def test_a_run_that_is_verified_goes_on_with_the_start_that_it_was_given(
+    engines: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file that it was once taken from is gone."""
+    fedloom.run("fedavg", out=tmp_path / "a", report=False, **RUN)
+    model = (tmp_path / "a" / "model.safetensors").rename(tmp_path / "start.safetensors")
+    run = fedloom.run("fedavg", out=tmp_path / "b", report=False, init=str(model), **RUN)
+    model.unlink()
+    held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].at_once > 4)
+    assert fedloom.verify(tmp_path / "b") == (run.digest, run.digest)
+    assert len(held) == 1
+
+
 def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
     held: list[weakref.ref[Heavy]] = []
     alive: list[bool] = []

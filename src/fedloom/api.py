@@ -114,7 +114,8 @@ def execute(
         if slots is None:
             _start(config, own, path, watcher, start, sites)
         else:
-            _go_on(_changed(RunFolder.open(path), {"slots": slots}), own, watcher, sites)
+            folder = _changed(RunFolder.open(path), {"slots": slots})
+            _go_on(folder, own, watcher, sites, start if start is not None else _start_of(folder, watcher))
 
     persevere(attempt, watcher)
     return _finish(RunFolder.open(path), own, report)
@@ -187,7 +188,8 @@ def resume(
         return _finish(folder, own, report and not (folder.path / "report.html").exists())
 
     def attempt(slots: int | None) -> None:
-        _go_on(_changed(folder, {} if slots is None else {"slots": slots}), own, watcher, sites)
+        changed = _changed(folder, {} if slots is None else {"slots": slots})
+        _go_on(changed, own, watcher, sites, _start_of(changed, watcher))
 
     persevere(attempt, watcher)
     return _finish(folder, own, report)
@@ -200,9 +202,10 @@ def _changed(folder: RunFolder, changes: Mapping[str, Any]) -> RunFolder:
     return RunFolder(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
 
 
-def _go_on(folder: RunFolder, own: Own, watcher: Watcher, sites: Sites | None) -> None:
-    """Play what is left of a run, from its last checkpoint on."""
-    taken = _start_of(folder, watcher)
+def _go_on(
+    folder: RunFolder, own: Own, watcher: Watcher, sites: Sites | None, taken: Mapping[str, Tensor] | None
+) -> None:
+    """Play what is left of a run, from its last checkpoint on. `taken` is the start, where it came from a file."""
     with folder.alone(), _ready(folder.config, own, folder.path, watcher, taken, sites) as experiment:
         _begin(folder, experiment, watcher)
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
