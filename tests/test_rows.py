@@ -306,3 +306,10 @@ def test_state_dict_is_contiguous_independent_and_loads(channels_last: bool) -> 
     fresh = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), Tied())
     fresh.load_state_dict(state)
     assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in fresh.state_dict().items())
+
+
+def test_models_in_another_order_are_not_exchanged() -> None:
+    """A site would take the weights of its convolutions for others."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3))
+    orders = [Layout.of(module, channels_last=channels_last).fingerprint() for channels_last in (False, True, True)]
+    assert orders[0] != orders[1] == orders[2]

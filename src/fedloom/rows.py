@@ -200,6 +200,7 @@ class Layout:
                 "kind": e.kind.value,
                 "dtype": str(e.dtype),
                 "offset": e.offset,
+                "channels_last": e.channels_last,
             }
             for e in self.entries
         ]
