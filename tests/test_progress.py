@@ -141,3 +141,11 @@ def test_a_long_path_leaves_room_for_the_rounds(
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
     assert "fedavg on table:people.csv, seed 0" in text
     assert "round 17/200" in text
+
+
+def test_a_run_that_begins_again_is_counted_once(capfd: pytest.CaptureFixture[str]) -> None:
+    display = Display(runs=2)
+    for folder in ("a", "a", "b"):  # the first has found no memory, and goes on with fewer clients at once
+        display.begin(Path(folder), make_config({"rounds": 3}), [])
+        display.end()
+    assert re.findall(r"^(./2)  ", capfd.readouterr().err, re.MULTILINE) == ["1/2", "1/2", "2/2"]

@@ -44,11 +44,11 @@ class Display:
     def begin(self, folder: Path, config: Plan, history: list[dict[str, Any]]) -> None:
         self._close_bars()
         self._take_signals()
+        self._run += folder != self.folder  # one that finds no memory begins again
         self.folder, self._config, self._works = folder, config, {}
         self._times: list[float] = []
         self._told = time.monotonic()
         done = max((record["round"] for record in history), default=0)
-        self._run += 1
         number = f"{self._run}/{self._runs}  " if self._runs > 1 else ""
         place = "" if config.device == "cpu" else f", on {config.device}"
         self._name = f"{number}{config.method} on {config.data}, seed {config.seed}{place}"
