@@ -1,6 +1,7 @@
 """What server and clients have in common, before there are any parts of a method: data, network, layout, context."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,10 @@ class Ground:
             stays_home=tuple(stays),
         )
         try_out(workshop, federation)
-        set_precision(self.context.device, config.precision, not config.fast)
+        device, criterion = self.context.device, self.context.criterion
+        if isinstance(criterion, nn.Module) and device.type != "cpu":
+            criterion.to(device)  # a copy, and the server's too
+        set_precision(device, config.precision, not config.fast)
         train = local.train if self.privacy is None else self.privacy.on_client(local.train)
         return Shop(workshop, federation, train, Homes(homes, layout.dtype), personal)
 
@@ -125,6 +129,9 @@ def lay_ground(
     rounds = config.rounds if privacy is None else privacy.rounds_of(config)
     if rounds < config.rounds:
         notes = (*notes, f"max_epsilon {config.max_epsilon:g} is enough for {rounds} of {config.rounds} rounds.")
+    criterion = own.loss or (F.cross_entropy if federation.classes else F.mse_loss)
+    if isinstance(criterion, nn.Module) and device.type != "cpu":
+        criterion = deepcopy(criterion).cpu()  # where it is tried out first; the user's own stays where it is
     context = Context(
         layout=layout,
         initial=layout.read(module, device),
@@ -134,7 +141,7 @@ def lay_ground(
         streams=streams,
         training=config,
         samples=federation.samples,
-        criterion=own.loss or (F.cross_entropy if federation.classes else F.mse_loss),
+        criterion=criterion,
         make_module=lambda: copy_module(module, share_frozen=True),
         classes=federation.classes,
         shape=federation.shape,

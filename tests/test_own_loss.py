@@ -1,0 +1,24 @@
+"""A loss of one's own that has tensors: they are where the run computes, and the user's stay where they are."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedloom.config import make_config
+from fedloom.ground import build_shop
+from fedloom.request import Own
+from fedloom.small_runs import SmallFederation, plain_network
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # which is not a CPU either, and needs no GPU
+def test_a_loss_with_weights_is_on_the_device_of_the_run(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.ground.make_device", lambda _: torch.device(device))
+    given, data = nn.CrossEntropyLoss(weight=torch.ones(10)), SmallFederation()
+    config = make_config({"data": "small", "partition": "own", "model": "own", "clients": len(data), "engine": "plain"})
+    _, shop = build_shop(config, Own(data, plain_network, given))
+    used = shop.workshop.criterion
+    assert isinstance(used, nn.CrossEntropyLoss)
+    assert used.weight is not None
+    assert used.weight.device.type == device
+    assert given.weight is not None
+    assert given.weight.device.type == "cpu"
