@@ -1,6 +1,7 @@
 """Images in channels-last order: where it is faster, and never where PyTorch's kernels for it are wrong."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fedloom
 from fedloom.config import make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
@@ -18,6 +20,15 @@ from fedloom.fitting import spoilt_by_channels_last
 from fedloom.ground import build_shop
 from fedloom.models import build as build_network
 from fedloom.request import Own
+from fedloom.watching import Silent, Stopped
+
+
+class Stopping(Silent):
+    """Wants the run to stop after its first round."""
+
+    def wants_stop(self) -> bool:
+        return True
+
 
 GIVEN: dict[str, Any] = {
     "data": "images", "partition": "own", "clients": 2, "rounds": 1, "steps": 1, "batch_size": 4, "lr": 0.01,
@@ -107,3 +118,20 @@ def test_models_of_sites_with_other_devices_lie_alike(
         layouts.append(shop.workshop.layout)
     assert layouts[0].entries == layouts[1].entries
     assert any(entry.channels_last for entry in layouts[0].entries) is kept
+
+
+def test_models_in_another_order_are_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a version decided otherwise, or a network was changed: their weights would be taken for others."""
+
+    def wide() -> nn.Module:
+        return narrow(8)
+
+    given = {"rounds": 3, "steps": 1, "engine": "plain", "report": False, "checkpoint_seconds": 0}
+    out = tmp_path / "run"
+    with pytest.raises(Stopped):
+        fedloom.run("fedavg", images(), wide, out=out, watcher=Stopping(), **given)
+    monkeypatch.setattr("fedloom.ground.spoilt_by_channels_last", lambda module: "1")
+    with pytest.raises(InputError, match="lie in another order, than the network"):
+        fedloom.resume(out, data=images(), model=wide, report=False)
+    monkeypatch.undo()
+    assert len(fedloom.resume(out, data=images(), model=wide, report=False).history) == 4

@@ -13,6 +13,7 @@ from fedloom.data import Federation
 from fedloom.data.download import Progress
 from fedloom.devices import engine_class, make_device, make_engine
 from fedloom.engines import Engine, PlainEngine, Shop
+from fedloom.errors import InputError
 from fedloom.ground import lay_ground
 from fedloom.initial import Beginning
 from fedloom.methods.base import nobody
@@ -21,6 +22,9 @@ from fedloom.privacy import refuse_unfit
 from fedloom.request import Own
 from fedloom.rounds import Rounds
 from fedloom.rows import Layout
+
+LAYOUT = "layout"
+"""Where a state says what its models look like."""
 
 
 class Sites(Protocol):
@@ -59,11 +63,17 @@ class Experiment:
             yield self
 
     def state(self) -> dict[str, Any]:
-        """The state of all parts."""
-        return {name: part.state() for name, part in self.rounds.parts.items()}
+        """The state of all parts, and what their models look like."""
+        return {LAYOUT: self.layout.fingerprint(), **{name: part.state() for name, part in self.rounds.parts.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state."""
+        """Go back to a saved state; models of another network, or that lie in another order, are refused."""
+        if state.get(LAYOUT, self.layout.fingerprint()) != self.layout.fingerprint():
+            raise InputError(
+                "the run's checkpoint holds models of another network, or ones whose weights lie in another order, "
+                "than the network that was built now; go on with the versions of fedloom and of the model that it "
+                "began with."
+            )
         for name, part in self.rounds.parts.items():
             part.load(state[name])
 
