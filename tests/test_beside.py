@@ -375,21 +375,6 @@ def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
     assert not (tmp_path / "r" / "summary.json").exists()
 
 
-def test_on_a_cpu_and_with_models_on_the_disk_nothing_is_written_beside() -> None:
-    def chosen(device: str, cache_dir: str | None) -> torch.device | None:
-        class Of:
-            pass
-
-        experiment: Any = Of()
-        experiment.engine, experiment.config = Of(), Of()
-        experiment.engine.device, experiment.config.cache_dir = torch.device(device), cache_dir
-        return playing._beside(experiment)
-
-    assert chosen("cpu", None) is None
-    assert chosen("cuda", "somewhere") is None
-    assert chosen("cuda", None) == torch.device("cuda")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("method", ["scaffold", "fedcda", "fedcross"])

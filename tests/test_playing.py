@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedloom
+from fedloom import playing
 from fedloom.checkpoints import Checkpoints
 from fedloom.rounds import Rounds
 from fedloom.watching import Silent
@@ -51,3 +53,18 @@ def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(
     with pytest.raises(KeyboardInterrupt):
         fedloom.run("fedavg", **RUN, out=tmp_path / "run", watcher=Told())
     assert ended == [True]
+
+
+def test_on_a_cpu_and_with_models_on_the_disk_nothing_is_written_beside() -> None:
+    def chosen(device: str, cache_dir: str | None) -> torch.device | None:
+        class Of:
+            pass
+
+        experiment: Any = Of()
+        experiment.engine, experiment.config = Of(), Of()
+        experiment.engine.device, experiment.config.cache_dir = torch.device(device), cache_dir
+        return playing._beside(experiment)
+
+    assert chosen("cpu", None) is None
+    assert chosen("cuda", "somewhere") is None
+    assert chosen("cuda", None) == torch.device("cuda")

@@ -337,19 +337,6 @@ def test_systems_that_take_no_advice_write_the_same(
     assert (tmp_path / "plain").read_bytes() == b"".join(content)
 
 
-def test_whoever_is_asked_between_pieces_may_end_it(tmp_path: Path) -> None:
-    asked: list[int] = []
-
-    def check() -> None:
-        asked.append(1)
-        if len(asked) == 3:
-            raise FedloomError("enough")
-
-    with pytest.raises(FedloomError, match="enough"):
-        write_tensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check=check)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_of_a_gpu_are_written_as_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedloom import storage
+from fedloom.errors import FedloomError
 
 
 class Slow:
@@ -45,3 +46,16 @@ def test_tensors_that_were_read_lie_where_torch_puts_its_own(tmp_path: Path) -> 
     read = storage.read_tensors(tmp_path / "t")
     assert all(tensor.shape == (int(name),) for name, tensor in read.items())
     assert {tensor.data_ptr() % 64 for tensor in read.values()} == {torch.randn(5).data_ptr() % 64}
+
+
+def test_whoever_is_asked_between_pieces_may_end_it(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise FedloomError("enough")
+
+    with pytest.raises(FedloomError, match="enough"):
+        storage.write_tensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check=check)
+    assert not list(tmp_path.iterdir())
