@@ -81,6 +81,27 @@ def test_a_copy_and_a_row_have_weights_of_their_own() -> None:
     assert twin(x)[0].any()
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_stay_in_their_row(way: str, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is cuDNN, layers put weights that are new to them into memory of their own."""
+
+    def move(self: Any) -> None:
+        for weight in self._flat_weights:
+            weight.data = weight.data.clone()
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", move)
+    kind, given = WAYS[way]
+    _, ours = both(kind, **given)
+    ours = copy.deepcopy(ours) if copied else ours
+    layout = Layout.of(ours)
+    row = layout.read(ours)
+    layout.bind(ours, row)
+    x = torch.randn(2, 3, 5)
+    ours.train()(x)
+    assert all(weight.untyped_storage().data_ptr() == row.data_ptr() for weight in ours.parameters())
+
+
 @pytest.mark.parametrize("given", [{"dropout": 0.0}, {"num_layers": 1, "dropout": 0.0}])
 def test_a_network_without_dropout_is_left_alone(given: dict[str, Any]) -> None:
     assert "forward" not in vars(both(nn.LSTM, **given)[1])

@@ -49,6 +49,9 @@ def _layer(network: nn.RNNBase, number: int) -> nn.RNNBase:
     layer: nn.RNNBase = kind(width, network.hidden_size, **given)
     for name, _ in list(layer.named_parameters()):
         setattr(layer, name, getattr(network, name.replace("_l0", f"_l{number}")))
+    # It looks for new weights whenever it computes, and puts those that it finds next to each other in memory of their
+    # own. Let it find them now: later they lie in a model's row and must stay there.
+    layer._init_flat_weights()
     return layer
 
 
