@@ -10,7 +10,7 @@ from torch import nn
 from fedloom.models.base import Network, Wanted
 from fedloom.models.dense import dense
 from fedloom.models.norms import NormName, NormOptions
-from fedloom.models.pooling import MeanPool2d
+from fedloom.models.pooling import LargestPool2d, MeanPool2d, PooledConv2d
 
 
 class Padded(NormOptions):
@@ -42,12 +42,14 @@ def two_convolutions(*channels: int, hidden: tuple[int, ...]) -> Callable[[Wante
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for i, wider in enumerate(channels, 1):
             height, width = height - shrink, width - shrink
-            layers[f"conv{i}"] = nn.Conv2d(planes, wider, 5, padding=options.padding)
-            if options.norm != "none":
+            if options.norm == "none":
+                layers[f"conv{i}"] = PooledConv2d(planes, wider, 5, padding=options.padding)
+            else:
+                layers[f"conv{i}"] = nn.Conv2d(planes, wider, 5, padding=options.padding)
                 layers[f"conv{i}_norm"] = options.make(wanted, wider, (height, width))
+                layers[f"conv{i}_pool"] = LargestPool2d()
             # The papers put ReLU before the pool. Both only ever pick or keep the larger value, so they
             # commute exactly, and after the pool there is a quarter of the work left.
-            layers[f"conv{i}_pool"] = nn.MaxPool2d(2)
             layers[f"conv{i}_relu"] = nn.ReLU()
             planes, height, width = wider, height // 2, width // 2
         return nn.Sequential(layers | dense([planes * height * width, *hidden], wanted.classes))

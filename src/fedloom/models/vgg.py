@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedloom.models.base import Network, Wanted
 from fedloom.models.dense import dense
 from fedloom.models.norms import NormOptions
+from fedloom.models.pooling import LargestPool2d
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 """Channels, as a multiple of the width, and convolutions of each stage."""
@@ -62,7 +63,7 @@ def vgg16(wanted: Wanted, options: VggOptions) -> nn.Module:
         if min(height, width) > 1:
             # The pool before ReLU: the two commute exactly, and this way there is less to do.
             relu = layers.pop(f"conv{i}_relu")
-            layers[f"conv{i}_pool"], layers[f"conv{i}_relu"] = nn.MaxPool2d(2), relu
+            layers[f"conv{i}_pool"], layers[f"conv{i}_relu"] = LargestPool2d(), relu
             height, width = height // 2, width // 2
     large = options.classifier == "7x7"
     layers["mean"] = Spread() if large else nn.AdaptiveAvgPool2d(1)
