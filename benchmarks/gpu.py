@@ -10,15 +10,18 @@ Parts, all by default, each of which may take `--minutes` and is written as soon
   methods    two rounds of every method against the plain engine, in float64
   speed      whole rounds against a plain sequential PyTorch loop in the same process, in turn: 100 clients by
              class-wise Dirichlet 0.1, 10 a round, 5 epochs, batch 50, SGD with momentum 0.5; medians, the same clients
-             for both; and one more round as the profiler sees it, held against what the chip can do, measured here too
-  together   steady rounds of `--at-once` runs that share the GPU in one process, as the profiler sees them
+             for both
   cost       runs with evaluation every ten rounds and checkpoints: the share of time that is not training
   kernels    pieces of a step in the ways in which they can be computed, alone and with eight clients at once
   seeds      the accuracy of five runs here and of the same five on the CPU
+  profile    a steady round of each network as the profiler sees it, held against what the chip can do, measured here
+             too; after this whatever is launched takes the processor longer, so it comes after all that is timed
+  together   steady rounds of `--at-once` runs that share the GPU in one process, as the profiler sees them
 
-The loop has the samples on the GPU in float, one module, `load_state_dict` for each client, `torch.optim.SGD` and a
-weighted sum: what simulators do, without their data loaders. Where CIFAR-10 is not at hand, random images of the same
-shape take the same time. `--device cpu --tiny` tries everything out without a GPU; its figures mean nothing.
+The loop has the samples on the GPU in float, one network of torch's own layers, `load_state_dict` for each client,
+`torch.optim.SGD` and a weighted sum: what simulators do, without their data loaders. Where CIFAR-10 is not at hand,
+random images of the same shape take the same time. `--device cpu --tiny` tries everything out without a GPU; its
+figures mean nothing.
 """
 
 import argparse
@@ -28,17 +31,18 @@ from pathlib import Path
 from gpu_agreement import agreement, every_method
 from gpu_kernels import kernels
 from gpu_sheet import Clock, Sheet
-from gpu_speed import speed, together
+from gpu_speed import profiles, speed, together
 from gpu_whole_runs import cost, seeds
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
     "agreement": agreement,
     "methods": every_method,
     "speed": speed,
-    "together": together,
     "cost": cost,
     "kernels": kernels,
     "seeds": seeds,
+    "profile": profiles,
+    "together": together,
 }
 
 
@@ -58,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sheet = Sheet(options)
-    for part in options.parts or PARTS:
+    for part in [part for part in PARTS if part in (options.parts or PARTS)]:
         print(f"{part}, at most {options.minutes:g} minutes", flush=True)
         PARTS[part](options, sheet, Clock(options.minutes))
 

@@ -1,4 +1,4 @@
-"""Whole rounds of the CUDA engine against a plain loop, and of several runs at once: for benchmarks/gpu.py."""
+"""Whole rounds of the CUDA engine, against a plain loop and as the profiler sees them: for benchmarks/gpu.py."""
 
 import argparse
 import statistics
@@ -8,6 +8,7 @@ from threading import Barrier, BrokenBarrierError
 
 import torch
 import torch.nn.functional as F
+from gpu_agreement import against_loop
 from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds
 from gpu_setting import engine_of, experiment_of, federation
 from gpu_sheet import Clock, Sheet
@@ -15,6 +16,7 @@ from gpu_sheet import Clock, Sheet
 from fedloom.cuda_streams import own_stream
 from fedloom.data import PooledFederation
 from fedloom.devices import make_device
+from fedloom.experiment import Experiment
 from fedloom.models import build as build_model
 
 WARM_SECONDS = 15.0
@@ -26,7 +28,7 @@ class Loop:
 
     def __init__(self, model: str, data: PooledFederation, device: str, autocast: bool, epochs: int) -> None:
         torch.manual_seed(0)
-        self.module = build_model(model, data.shape, 10).to(device)
+        self.module = against_loop.with_torchs_layers(build_model(model, data.shape, 10)).to(device)
         self.x, self.y = data.prepare(data.pool.x.to(device)), data.pool.y.to(device)
         self.parts = [torch.from_numpy(part).to(device) for part in data.parts]
         self.model = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
@@ -58,16 +60,11 @@ class Loop:
 
 
 def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
-    data, loops = federation(options), dict[str, list[float]]()
-    rounds, most = (1, 1) if options.tiny else (options.rounds, options.warm)
-    ceilings = measure_ceilings(options.device, 256 if options.tiny else 8192)
-    sheet.put("profile", "ceilings", ceilings)
+    data, loops, rounds = federation(options), dict[str, list[float]](), 1 if options.tiny else options.rounds
     for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
         with experiment_of(model, precision, data, options).engine_closed() as experiment:
             play, select = experiment.rounds.play, experiment.rounds.parts.server.select
-            began = time.monotonic()
-            warm = next((n for n in range(most) if play(n) and time.monotonic() - began > WARM_SECONDS), most - 1) + 1
-            first = time.monotonic() - began
+            warm, first = warmed(experiment, options)
             ours, theirs, lower = [], [], []
             epochs = experiment.config.epochs
             full = Loop(model, data, options.device, False, epochs)
@@ -97,14 +94,33 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
                 "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
                 "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
             })  # fmt: skip
-            sheet.put(
-                "profile",
-                name,
-                profile(experiment, data, (model, precision), warm + rounds, ceilings),
-            )
         if options.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+
+def profiles(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+    """A steady round of each, as the profiler sees it. Once it was used, everything that is launched costs more, in the
+    engine and in the loop: nothing is timed after this."""
+    data, ceilings = federation(options), measure_ceilings(options.device, 256 if options.tiny else 8192)
+    sheet.put("profile", "ceilings", ceilings)
+    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
+        with experiment_of(model, precision, data, options).engine_closed() as experiment:
+            warm, _ = warmed(experiment, options)
+            found = profile(experiment, data, (model, precision), warm, ceilings)
+            sheet.put("profile", f"{model}, {precision}{', fast' if options.fast else ''}", found)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def warmed(experiment: Experiment, options: argparse.Namespace) -> tuple[int, float]:
+    """Play rounds until most steps are recorded; how many they were, and how long they took."""
+    most, began = 1 if options.tiny else options.warm, time.monotonic()
+    for number in range(most):
+        experiment.rounds.play(number)
+        if time.monotonic() - began > WARM_SECONDS:
+            break
+    return number + 1, time.monotonic() - began
 
 
 def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:

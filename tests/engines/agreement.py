@@ -21,6 +21,7 @@ from fedloom.engines import CudaEngine
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment, build
 from fedloom.models import build as build_model
+from fedloom.models.pooling import LargestPool2d, MeanPool2d, PooledConv2d
 from fedloom.request import Own
 from fedloom.streams import Streams
 
@@ -93,10 +94,28 @@ def trained_at_once(experiment: Experiment, jobs: list[Job], device: str, slots:
         return rows, sum(slot.tape.replayed for slot in engine.slots)
 
 
+class ConvThenPool(nn.Conv2d):
+    """The two as torch has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(super().forward(x), 2)
+
+
+TORCHS = {PooledConv2d: ConvThenPool, LargestPool2d: nn.MaxPool2d, MeanPool2d: nn.AvgPool2d}
+"""Layers of ours, and what others would use in their places."""
+
+
+def with_torchs_layers(module: nn.Module) -> nn.Module:
+    """A network as anyone would write it, with the same names."""
+    for layer in module.modules():
+        layer.__class__ = TORCHS.get(type(layer), type(layer))
+    return module
+
+
 def trained_by_a_loop(experiment: Experiment, jobs: list[Job], device: str) -> list[Tensor]:
     """The same as anyone would write it: a module, torch.optim, one client after the other."""
     shop, rows = experiment.engine.shop.workshop, []
-    module = experiment.rounds.context.make_module().to(device)
+    module = with_torchs_layers(experiment.rounds.context.make_module().to(device))
     for job in jobs:
         samples = experiment.federation.client(job.client)
         x, y = shop.prepare(samples.x.to(device)), samples.y.to(device)

@@ -1,6 +1,6 @@
 """Batches laid out before their steps, and how steps are put together in recordings."""
 
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import pytest
@@ -31,25 +31,38 @@ def make(channels_last: bool = False) -> Stock:
     st.lists(st.lists(st.integers(0, 39), min_size=1, max_size=7), min_size=1, max_size=9),
     st.integers(0, 9),
     st.booleans(),
+    st.sampled_from([1, 1000, 1 << 20]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_batches_come_in_order_as_they_would_be_prepared_one_by_one(
-    batches: list[list[int]], batch_size: int, channels_last: bool
+    batches: list[list[int]], batch_size: int, channels_last: bool, taken: int
 ) -> None:
-    store, held = images(40), make(channels_last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stock, "TAKEN_BYTES", taken)
+        check_batches(batches, batch_size, make(channels_last), channels_last)
+
+
+def check_batches(batches: list[list[int]], batch_size: int, held: Stock, channels_last: bool) -> None:
+    store = images(40)
     largest = max(map(len, batches))
     room = held.prepare(store, largest, batch_size if batch_size >= largest else 0)
     assert room >= 1
     for low in range(0, len(batches), room):
         part = [np.array(batch) for batch in batches[low : low + room]]
         held.fill(store, part)
-        for number, positions in enumerate(part):
-            batch = held.take(len(positions))
-            wanted = HALF(store.x[torch.from_numpy(positions)], channels_last=channels_last)
-            assert torch.equal(batch.x, wanted)
-            assert batch.x.stride() == wanted.stride(), "kernels are chosen by it"
-            assert batch.y.tolist() == positions.tolist()
-            held.note(torch.tensor(float(low + number)))
+        number = low
+        for size, alike in groupby(part, key=len):
+            stretch = list(alike)
+            turns, losses = held.turns(len(stretch)), []
+            for positions, batch in zip(stretch, held.take(size, turns), strict=True):
+                wanted = HALF(store.x[torch.from_numpy(positions)], channels_last=channels_last)
+                assert torch.equal(batch.x, wanted)
+                assert batch.x.stride() == wanted.stride(), "kernels are chosen by it"
+                assert batch.x.data_ptr() % 16 == 0, "and by this"
+                assert batch.y.tolist() == positions.tolist()
+                losses.append(torch.tensor(float(number)))
+                number += 1
+            held.note(turns, losses)
         assert held.losses(0, len(part)).tolist() == [float(low + number) for number in range(len(part))]
 
 
@@ -71,9 +84,10 @@ def test_whole_clients_as_batches_share_the_memory() -> None:
     held.prepare(store, 7, 0)
     assert held.places[0].data_ptr() == before
     held.fill(store, [np.arange(7), np.arange(7, 14)])
-    held.take(7)
-    held.note(torch.zeros(()))
-    assert held.take(7).y.tolist() == list(range(7, 14))
+    first = next(held.take(7, held.turns(1)))
+    held.note(held.turns(1), [torch.zeros(())])
+    assert first.y.tolist() == list(range(7))
+    assert next(held.take(7, held.turns(1))).y.tolist() == list(range(7, 14))
 
 
 def test_a_batch_that_is_larger_than_the_room_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +95,18 @@ def test_a_batch_that_is_larger_than_the_room_gets_it(monkeypatch: pytest.Monkey
     store, held = images(40), make()
     assert held.prepare(store, 40, 0) == 1
     held.fill(store, [np.arange(40)])
-    assert torch.equal(held.take(40).x, HALF(store.x))
+    assert torch.equal(next(held.take(40, held.turns(1))).x, HALF(store.x))
+
+
+def test_a_loss_is_kept_as_it_was() -> None:
+    """Losses of some steps are noted together, and whoever made them may go on with them meanwhile."""
+    weight, room = torch.ones(2, requires_grad=True), torch.zeros(())
+    made = [weight.sum(), room, weight.sum().add_(1), (weight * 2)[0]]
+    kept = [stock.as_it_is_now(loss) for loss in made]
+    room.add_(7)
+    assert [float(loss) for loss in kept] == [2, 0, 3, 2]
+    assert kept[0].data_ptr() == made[0].data_ptr(), "usually it costs nothing"
+    assert not any(loss.requires_grad for loss in kept)
 
 
 def test_little_room_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from fedloom.scores import Score
 MOST_SLOTS = 16
 """More slots than this do not make a GPU busier, but each keeps a model, its optimiser's state and its recordings."""
 
-LEAD = 4
+LEAD = 2
 """Launches of a client's steps before the next client is seated. Seating takes the host longer than a GPU takes for the
 one step of each client that it would have before it."""
 
@@ -94,14 +94,19 @@ class CudaEngine(Engine):
             # After all that the server asked for: models to send, and answers that it read out of their places.
             before = [gpu.mark() for gpu in self.gpus]
             working: deque[tuple[SlotBench, int, int, Work]] = deque()
+            turns = 0
             while True:
-                while idle and (index := waiting.next()) is not None:
+                # Seating takes the host a while, so all who are seated get a step before the next one is: otherwise the
+                # first, who has the most to do, would have nothing to do until the last is seated.
+                if not turns and idle and (index := waiting.next()) is not None:
                     slot = idle.pop(0)
                     gpu = home[id(slot)]
                     place = gpu.free.pop()
-                    working.append((slot, index, place, self._work(gpu, slot, round, jobs[index], place, before)))
+                    working.appendleft((slot, index, place, self._work(gpu, slot, round, jobs[index], place, before)))
+                    turns = len(working)
                 if not working:
                     return
+                turns = max(0, turns - 1)
                 slot, index, place, work = working.popleft()
                 gpu = home[id(slot)]
                 try:

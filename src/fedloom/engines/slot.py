@@ -23,7 +23,7 @@ from fedloom.bench import Bench, Pass, Step, Workshop
 from fedloom.data import Samples
 from fedloom.engines.likeness import Parts, address_of, can_be_put_back, numbers_of, parts_of, summary_of, tensors_in
 from fedloom.engines.listening import ALWAYS_READ, Noting, Watched
-from fedloom.engines.stock import Stock
+from fedloom.engines.stock import Stock, as_it_is_now
 from fedloom.optim import SGD, Steady
 from fedloom.streams import GLOBAL_STATE, lent_to
 from fedloom.tapes import MOST_RECORDINGS, Kinds, Tape, make_tape
@@ -314,12 +314,13 @@ class SlotBench(Bench):
         """Some steps with batches of one size, after `before` others."""
         bound = self._bound
         try:
-            for number in range(count):
+            turns, losses = self._stock.turns(count), list[Tensor]()
+            for number, batch in enumerate(self._stock.take(size, turns)):
                 self.host["steps"] = before + number
-                batch = self._stock.take(size)
                 if self._augment is not None:
                     batch = self._prepared(Samples(batch.x, batch.y))
-                self._stock.note(self._step(step, batch))
+                losses.append(as_it_is_now(self._step(step, batch)))
+            self._stock.note(turns, losses)
         except Exception:
             if bound is not None:  # it may be done again, from the beginning
                 self.bind(bound)

@@ -2,10 +2,10 @@
 
 A recorded step cannot cut its batch on the host, and gathering and normalising it there takes seven short kernels. So
 the batches of many steps are gathered and prepared in one go, one batch a row, and a counter on the device says whose
-turn it is: a step reads its row, notes its loss in the same place, and moves the counter on.
+turn it is: steps read their rows, note their losses in the same places, and move the counter on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -21,6 +21,18 @@ STOCK_BYTES = 32 << 20
 MOST_STEPS = 1024
 """Batches laid out at once, however small they are."""
 
+TAKEN_BYTES = 16 << 20
+"""What inputs of steps may take that are taken at once."""
+
+ALIGNED = 16
+"""Fast kernels read so many bytes at a time."""
+
+
+def as_it_is_now(loss: Tensor) -> Tensor:
+    """A loss that nobody changes in place later on."""
+    fresh = loss.grad_fn is not None and loss._base is None and not loss._version
+    return loss.detach() if fresh else loss.detach().clone()
+
 
 class Stock:
     """Room for some batches. `ready` prepares samples; the room itself stays where it is, so that steps can be
@@ -30,6 +42,7 @@ class Stock:
         self._device, self._ready, self._channels_last = device, ready, channels_last
         self._x = self._y = torch.empty(0, device=device)
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._ahead = torch.arange(MOST_STEPS, device=device)
         self._losses = torch.zeros(MOST_STEPS, device=device)
         self._prepared: dict[tuple[torch.dtype, torch.Size], tuple[torch.dtype, tuple[int, ...]]] = {}
 
@@ -87,15 +100,28 @@ class Stock:
         """As it lies in memory."""
         return x.permute(0, 2, 3, 1) if self._channels_last and x.ndim == 4 else x
 
-    def take(self, size: int) -> Batch:
-        """The next batch, of which it is known how large it is."""
-        x, y = (rows[:, :size].index_select(0, self._turn)[0] for rows in (self._x, self._y))
-        return Batch(x.permute(0, 3, 1, 2) if self._channels_last and x.ndim == 4 else x, y)
+    def turns(self, count: int) -> Tensor:
+        """The places of the next batches."""
+        return self._turn if count == 1 else self._turn + self._ahead[:count]
 
-    def note(self, loss: Tensor) -> None:
-        """This was the loss of the batch that was taken; the turn is the next one's."""
-        self._losses.index_copy_(0, self._turn, loss.detach().float().view(1))
-        self._turn.add_(1)
+    def take(self, size: int, turns: Tensor) -> Iterator[Batch]:
+        """The batches in these places, of which it is known how large they are.
+
+        Several are copied at once, which is one kernel instead of one for each, as long as they are small and each lies
+        where fast kernels can read it.
+        """
+        x, y = self._x[:, :size], self._y[:, :size]
+        bytes_each = x[0].numel() * x.itemsize
+        at_once = max(1, TAKEN_BYTES // max(1, bytes_each)) if bytes_each % ALIGNED == 0 else 1
+        for places in torch.split(turns, at_once):
+            for images, labels in zip(x.index_select(0, places), y.index_select(0, places), strict=True):
+                yield Batch(images.permute(0, 3, 1, 2) if self._channels_last and images.ndim == 4 else images, labels)
+
+    def note(self, turns: Tensor, losses: Sequence[Tensor]) -> None:
+        """These were the losses of the batches that were taken from there; the turn is the next one's."""
+        found = [loss.float().view(1) for loss in losses]
+        self._losses.index_copy_(0, turns, found[0] if len(found) == 1 else torch.cat(found))
+        self._turn.add_(len(found))
 
     def losses(self, first: int, count: int) -> Tensor:
         """A copy of the losses that were noted since the last `fill`, those of so many batches."""

@@ -60,54 +60,50 @@ class LargestPool2d(nn.MaxPool2d):
         super().__init__(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _largest(x, None) if x.is_cuda and x.requires_grad else super().forward(x)
+        return _largest(x) if x.is_cuda and x.requires_grad else super().forward(x)
 
 
 class PooledConv2d(nn.Conv2d):
     """`nn.Conv2d` and then `nn.MaxPool2d(2)`.
 
-    The gradient of the bias is the sum over all pixels, of which only the largest of four have any: on a GPU only these
-    are added up, so it is the same to rounding.
+    On a GPU the bias is added to what the pool has left, a quarter of the pixels: adding the same to all four and then
+    rounding does not change which is the largest, so the output is the same to the last bit. Pixels that are only made
+    equal by rounding may have each other's gradient, and the sum that is the bias's gradient is the same to rounding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and self.bias is not None and torch.is_grad_enabled():
-            return _largest(self._conv_forward(x, self.weight, None), self.bias)
+            return _largest(self._conv_forward(x, self.weight, None)) + self.bias.view(-1, 1, 1)
         return F.max_pool2d(super().forward(x), 2)
 
 
-def _largest(x: Tensor, bias: Tensor | None) -> Tensor:
-    largest: Tensor = _Largest.apply(x, bias)  # type: ignore[no-untyped-call]  # torch's
+def _largest(x: Tensor) -> Tensor:
+    largest: Tensor = _Largest.apply(x)  # type: ignore[no-untyped-call]  # torch's
     return largest
 
 
 class _Largest(Function):
-    """The largest of four pixels of x + bias.
+    """The largest of four pixels.
 
-    Its gradient belongs to one pixel of the four, so all others are set to zero and then these are put in their places.
+    Its gradient belongs to one pixel of the four, so all are set to zero and then these are put in their places.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        biased = x if bias is None else x + bias.view(-1, 1, 1)
-        largest, places = F.max_pool2d_with_indices(biased, (2, 2))
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        largest, places = F.max_pool2d_with_indices(x, (2, 2))
         ctx.save_for_backward(places)
         ctx.shape = x.shape
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return largest
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (g,), (places,), (count, channels, height, width) = gradients, ctx.saved_tensors, ctx.shape
-        for_x, for_bias = ctx.needs_input_grad
-        spread = None
-        if for_x and ctx.channels_last:
+        if ctx.channels_last:
             pixels = g.new_zeros(count, height * width, channels).scatter_(1, _in_rows(places), _in_rows(g))
-            spread = pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
-        elif for_x:
-            pixels = g.new_zeros(count, channels, height * width).scatter_(2, places.flatten(2), g.flatten(2))
-            spread = pixels.view(ctx.shape)
-        return spread, g.sum((0, 2, 3)) if for_bias else None
+            return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
+        pixels = g.new_zeros(count, channels, height * width).scatter_(2, places.flatten(2), g.flatten(2))
+        return pixels.view(ctx.shape)
 
 
 def _in_rows(x: Tensor) -> Tensor:
