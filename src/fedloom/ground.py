@@ -1,7 +1,7 @@
 """What server and clients have in common, before there are any parts of a method: data, network, layout, context."""
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,8 +80,12 @@ class Ground:
         if isinstance(criterion, nn.Module) and device.type != "cpu":
             criterion.to(device)  # a copy, and the server's too
         set_precision(device, config.precision, not config.fast)
-        train = local.train if self.privacy is None else self.privacy.on_client(local.train)
-        return Shop(workshop, federation, train, Homes(homes, layout.dtype), personal)
+
+        def train_of(local: Local[Any]) -> Train:
+            return local.train if self.privacy is None else self.privacy.on_client(local.train)
+
+        kept = Homes(homes, layout.dtype)
+        return Shop(workshop, federation, train_of(local), kept, personal, lambda: train_of(copy(local)))
 
 
 def lay_ground(

@@ -202,7 +202,8 @@ def test_it_knows_that_an_answer_is_finite(method: str, field: str, number: floa
         yield from ()
 
     with small_experiment(method, {}, engine="plain").engine_closed() as plain:
-        (update,) = CudaEngine(replace(plain.engine.shop, train=train), "cpu").train(0, jobs_for(plain, [0]))
+        shop = replace(plain.engine.shop, train=train, train_apart=None)
+        (update,) = CudaEngine(shop, "cpu").train(0, jobs_for(plain, [0]))
         assert isinstance(update, Update)
         assert update.finite is known
 

@@ -154,9 +154,11 @@ HIDDEN = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("local", HIDDEN)
-def test_what_a_step_keeps_on_the_host_is_seen(local: type[Local[Options]]) -> None:
-    as_plain(local)
+def test_what_a_step_keeps_on_the_host_is_seen(local: type[Local[Options]], slots: int) -> None:
+    """And is the client's own: others train meanwhile."""
+    as_plain(local, slots=slots)
 
 
 class Masked(nn.Module):

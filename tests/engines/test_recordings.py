@@ -31,12 +31,14 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
 
 
-def as_plain(local: type[Local[Options]], clients: Sequence[int] = CLIENTS, **settings: Any) -> CudaEngine:
-    """Three rounds in one slot, held against the plain engine."""
+def as_plain(
+    local: type[Local[Options]], clients: Sequence[int] = CLIENTS, slots: int = 1, **settings: Any
+) -> CudaEngine:
+    """Three rounds in one slot, or several, held against the plain engine."""
     register(Method("own", "", "", "", local=local))
     values = {"engine": "plain", "per_round": 8, "batch_size": 4, "steps": 24, "model": dense, **settings}
     with small_experiment("own", {}, **values).engine_closed() as plain:
-        engine = cuda_of(plain, 1)
+        engine = cuda_of(plain, slots)
         for round in range(3):
             jobs = jobs_for(plain, list(clients))
             assert_alike(answers(engine, jobs, round), answers(plain.engine, jobs, round))

@@ -82,6 +82,9 @@ class Shop:
     homes: Homes
     personal: Train | None = None
     """A `Local`'s personal; None where clients have no models of their own."""
+    train_apart: Callable[[], Train] | None = None
+    """Makes the `train` of another `Local`: where clients train at once in one process, what one of them leaves on its
+    `Local` must not be the other's."""
 
 
 class Engine(ABC):

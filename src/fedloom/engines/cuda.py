@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from fedloom.engines.base import (
     CHIP_ERROR,
     Engine,
     Shop,
+    Train,
     conclude,
     is_short_of_memory,
     reason_of,
@@ -60,6 +62,7 @@ class CudaEngine(Engine):
         most = slots or MOST_SLOTS
         self.gpus = [Gpu(shop, torch.device(name), most, first=not i) for i, name in enumerate(named)]
         self.device = self.homes.device = self.gpus[0].device
+        self._trains = WeakKeyDictionary[SlotBench, Train]()
         self._judge: Judge | None = None
         self._fitting: Bench | None = None
         self._threads = torch.get_num_threads()
@@ -153,7 +156,7 @@ class CudaEngine(Engine):
         home, first = self.homes.get(job.client), job.client not in self.homes
         slot.seat(round, job.client, store, positions, job.row, job.extras, home, first)
         row, places = slot.row, {"home": dict(slot.home), "uploads": dict(slot.uploads)}
-        passes, ahead = self.shop.train(slot), LEAD
+        passes, ahead = self._train_of(slot)(slot), LEAD
         while True:
             with slot.randomness():
                 piece = next(passes, None)
@@ -168,6 +171,11 @@ class CudaEngine(Engine):
         conclude(slot, row, places)
         gpu.keep(place, row, places)
         yield Answer(gpu, place, slot.samples, slot.host["steps"], slot.last_words(), gpu.mark())
+
+    def _train_of(self, slot: SlotBench) -> Train:
+        if slot not in self._trains:
+            self._trains[slot] = self.shop.train_apart() if self.shop.train_apart is not None else self.shop.train
+        return self._trains[slot]
 
     def _here(self, answer: Answer) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """An answer on the first GPU, where the server is."""

@@ -73,7 +73,8 @@ class PooledConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and self.bias is not None and torch.is_grad_enabled():
-            return _largest(self._conv_forward(x, self.weight, None)) + self.bias.view(-1, 1, 1)
+            pooled = _largest(self._conv_forward(x, self.weight, None))
+            return pooled + self.bias.to(pooled.dtype).view(-1, 1, 1)  # autocast only casts what goes into products
         return F.max_pool2d(super().forward(x), 2)
 
 
