@@ -112,7 +112,8 @@ def execute(
 
     def attempt(slots: int | None) -> None:
         if slots is None:
-            _start(config, own, path, watcher, start, sites)
+            with _ready(config, own, path, watcher, start, sites) as experiment:
+                _start(experiment, path, own, watcher)
         else:
             folder = _changed(RunFolder.open(path), {"slots": slots})
             _go_on(folder, own, watcher, sites, start if start is not None else _start_of(folder, watcher))
@@ -121,24 +122,16 @@ def execute(
     return _finish(RunFolder.open(path), own, report)
 
 
-def _start(
-    config: Config,
-    own: Own,
-    path: Path,
-    watcher: Watcher,
-    start: Mapping[str, Tensor] | None,
-    sites: Sites | None,
-) -> None:
+def _start(experiment: Experiment, path: Path, own: Own, watcher: Watcher) -> None:
     """Play a new run."""
-    with _ready(config, own, path, watcher, start, sites) as experiment:
-        config = experiment.config  # where the data say how many clients there are, it now says so too
-        if experiment.beginning is not None:
-            config = replace_config(config, init_sha256=experiment.beginning.sha256)
-        folder = RunFolder.create(path, config, own.names, experiment.composition.use_server_data)
-        with folder.alone():
-            _begin(folder, experiment, watcher)
-            folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
-            play(folder, experiment, watcher, start=None)
+    config = experiment.config  # where the data say how many clients there are, it now says so too
+    if experiment.beginning is not None:
+        config = replace_config(config, init_sha256=experiment.beginning.sha256)
+    folder = RunFolder.create(path, config, own.names, experiment.composition.use_server_data)
+    with folder.alone():
+        _begin(folder, experiment, watcher)
+        folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
+        play(folder, experiment, watcher, start=None)
 
 
 @contextmanager
