@@ -115,12 +115,11 @@ def profiles(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
 
 def warmed(experiment: Experiment, options: argparse.Namespace) -> tuple[int, float]:
     """Play rounds until most steps are recorded; how many they were, and how long they took."""
-    most, began = 1 if options.tiny else options.warm, time.monotonic()
-    for number in range(most):
-        experiment.rounds.play(number)
-        if time.monotonic() - began > WARM_SECONDS:
-            break
-    return number + 1, time.monotonic() - began
+    most, played, began = 1 if options.tiny else options.warm, 0, time.monotonic()
+    while played < most and time.monotonic() - began < WARM_SECONDS:
+        experiment.rounds.play(played)
+        played += 1
+    return played, time.monotonic() - began
 
 
 def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:

@@ -40,6 +40,7 @@ from fedloom.data.partition import partition
 from fedloom.errors import InputError
 from fedloom.experiment import build
 from fedloom.models import build as build_model
+from fedloom.models.pooling import PooledConv2d
 from fedloom.request import Own
 from fedloom.streams import Streams
 
@@ -62,10 +63,16 @@ def federation() -> tuple[PooledFederation, str]:
 
 def as_usual(module: nn.Module) -> nn.Module:
     """Our network with ReLU before the pool, as in the papers."""
-    layers = list(module.named_children())
-    for at, (name, _) in enumerate(layers[:-1]):
-        if name.endswith("_pool"):
-            layers[at], layers[at + 1] = layers[at + 1], layers[at]
+    layers, pool = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+    for name, layer in module.named_children():
+        if isinstance(layer, PooledConv2d):
+            conv = nn.Conv2d(layer.in_channels, layer.out_channels, 5, padding=layer.padding)  # type: ignore[arg-type]
+            conv.weight, conv.bias = layer.weight, layer.bias
+            layers.append((name, conv))
+            pool = [(f"{name}_pool", nn.MaxPool2d(2))]
+        else:
+            layers += [(name, layer), *pool]
+            pool = []
     usual = nn.Sequential(OrderedDict(layers))
     x = torch.randn(5, 1, 28, 28)
     assert torch.equal(usual(x), module(x))

@@ -69,7 +69,6 @@ class Bench:
         self._augment = shop.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
-        self._one = torch.ones((), dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
         sizes = [entry.size for entry in self.layout.entries if entry.kind is Kind.PARAMETER]
         self._flat = torch.split(self.gradient, sizes)
@@ -237,8 +236,7 @@ class Bench:
 
     def backward(self, loss: Tensor) -> None:
         """Put the gradient of `loss` with respect to the bound model's weights into `gradient`."""
-        begin = self._one if loss.dtype is self._one.dtype and not loss.ndim else None  # or it would be made anew
-        parts = torch.autograd.grad(loss, self._parameters, begin, allow_unused=True)
+        parts = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         if all(part is not None for part in parts):
             if self.device.type == "cpu":
                 torch._foreach_copy_(self._slices, parts)

@@ -1,7 +1,7 @@
 """What server and clients have in common, before there are any parts of a method: data, network, layout, context."""
 
 from collections.abc import Callable, Mapping
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,16 @@ class Ground:
             return local.train if self.privacy is None else self.privacy.on_client(local.train)
 
         kept = Homes(homes, layout.dtype)
-        return Shop(workshop, federation, train_of(local), kept, personal, lambda: train_of(copy(local)))
+        return Shop(workshop, federation, train_of(local), kept, personal, lambda: train_of(apart(local)))
+
+
+def apart(local: Local[Any]) -> Local[Any]:
+    """The same with things of its own, but for what all parts have in common."""
+    common = (local.context, local.options, *vars(local.context).values())
+    try:
+        return deepcopy(local, {id(thing): thing for thing in common})
+    except Exception:  # it holds something of which there is only one; it should keep nothing, and usually does
+        return local
 
 
 def lay_ground(

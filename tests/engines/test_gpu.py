@@ -104,7 +104,8 @@ def test_workers_are_not_forked_from_a_process_that_has_trained_beside_a_gpu() -
 
 @pytest.mark.parametrize("model", NETWORKS)
 def test_networks_train_as_in_a_plain_loop(model: str) -> None:
-    """Within a part in a hundred thousand in float32, whose every kernel is the same, and far closer in float64."""
+    """Within a part in a hundred thousand in float32, and far closer in float64. In float32 deep networks use the same
+    kernels here and there, or they would not stay together."""
     for double, most in ((False, 1e-5), (True, 1e-9)):
         with experiment_of(model, "cuda", double).engine_closed() as experiment:
             jobs, floats = jobs_of(experiment), experiment.layout.floats

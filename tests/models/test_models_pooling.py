@@ -72,6 +72,18 @@ def test_gradients_of_the_largest_are_right(size: tuple[int, int], layout: torch
     assert spread.is_contiguous(memory_format=layout)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_largest_can_be_transformed() -> None:
+    """As where somebody wants a gradient for each sample."""
+    x, w = torch.randn(5, 3, 6, 4), torch.randn(5, 3, 3, 2)
+
+    def score(pool: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, w: (pool(x[None])[0] * w).pow(2).sum()
+
+    ours, theirs = (torch.func.vmap(torch.func.grad(score(p)))(x, w) for p in (_largest, lambda x: F.max_pool2d(x, 2)))
+    assert torch.equal(ours, theirs)
+
+
 class OnAGpu(torch.Tensor):
     """Says that it is on a GPU."""
 
@@ -98,3 +110,12 @@ def test_a_pooled_convolution_is_a_convolution_and_a_pool(as_on_a_gpu: bool) -> 
     ]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one.as_subclass(Tensor), other)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_as_on_a_gpu_the_largest_is_torchs(batched: bool) -> None:
+    x = images((6, 4), torch.contiguous_format)
+    x = x if batched else x[0]
+    wanted, found = third(nn.MaxPool2d(2), x), third(LargestPool2d(), x.as_subclass(OnAGpu))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.as_subclass(Tensor), theirs)

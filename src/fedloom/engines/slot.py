@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.batches import Positions
 from fedloom.bench import Bench, Pass, Step, Workshop
@@ -358,8 +358,10 @@ class SlotBench(Bench):
 
 
 def apart(shop: Workshop) -> Workshop:
-    """The same with a network of its own; frozen weights are shared, for one copy serves all."""
-    frozen = {id(p): p for p in shop.module.parameters() if not p.requires_grad}
+    """The same with a network of its own; frozen weights are shared, for one copy serves all. But not those of
+    recurrent layers: whoever brings such a layer to a GPU moves them, and recordings would read where they were."""
+    moved = {id(p) for m in shop.module.modules() if isinstance(m, nn.RNNBase) for p in m.parameters()}
+    frozen = {id(p): p for p in shop.module.parameters() if not p.requires_grad and id(p) not in moved}
     return replace(shop, module=copy.deepcopy(shop.module, frozen))
 
 

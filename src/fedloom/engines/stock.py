@@ -115,7 +115,9 @@ class Stock:
         at_once = max(1, TAKEN_BYTES // max(1, bytes_each)) if bytes_each % ALIGNED == 0 else 1
         for places in torch.split(turns, at_once):
             for images, labels in zip(x.index_select(0, places), y.index_select(0, places), strict=True):
-                yield Batch(images.permute(0, 3, 1, 2) if self._channels_last and images.ndim == 4 else images, labels)
+                # `.data`: autograd would not let a network change one of several views in place.
+                images = images.permute(0, 3, 1, 2) if self._channels_last and images.ndim == 4 else images
+                yield Batch(images.data, labels.data)
 
     def note(self, turns: Tensor, losses: Sequence[Tensor]) -> None:
         """These were the losses of the batches that were taken from there; the turn is the next one's."""

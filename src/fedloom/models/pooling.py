@@ -60,7 +60,7 @@ class LargestPool2d(nn.MaxPool2d):
         super().__init__(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _largest(x) if x.is_cuda and x.requires_grad else super().forward(x)
+        return _largest(x) if x.is_cuda and x.requires_grad and x.ndim == 4 else super().forward(x)
 
 
 class PooledConv2d(nn.Conv2d):
@@ -72,34 +72,40 @@ class PooledConv2d(nn.Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and self.bias is not None and torch.is_grad_enabled():
+        if x.is_cuda and x.ndim == 4 and self.bias is not None and torch.is_grad_enabled():
             pooled = _largest(self._conv_forward(x, self.weight, None))
             return pooled + self.bias.to(pooled.dtype).view(-1, 1, 1)  # autocast only casts what goes into products
         return F.max_pool2d(super().forward(x), 2)
 
 
 def _largest(x: Tensor) -> Tensor:
-    largest: Tensor = _Largest.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    largest: Tensor = _Largest.apply(x)[0]  # type: ignore[no-untyped-call]  # torch's
     return largest
 
 
 class _Largest(Function):
-    """The largest of four pixels.
+    """The largest of four pixels, and which it is.
 
     Its gradient belongs to one pixel of the four, so all are set to zero and then these are put in their places.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        largest, places = F.max_pool2d_with_indices(x, (2, 2))
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.max_pool2d_with_indices(x, (2, 2))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        (x,), (_, places) = inputs, output
+        ctx.mark_non_differentiable(places)
         ctx.save_for_backward(places)
         ctx.shape = x.shape
-        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        return largest
+        ctx.channels_last = x.shape[1] > 1 and x.stride(1) == 1
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (g,), (places,), (count, channels, height, width) = gradients, ctx.saved_tensors, ctx.shape
+        g, (places,), (count, channels, height, width) = gradients[0], ctx.saved_tensors, ctx.shape
         if ctx.channels_last:
             pixels = g.new_zeros(count, height * width, channels).scatter_(1, _in_rows(places), _in_rows(g))
             return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
