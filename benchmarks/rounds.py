@@ -26,6 +26,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def as_usual(module: nn.Module) -> nn.Module:
     layers, pool = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
     for name, layer in module.named_children():
         if isinstance(layer, PooledConv2d):
-            conv = nn.Conv2d(layer.in_channels, layer.out_channels, 5, padding=layer.padding)  # type: ignore[arg-type]
-            conv.weight, conv.bias = layer.weight, layer.bias
+            conv = copy(layer)
+            conv.__class__ = nn.Conv2d  # the same without the pool
             layers.append((name, conv))
             pool = [(f"{name}_pool", nn.MaxPool2d(2))]
         else:

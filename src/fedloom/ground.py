@@ -85,10 +85,10 @@ class Ground:
             return local.train if self.privacy is None else self.privacy.on_client(local.train)
 
         kept = Homes(homes, layout.dtype)
-        return Shop(workshop, federation, train_of(local), kept, personal, lambda: train_of(apart(local)))
+        return Shop(workshop, federation, train_of(local), kept, personal, lambda: train_of(local_apart(local)))
 
 
-def apart(local: Local[Any]) -> Local[Any]:
+def local_apart(local: Local[Any]) -> Local[Any]:
     """The same with things of its own, but for what all parts have in common."""
     common = (local.context, local.options, *vars(local.context).values())
     try:

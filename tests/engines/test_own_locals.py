@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.bench import Batch, Bench, Pass
 from fedloom.engines.slot import apart
-from fedloom.ground import apart as local_apart
+from fedloom.ground import local_apart
 from fedloom.methods import Local, Options
 from fedloom.small_runs import small_experiment
 
@@ -38,21 +38,18 @@ class InADict(Local[Options]):
         return scaled(bench, batch, self.kept["factor"])
 
 
-class Chosen(Local[Options]):
+class Chosen(OnItself):
     """Holds a method of its own."""
 
     factor = 1.0
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.chosen = self.mine
+        self.chosen = self.step
 
     def train(self, bench: Bench) -> Iterator[Pass]:
-        self.factor = 1.0 + bench.client
-        yield Pass(self.chosen)
-
-    def mine(self, bench: Bench, batch: Batch) -> Tensor:
-        return scaled(bench, batch, self.factor)
+        for _ in super().train(bench):
+            yield Pass(self.chosen)
 
 
 class Taught(Local[Options]):

@@ -1,5 +1,6 @@
 """The networks: their published sizes, the shapes they take, and that memory layout does not matter."""
 
+from copy import copy
 from math import prod
 
 import pytest
@@ -176,8 +177,8 @@ def apart(layer: nn.Module) -> list[nn.Module]:
     """A convolution and its pool as two layers, with the same weights."""
     if not isinstance(layer, PooledConv2d):
         return [layer]
-    conv = nn.Conv2d(layer.in_channels, layer.out_channels, 5, padding=layer.padding)  # type: ignore[arg-type]
-    conv.weight, conv.bias = layer.weight, layer.bias
+    conv = copy(layer)
+    conv.__class__ = nn.Conv2d  # the same without the pool
     return [conv, nn.MaxPool2d(2)]
 
 

@@ -215,7 +215,8 @@ class Server(Part[O], ABC):
 class Local(Part[O]):
     """A client's side of the rounds: here ordinary training; methods replace what is new in them.
 
-    One object serves all clients, so it keeps nothing itself: what belongs to a client lies on the bench.
+    One object serves one client after the other, and where clients train at once there are several of it. So it keeps
+    nothing itself: what belongs to a client lies on the bench.
     """
 
     def home(self, layout: Layout) -> Shapes:
