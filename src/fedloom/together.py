@@ -7,8 +7,8 @@ of the others. Each run is what it would be alone.
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,9 @@ from fedloom.errors import ShortOfMemory
 from fedloom.finished import Run
 from fedloom.shortage import release
 from fedloom.watching import Silent, Stopped, Watcher
+
+_PATIENCE = 1.0
+"""Seconds a run has to end after it was interrupted, before it is interrupted once more."""
 
 Job = tuple[Path, Config, Callable[[Watcher], Run]]
 """A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""
@@ -59,9 +62,9 @@ class _Hub:
     def interruptible(self) -> Iterator[None]:
         """Let this thread be interrupted by `interrupt`, until the end."""
         thread = threading.get_ident()
-        with self.lock:
-            self._at_work.add(thread)
         try:
+            with self.lock:
+                self._at_work.add(thread)
             yield
         finally:
             with self.lock:
@@ -151,22 +154,57 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
         release()
         return None
 
-    pool = ThreadPoolExecutor(at_once)
+    numbers = iter(range(len(jobs)))
+    done: dict[int, Run | None] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while (number := next(numbers, None)) is not None:
+            try:
+                done[number] = beside(jobs[number], eyes[number])
+            except BaseException as error:  # raised below, by the thread that was asked for all this
+                errors.append(error)
+
     try:
-        try:
-            futures = [pool.submit(beside, job, eye) for job, eye in zip(jobs, eyes, strict=True)]
-            wait(futures)
-        except KeyboardInterrupt:
-            hub.interrupt()
-            raise
-        finally:
-            pool.shutdown()
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(
-            errors, key=lambda error: isinstance(error, Stopped)
-        ):  # what failed, before what it stopped
-            raise error
-        done = [future.result() for future in futures]
-        return [run or one(job, eye) for run, job, eye in zip(done, jobs, eyes, strict=True)]
+        _work_in_threads(at_once, work, hub)
+        for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+            raise error  # what failed, before what it stopped
+        return [done[number] or one(job, eye) for number, (job, eye) in enumerate(zip(jobs, eyes, strict=True))]
     finally:
         watcher.end()
+
+
+def _work_in_threads(number: int, work: Callable[[], None], hub: _Hub) -> None:
+    """Let so many threads work to their end; on Ctrl-C they end before it goes on its way."""
+    ended = threading.Semaphore(0)
+
+    def work_and_say_so() -> None:
+        try:
+            work()
+        finally:
+            ended.release()
+
+    threads = [threading.Thread(target=work_and_say_so, name=f"fedloom-run-{i}") for i in range(number)]
+    try:
+        for thread in threads:
+            thread.start()
+        # Not by `join`: interrupted there, Python takes a thread that goes on for one that has ended. And in short
+        # pieces: a signal that comes right before a wait is heard only after it.
+        for _ in threads:
+            while not ended.acquire(timeout=_PATIENCE):
+                continue
+    except KeyboardInterrupt:
+        while _any_lives(threads):
+            # Where nothing can be raised (in the callback of a weak reference, say) an interrupt is lost: say it again.
+            hub.interrupt()
+            again = time.monotonic() + _PATIENCE
+            while _any_lives(threads) and time.monotonic() < again:
+                time.sleep(0.01)
+        raise
+    for thread in threads:
+        thread.join()
+
+
+def _any_lives(threads: Sequence[threading.Thread]) -> bool:
+    alive = threading.enumerate()
+    return any(thread in alive for thread in threads if thread.ident is not None)  # None: interrupted before it began
