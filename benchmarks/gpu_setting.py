@@ -42,8 +42,15 @@ def experiment_of(
         "eval_every": 10_000, "model": model, "epochs": 1 if options.tiny else EPOCHS, "batch_size": BATCH, "lr": LR,
         "momentum": MOMENTUM, "engine": usable("cuda", options), "device": options.device, "fast": options.fast,
         "precision": precision if options.device == "cuda" else "fp32",
+        "channels_last": options.channels_last or None,
     }  # fmt: skip
     return started(build(make_config(given), Own(data=data)))
+
+
+def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
+    """What a line of the sheet is called."""
+    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's norms": options.torchs_norms}
+    return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 
 def usable(engine: str, options: argparse.Namespace) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpu_agreement import against_loop
 from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds
-from gpu_setting import engine_of, experiment_of, federation
+from gpu_setting import engine_of, experiment_of, federation, name_of
 from gpu_sheet import Clock, Sheet
 
 from fedloom.cuda_streams import own_stream
@@ -84,8 +84,7 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             if lower:
                 ms["loop in bf16"] = statistics.median(lower)
             tapes = [slot.tape for slot in engine_of(experiment).slots]
-            name = f"{model}, {precision}{', fast' if options.fast else ''}"
-            sheet.put("speed", name, {
+            sheet.put("speed", name_of(model, precision, options), {
                 "ms a round": {name: round(1000 * value, 1) for name, value in ms.items()},
                 "spread": {"fedloom": spread(ours), "loop": spread(loops[model])},
                 "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
@@ -108,7 +107,7 @@ def profiles(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
         with experiment_of(model, precision, data, options).engine_closed() as experiment:
             warm, _ = warmed(experiment, options)
             found = profile(experiment, data, (model, precision), warm, ceilings)
-            sheet.put("profile", f"{model}, {precision}{', fast' if options.fast else ''}", found)
+            sheet.put("profile", name_of(model, precision, options), found)
         if options.device == "cuda":
             torch.cuda.empty_cache()
 
