@@ -16,7 +16,9 @@ from gpu_sheet import Clock, Sheet
 from torch import Tensor
 
 from fedloom.models.batch_norm import NormReLU
-from fedloom.models.batch_norm import kernels as norm_kernels
+from fedloom.models.fusing import triton_works
+from fedloom.models.pooling import PoolReLU
+from fedloom.models.pooling import _largest as largest
 from fedloom.optim import SGD
 
 AT_ONCE, REPEATS = 8, 20
@@ -116,7 +118,25 @@ def norms(device: str, channels: int, side: int, bf16: bool, channels_last: bool
         y = NormReLU.apply(x, beside, weight, bias, tuple(running), 0.1, 1e-5, True)
         return torch.autograd.grad(y, inputs, g)[0]
 
-    return {"torch's": torchs} | ({"together": ours} if norm_kernels(torch.device(device)) else {})
+    return {"torch's": torchs} | ({"together": ours} if triton_works(torch.device(device)) else {})
+
+
+def pools(device: str, channels: int, side: int, bf16: bool) -> Ways:
+    """relu(pool(x) + bias), and its gradients."""
+    draw = torch.Generator().manual_seed(0)
+    given = {"dtype": torch.bfloat16, "memory_format": torch.channels_last} if bf16 and device == "cuda" else {}
+    x = torch.randn(BATCH, channels, side, side, generator=draw).to(device, **given).requires_grad_()
+    g = torch.randn(BATCH, channels, side // 2, side // 2, generator=draw).to(device, **given)
+    bias = torch.randn(channels, generator=draw).to(device, x.dtype).requires_grad_()
+
+    def by(pool: Callable[[Tensor, Tensor], Tensor]) -> Way:
+        return lambda: torch.autograd.grad(pool(x, bias), [x, bias], g)[0]
+
+    level = (-1, 1, 1)
+    return {
+        "torch's": by(lambda x, bias: F.relu(F.max_pool2d(x, 2) + bias.view(level))),
+        "torch's and a scatter": by(lambda x, bias: F.relu(largest(x) + bias.view(level))),
+    } | ({"together": by(PoolReLU.apply)} if triton_works(torch.device(device)) else {})
 
 
 PIECES: dict[str, Callable[[str], Ways]] = {
@@ -127,6 +147,10 @@ PIECES: dict[str, Callable[[str], Ways]] = {
     "gradient of pooling, 64 channels of 16 x 16": lambda device: pooling(device, 64, 16),
     "gradient of a bias, 32 channels of 32 x 32": lambda device: bias(device, 32, 32),
     "gradient of a bias, 64 channels of 16 x 16": lambda device: bias(device, 64, 16),
+    "pool, bias and ReLU, 32 channels of 32 x 32": lambda device: pools(device, 32, 32, False),
+    "pool, bias and ReLU, 64 channels of 16 x 16": lambda device: pools(device, 64, 16, False),
+    "pool, bias and ReLU, 32 channels of 32 x 32, bf16": lambda device: pools(device, 32, 32, True),
+    "pool, bias and ReLU, 64 channels of 16 x 16, bf16": lambda device: pools(device, 64, 16, True),
     "norm, sum and ReLU, 16 channels of 32 x 32, bf16": lambda device: norms(device, 16, 32, True, True),
     "norm, sum and ReLU, 64 channels of 8 x 8, bf16": lambda device: norms(device, 64, 8, True, True),
     "norm, sum and ReLU, 64 channels of 32 x 32, bf16": lambda device: norms(device, 64, 32, True, True),

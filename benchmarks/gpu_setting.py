@@ -49,7 +49,7 @@ def experiment_of(
 
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
-    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's norms": options.torchs_norms}
+    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's kernels": options.torchs_kernels}
     return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 

@@ -1,5 +1,6 @@
 """Fixtures of the tests of networks."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def triton() -> None:
+    """Triton; without a GPU it interprets its kernels, slowly. Tests that want it are skipped where it is not there."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when it is imported, which nobody else does on a CPU
+    pytest.importorskip("triton")

@@ -1,6 +1,5 @@
 """Batch norm together with the sum and the ReLU behind it: on a GPU in kernels of its own, elsewhere torch's."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.models import batch_norm, build
-from fedloom.models.batch_norm import BatchNorm2d, Chain, NormReLU, norm_relu
+from fedloom.models.batch_norm import BatchNorm2d, NormReLU, norm_relu
+from fedloom.models.fusing import Chain
 from fedloom.models.norms import StatelessBatchNorm2d
 
 GPU = torch.cuda.is_available()
@@ -60,7 +60,7 @@ def step_by_step() -> Any:
 @pytest.mark.parametrize("added", [False, True])
 def test_gradients_and_their_gradients(relu: bool, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for gradients of gradients, as DynaFed does, gets them from torch's operations."""
-    monkeypatch.setattr(batch_norm, "kernels", lambda _: step_by_step())
+    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
     torch.manual_seed(0)
     x, weight, bias = torch.randn(3, 2, 2, 2).double(), torch.randn(2).double(), torch.randn(2).double()
     inputs = [tensor.requires_grad_() for tensor in (x, torch.randn_like(x), weight, bias)]
@@ -74,7 +74,7 @@ def test_gradients_and_their_gradients(relu: bool, added: bool, monkeypatch: pyt
 
 
 def test_gradients_of_gradients_with_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "kernels", lambda _: step_by_step())
+    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
     x = torch.randn(3, 2, 2, 2, dtype=torch.double, requires_grad=True)
     weight, bias = torch.rand(2).double(), torch.rand(2).double()
     assert torch.autograd.gradgradcheck(lambda x: NormReLU.apply(x, None, weight, bias, None, 0.1, 1e-5, True), [x])
@@ -83,7 +83,7 @@ def test_gradients_of_gradients_with_frozen_weights(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", [BatchNorm2d, StatelessBatchNorm2d])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_layer_does_what_torchs_does(kind: type[BatchNorm2d], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "kernels", lambda _: step_by_step())
+    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
     monkeypatch.setattr(kind, "_may_fuse", lambda self, x: fused and (self.training or self.running_mean is None))
     ours, theirs = kind(5), nn.BatchNorm2d(5, track_running_stats=kind is BatchNorm2d)
     with torch.no_grad():
@@ -129,13 +129,8 @@ def test_a_vgg_is_still_the_network_it_was() -> None:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Any:
-    if not GPU:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when it is imported, which nobody else does on a CPU
-    pytest.importorskip("triton")
-    from fedloom.models import batch_norm_kernels
-
-    return batch_norm_kernels
+def kernels(triton: None) -> Any:
+    return batch_norm.kernels()
 
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9))

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedloom.models.base import Network, Wanted
 from fedloom.models.dense import dense
+from fedloom.models.fusing import Chain
 from fedloom.models.norms import NormName, NormOptions
 from fedloom.models.pooling import LargestPool2d, MeanPool2d, PooledConv2d
 
@@ -52,7 +53,7 @@ def two_convolutions(*channels: int, hidden: tuple[int, ...]) -> Callable[[Wante
             # commute exactly, and after the pool there is a quarter of the work left.
             layers[f"conv{i}_relu"] = nn.ReLU()
             planes, height, width = wider, height // 2, width // 2
-        return nn.Sequential(layers | dense([planes * height * width, *hidden], wanted.classes))
+        return Chain(layers | dense([planes * height * width, *hidden], wanted.classes))
 
     return make
 
@@ -74,7 +75,7 @@ def convnet(wanted: Wanted, options: ConvNetOptions) -> nn.Module:
         layers[f"conv{i}_relu"] = nn.ReLU()
         layers[f"conv{i}_pool"] = MeanPool2d()
         planes, height, width = channels, height // 2, width // 2
-    return nn.Sequential(layers | dense([planes * height * width], wanted.classes))
+    return Chain(layers | dense([planes * height * width], wanted.classes))
 
 
 NETWORKS: dict[str, Network[Any]] = {

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fedloom.models import fusing
+from fedloom.models.fusing import WithReLU
+
 
 class MeanPool2d(nn.AvgPool2d):
     """`nn.AvgPool2d(2)`, to the last bit.
@@ -63,7 +66,7 @@ class LargestPool2d(nn.MaxPool2d):
         return _largest(x) if x.is_cuda and x.requires_grad and x.ndim == 4 else super().forward(x)
 
 
-class PooledConv2d(nn.Conv2d):
+class PooledConv2d(nn.Conv2d, WithReLU):
     """`nn.Conv2d` and then `nn.MaxPool2d(2)`.
 
     On a GPU the bias is added to what the pool has left, a quarter of the pixels: adding the same to all four and then
@@ -73,9 +76,57 @@ class PooledConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.ndim == 4 and self.bias is not None and torch.is_grad_enabled():
-            pooled = _largest(self._conv_forward(x, self.weight, None))
-            return pooled + self.bias.to(pooled.dtype).view(-1, 1, 1)  # autocast only casts what goes into products
+            return self._biased(_largest(self._conv_forward(x, self.weight, None)))
         return F.max_pool2d(super().forward(x), 2)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """The same through a ReLU."""
+        if self.bias is None or not x.is_cuda or x.ndim != 4:
+            return F.relu(self(x))
+        maps = self._conv_forward(x, self.weight, None)
+        if maps.shape[2] % 2 or maps.shape[3] % 2 or not fusing.may_fuse(maps):
+            return F.relu(self._biased(_largest(maps)))
+        y: Tensor = PoolReLU.apply(maps, self.bias)  # type: ignore[no-untyped-call]  # torch's
+        return y
+
+    def _biased(self, pooled: Tensor) -> Tensor:
+        assert self.bias is not None, "who calls this has asked for it"
+        return pooled + self.bias.to(pooled.dtype).view(-1, 1, 1)  # autocast only casts what goes into products
+
+
+class PoolReLU(Function):
+    """The largest of four pixels, plus a bias, through a ReLU: in one kernel, see `fedloom.models.fusing`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.shape, ctx.bias_type, ctx.channels_last = x.shape, bias.dtype, _has_channels_last(x)
+        y, which = kernels().forward(x, bias, ctx.channels_last)
+        ctx.save_for_backward(y, which)
+        result: Tensor = y
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,), (y, which) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody wants the gradient of the gradient, so torch's operations it is
+            g = torch.where(y <= 0, 0, g)
+            four = torch.stack([torch.where(which == place, g, 0) for place in range(4)], -1)
+            d_x = four.view(*g.shape, 2, 2).transpose(3, 4).reshape(ctx.shape)
+            d_bias = g.sum((0, 2, 3))
+        else:
+            d_x, d_bias = kernels().backward(g, y, which, ctx.shape, ctx.channels_last)
+        return d_x, d_bias.to(ctx.bias_type)
+
+
+def kernels() -> Any:
+    """Those written with Triton, which may not be there."""
+    from fedloom.models import pooling_kernels
+
+    return pooling_kernels
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _largest(x: Tensor) -> Tensor:

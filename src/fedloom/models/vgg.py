@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedloom.models.base import Network, Wanted
-from fedloom.models.batch_norm import Chain
 from fedloom.models.dense import dense
+from fedloom.models.fusing import Chain
 from fedloom.models.norms import NormOptions
 from fedloom.models.pooling import LargestPool2d
 

@@ -1,0 +1,85 @@
+"""Layers that a GPU computes together with the ReLU behind them, in kernels written with Triton.
+
+In small networks most kernels are neither convolutions nor products: norms, pools, biases, ReLUs and sums of two
+branches read and write all activations again and again. Where Triton is installed (it comes with torch for GPUs), some
+of them become one.
+
+Results differ from torch's by rounding. So in fp32, where a training is to agree with any other to the last bit, and
+wherever something is not as usual, torch's own kernels are used.
+"""
+
+import logging
+from abc import abstractmethod
+from functools import cache
+from importlib.util import find_spec
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger("fedloom")
+
+
+class WithReLU(nn.Module):
+    """A layer that knows a fast way to compute itself and a ReLU."""
+
+    @abstractmethod
+    def relu(self, x: Tensor) -> Tensor:
+        """relu(self(x))"""
+
+
+class Chain(nn.Sequential):
+    """Layers one after the other; one that knows how goes together with the ReLU behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = iter([*self, None])
+        layer = next(layers)
+        while layer is not None:
+            after = next(layers)
+            if isinstance(layer, WithReLU) and _is_relu(after) and not (watched(layer) or watched(after)):
+                x, after = layer.relu(x), next(layers)
+            else:
+                x = layer(x)
+            layer = after
+        return x
+
+
+def _is_relu(layer: nn.Module | None) -> TypeGuard[nn.ReLU]:
+    return type(layer) is nn.ReLU
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see what goes in and out."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def may_fuse(x: Tensor) -> bool:
+    """Whether maps like these may go through kernels of our own."""
+    return (
+        x.is_cuda
+        and x.ndim == 4
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and 0 < x.numel() < 2**31
+        and torch.backends.cudnn.allow_tf32
+        and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.compiler.is_compiling()
+        and triton_works(x.device)
+    )
+
+
+@cache
+def triton_works(device: torch.device) -> bool:
+    """Whether Triton is there, and can compile for this GPU."""
+    if find_spec("triton") is None:
+        return False
+    from fedloom.models import batch_norm_kernels
+
+    x, one = torch.ones(2, 3, 2, 2, device=device), torch.ones(3, device=device)
+    try:
+        batch_norm_kernels.forward(x, x, one, one, None, 0.1, 1e-5, True)
+    except Exception as error:  # no C compiler, for example, or a GPU that Triton does not know
+        log.warning("norms and pools are computed by torch's own kernels: %s", str(error).partition("\n")[0])
+        return False
+    return True

@@ -1,0 +1,133 @@
+"""A bias, the largest of four pixels and a ReLU in one kernel, and the gradient in another, written with Triton.
+
+torch needs three kernels forward, which write the place of the largest as eight bytes, and four backward, one of which
+only fills the gradient with zeros. Here a place is one byte.
+
+What comes out of the pool is seen as a matrix: M rows, one for each pixel of each image, and C channels; sizes that
+differ from batch to batch are plain arguments, see `fedloom.models.batch_norm_kernels`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
+# Triton's own language has no types that mypy knows.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNKS = 64
+"""Most partial sums of a bias's gradient."""
+
+TILE = 1024
+"""Numbers behind the pool that a program works on at once; there are four times as many before it."""
+
+
+@triton.jit
+def _behind(m, c, C: tl.constexpr, PIXELS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    if CHANNELS_LAST:
+        places = m[:, None] * C + c[None, :]
+    else:
+        places = (m // PIXELS)[:, None] * (C * PIXELS) + c[None, :] * PIXELS + (m % PIXELS)[:, None]
+    return places
+
+
+@triton.jit
+def _before(m, c, C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """The first of the four pixels."""
+    pixel = m % PIXELS
+    within = (pixel // WIDTH) * (4 * WIDTH) + 2 * (pixel % WIDTH)
+    if CHANNELS_LAST:
+        places = ((m // PIXELS) * (4 * PIXELS) + within)[:, None] * C + c[None, :]
+    else:
+        places = ((m // PIXELS) * (4 * PIXELS * C) + within)[:, None] + c[None, :] * (4 * PIXELS)
+    return places
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["bias"])
+def _forward(
+    x, bias, y, which, M,
+    C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = (m < M)[:, None] & (c < C)[None, :]
+    first = x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
+    right = C if CHANNELS_LAST else 1
+    largest = tl.load(first, inside, 0.0).to(tl.float32)
+    place = tl.zeros([TALL, WIDE], tl.int8)
+    for k in tl.static_range(1, 4):
+        value = tl.load(first + ((k // 2) * 2 * WIDTH + k % 2) * right, inside, 0.0).to(tl.float32)
+        larger = (value > largest) | (value != value)  # what is not a number wins, as with torch
+        largest = tl.where(larger, value, largest)
+        place = tl.where(larger, k, place).to(tl.int8)
+    value = largest + tl.load(bias + c, c < C, 0.0).to(tl.float32)[None, :]
+    value = tl.where(value < 0, 0.0, value)
+    at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
+    tl.store(y + at, value.to(y.dtype.element_ty), inside)
+    tl.store(which + at, place, inside)
+
+
+@triton.jit(do_not_specialize=["M", "rows"])
+def _backward(
+    g, y, which, d_x, sums, M, rows,
+    C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    there = c < C
+    first = tl.program_id(0) * rows
+    end = tl.minimum(first + rows, M)
+    right = C if CHANNELS_LAST else 1
+    total = tl.zeros([TALL, WIDE], tl.float32)
+    for start in range(first, end, TALL):
+        m = start + tl.arange(0, TALL)
+        inside = (m < end)[:, None] & there[None, :]
+        at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
+        slope = tl.load(g + at, inside, 0.0).to(tl.float32)
+        slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)
+        total += slope
+        place = tl.load(which + at, inside, 0)
+        corner = d_x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
+        for k in tl.static_range(4):
+            value = tl.where(place == k, slope, 0.0).to(d_x.dtype.element_ty)
+            tl.store(corner + ((k // 2) * 2 * WIDTH + k % 2) * right, value, inside)
+    tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), there)
+
+
+class _Plan:
+    """How the work on maps of this shape is divided among programs."""
+
+    def __init__(self, shape: torch.Size, channels_last: bool) -> None:
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        count, self.channels, height, width = shape
+        self.pooled = count, self.channels, height // 2, width // 2
+        self.M = count * (height // 2) * (width // 2)
+        wide = min(triton.next_power_of_2(self.channels), 32) if channels_last else 1
+        self.tall = TILE // wide
+        self.blocks = triton.cdiv(self.channels, wide)
+        self.rows = triton.cdiv(triton.cdiv(self.M, CHUNKS), self.tall) * self.tall
+        self.compiled_for = {
+            "C": self.channels, "PIXELS": (height // 2) * (width // 2), "WIDTH": width // 2,
+            "CHANNELS_LAST": channels_last, "TALL": self.tall, "WIDE": wide,
+        }  # fmt: skip
+
+
+def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
+    """relu(pool(x) + bias) for maps with even sides, and which of the four pixels was the largest."""
+    plan = _Plan(x.shape, channels_last)
+    y = torch.empty(plan.pooled, dtype=x.dtype, device=x.device, memory_format=plan.memory_format)
+    which = torch.empty(plan.pooled, dtype=torch.int8, device=x.device, memory_format=plan.memory_format)
+    _forward[triton.cdiv(plan.M, plan.tall), plan.blocks](x, bias, y, which, plan.M, **plan.compiled_for)
+    return y, which
+
+
+def backward(g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_last: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of x, which had this shape, and of the bias."""
+    plan = _Plan(shape, channels_last)
+    chunks = triton.cdiv(plan.M, plan.rows)
+    d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
+    sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
+    g = g.contiguous(memory_format=plan.memory_format)
+    _backward[chunks, plan.blocks](g, y, which, d_x, sums, plan.M, plan.rows, **plan.compiled_for)
+    return d_x, sums.sum(0)
