@@ -80,6 +80,25 @@ def test_gradients_of_gradients_with_frozen_weights(monkeypatch: pytest.MonkeyPa
     assert torch.autograd.gradgradcheck(lambda x: NormReLU.apply(x, None, weight, bias, None, 0.1, 1e-5, True), [x])
 
 
+@pytest.mark.parametrize("model", ["resnet20:width=2", "resnet18:width=2", "resnet20-bottleneck:width=2"])
+def test_gradients_of_gradients_of_whole_networks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beside a layer may be what its input was computed from; that way must not count twice."""
+    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    torch.manual_seed(0)
+    module, x = build(model, (3, 8, 8), 10).double(), torch.randn(6, 3, 8, 8).double().requires_grad_()
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(BatchNorm2d, "_may_fuse", lambda self, x, fused=fused: fused)
+        loss = F.cross_entropy(module(x), torch.arange(6))
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        weights = [weight for name, weight in module.named_parameters() if not name.startswith("norm.")]
+        found.append([first, *torch.autograd.grad(first.square().sum(), weights, allow_unused=True)])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", [BatchNorm2d, StatelessBatchNorm2d])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_layer_does_what_torchs_does(kind: type[BatchNorm2d], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +211,35 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
     assert d_x[:, 1].isnan().all()
 
 
+@pytest.mark.parametrize("why", ["channels", "stride", "momentum", "type", "single"])
+def test_what_is_not_as_usual_is_left_to_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
+    norm, x = BatchNorm2d(4), torch.randn(2, 4, 3, 3)
+    assert norm._may_fuse(x)
+    if why == "channels":
+        x = x[:, :3]
+    elif why == "stride":
+        norm.running_mean = torch.zeros(8)[::2]
+    elif why == "momentum":
+        norm.momentum = None
+    elif why == "type":
+        norm.double()
+    else:
+        x = x[:1, :, :1, :1]
+    assert not norm._may_fuse(x)
+
+
+def test_statistics_that_are_not_tracked_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
+    norm = BatchNorm2d(3)
+    norm.track_running_stats = False
+    norm(torch.randn(4, 3, 2, 2) + 5)
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+    assert norm.num_batches_tracked == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 class TestOnAGpu:
@@ -202,7 +250,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("precision", ["fp32", "tf32"])
     def test_only_where_rounding_may_differ(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision != "fp32")
+        monkeypatch.setattr("fedloom.precision._to_the_bit", precision == "fp32")
         norm, x = BatchNorm2d(16).cuda(), maps(8, 16, 8, 8)
         assert (norm.relu(x).grad_fn.name() == "NormReLUBackward") is (precision == "tf32")  # type: ignore[union-attr]
         assert norm.eval().relu(x).grad_fn.name() == "ReluBackward0"  # type: ignore[union-attr]
@@ -213,8 +261,8 @@ class TestOnAGpu:
         self, model: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first step's gradient is that of torch's layers: to rounding, which norms and ReLUs let grow."""
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-        monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee", raising=False)
+        monkeypatch.setattr("fedloom.precision._to_the_bit", False)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.manual_seed(0)
         module, x = build(model, (3, 32, 32), 10, 0).cuda(), maps(50, 3, 32, 32, channels_last=channels_last)
         y, found = torch.arange(50, device="cuda") % 10, []

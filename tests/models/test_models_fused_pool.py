@@ -135,12 +135,14 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("precision", ["fp32", "tf32"])
     def test_only_where_rounding_may_differ(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision != "fp32")
+        monkeypatch.setattr("fedloom.precision._to_the_bit", precision == "fp32")
         layer, x = PooledConv2d(3, 6, 5).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
         assert (layer.relu(x).grad_fn.name() == "PoolReLUBackward") is (precision == "tf32")  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("model", ["cnn", "lenet"])
     def test_networks_go_where_they_went(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fedloom.precision._to_the_bit", False)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.manual_seed(0)
         module, x = build(model, (3, 32, 32), 10).cuda(), torch.randn(50, 3, 32, 32, device="cuda")
         y, found = torch.arange(50, device="cuda") % 10, []

@@ -17,6 +17,7 @@ from fedloom.data import PooledFederation, Samples
 from fedloom.engines.base import Engine, Shop
 from fedloom.engines.slot import SlotBench
 from fedloom.engines.worker import Slots
+from fedloom.models.fusing import prepare
 from fedloom.streams import GLOBAL_STATE
 from fedloom.workshop import Workshop
 
@@ -69,6 +70,7 @@ class Gpu:
         self._shop = shop
         # Slots of one GPU share frozen weights; another GPU needs its own, and its own of a loss that has weights.
         self._workshop = shop.workshop if first else _copied(shop.workshop, device)
+        prepare(self._workshop.module, device)
         self._results: Slots | None = None
         self._pool: Samples | None = None
         if isinstance(shop.federation, PooledFederation):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fedloom.models import fusing
-from fedloom.models.fusing import WithReLU, watched
+from fedloom.models.fusing import WithReLU, on_its_device, watched
 
 
 class BatchNorm2d(nn.BatchNorm2d, WithReLU):
@@ -26,17 +26,21 @@ class BatchNorm2d(nn.BatchNorm2d, WithReLU):
         return F.relu(y if beside is None else y + beside)
 
     def _may_fuse(self, x: Tensor) -> bool:
+        if not fusing.may_fuse(x):
+            return False
         by_batch = self.training or self.running_mean is None
-        usual = self.affine and self.momentum is not None and self.weight.dtype is torch.float32
-        several = x.numel() > self.num_features  # of a single number torch says what is wrong with it
-        return by_batch and usual and several and fusing.may_fuse(x)
+        several = x.numel() > x.shape[1] == self.num_features  # if not, torch says what is wrong
+        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
+        usual = all(one is None or (one.dtype is torch.float32 and one.is_contiguous()) for one in tensors)
+        return by_batch and several and usual and self.affine and self.momentum is not None
 
     def _fused(self, x: Tensor, beside: Tensor | None, *, relu: bool) -> Tensor:
         running = None
-        if self.training and self.running_mean is not None and self.running_var is not None:
-            running = self.running_mean, self.running_var
+        if self.training and self.track_running_stats:
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
+            if self.running_mean is not None and self.running_var is not None:
+                running = self.running_mean, self.running_var
         y: Tensor = NormReLU.apply(x, beside, self.weight, self.bias, running, self.momentum, self.eps, relu)  # type: ignore[no-untyped-call]  # torch's
         return y
 
@@ -64,7 +68,8 @@ class NormReLU(Function):
         eps: float,
         relu: bool,
     ) -> Tensor:
-        y, saved = kernels().forward(x, beside, weight, bias, running, momentum, eps, relu)
+        with on_its_device(x):
+            y, saved = kernels().forward(x, beside, weight, bias, running, momentum, eps, relu)
         ctx.save_for_backward(x, beside if relu else None, weight, bias, y if relu else None, saved)
         ctx.beside, ctx.relu, ctx.eps = beside is not None, relu, eps
         result: Tensor = y
@@ -88,6 +93,8 @@ def _differentiable(
     g: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor], eps: float, relu: bool
 ) -> list[Tensor | None]:
     """The gradients by torch's own operations, which have gradients themselves."""
+    # Views, because x may have been computed from what is beside it: that way is not this layer's.
+    inputs = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in inputs)  # type: ignore[assignment]
     x, beside, weight, bias = inputs
     wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     y = F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)

@@ -10,12 +10,16 @@ wherever something is not as usual, torch's own kernels are used.
 
 import logging
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fedloom.precision import to_the_bit
 
 log = logging.getLogger("fedloom")
 
@@ -51,7 +55,18 @@ def _is_relu(layer: nn.Module | None) -> TypeGuard[nn.ReLU]:
 def watched(module: nn.Module) -> bool:
     """Whether somebody wants to see what goes in and out."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    return any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
+
+
+def prepare(module: nn.Module, device: torch.device) -> None:
+    """Try Triton out now, if the module has a use for it: nothing can be tried out while a step is being recorded."""
+    if device.type == "cuda" and any(isinstance(layer, WithReLU) for layer in module.modules()):
+        triton_works(device)
+
+
+def on_its_device(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current GPU, whatever it is given."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def may_fuse(x: Tensor) -> bool:
@@ -61,7 +76,7 @@ def may_fuse(x: Tensor) -> bool:
         and x.ndim == 4
         and x.dtype in (torch.float32, torch.bfloat16)
         and 0 < x.numel() < 2**31
-        and torch.backends.cudnn.allow_tf32
+        and not to_the_bit()
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
@@ -74,12 +89,13 @@ def triton_works(device: torch.device) -> bool:
     """Whether Triton is there, and can compile for this GPU."""
     if find_spec("triton") is None:
         return False
-    from fedloom.models import batch_norm_kernels
-
     x, one = torch.ones(2, 3, 2, 2, device=device), torch.ones(3, device=device)
     try:
-        batch_norm_kernels.forward(x, x, one, one, None, 0.1, 1e-5, True)
-    except Exception as error:  # no C compiler, for example, or a GPU that Triton does not know
+        from fedloom.models import batch_norm_kernels
+
+        with on_its_device(x):
+            batch_norm_kernels.forward(x, x, one, one, None, 0.1, 1e-5, True)
+    except Exception as error:  # an old Triton, no C compiler, a GPU that it does not know
         log.warning("norms and pools are computed by torch's own kernels: %s", str(error).partition("\n")[0])
         return False
     return True

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fedloom.models import fusing
-from fedloom.models.fusing import WithReLU
+from fedloom.models.fusing import WithReLU, on_its_device
 
 
 class MeanPool2d(nn.AvgPool2d):
@@ -100,7 +100,8 @@ class PoolReLU(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         ctx.shape, ctx.bias_type, ctx.channels_last = x.shape, bias.dtype, _has_channels_last(x)
-        y, which = kernels().forward(x, bias, ctx.channels_last)
+        with on_its_device(x):
+            y, which = kernels().forward(x, bias, ctx.channels_last)
         ctx.save_for_backward(y, which)
         result: Tensor = y
         return result
