@@ -11,6 +11,7 @@ from fedloom.data.partition import partition
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
+from fedloom.models import fusing
 from fedloom.request import Own
 from fedloom.streams import Streams
 
@@ -49,7 +50,7 @@ def experiment_of(
 
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
-    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's kernels": options.torchs_kernels}
+    asked = {"fast": options.fast, "channels last": options.channels_last, "fused": fusing.enabled}
     return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 

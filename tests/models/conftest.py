@@ -6,6 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton then interprets its kernels, slowly. It is asked for when Triton is imported, by whomever.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -18,7 +22,5 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def triton() -> None:
-    """Triton; without a GPU it interprets its kernels, slowly. Tests that want it are skipped where it is not there."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when it is imported, which nobody else does on a CPU
+    """Triton; tests that want it are skipped where it is not there."""
     pytest.importorskip("triton")

@@ -243,6 +243,10 @@ def test_statistics_that_are_not_tracked_stay(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 class TestOnAGpu:
+    @pytest.fixture(autouse=True)
+    def _asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fedloom.models.fusing.enabled", True)
+
     @pytest.mark.parametrize("channels_last", [False, True])
     @pytest.mark.parametrize("added", [False, True])
     def test_bf16(self, kernels: Any, channels_last: bool, added: bool) -> None:

@@ -127,6 +127,10 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 class TestOnAGpu:
+    @pytest.fixture(autouse=True)
+    def _asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fedloom.models.fusing.enabled", True)
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("channels", [6, 32, 64])
     def test_bf16(self, kernels: Any, layout: torch.memory_format, channels: int) -> None:

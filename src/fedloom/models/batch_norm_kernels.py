@@ -1,8 +1,8 @@
 """Batch norm with what follows it, in two kernels forward and two backward, written with Triton.
 
-torch needs five or six kernels forward and three or four backward for relu(norm(x) + beside), and reads and writes all
-activations in each. Here one kernel sums up, and the other reads the sums and does all the rest. Every program of the
-second adds up the few partial sums itself, always in the same order, so results are repeatable.
+For relu(norm(x) + beside) torch has a kernel or more for each of the three, and reads and writes all activations in
+each. Here one kernel sums up, and the other reads the sums and does all the rest. Every program of the second adds up
+the few partial sums itself, always in the same order, so results are repeatable.
 
 Maps are seen as a matrix: M rows, one for each pixel of each image, and C channels. Sizes that differ from batch to
 batch are plain arguments, for which nothing is compiled anew: that must not happen while a step is being recorded.

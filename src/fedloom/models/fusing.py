@@ -2,13 +2,14 @@
 
 In small networks most kernels are neither convolutions nor products: norms, pools, biases, ReLUs and sums of two
 branches read and write all activations again and again. Where Triton is installed (it comes with torch for GPUs), some
-of them become one.
+of them become one. This is asked for with FEDLOOM_FUSE=1, until it has been measured.
 
 Results differ from torch's by rounding. So in fp32, where a training is to agree with any other to the last bit, and
 wherever something is not as usual, torch's own kernels are used.
 """
 
 import logging
+import os
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -22,6 +23,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from fedloom.precision import to_the_bit
 
 log = logging.getLogger("fedloom")
+
+enabled = os.environ.get("FEDLOOM_FUSE", "") not in ("", "0")
+"""Whether layers go through kernels of our own where they can."""
 
 
 class WithReLU(nn.Module):
@@ -60,7 +64,7 @@ def watched(module: nn.Module) -> bool:
 
 def prepare(module: nn.Module, device: torch.device) -> None:
     """Try Triton out now, if the module has a use for it: nothing can be tried out while a step is being recorded."""
-    if device.type == "cuda" and any(isinstance(layer, WithReLU) for layer in module.modules()):
+    if enabled and device.type == "cuda" and any(isinstance(layer, WithReLU) for layer in module.modules()):
         triton_works(device)
 
 
@@ -72,7 +76,8 @@ def on_its_device(x: Tensor) -> AbstractContextManager[object]:
 def may_fuse(x: Tensor) -> bool:
     """Whether maps like these may go through kernels of our own."""
     return (
-        x.is_cuda
+        enabled
+        and x.is_cuda
         and x.ndim == 4
         and x.dtype in (torch.float32, torch.bfloat16)
         and 0 < x.numel() < 2**31
