@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fedloom.models.batch_norm import NormReLU
 from fedloom.models.fusing import triton_works
-from fedloom.models.pooling import PoolReLU
-from fedloom.models.pooling import _largest as largest
+from fedloom.models.pooling import LargestPool2d, PoolReLU
 from fedloom.optim import SGD
 
 AT_ONCE, REPEATS = 8, 20
@@ -132,10 +131,10 @@ def pools(device: str, channels: int, side: int, bf16: bool) -> Ways:
     def by(pool: Callable[[Tensor, Tensor], Tensor]) -> Way:
         return lambda: torch.autograd.grad(pool(x, bias), [x, bias], g)[0]
 
-    level = (-1, 1, 1)
+    level, pool = (-1, 1, 1), LargestPool2d()
     return {
         "torch's": by(lambda x, bias: F.relu(F.max_pool2d(x, 2) + bias.view(level))),
-        "torch's and a scatter": by(lambda x, bias: F.relu(largest(x) + bias.view(level))),
+        "torch's and a scatter": by(lambda x, bias: F.relu(pool(x) + bias.view(level))),
     } | ({"together": by(PoolReLU.apply)} if triton_works(torch.device(device)) else {})
 
 

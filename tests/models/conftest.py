@@ -24,3 +24,12 @@ def _one_thread() -> Iterator[None]:
 def triton() -> None:
     """Triton; tests that want it are skipped where it is not there."""
     pytest.importorskip("triton")
+
+
+@pytest.fixture
+def fusing_on_a_gpu(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers go through kernels of our own, as with FEDLOOM_FUSE=1."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    monkeypatch.setattr("fedloom.models.fusing.enabled", True)
+    monkeypatch.setattr("fedloom.precision._to_the_bit", False)

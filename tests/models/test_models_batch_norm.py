@@ -241,12 +241,8 @@ def test_statistics_that_are_not_tracked_stay(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.usefixtures("fusing_on_a_gpu")
 class TestOnAGpu:
-    @pytest.fixture(autouse=True)
-    def _asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fedloom.models.fusing.enabled", True)
-
     @pytest.mark.parametrize("channels_last", [False, True])
     @pytest.mark.parametrize("added", [False, True])
     def test_bf16(self, kernels: Any, channels_last: bool, added: bool) -> None:
@@ -265,7 +261,6 @@ class TestOnAGpu:
         self, model: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first step's gradient is that of torch's layers: to rounding, which norms and ReLUs let grow."""
-        monkeypatch.setattr("fedloom.precision._to_the_bit", False)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.manual_seed(0)
         module, x = build(model, (3, 32, 32), 10, 0).cuda(), maps(50, 3, 32, 32, channels_last=channels_last)

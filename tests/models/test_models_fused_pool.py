@@ -125,12 +125,8 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.usefixtures("fusing_on_a_gpu")
 class TestOnAGpu:
-    @pytest.fixture(autouse=True)
-    def _asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fedloom.models.fusing.enabled", True)
-
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("channels", [6, 32, 64])
     def test_bf16(self, kernels: Any, layout: torch.memory_format, channels: int) -> None:
@@ -145,7 +141,6 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("model", ["cnn", "lenet"])
     def test_networks_go_where_they_went(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fedloom.precision._to_the_bit", False)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.manual_seed(0)
         module, x = build(model, (3, 32, 32), 10).cuda(), torch.randn(50, 3, 32, 32, device="cuda")

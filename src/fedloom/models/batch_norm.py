@@ -94,13 +94,14 @@ def _differentiable(
 ) -> list[Tensor | None]:
     """The gradients by torch's own operations, which have gradients themselves."""
     # Views, because x may have been computed from what is beside it: that way is not this layer's.
-    inputs = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in inputs)  # type: ignore[assignment]
-    x, beside, weight, bias = inputs
-    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    x, beside, weight, bias = views
+    assert x is not None, "only what is beside it may be missing"
     y = F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
     y = y if beside is None else y + beside
+    wanted = [view for view in views if view is not None and view.requires_grad]
     found = iter(torch.autograd.grad(F.relu(y) if relu else y, wanted, g, create_graph=True))
-    return [next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+    return [next(found) if view is not None and view.requires_grad else None for view in views]
 
 
 def kernels() -> Any:

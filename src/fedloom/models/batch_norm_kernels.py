@@ -4,8 +4,7 @@ For relu(norm(x) + beside) torch has a kernel or more for each of the three, and
 each. Here one kernel sums up, and the other reads the sums and does all the rest. Every program of the second adds up
 the few partial sums itself, always in the same order, so results are repeatable.
 
-Maps are seen as a matrix: M rows, one for each pixel of each image, and C channels. Sizes that differ from batch to
-batch are plain arguments, for which nothing is compiled anew: that must not happen while a step is being recorded.
+Maps are seen as a matrix, see `fedloom.models.maps`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
@@ -16,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedloom.models.maps import Tiling, channels_here, places, slope_behind_relu
+
 CHUNKS = 32
 """Most partial sums of a channel. Each is one program's; more of them would have to be read by every other program."""
 
@@ -25,15 +26,6 @@ TILE = 4096
 _BY_BATCH = ["M", "rows", "chunks", "share"]
 _ANYWHERE = ["weight", "bias", "running_mean", "running_var", "d_weight", "d_bias"]
 """What lies in a model's row, at any address."""
-
-
-@triton.jit
-def _places(m, c, C: tl.constexpr, PIXELS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    if CHANNELS_LAST:
-        places = m[:, None] * C + c[None, :]
-    else:
-        places = (m // PIXELS)[:, None] * (C * PIXELS) + c[None, :] * PIXELS + (m % PIXELS)[:, None]
-    return places
 
 
 @triton.jit
@@ -51,19 +43,18 @@ def _moments(
 ):  # fmt: skip
     """The mean of each channel in a chunk of rows, and the sum of squares about it."""
     k = tl.program_id(0)
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    there = c < C
+    c, there = channels_here(C, WIDE)
     first = k * rows
     end = tl.minimum(first + rows, M)
     # Sums about some number of the channel: about zero, small differences of large numbers would be lost.
     one_row = first + tl.arange(0, 1)
-    about = tl.load(x + _places(one_row, c, C, PIXELS, CHANNELS_LAST), there[None, :], 0.0).to(tl.float32)
+    about = tl.load(x + places(one_row, c, C, PIXELS, CHANNELS_LAST), there[None, :], 0.0).to(tl.float32)
     total = tl.zeros([TALL, WIDE], tl.float32)
     squares = tl.zeros([TALL, WIDE], tl.float32)
     for start in range(first, end, TALL):
         m = tl.multiple_of(start, TALL) + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
-        value = tl.load(x + _places(m, c, C, PIXELS, CHANNELS_LAST), inside, 0.0).to(tl.float32)
+        value = tl.load(x + places(m, c, C, PIXELS, CHANNELS_LAST), inside, 0.0).to(tl.float32)
         value = tl.where(inside, value - about, 0.0)
         total += value
         squares += value * value
@@ -81,8 +72,7 @@ def _normalise(
     CHUNKS: tl.constexpr, RELU: tl.constexpr, BESIDE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
     """relu(norm(x) + beside) for a share of the rows; the first program keeps mean and deviation of its channels."""
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    there = c < C
+    c, there = channels_here(C, WIDE)
     k = tl.arange(0, CHUNKS)
     counts = tl.maximum(tl.minimum(M - k * rows, rows), 0).to(tl.float32)[:, None]
     size = M.to(tl.float32)
@@ -106,7 +96,7 @@ def _normalise(
     for start in range(first, end, TALL):
         m = tl.multiple_of(start, TALL) + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
-        at = _places(m, c, C, PIXELS, CHANNELS_LAST)
+        at = places(m, c, C, PIXELS, CHANNELS_LAST)
         value = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean[None, :]) * slope[None, :] + level[None, :]
         if BESIDE:
             value += tl.load(beside + at, inside, 0.0).to(tl.float32)
@@ -123,8 +113,7 @@ def _slopes(
 ):  # fmt: skip
     """Sums of the gradient, and of the gradient times the normalised x, in a chunk of rows."""
     k = tl.program_id(0)
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    there = c < C
+    c, there = channels_here(C, WIDE)
     first = k * rows
     end = tl.minimum(first + rows, M)
     mean = tl.load(saved + c, there, 0.0)[None, :]
@@ -134,10 +123,8 @@ def _slopes(
     for start in range(first, end, TALL):
         m = tl.multiple_of(start, TALL) + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
-        at = _places(m, c, C, PIXELS, CHANNELS_LAST)
-        slope = tl.load(g + at, inside, 0.0).to(tl.float32)
-        if RELU:
-            slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)
+        at = places(m, c, C, PIXELS, CHANNELS_LAST)
+        slope = slope_behind_relu(g, y, at, inside, RELU)
         if BESIDE:
             tl.store(d_beside + at, slope.to(d_beside.dtype.element_ty), inside)
         normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean) * scale
@@ -154,8 +141,7 @@ def _backward(
     CHUNKS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x for a share of the rows; the first program writes those of weight and bias."""
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    there = c < C
+    c, there = channels_here(C, WIDE)
     total = tl.sum(_partial(sums, 0, c, there, chunks, C, CHUNKS), 0)
     along = tl.sum(_partial(sums, 1, c, there, chunks, C, CHUNKS), 0)
     if tl.program_id(0) == 0:
@@ -172,34 +158,23 @@ def _backward(
     for start in range(first, end, TALL):
         m = tl.multiple_of(start, TALL) + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
-        at = _places(m, c, C, PIXELS, CHANNELS_LAST)
-        slope = tl.load(g + at, inside, 0.0).to(tl.float32)
-        if RELU:
-            slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)
+        at = places(m, c, C, PIXELS, CHANNELS_LAST)
+        slope = slope_behind_relu(g, y, at, inside, RELU)
         normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean) * scale
         tl.store(d_x + at, (factor * (slope - level - normal * along)).to(d_x.dtype.element_ty), inside)
 
 
-class _Plan:
-    """How the work on maps like x is divided among programs."""
+class _Plan(Tiling):
+    """How the work on maps like x is divided among programs: chunks to sum up, and shares to go through once more."""
 
     def __init__(self, x: Tensor) -> None:
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        count, self.channels, height, width = x.shape
-        self.M = count * height * width
-        # Side by side in memory are channels, or pixels.
-        wide = min(triton.next_power_of_2(self.channels), 32) if channels_last else 1
-        tall = TILE // wide
-        self.blocks = triton.cdiv(self.channels, wide)
-        self.rows = triton.cdiv(max(triton.cdiv(self.M, CHUNKS), 2 * tall), tall) * tall
-        self.chunks = triton.cdiv(self.M, self.rows)
-        self.share = 2 * tall
-        self.shares = triton.cdiv(self.M, self.share)
-        self.compiled_for = {
-            "C": self.channels, "PIXELS": 1 if channels_last else height * width, "CHANNELS_LAST": channels_last,
-            "TALL": tall, "WIDE": wide, "CHUNKS": CHUNKS,
-        }  # fmt: skip
+        super().__init__(x.shape, channels_last, TILE)
+        if channels_last:  # nothing depends on the size of images then, so nothing is compiled for each
+            self.compiled_for["PIXELS"] = 1
+        self.rows, self.chunks = self.chunk(CHUNKS, least_tiles=2)
+        self.share, self.shares = self.chunk(self.M, least_tiles=2)
+        self.compiled_for["CHUNKS"] = CHUNKS
 
     def sums(self, x: Tensor) -> Tensor:
         return x.new_empty(2, CHUNKS, self.channels, dtype=torch.float32)

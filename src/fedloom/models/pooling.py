@@ -81,7 +81,7 @@ class PooledConv2d(nn.Conv2d, WithReLU):
 
     def relu(self, x: Tensor) -> Tensor:
         """The same through a ReLU."""
-        if self.bias is None or not x.is_cuda or x.ndim != 4:
+        if self.bias is None or not fusing.may_fuse(x):
             return F.relu(self(x))
         maps = self._conv_forward(x, self.weight, None)
         if maps.shape[2] % 2 or maps.shape[3] % 2 or not fusing.may_fuse(maps):
@@ -99,7 +99,8 @@ class PoolReLU(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.shape, ctx.bias_type, ctx.channels_last = x.shape, bias.dtype, _has_channels_last(x)
+        ctx.shape, ctx.bias_type = x.shape, bias.dtype
+        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         with on_its_device(x):
             y, which = kernels().forward(x, bias, ctx.channels_last)
         ctx.save_for_backward(y, which)
@@ -124,10 +125,6 @@ def kernels() -> Any:
     from fedloom.models import pooling_kernels
 
     return pooling_kernels
-
-
-def _has_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _largest(x: Tensor) -> Tensor:

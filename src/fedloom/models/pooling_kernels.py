@@ -3,8 +3,7 @@
 torch needs three kernels forward, which write the place of the largest as eight bytes, and four backward, one of which
 only fills the gradient with zeros. Here a place is one byte.
 
-What comes out of the pool is seen as a matrix: M rows, one for each pixel of each image, and C channels; sizes that
-differ from batch to batch are plain arguments, see `fedloom.models.batch_norm_kernels`.
+What comes out of the pool is seen as a matrix, see `fedloom.models.maps`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
@@ -15,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedloom.models.maps import Tiling, channels_here, places, slope_behind_relu
+
 CHUNKS = 64
 """Most partial sums of a bias's gradient."""
 
@@ -23,24 +24,15 @@ TILE = 1024
 
 
 @triton.jit
-def _behind(m, c, C: tl.constexpr, PIXELS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    if CHANNELS_LAST:
-        places = m[:, None] * C + c[None, :]
-    else:
-        places = (m // PIXELS)[:, None] * (C * PIXELS) + c[None, :] * PIXELS + (m % PIXELS)[:, None]
-    return places
-
-
-@triton.jit
 def _before(m, c, C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     """The first of the four pixels."""
     pixel = m % PIXELS
     within = (pixel // WIDTH) * (4 * WIDTH) + 2 * (pixel % WIDTH)
     if CHANNELS_LAST:
-        places = ((m // PIXELS) * (4 * PIXELS) + within)[:, None] * C + c[None, :]
+        at = ((m // PIXELS) * (4 * PIXELS) + within)[:, None] * C + c[None, :]
     else:
-        places = ((m // PIXELS) * (4 * PIXELS * C) + within)[:, None] + c[None, :] * (4 * PIXELS)
-    return places
+        at = ((m // PIXELS) * (4 * PIXELS * C) + within)[:, None] + c[None, :] * (4 * PIXELS)
+    return at
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["bias"])
@@ -50,8 +42,8 @@ def _forward(
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * TALL + tl.arange(0, TALL)
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    inside = (m < M)[:, None] & (c < C)[None, :]
+    c, there = channels_here(C, WIDE)
+    inside = (m < M)[:, None] & there[None, :]
     first = x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
     right = C if CHANNELS_LAST else 1
     largest = tl.load(first, inside, 0.0).to(tl.float32)
@@ -61,9 +53,9 @@ def _forward(
         larger = (value > largest) | (value != value)  # what is not a number wins, as with torch
         largest = tl.where(larger, value, largest)
         place = tl.where(larger, k, place).to(tl.int8)
-    value = largest + tl.load(bias + c, c < C, 0.0).to(tl.float32)[None, :]
+    value = largest + tl.load(bias + c, there, 0.0).to(tl.float32)[None, :]
     value = tl.where(value < 0, 0.0, value)
-    at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
+    at = places(m, c, C, PIXELS, CHANNELS_LAST)
     tl.store(y + at, value.to(y.dtype.element_ty), inside)
     tl.store(which + at, place, inside)
 
@@ -74,8 +66,7 @@ def _backward(
     C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    there = c < C
+    c, there = channels_here(C, WIDE)
     first = tl.program_id(0) * rows
     end = tl.minimum(first + rows, M)
     right = C if CHANNELS_LAST else 1
@@ -83,9 +74,8 @@ def _backward(
     for start in range(first, end, TALL):
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
-        at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
-        slope = tl.load(g + at, inside, 0.0).to(tl.float32)
-        slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)
+        at = places(m, c, C, PIXELS, CHANNELS_LAST)
+        slope = slope_behind_relu(g, y, at, inside, True)
         total += slope
         place = tl.load(which + at, inside, 0)
         corner = d_x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
@@ -95,29 +85,21 @@ def _backward(
     tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), there)
 
 
-class _Plan:
-    """How the work on maps of this shape is divided among programs."""
+class _Plan(Tiling):
+    """How the work on what a pool leaves of maps of this shape is divided among programs."""
 
     def __init__(self, shape: torch.Size, channels_last: bool) -> None:
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        count, self.channels, height, width = shape
-        self.pooled = count, self.channels, height // 2, width // 2
-        self.M = count * (height // 2) * (width // 2)
-        wide = min(triton.next_power_of_2(self.channels), 32) if channels_last else 1
-        self.tall = TILE // wide
-        self.blocks = triton.cdiv(self.channels, wide)
-        self.rows = triton.cdiv(triton.cdiv(self.M, CHUNKS), self.tall) * self.tall
-        self.compiled_for = {
-            "C": self.channels, "PIXELS": (height // 2) * (width // 2), "WIDTH": width // 2,
-            "CHANNELS_LAST": channels_last, "TALL": self.tall, "WIDE": wide,
-        }  # fmt: skip
+        count, channels, height, width = shape
+        self.shape = count, channels, height // 2, width // 2
+        super().__init__(self.shape, channels_last, TILE)
+        self.compiled_for["WIDTH"] = width // 2
 
 
 def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
     """relu(pool(x) + bias) for maps with even sides, and which of the four pixels was the largest."""
     plan = _Plan(x.shape, channels_last)
-    y = torch.empty(plan.pooled, dtype=x.dtype, device=x.device, memory_format=plan.memory_format)
-    which = torch.empty(plan.pooled, dtype=torch.int8, device=x.device, memory_format=plan.memory_format)
+    y = torch.empty(plan.shape, dtype=x.dtype, device=x.device, memory_format=plan.memory_format)
+    which = torch.empty(plan.shape, dtype=torch.int8, device=x.device, memory_format=plan.memory_format)
     _forward[triton.cdiv(plan.M, plan.tall), plan.blocks](x, bias, y, which, plan.M, **plan.compiled_for)
     return y, which
 
@@ -125,9 +107,9 @@ def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tenso
 def backward(g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_last: bool) -> tuple[Tensor, Tensor]:
     """The gradients of x, which had this shape, and of the bias."""
     plan = _Plan(shape, channels_last)
-    chunks = triton.cdiv(plan.M, plan.rows)
+    rows, chunks = plan.chunk(CHUNKS)
     d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
     sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
     g = g.contiguous(memory_format=plan.memory_format)
-    _backward[chunks, plan.blocks](g, y, which, d_x, sums, plan.M, plan.rows, **plan.compiled_for)
+    _backward[chunks, plan.blocks](g, y, which, d_x, sums, plan.M, rows, **plan.compiled_for)
     return d_x, sums.sum(0)
