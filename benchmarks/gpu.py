@@ -34,8 +34,6 @@ from gpu_sheet import Clock, Sheet
 from gpu_speed import profiles, speed, together
 from gpu_whole_runs import cost, seeds
 
-from fedloom.models import fusing
-
 PARTS: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
     "agreement": agreement,
     "methods": every_method,
@@ -56,16 +54,14 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--fast", action="store_true", help="let the engine use what is not the same every time")
     parser.add_argument("--channels-last", action="store_true", help="also in tf32")
-    parser.add_argument("--fuse", action="store_true", help="norms and pools by kernels of our own, as FEDLOOM_FUSE=1")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed")
-    parser.add_argument("--warm", type=int, default=60, help="rounds before, in which steps are recorded")
+    parser.add_argument("--warm", type=int, default=2, help="how often these are played before, to be recorded")
     parser.add_argument("--at-once", type=int, default=3, help="runs that share the GPU in `together`")
     parser.add_argument("--minutes", type=float, default=5.0, help="for each part")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="to try the benchmark out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    fusing.enabled = fusing.enabled or options.fuse
     sheet = Sheet(options)
     for part in [part for part in PARTS if part in (options.parts or PARTS)]:
         print(f"{part}, at most {options.minutes:g} minutes", flush=True)

@@ -37,11 +37,16 @@ def profile(
     """What the GPU does in round `number`, which must be a steady one."""
     (model, precision), device = name, experiment.engine.device.type
     wall = seconds(device, experiment.rounds.play, number)
-    clients = experiment.rounds.parts.server.select(number)
-    steps = [experiment.config.epochs * -(-len(data.parts[c]) // BATCH) for c in clients]
+    steps = steps_of(experiment, data, number)
     found = busy_share(profiled(device, experiment.rounds.play, number), wall)
     found["steps of all clients, and of the largest"] = [sum(steps), max(steps)]
     return found | floors(model, data, sum(steps), wall, ceilings, precision)
+
+
+def steps_of(experiment: Experiment, data: PooledFederation, number: int) -> list[int]:
+    """How many steps each client takes in round `number`."""
+    clients = experiment.rounds.parts.server.select(number)
+    return [experiment.config.epochs * -(-len(data.parts[c]) // BATCH) for c in clients]
 
 
 def profiled(device: str, work: Callable[..., object], *given: Any) -> list[tuple[int, int, str]]:

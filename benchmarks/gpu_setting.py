@@ -11,7 +11,6 @@ from fedloom.data.partition import partition
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
-from fedloom.models import fusing
 from fedloom.request import Own
 from fedloom.streams import Streams
 
@@ -50,7 +49,7 @@ def experiment_of(
 
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
-    asked = {"fast": options.fast, "channels last": options.channels_last, "fused": fusing.enabled}
+    asked = {"fast": options.fast, "channels last": options.channels_last}
     return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 

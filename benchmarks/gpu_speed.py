@@ -2,14 +2,13 @@
 
 import argparse
 import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
 
 import torch
 import torch.nn.functional as F
 from gpu_agreement import against_loop
-from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds
+from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds, steps_of
 from gpu_setting import engine_of, experiment_of, federation, name_of
 from gpu_sheet import Clock, Sheet
 
@@ -18,9 +17,6 @@ from fedloom.data import PooledFederation
 from fedloom.devices import make_device
 from fedloom.experiment import Experiment
 from fedloom.models import build as build_model
-
-WARM_SECONDS = 15.0
-"""How long rounds are played, at most, before any is timed: clients differ in size, and each size is recorded once."""
 
 
 class Loop:
@@ -60,11 +56,11 @@ class Loop:
 
 
 def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
-    data, loops, rounds = federation(options), dict[str, list[float]](), 1 if options.tiny else options.rounds
+    data, loops, numbers = federation(options), dict[str, list[float]](), timed(options)
     for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
         with experiment_of(model, precision, data, options).engine_closed() as experiment:
             play, select = experiment.rounds.play, experiment.rounds.parts.server.select
-            warm, first = warmed(experiment, options)
+            first = seconds(options.device, warm, experiment, options)
             ours, theirs, lower = [], [], []
             epochs = experiment.config.epochs
             full = Loop(model, data, options.device, False, epochs)
@@ -72,10 +68,10 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             for loop in (full, half):
                 if loop is not None:
                     loop.round(select(0)[:2])
-            for number in range(warm, warm + rounds):
+            for number in numbers:
                 clients = select(number)
                 ours.append(seconds(options.device, play, number))
-                if model not in loops or len(loops[model]) < rounds:  # the loop in tf32 is timed once
+                if model not in loops:  # the loop in tf32 is timed once
                     theirs.append(seconds(options.device, full.round, clients))
                 if half is not None:
                     lower.append(seconds(options.device, half.round, clients))
@@ -88,8 +84,9 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
                 "ms a round": {name: round(1000 * value, 1) for name, value in ms.items()},
                 "spread": {"fedloom": spread(ours), "loop": spread(loops[model])},
                 "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
+                "steps of all clients, in each round": [sum(steps_of(experiment, data, number)) for number in numbers],
                 "data": data.name,
-                f"seconds of the first {warm} rounds": round(first, 2),
+                "seconds of the rounds before": round(first, 2),
                 "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
                 "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
             })  # fmt: skip
@@ -98,35 +95,41 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
+def timed(options: argparse.Namespace) -> range:
+    """The rounds that are timed: the same for each network and precision, so with the same clients."""
+    return range(1 if options.tiny else options.rounds)
+
+
+def warm(experiment: Experiment, options: argparse.Namespace) -> None:
+    """Play the rounds that are to be timed, so that all their steps are recorded by then."""
+    for _ in range(options.warm):
+        for number in timed(options):
+            experiment.rounds.play(number)
+
+
 def profiles(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
-    """A steady round of each, as the profiler sees it. Once it was used, everything that is launched costs more, in the
-    engine and in the loop: nothing is timed after this."""
+    """A steady round of each, as the profiler sees it: that of the timed ones which is neither long nor short. Once it
+    was used, everything that is launched costs more, in the engine and in the loop: nothing is timed after this."""
     data, ceilings = federation(options), measure_ceilings(options.device, 256 if options.tiny else 8192)
     sheet.put("profile", "ceilings", ceilings)
     for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
         with experiment_of(model, precision, data, options).engine_closed() as experiment:
-            warm, _ = warmed(experiment, options)
-            found = profile(experiment, data, (model, precision), warm, ceilings)
-            sheet.put("profile", name_of(model, precision, options), found)
+            warm(experiment, options)
+            by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
+            number = by_length[len(by_length) // 2][1]
+            sheet.put(
+                "profile",
+                name_of(model, precision, options),
+                profile(experiment, data, (model, precision), number, ceilings),
+            )
         if options.device == "cuda":
             torch.cuda.empty_cache()
-
-
-def warmed(experiment: Experiment, options: argparse.Namespace) -> tuple[int, float]:
-    """Play rounds until most steps are recorded; how many they were, and how long they took."""
-    most, played, began = 1 if options.tiny else options.warm, 0, time.monotonic()
-    while played < most and time.monotonic() - began < WARM_SECONDS:
-        experiment.rounds.play(played)
-        played += 1
-    return played, time.monotonic() - began
 
 
 def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
     """Steady rounds of several runs that share the GPU, as with `fedloom compare --at-once`: none waits for another."""
     data, count = federation(options), 2 if options.tiny else options.at_once
-    rounds, warm = (1, 1) if options.tiny else (options.rounds, options.warm)
-    stages = [range(warm + n * rounds, warm + (n + 1) * rounds) for n in (0, 1)]  # timed, and seen by the profiler
-    stages.insert(0, range(warm))
+    numbers = timed(options)
 
     def one_run(model: str, precision: str, seed: int, gate: Barrier) -> None:
         try:
@@ -134,9 +137,9 @@ def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
                 own_stream(make_device(options.device)),
                 experiment_of(model, precision, data, options, seed).engine_closed() as run,
             ):
-                for numbers in stages:
+                for times in (options.warm, 1, 1):  # recorded, timed, and seen by the profiler
                     gate.wait()
-                    for number in numbers:
+                    for number in [*numbers] * times:
                         run.rounds.play(number)
                     gate.wait()
         except BaseException:
@@ -154,13 +157,13 @@ def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             runs = [pool.submit(one_run, model, precision, seed, gate) for seed in range(count)]
             try:
                 stage()
-                wall = seconds(options.device, stage) / rounds
+                wall = seconds(options.device, stage) / len(numbers)
                 spans = profiled(options.device, stage)
             except BrokenBarrierError:
                 spans = []
         for run in runs:
             run.result()
-        took = {"rounds of each": rounds, "ms for a round of one run": round(1000 * wall / count, 1)}
+        took = {"rounds of each": len(numbers), "ms for a round of one run": round(1000 * wall / count, 1)}
         found = busy_share(spans, wall) if spans else {}  # on a CPU the profiler does not see other threads
         sheet.put("profile", f"{model}, {precision}, {count} runs at once", took | found)
 

@@ -28,7 +28,7 @@ def triton() -> None:
 
 @pytest.fixture
 def fusing_on_a_gpu(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers go through kernels of our own, as with FEDLOOM_FUSE=1."""
+    """Layers go through kernels of our own, as they do without FEDLOOM_FUSE=0."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     monkeypatch.setattr("fedloom.models.fusing.enabled", True)

@@ -86,7 +86,7 @@ class PooledConv2d(nn.Conv2d, WithReLU):
         maps = self._conv_forward(x, self.weight, None)
         if maps.shape[2] % 2 or maps.shape[3] % 2 or not fusing.may_fuse(maps):
             return F.relu(self._biased(_largest(maps)))
-        y: Tensor = PoolReLU.apply(maps, self.bias)  # type: ignore[no-untyped-call]  # torch's
+        y: Tensor = PoolReLU.apply(maps, self.bias.to(maps.dtype))  # type: ignore[no-untyped-call]  # torch's
         return y
 
     def _biased(self, pooled: Tensor) -> Tensor:

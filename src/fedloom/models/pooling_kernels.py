@@ -3,7 +3,9 @@
 torch needs three kernels forward, which write the place of the largest as eight bytes, and four backward, one of which
 only fills the gradient with zeros. Here a place is one byte.
 
-What comes out of the pool is seen as a matrix, see `fedloom.models.maps`.
+What comes out of the pool is seen as a matrix of M rows, one for each pixel of each image, and C channels. A program
+works on a tile of it, and in the gradient moves down the rows. Sizes that differ from batch to batch are plain
+arguments, for which nothing is compiled anew: that must not happen while a step is being recorded.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
@@ -14,18 +16,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.models.maps import Tiling, channels_here, places, slope_behind_relu
-
 CHUNKS = 64
 """Most partial sums of a bias's gradient."""
 
 TILE = 1024
 """Numbers behind the pool that a program works on at once; there are four times as many before it."""
 
+WIDEST = 32
+"""Channels of a tile at most, where channels lie side by side in memory; where pixels do, a tile has one."""
+
+
+@triton.jit
+def _channels(C: tl.constexpr, WIDE: tl.constexpr):
+    """The channels of this program, and which of them there are."""
+    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    return c, c < C
+
+
+@triton.jit
+def _behind(m, c, C: tl.constexpr, PIXELS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """Where these rows and channels lie behind the pool."""
+    if CHANNELS_LAST:
+        at = m[:, None] * C + c[None, :]
+    else:
+        at = (m // PIXELS)[:, None] * (C * PIXELS) + c[None, :] * PIXELS + (m % PIXELS)[:, None]
+    return at
+
 
 @triton.jit
 def _before(m, c, C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """The first of the four pixels."""
+    """Where the first of their four pixels lies before the pool."""
     pixel = m % PIXELS
     within = (pixel // WIDTH) * (4 * WIDTH) + 2 * (pixel % WIDTH)
     if CHANNELS_LAST:
@@ -42,7 +62,7 @@ def _forward(
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * TALL + tl.arange(0, TALL)
-    c, there = channels_here(C, WIDE)
+    c, there = _channels(C, WIDE)
     inside = (m < M)[:, None] & there[None, :]
     first = x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
     right = C if CHANNELS_LAST else 1
@@ -55,7 +75,7 @@ def _forward(
         place = tl.where(larger, k, place).to(tl.int8)
     value = largest + tl.load(bias + c, there, 0.0).to(tl.float32)[None, :]
     value = tl.where(value < 0, 0.0, value)
-    at = places(m, c, C, PIXELS, CHANNELS_LAST)
+    at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
     tl.store(y + at, value.to(y.dtype.element_ty), inside)
     tl.store(which + at, place, inside)
 
@@ -66,7 +86,7 @@ def _backward(
     C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    c, there = channels_here(C, WIDE)
+    c, there = _channels(C, WIDE)
     first = tl.program_id(0) * rows
     end = tl.minimum(first + rows, M)
     right = C if CHANNELS_LAST else 1
@@ -74,8 +94,9 @@ def _backward(
     for start in range(first, end, TALL):
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
-        at = places(m, c, C, PIXELS, CHANNELS_LAST)
-        slope = slope_behind_relu(g, y, at, inside, True)
+        at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
+        slope = tl.load(g + at, inside, 0.0).to(tl.float32)
+        slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)  # what is not a number lets it through
         total += slope
         place = tl.load(which + at, inside, 0)
         corner = d_x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
@@ -85,14 +106,27 @@ def _backward(
     tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), there)
 
 
-class _Plan(Tiling):
+class _Plan:
     """How the work on what a pool leaves of maps of this shape is divided among programs."""
 
     def __init__(self, shape: torch.Size, channels_last: bool) -> None:
-        count, channels, height, width = shape
-        self.shape = count, channels, height // 2, width // 2
-        super().__init__(self.shape, channels_last, TILE)
-        self.compiled_for["WIDTH"] = width // 2
+        count, self.channels, height, width = shape
+        down, across = height // 2, width // 2
+        self.shape = count, self.channels, down, across
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.M = count * down * across
+        wide = min(triton.next_power_of_2(self.channels), WIDEST) if channels_last else 1
+        self.tall = TILE // wide
+        self.blocks = triton.cdiv(self.channels, wide)
+        self.compiled_for = {
+            "C": self.channels, "PIXELS": down * across, "WIDTH": across, "CHANNELS_LAST": channels_last,
+            "TALL": self.tall, "WIDE": wide,
+        }  # fmt: skip
+
+    def chunks(self) -> tuple[int, int]:
+        """Rows of a chunk, in whole tiles, and how many chunks there are."""
+        rows = triton.cdiv(triton.cdiv(self.M, CHUNKS), self.tall) * self.tall
+        return rows, triton.cdiv(self.M, rows)
 
 
 def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
@@ -107,7 +141,7 @@ def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tenso
 def backward(g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_last: bool) -> tuple[Tensor, Tensor]:
     """The gradients of x, which had this shape, and of the bias."""
     plan = _Plan(shape, channels_last)
-    rows, chunks = plan.chunk(CHUNKS)
+    rows, chunks = plan.chunks()
     d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
     sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
     g = g.contiguous(memory_format=plan.memory_format)
