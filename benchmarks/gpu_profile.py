@@ -102,14 +102,15 @@ def _inside(gaps: list[tuple[int, int]], low: float, high: float) -> float:
 def floors(
     model: str, data: PooledFederation, steps: int, wall: float, ceilings: dict[str, float], precision: str
 ) -> dict[str, Any]:
-    """How long a round would take at the chip's best: by arithmetic, by bytes."""
+    """How long a round would take at the chip's best: by arithmetic, and by the bytes of torch's own kernels, which
+    are more than those of kernels that do the work of several."""
     operations, moved = count_step(model, data)
     moved = moved / 2 if precision == "bf16" else moved
     arithmetic = steps * operations / (1e12 * ceilings[f"{precision} teraflops"])
     memory = steps * moved / (1e9 * ceilings["gigabytes a second"])
     return {
         "gigaflops of a step": round(operations / 1e9, 2),
-        "megabytes that kernels of a step read and write": round(moved / 1e6, 1),
+        "megabytes that torch's kernels of a step read and write": round(moved / 1e6, 1),
         "ms at the chip's best, by arithmetic": round(1000 * arithmetic, 2),
         "ms at the chip's best, by bytes": round(1000 * memory, 2),
         "floor as a share of the round": round(max(arithmetic, memory) / wall, 4),
@@ -144,8 +145,8 @@ def count_step(model: str, data: PooledFederation) -> tuple[float, float]:
 def measure_ceilings(device: str, size: int) -> dict[str, float]:
     """What this device multiplies and copies at best, on random numbers."""
     found = {}
-    torch.set_float32_matmul_precision("high")
-    for name, dtype in (("tf32", torch.float32), ("bf16", torch.bfloat16)):
+    for name, dtype in (("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16)):
+        torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         times = [seconds(device, torch.matmul, a, b) for _ in range(12)]
         found[f"{name} teraflops"] = float(f"{2 * size**3 / statistics.median(times[2:]) / 1e12:.4g}")

@@ -11,6 +11,7 @@ from fedloom.data.partition import partition
 from fedloom.engines import CudaEngine
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
+from fedloom.models import fusing
 from fedloom.request import Own
 from fedloom.streams import Streams
 
@@ -49,7 +50,8 @@ def experiment_of(
 
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
-    asked = {"fast": options.fast, "channels last": options.channels_last}
+    fused = options.device != "cuda" or (fusing.enabled and fusing.triton_works(torch.device("cuda:0")))
+    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's own pools": not fused}
     return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 
@@ -69,3 +71,10 @@ def started(experiment: Experiment, engine: str = "cuda") -> Experiment:
 def engine_of(experiment: Experiment) -> CudaEngine:
     assert isinstance(experiment.engine, CudaEngine)
     return experiment.engine
+
+
+def play(experiment: Experiment, number: int) -> None:
+    """Play a round in which everybody trains: one in which clients are lost takes less time than it should."""
+    lost = experiment.rounds.play(number)["lost_clients"]
+    if lost:
+        raise RuntimeError(f"clients were lost: {lost}")

@@ -5,6 +5,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ class Sheet:
         if self._path is not None and self._path.exists():
             self._found = json.loads(self._path.read_text())
         name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU: these figures mean nothing"
-        self._found["machine"] = {"device": name, "torch": torch.__version__}
+        triton = version("triton") if find_spec("triton") is not None else None
+        self._found["machine"] = {"device": name, "torch": torch.__version__, "triton": triton}
 
     def put(self, part: str, name: str, value: Any) -> None:
         self._found.setdefault("commands", {})[f"{part}: {name}"] = " ".join(["python", *sys.argv])

@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpu_agreement import against_loop
 from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds, steps_of
-from gpu_setting import engine_of, experiment_of, federation, name_of
+from gpu_setting import engine_of, experiment_of, federation, name_of, play
 from gpu_sheet import Clock, Sheet
 
 from fedloom.cuda_streams import own_stream
@@ -45,6 +46,12 @@ class Loop:
                 mean[name] += tensor * (len(part) / total)
         self.model = {name: tensor.to(self.model[name].dtype) for name, tensor in mean.items()}
 
+    def meet(self, clients: Iterable[int]) -> None:
+        """Take a step with each size of batch that these clients have, so that kernels are chosen for it."""
+        optimizer = torch.optim.SGD(self.module.parameters(), LR, momentum=MOMENTUM)
+        for size in sorted({BATCH} | {len(self.parts[client]) % BATCH for client in clients} - {0}):
+            self.step(torch.arange(size, device=self.device), optimizer)
+
     def step(self, at: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         if len(at) == 1:  # batch norm cannot take it; the engine lets the norm rest
             return
@@ -56,10 +63,10 @@ class Loop:
 
 
 def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
-    data, loops, numbers = federation(options), dict[str, list[float]](), timed(options)
+    data, loops, numbers = federation(options), dict[tuple[str, bool], list[float]](), timed(options)
     for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
         with experiment_of(model, precision, data, options).engine_closed() as experiment:
-            play, select = experiment.rounds.play, experiment.rounds.parts.server.select
+            select, key = experiment.rounds.parts.server.select, (model, precision == "fp32")
             first = seconds(options.device, warm, experiment, options)
             ours, theirs, lower = [], [], []
             epochs = experiment.config.epochs
@@ -67,22 +74,22 @@ def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             half = Loop(model, data, options.device, True, epochs) if precision == "bf16" else None
             for loop in (full, half):
                 if loop is not None:
-                    loop.round(select(0)[:2])
+                    loop.meet(client for number in numbers for client in select(number))
             for number in numbers:
                 clients = select(number)
-                ours.append(seconds(options.device, play, number))
-                if model not in loops:  # the loop in tf32 is timed once
+                ours.append(seconds(options.device, play, experiment, number))
+                if key not in loops:  # the loop in tf32 is timed once
                     theirs.append(seconds(options.device, full.round, clients))
                 if half is not None:
                     lower.append(seconds(options.device, half.round, clients))
-            loops.setdefault(model, theirs)
-            ms = {"fedloom": statistics.median(ours), "loop": statistics.median(loops[model])}
+            loops.setdefault(key, theirs)
+            ms = {"fedloom": statistics.median(ours), "loop": statistics.median(loops[key])}
             if lower:
                 ms["loop in bf16"] = statistics.median(lower)
             tapes = [slot.tape for slot in engine_of(experiment).slots]
             sheet.put("speed", name_of(model, precision, options), {
                 "ms a round": {name: round(1000 * value, 1) for name, value in ms.items()},
-                "spread": {"fedloom": spread(ours), "loop": spread(loops[model])},
+                "spread": {"fedloom": spread(ours), "loop": spread(loops[key])},
                 "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
                 "steps of all clients, in each round": [sum(steps_of(experiment, data, number)) for number in numbers],
                 "data": data.name,
@@ -104,12 +111,13 @@ def warm(experiment: Experiment, options: argparse.Namespace) -> None:
     """Play the rounds that are to be timed, so that all their steps are recorded by then."""
     for _ in range(options.warm):
         for number in timed(options):
-            experiment.rounds.play(number)
+            play(experiment, number)
 
 
 def profiles(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
     """A steady round of each, as the profiler sees it: that of the timed ones which is neither long nor short. Once it
-    was used, everything that is launched costs more, in the engine and in the loop: nothing is timed after this."""
+    was used, everything that is launched costs more, in the engine and in the loop: `speed` comes before this, and what
+    it says of the times counts."""
     data, ceilings = federation(options), measure_ceilings(options.device, 256 if options.tiny else 8192)
     sheet.put("profile", "ceilings", ceilings)
     for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
@@ -140,7 +148,7 @@ def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
                 for times in (options.warm, 1, 1):  # recorded, timed, and seen by the profiler
                     gate.wait()
                     for number in [*numbers] * times:
-                        run.rounds.play(number)
+                        play(run, number)
                     gate.wait()
         except BaseException:
             gate.abort()  # nobody waits for a run that has failed
@@ -165,6 +173,8 @@ def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             run.result()
         took = {"rounds of each": len(numbers), "ms for a round of one run": round(1000 * wall / count, 1)}
         found = busy_share(spans, wall) if spans else {}  # on a CPU the profiler does not see other threads
+        if spans:
+            found["ms in the profile"] = round(found["ms in the profile"] / len(numbers), 1)  # as without it: for one
         sheet.put("profile", f"{model}, {precision}, {count} runs at once", took | found)
 
 

@@ -117,6 +117,7 @@ def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPa
 SHORT = (
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
     torch.AcceleratorError("CUDA error: out of memory"),
 )
 

@@ -1,7 +1,9 @@
 """A pool with the bias and the ReLU behind it: on a GPU in kernels of its own, elsewhere torch's."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,6 +73,21 @@ def test_networks_are_what_they_were() -> None:
         torch.testing.assert_close(module(x), nn.Sequential.forward(module, x), rtol=0, atol=0)
 
 
+def test_triton_is_tried_out_once_by_whomever(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def tried(device: torch.device) -> bool:
+        time.sleep(0.05)
+        tries.append(device)
+        return len(tries) == 1
+
+    monkeypatch.setattr(fusing, "_answers", {})
+    monkeypatch.setattr(fusing, "_tried", tried)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(fusing.triton_works, [torch.device("cuda:0")] * 8))
+    assert len(tries) == 1
+
+
 # The kernels themselves: on a GPU, or in Triton's interpreter.
 
 
@@ -124,6 +141,24 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
     assert y.isnan().sum() == 2
 
 
+def test_a_kernel_that_could_not_be_loaded_is_forgotten(kernels: Any) -> None:
+    class Kernel:
+        device_caches: ClassVar = {0: "taken for loaded"}
+
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    plan = kernels._Plan(torch.Size((1, 1, 2, 2)), False)
+    for _ in range(2):  # and nobody waits for who has failed
+        with pytest.raises(RuntimeError, match="out of memory"):
+            plan.launch(Kernel(), 1)
+    assert Kernel.device_caches == {}
+
+
+def test_the_first_try(triton: None) -> None:
+    assert fusing._tried(torch.device(DEVICE))
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fusing_on_a_gpu")
 class TestOnAGpu:
@@ -152,3 +187,9 @@ class TestOnAGpu:
             F.cross_entropy(module(x), y).backward()
             found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
         assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-4
+
+    def test_a_network_can_still_be_traced(self) -> None:
+        module, x = build("lenet", (3, 32, 32), 10).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
+        with torch.no_grad():
+            traced = torch.jit.trace(module, x)
+        torch.testing.assert_close(traced(x), module(x))

@@ -12,8 +12,8 @@ import logging
 import os
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
+from threading import Lock
 from typing import TypeGuard
 
 import torch
@@ -26,6 +26,9 @@ log = logging.getLogger("fedloom")
 
 enabled = os.environ.get("FEDLOOM_FUSE") != "0"
 """Whether layers go through kernels of our own where they can."""
+
+_answers: dict[torch.device, bool] = {}
+_asking = Lock()
 
 
 class WithReLU(nn.Module):
@@ -65,7 +68,7 @@ def watched(module: nn.Module) -> bool:
 def prepare(module: nn.Module, device: torch.device) -> None:
     """Try Triton out now, if the module has a use for it: nothing can be tried out while a step is being recorded."""
     if enabled and device.type == "cuda" and any(isinstance(layer, WithReLU) for layer in module.modules()):
-        triton_works(device)
+        triton_works(torch.empty(0, device=device).device)  # which has a number, as those of tensors have
 
 
 def on_its_device(x: Tensor) -> AbstractContextManager[object]:
@@ -85,21 +88,32 @@ def may_fuse(x: Tensor) -> bool:
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and triton_works(x.device)
     )
 
 
-@cache
 def triton_works(device: torch.device) -> bool:
-    """Whether Triton is there, and can compile for this GPU."""
+    """Whether Triton is there, and can compile for this GPU. Found out once: a run must not change its kernels."""
+    with _asking:
+        if device not in _answers:
+            _answers[device] = _tried(device)
+        return _answers[device]
+
+
+def _tried(device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
-    x = torch.ones(1, 1, 2, 2, device=device)
     try:
         from fedloom.models import pooling_kernels
 
-        with on_its_device(x):
-            pooling_kernels.forward(x, x[0, 0, 0, :1], False)
+        for dtype, channels_last in ((torch.float32, False), (torch.bfloat16, True)):
+            x = torch.ones(1, 32, 2, 2, dtype=dtype, device=device)
+            if channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            with on_its_device(x):
+                y, which = pooling_kernels.forward(x, x[0, :, 0, 0].contiguous(), channels_last)
+                pooling_kernels.backward(y, y, which, x.shape, channels_last)
     except Exception as error:  # an old Triton, no C compiler, a GPU that it does not know
         log.warning("pools are computed by torch's own kernels: %s", str(error).partition("\n")[0])
         return False

@@ -11,10 +11,15 @@ arguments, for which nothing is compiled anew: that must not happen while a step
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
 # Triton's own language has no types that mypy knows.
 
+from threading import Lock
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_launching = Lock()
 
 CHUNKS = 64
 """Most partial sums of a bias's gradient."""
@@ -128,13 +133,23 @@ class _Plan:
         rows = triton.cdiv(triton.cdiv(self.M, CHUNKS), self.tall) * self.tall
         return rows, triton.cdiv(self.M, rows)
 
+    def launch(self, kernel: Any, programs: int, *given: Tensor | int) -> None:
+        """One thread at a time: Triton takes a kernel for loaded as soon as it begins to load it, and also if that
+        has failed, for want of memory. So then it is to forget it."""
+        with _launching:
+            try:
+                kernel[programs, self.blocks](*given, **self.compiled_for)
+            except BaseException:
+                getattr(kernel, "device_caches", {}).clear()
+                raise
+
 
 def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
     """relu(pool(x) + bias) for maps with even sides, and which of the four pixels was the largest."""
     plan = _Plan(x.shape, channels_last)
     y = torch.empty(plan.shape, dtype=x.dtype, device=x.device, memory_format=plan.memory_format)
     which = torch.empty(plan.shape, dtype=torch.int8, device=x.device, memory_format=plan.memory_format)
-    _forward[triton.cdiv(plan.M, plan.tall), plan.blocks](x, bias, y, which, plan.M, **plan.compiled_for)
+    plan.launch(_forward, triton.cdiv(plan.M, plan.tall), x, bias, y, which, plan.M)
     return y, which
 
 
@@ -145,5 +160,5 @@ def backward(g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_la
     d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
     sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
     g = g.contiguous(memory_format=plan.memory_format)
-    _backward[chunks, plan.blocks](g, y, which, d_x, sums, plan.M, rows, **plan.compiled_for)
+    plan.launch(_backward, chunks, g, y, which, d_x, sums, plan.M, rows)
     return d_x, sums.sum(0)
