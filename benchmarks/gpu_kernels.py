@@ -112,7 +112,7 @@ def pools(device: str, channels: int, side: int, bf16: bool) -> Ways:
     return {
         "torch's": by(lambda x, bias: F.relu(F.max_pool2d(x, 2) + bias.view(level))),
         "torch's and a scatter": by(lambda x, bias: F.relu(pool(x) + bias.view(level))),
-    } | ({"together": by(PoolReLU.apply)} if triton_works(torch.device(device)) else {})
+    } | ({"together": by(PoolReLU.apply)} if triton_works(x.device) else {})
 
 
 PIECES: dict[str, Callable[[str], Ways]] = {

@@ -71,10 +71,3 @@ def started(experiment: Experiment, engine: str = "cuda") -> Experiment:
 def engine_of(experiment: Experiment) -> CudaEngine:
     assert isinstance(experiment.engine, CudaEngine)
     return experiment.engine
-
-
-def play(experiment: Experiment, number: int) -> None:
-    """Play a round in which everybody trains: one in which clients are lost takes less time than it should."""
-    lost = experiment.rounds.play(number)["lost_clients"]
-    if lost:
-        raise RuntimeError(f"clients were lost: {lost}")

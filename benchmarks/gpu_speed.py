@@ -9,8 +9,8 @@ from threading import Barrier, BrokenBarrierError
 import torch
 import torch.nn.functional as F
 from gpu_agreement import against_loop
-from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, profile, profiled, seconds, steps_of
-from gpu_setting import engine_of, experiment_of, federation, name_of, play
+from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, play, profile, profiled, seconds, steps_of
+from gpu_setting import engine_of, experiment_of, federation, name_of
 from gpu_sheet import Clock, Sheet
 
 from fedloom.cuda_streams import own_stream
