@@ -25,7 +25,7 @@ from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.methods import Context
 from fedloom.methods.base import Local, nobody
 from fedloom.methods.catalogue import Composition, personalised
-from fedloom.precision import set_precision
+from fedloom.precision import choose_rule, set_precision
 from fedloom.privacy import Privacy
 from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.rows import Layout
@@ -80,6 +80,7 @@ class Ground:
         if isinstance(criterion, nn.Module) and device.type != "cpu":
             criterion.to(device)  # a copy, and the server's too
         set_precision(device, config.precision, not config.fast)
+        choose_rule(self.module, device, config.precision, not config.fast)
 
         def train_of(local: Local[Any]) -> Train:
             return local.train if self.privacy is None else self.privacy.on_client(local.train)

@@ -1,9 +1,20 @@
 """How exactly a GPU computes, and how it chooses its convolutions."""
 
+import os
+from statistics import median
+
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 _tunes = False
 _to_the_bit = False
+
+SECOND_RULE = "TORCH_CUDNN_USE_HEURISTIC_MODE_B"
+"""Where torch looks, at its first convolution on a GPU and never again, by which rule cuDNN is to choose kernels."""
+
+NARROW = 64
+"""Channels of a narrow network's convolutions, in the middle."""
 
 
 def set_precision(device: torch.device, precision: str, deterministic: bool) -> None:
@@ -33,3 +44,27 @@ def tune(worth_it: bool) -> None:
     """Whether the convolutions to come are worth trying out: it takes seconds for each size of batch."""
     if torch.backends.cudnn.benchmark is not (_tunes and worth_it):
         torch.backends.cudnn.benchmark = _tunes and worth_it
+
+
+def choose_rule(module: nn.Module, device: torch.device, precision: str, deterministic: bool) -> None:
+    """Let cuDNN choose its kernels by its second rule where that is the better one: for narrow networks in bf16.
+
+    Neither rule tries anything out, so either chooses the same every time. The second takes longer to answer, some
+    thirty milliseconds for each convolution and size of batch, and chooses worse for wide networks. One is for the
+    whole process: the first run on a GPU decides, unless the environment says which it is to be.
+    """
+    if device.type != "cuda" or SECOND_RULE in os.environ:
+        return
+    if precision == "bf16" and deterministic and is_narrow(module):
+        os.environ[SECOND_RULE] = "1"
+        try:
+            one = torch.ones(1, 1, 1, 1, device=device)
+            F.conv2d(one, one)  # now torch looks
+        finally:
+            os.environ.pop(SECOND_RULE, None)  # processes that are started from here are to decide for themselves
+
+
+def is_narrow(module: nn.Module) -> bool:
+    """Whether most of its convolutions have few channels."""
+    channels = [layer.out_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+    return bool(channels) and median(channels) <= NARROW

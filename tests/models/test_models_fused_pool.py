@@ -1,6 +1,7 @@
 """A pool with the bias and the ReLU behind it: on a GPU in kernels of its own, elsewhere torch's."""
 
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -190,6 +191,6 @@ class TestOnAGpu:
 
     def test_a_network_can_still_be_traced(self) -> None:
         module, x = build("lenet", (3, 32, 32), 10).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             traced = torch.jit.trace(module, x)
         torch.testing.assert_close(traced(x), module(x))

@@ -1,0 +1,104 @@
+"""By which rule cuDNN chooses its kernels."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedloom import precision
+from fedloom.models import build
+from fedloom.precision import SECOND_RULE, choose_rule, is_narrow
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What the environment says at each convolution, with CPUs for GPUs."""
+    found: list[str | None] = []
+    ones = torch.ones
+    monkeypatch.delenv(SECOND_RULE, raising=False)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(precision.F, "conv2d", lambda *given: found.append(os.environ.get(SECOND_RULE)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "narrow"),
+    [("lenet", True), ("cnn", True), ("resnet20", True), ("vgg16", False), ("resnet18", False), ("mlp", False)],
+)
+def test_which_networks_are_narrow(model: str, narrow: bool) -> None:
+    assert is_narrow(build(model, (3, 32, 32), 10)) is narrow
+
+
+def test_torch_looks_while_the_second_rule_is_asked_for(seen: list[str | None]) -> None:
+    choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    assert seen == ["1"]
+    assert SECOND_RULE not in os.environ, "other processes decide for themselves"
+
+
+@pytest.mark.parametrize(
+    ("module", "device", "bits", "deterministic"),
+    [
+        (nn.Conv2d(3, 65, 3), GPU, "bf16", True),
+        (nn.Linear(3, 16), GPU, "bf16", True),
+        (nn.Conv2d(3, 16, 3), GPU, "tf32", True),
+        (nn.Conv2d(3, 16, 3), GPU, "fp32", True),
+        (nn.Conv2d(3, 16, 3), GPU, "bf16", False),
+        (nn.Conv2d(3, 16, 3), torch.device("cpu"), "bf16", True),
+    ],
+)
+def test_elsewhere_torch_finds_the_environment_as_it_is(
+    seen: list[str | None], module: nn.Module, device: torch.device, bits: str, deterministic: bool
+) -> None:
+    choose_rule(module, device, bits, deterministic)
+    assert not seen
+    assert SECOND_RULE not in os.environ
+
+
+@pytest.mark.parametrize("said", ["0", "1"])
+def test_the_environment_has_the_last_word(said: str, seen: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECOND_RULE, said)
+    choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    assert not seen
+    assert os.environ[SECOND_RULE] == said
+
+
+def test_nothing_is_left_behind_when_the_gpu_cannot(seen: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(precision.F, "conv2d", fails)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    assert SECOND_RULE not in os.environ
+
+
+TRAINED_IN_BF16 = """
+from hashlib import sha256
+from agreement import experiment_of, jobs_of, trained_at_once
+
+given = {"precision": "bf16", "channels_last": True}
+with experiment_of("resnet20", "cuda", double=False, **given).engine_closed() as experiment:
+    rows, _ = trained_at_once(experiment, jobs_of(experiment), "cuda")
+print(sha256(b"".join(row.cpu().numpy().tobytes() for row in rows)).hexdigest())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_narrow_network_in_bf16_has_the_same_kernels_in_every_process() -> None:
+    """Those of the second rule, for which torch looks once in a process."""
+    paths = os.pathsep.join([str(Path(__file__).parent / "engines"), os.environ.get("PYTHONPATH", "")])
+    known = {name: value for name, value in os.environ.items() if name != SECOND_RULE} | {"PYTHONPATH": paths}
+    command = [sys.executable, "-c", TRAINED_IN_BF16]
+    rules: list[dict[str, str]] = [{}, {}, {SECOND_RULE: "1"}, {SECOND_RULE: "0"}]
+    processes = [subprocess.Popen(command, env=known | rule, stdout=subprocess.PIPE, text=True) for rule in rules]
+    ours, again, second, first = (process.communicate()[0] for process in processes)
+    assert len(ours.strip()) == 64
+    assert ours == again == second
+    assert ours != first, "this network cannot tell the rules apart"
