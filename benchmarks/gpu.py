@@ -3,7 +3,9 @@
     python benchmarks/gpu.py [PARTS] [--models cnn resnet20] [--precisions tf32 bf16] [--minutes 5] \
         --out results/gpu.json
 
-Parts, all by default, each of which may take `--minutes` and is written as soon as a piece of it is there:
+Parts, all by default, each of which may take `--minutes` and is written as soon as a piece of it is there. Networks and
+precisions whose rounds are looked at each have a process of their own, as a command has: by which rule cuDNN chooses
+its kernels is decided once in a process.
 
   agreement  one round of each network against a plain PyTorch loop in float32 and float64, and how far a change of one
              part in ten million carries that loop itself
@@ -25,25 +27,34 @@ figures mean nothing.
 """
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from gpu_agreement import agreement, every_method
 from gpu_kernels import kernels
 from gpu_sheet import Clock, Sheet
-from gpu_speed import profiles, speed, together
+from gpu_speed import profiled_round, speed, together
 from gpu_whole_runs import cost, seeds
 
-PARTS: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
+PARTS = ("agreement", "methods", "speed", "cost", "kernels", "seeds", "profile", "together")
+
+IN_ONE: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
     "agreement": agreement,
     "methods": every_method,
-    "speed": speed,
     "cost": cost,
     "kernels": kernels,
     "seeds": seeds,
-    "profile": profiles,
+}
+"""Parts that are measured in one process."""
+
+APART: dict[str, Callable[[argparse.Namespace, Sheet, str, str], None]] = {
+    "speed": speed,
+    "profile": profiled_round,
     "together": together,
 }
+"""Those of which each network has a process of its own, with each precision."""
 
 
 def main() -> None:
@@ -62,10 +73,28 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="to try the benchmark out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    sheet = Sheet(options)
+    asked = [(model, precision) for precision in options.precisions for model in options.models]
     for part in [part for part in PARTS if part in (options.parts or PARTS)]:
-        print(f"{part}, at most {options.minutes:g} minutes", flush=True)
-        PARTS[part](options, sheet, Clock(options.minutes))
+        clock, sheet = Clock(options.minutes), Sheet(options)
+        if part in IN_ONE:
+            print(f"{part}, at most {options.minutes:g} minutes", flush=True)
+            IN_ONE[part](options, sheet, clock)
+        elif len(asked) == 1:
+            APART[part](options, sheet, *asked[0])
+        else:
+            print(f"{part}, at most {options.minutes:g} minutes", flush=True)
+            for model, precision in clock.while_left(asked):
+                line = [part, "--models", model, "--precisions", precision]
+                subprocess.run([sys.executable, sys.argv[0], *line, *other_words(parser, options)], check=True)
+
+
+def other_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """What else was asked for on the command line."""
+    words = []
+    for name, value in vars(options).items():
+        if name not in ("parts", "models", "precisions") and value != parser.get_default(name):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
 
 
 if __name__ == "__main__":

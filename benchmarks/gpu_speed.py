@@ -4,6 +4,7 @@ import argparse
 import statistics
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Barrier, BrokenBarrierError
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from gpu_agreement import against_loop
 from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, play, profile, profiled, seconds, steps_of
 from gpu_setting import engine_of, experiment_of, federation, name_of
-from gpu_sheet import Clock, Sheet
+from gpu_sheet import Sheet
 
 from fedloom.cuda_streams import own_stream
 from fedloom.data import PooledFederation
@@ -62,44 +63,33 @@ class Loop:
         optimizer.step()
 
 
-def speed(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
-    data, loops, numbers = federation(options), dict[tuple[str, bool], list[float]](), timed(options)
-    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
-        with experiment_of(model, precision, data, options).engine_closed() as experiment:
-            select, key = experiment.rounds.parts.server.select, (model, precision == "fp32")
-            first = seconds(options.device, warm, experiment, options)
-            ours, theirs, lower = [], [], []
-            epochs = experiment.config.epochs
-            full = Loop(model, data, options.device, False, epochs)
-            half = Loop(model, data, options.device, True, epochs) if precision == "bf16" else None
-            for loop in (full, half):
-                if loop is not None:
-                    loop.meet(client for number in numbers for client in select(number))
-            for number in numbers:
-                clients = select(number)
-                ours.append(seconds(options.device, play, experiment, number))
-                if key not in loops:  # the loop in tf32 is timed once
-                    theirs.append(seconds(options.device, full.round, clients))
-                if half is not None:
-                    lower.append(seconds(options.device, half.round, clients))
-            loops.setdefault(key, theirs)
-            ms = {"fedloom": statistics.median(ours), "loop": statistics.median(loops[key])}
-            if lower:
-                ms["loop in bf16"] = statistics.median(lower)
-            tapes = [slot.tape for slot in engine_of(experiment).slots]
-            sheet.put("speed", name_of(model, precision, options), {
-                "ms a round": {name: round(1000 * value, 1) for name, value in ms.items()},
-                "spread": {"fedloom": spread(ours), "loop": spread(loops[key])},
-                "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
-                "steps of all clients, in each round": [sum(steps_of(experiment, data, number)) for number in numbers],
-                "data": data.name,
-                "seconds of the rounds before": round(first, 2),
-                "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
-                "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
-            })  # fmt: skip
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+def speed(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
+    data, numbers = federation(options), timed(options)
+    with experiment_of(model, precision, data, options).engine_closed() as experiment:
+        select, epochs = experiment.rounds.parts.server.select, experiment.config.epochs
+        first = seconds(options.device, warm, experiment, options)
+        loops = {"loop": Loop(model, data, options.device, False, epochs)}
+        if precision == "bf16":
+            loops["loop in bf16"] = Loop(model, data, options.device, True, epochs)
+        for loop in loops.values():
+            loop.meet(client for number in numbers for client in select(number))
+        took: dict[str, list[float]] = {name: [] for name in ("fedloom", *loops)}
+        for number in numbers:
+            took["fedloom"].append(seconds(options.device, play, experiment, number))
+            for name, loop in loops.items():
+                took[name].append(seconds(options.device, loop.round, select(number)))
+        ms = {name: 1000 * statistics.median(values) for name, values in took.items()}
+        tapes = [slot.tape for slot in engine_of(experiment).slots]
+        sheet.put("speed", name_of(model, precision, options), {
+            "ms a round": {name: round(value, 1) for name, value in ms.items()},
+            "spread": {name: spread(values) for name, values in took.items()},
+            "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
+            "steps of all clients, in each round": [sum(steps_of(experiment, data, number)) for number in numbers],
+            "data": data.name,
+            "seconds of the rounds before": round(first, 2),
+            "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
+            "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
+        })  # fmt: skip
 
 
 def timed(options: argparse.Namespace) -> range:
@@ -114,32 +104,28 @@ def warm(experiment: Experiment, options: argparse.Namespace) -> None:
             play(experiment, number)
 
 
-def profiles(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
-    """A steady round of each, as the profiler sees it: that of the timed ones which is neither long nor short. Once it
-    was used, everything that is launched costs more, in the engine and in the loop: `speed` comes before this, and what
-    it says of the times counts."""
+def profiled_round(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
+    """A steady round as the profiler sees it: that of the timed ones which is neither long nor short. Once it was used,
+    everything that is launched costs more, in the engine and in the loop: what `speed` says of the times counts."""
     data, ceilings = federation(options), measure_ceilings(options.device, 256 if options.tiny else 8192)
     sheet.put("profile", "ceilings", ceilings)
-    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
-        with experiment_of(model, precision, data, options).engine_closed() as experiment:
-            warm(experiment, options)
-            by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
-            number = by_length[len(by_length) // 2][1]
-            sheet.put(
-                "profile",
-                name_of(model, precision, options),
-                profile(experiment, data, (model, precision), number, ceilings),
-            )
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+    with experiment_of(model, precision, data, options).engine_closed() as experiment:
+        warm(experiment, options)
+        by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
+        number = by_length[len(by_length) // 2][1]
+        sheet.put(
+            "profile",
+            name_of(model, precision, options),
+            profile(experiment, data, (model, precision), number, ceilings),
+        )
 
 
-def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
+def together(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
     """Steady rounds of several runs that share the GPU, as with `fedloom compare --at-once`: none waits for another."""
     data, count = federation(options), 2 if options.tiny else options.at_once
-    numbers = timed(options)
+    numbers, gate = timed(options), Barrier(count + 1)
 
-    def one_run(model: str, precision: str, seed: int, gate: Barrier) -> None:
+    def one_run(seed: int) -> None:
         try:
             with (
                 own_stream(make_device(options.device)),
@@ -154,28 +140,24 @@ def together(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
             gate.abort()  # nobody waits for a run that has failed
             raise
 
-    for precision, model in clock.while_left([(p, m) for p in options.precisions for m in options.models]):
-        gate = Barrier(count + 1)
+    def stage() -> None:
+        gate.wait()
+        gate.wait()
 
-        def stage(gate: Barrier = gate) -> None:
-            gate.wait()
-            gate.wait()
-
-        with ThreadPoolExecutor(count) as pool:
-            runs = [pool.submit(one_run, model, precision, seed, gate) for seed in range(count)]
-            try:
-                stage()
-                wall = seconds(options.device, stage) / len(numbers)
-                spans = profiled(options.device, stage)
-            except BrokenBarrierError:
-                spans = []
-        for run in runs:
-            run.result()
-        took = {"rounds of each": len(numbers), "ms for a round of one run": round(1000 * wall / count, 1)}
-        found = busy_share(spans, wall) if spans else {}  # on a CPU the profiler does not see other threads
-        if spans:
-            found["ms in the profile"] = round(found["ms in the profile"] / len(numbers), 1)  # as without it: for one
-        sheet.put("profile", f"{model}, {precision}, {count} runs at once", took | found)
+    wall, spans = 0.0, list[tuple[int, int, str]]()
+    with ThreadPoolExecutor(count) as pool:
+        runs = [pool.submit(one_run, seed) for seed in range(count)]
+        with suppress(BrokenBarrierError):  # the run that has failed says why
+            stage()
+            wall = seconds(options.device, stage) / len(numbers)
+            spans = profiled(options.device, stage)
+    for run in runs:
+        run.result()
+    took = {"rounds of each": len(numbers), "ms for a round of one run": round(1000 * wall / count, 1)}
+    found = busy_share(spans, wall) if spans else {}  # on a CPU the profiler does not see other threads
+    if spans:
+        found["ms in the profile"] = round(found["ms in the profile"] / len(numbers), 1)  # as without it: for one
+    sheet.put("profile", f"{model}, {precision}, {count} runs at once", took | found)
 
 
 def spread(values: list[float]) -> list[float]:
