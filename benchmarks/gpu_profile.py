@@ -1,9 +1,11 @@
 """What a GPU does in one round, and what it could do: for benchmarks/gpu.py."""
 
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +17,9 @@ from fedloom.experiment import Experiment
 from fedloom.models import build as build_model
 
 BATCH, LR, MOMENTUM = 50, 0.01, 0.5
+
+WATCHED = 4.0
+"""Seconds for which the driver's own count is asked for."""
 
 
 def wait(device: str) -> None:
@@ -45,7 +50,9 @@ def profile(
     (model, precision), device = name, experiment.engine.device.type
     wall = seconds(device, play, experiment, number)
     steps = steps_of(experiment, data, number)
+    seen = busy_by_driver(play, experiment, number) if device == "cuda" else None
     found = busy_share(profiled(device, play, experiment, number), wall)
+    found["busy, as nvidia-smi sees it over some seconds"] = seen
     found["steps of all clients, and of the largest"] = [sum(steps), max(steps)]
     return found | floors(model, data, sum(steps), wall, ceilings, precision)
 
@@ -68,6 +75,27 @@ def profiled(device: str, work: Callable[..., object], *given: Any) -> list[tupl
     kind = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     chosen = (e for e in kineto.events() if e.device_type() == kind)
     return sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in chosen)
+
+
+def busy_by_driver(work: Callable[..., object], *given: Any) -> float | None:
+    """In which share of the time a kernel runs while `work` is done again and again, as the driver counts it: this does
+    not slow down anything, as the profiler does. None where nvidia-smi is not at hand."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    shares = []
+    with ThreadPoolExecutor(1) as pool:
+        end = time.perf_counter() + WATCHED
+        while time.perf_counter() < end:
+            ahead = time.perf_counter() + 1.0  # the driver tells of the last second, or less
+            while time.perf_counter() < ahead:
+                work(*given)
+            try:
+                asked = pool.submit(subprocess.run, command, capture_output=True, text=True, check=True)
+                while not asked.done():
+                    work(*given)
+                shares.append(int(asked.result().stdout) / 100)
+            except (OSError, subprocess.CalledProcessError, ValueError):
+                return None
+    return round(statistics.mean(shares), 3)
 
 
 def busy_share(spans: list[tuple[int, int, str]], wall: float) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 @pytest.mark.parametrize(
     ("model", "narrow"),
-    [("lenet", True), ("cnn", True), ("resnet20", True), ("vgg16", False), ("resnet18", False), ("mlp", False)],
+    [("lenet", False), ("cnn", True), ("resnet20", True), ("vgg16", False), ("resnet18", False), ("mlp", False)],
 )
 def test_which_networks_are_narrow(model: str, narrow: bool) -> None:
     assert is_narrow(build(model, (3, 32, 32), 10)) is narrow

@@ -29,6 +29,18 @@ def test_shortcut_a_takes_every_other_pixel_and_adds_zeros() -> None:
     assert not out[:, 2:].any()
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("side", [7, 8])
+def test_shortcut_a_keeps_the_order_of_maps_there_and_back(side: int, order: torch.memory_format) -> None:
+    x = torch.randn(2, 3, side, side).contiguous(memory_format=order).requires_grad_()
+    y = PaddedShortcut(4, 2)(x * 1)
+    (by_slice,) = torch.autograd.grad(F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, 4)), x, torch.ones_like(y))
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient, by_slice)
+    assert y.is_contiguous(memory_format=order)
+    assert gradient.is_contiguous(memory_format=order)
+
+
 def test_shortcuts_of_resnet20() -> None:
     kinds = {}
     for option in "AB":

@@ -80,6 +80,7 @@ def may_fuse(x: Tensor) -> bool:
     """Whether maps like these may go through kernels of our own."""
     return (
         enabled
+        and torch._C._get_tracing_state() is None  # in a trace, sizes are no numbers
         and x.is_cuda
         and x.ndim == 4
         and x.dtype in (torch.float32, torch.bfloat16)
@@ -88,7 +89,6 @@ def may_fuse(x: Tensor) -> bool:
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
         and triton_works(x.device)
     )
 
