@@ -22,6 +22,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     found: list[str | None] = []
     ones = torch.ones
     monkeypatch.delenv(SECOND_RULE, raising=False)
+    monkeypatch.setattr(precision, "_second", None)
     monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
     monkeypatch.setattr(precision.F, "conv2d", lambda *given: found.append(os.environ.get(SECOND_RULE)))
     return found
@@ -58,6 +59,34 @@ def test_elsewhere_torch_finds_the_environment_as_it_is(
     choose_rule(module, device, bits, deterministic)
     assert not seen
     assert SECOND_RULE not in os.environ
+
+
+NARROW, WIDE = (nn.Conv2d(3, 32, 3), "bf16"), (nn.Conv2d(3, 65, 3), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "noted"),
+    [
+        (NARROW, NARROW, False),
+        (WIDE, WIDE, False),
+        (NARROW, WIDE, True),
+        (WIDE, NARROW, True),
+        (NARROW, (nn.Linear(3, 16), "bf16"), False),
+    ],
+)
+def test_the_first_run_of_a_process_decides(
+    seen: list[str | None],
+    caplog: pytest.LogCaptureFixture,
+    first: tuple[nn.Module, str],
+    second: tuple[nn.Module, str],
+    noted: bool,
+) -> None:
+    choose_rule(first[0], GPU, first[1], deterministic=True)
+    before = len(seen)
+    assert not caplog.messages
+    choose_rule(second[0], GPU, second[1], deterministic=True)
+    assert len(seen) == before
+    assert any("first run of this process" in said for said in caplog.messages) is noted
 
 
 @pytest.mark.parametrize("said", ["0", "1"])

@@ -1,5 +1,6 @@
 """How exactly a GPU computes, and how it chooses its convolutions."""
 
+import logging
 import os
 from statistics import median_low
 
@@ -7,8 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+log = logging.getLogger("fedloom")
+
 _tunes = False
 _to_the_bit = False
+_second: bool | None = None
+"""Whether it is the second rule, once a run has decided."""
 
 SECOND_RULE = "TORCH_CUDNN_USE_HEURISTIC_MODE_B"
 """Where torch looks, at its first convolution on a GPU and never again, by which rule cuDNN is to choose kernels."""
@@ -49,22 +54,40 @@ def tune(worth_it: bool) -> None:
 def choose_rule(module: nn.Module, device: torch.device, precision: str, deterministic: bool) -> None:
     """Let cuDNN choose its kernels by its second rule where that is the better one: for narrow networks in bf16.
 
-    Neither rule tries anything out, so either chooses the same every time. The second takes longer to answer, some
-    thirty milliseconds for each convolution and size of batch, and chooses worse for wide networks. One is for the
-    whole process: the first run on a GPU decides, unless the environment says which it is to be.
+    Neither rule tries anything out, so either chooses the same every time. The second takes longer to answer, tens of
+    milliseconds for each convolution and size of batch, and chooses worse for wide networks. One is for the whole
+    process: the first run on a GPU decides, unless the environment says which it is to be.
     """
-    if device.type != "cuda" or SECOND_RULE in os.environ:
+    global _second
+    channels = _channels(module)
+    if device.type != "cuda" or not (deterministic and channels) or SECOND_RULE in os.environ:
         return
-    if precision == "bf16" and deterministic and is_narrow(module):
-        os.environ[SECOND_RULE] = "1"
-        try:
-            one = torch.ones(1, 1, 1, 1, device=device)
-            F.conv2d(one, one)  # now torch looks
-        finally:
-            os.environ.pop(SECOND_RULE, None)  # processes that are started from here are to decide for themselves
+    wanted = precision == "bf16" and is_narrow(module)
+    if _second is None:
+        _second = wanted
+        if wanted:
+            _make_torch_look(device)
+    elif wanted is not _second:
+        log.warning(
+            "convolutions have the kernels that cuDNN chooses for the first run of this process: "
+            "this run's last bits are not those that it has in a process of its own"
+        )
+
+
+def _make_torch_look(device: torch.device) -> None:
+    os.environ[SECOND_RULE] = "1"
+    try:
+        one = torch.ones(1, 1, 1, 1, device=device)
+        F.conv2d(one, one)
+    finally:
+        os.environ.pop(SECOND_RULE, None)  # processes that are started from here are to decide for themselves
 
 
 def is_narrow(module: nn.Module) -> bool:
     """Whether its convolutions have few channels, but not very few."""
-    channels = [layer.out_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+    channels = _channels(module)
     return bool(channels) and median_low(channels) in NARROW
+
+
+def _channels(module: nn.Module) -> list[int]:
+    return [layer.out_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)]
