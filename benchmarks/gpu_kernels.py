@@ -2,7 +2,7 @@
 
 Each way is recorded as the engine would record it, and timed alone and with eight clients at once, each with numbers
 and a stream of its own: a kernel that leaves most of the chip idle costs less there than it seems to alone. Sizes are
-those of McMahan's CNN on CIFAR-10 with a batch of 50.
+those of McMahan's CNN and of ResNets on CIFAR-10 with a batch of 50.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from gpu_profile import BATCH, LR, MOMENTUM, seconds
 from gpu_sheet import Clock, Sheet
 from torch import Tensor
 
+from fedloom.models.batch_norm import NormReLU
 from fedloom.models.fusing import triton_works
 from fedloom.models.pooling import LargestPool2d, PoolReLU
 from fedloom.optim import SGD
@@ -115,6 +116,31 @@ def pools(device: str, channels: int, side: int, bf16: bool) -> Ways:
     } | ({"together": by(PoolReLU.apply)} if triton_works(x.device) else {})
 
 
+def norms(device: str, channels: int, side: int, bf16: bool) -> Ways:
+    """relu(norm(x) + beside) in channels-last order, and its gradients."""
+    draw = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if bf16 and device == "cuda" else torch.float32
+    x, beside, g = (
+        torch.randn(BATCH, channels, side, side, generator=draw).to(device, dtype, memory_format=torch.channels_last)
+        for _ in range(3)
+    )
+    weight, bias, *running = (torch.rand(channels, generator=draw).to(device) for _ in range(4))
+    counter, inputs = torch.zeros((), dtype=torch.long, device=device), [x, beside, weight, bias]
+    for tensor in inputs:
+        tensor.requires_grad_()
+
+    def torchs() -> Tensor:
+        counter.add_(1)
+        y = F.relu(F.batch_norm(x, running[0], running[1], weight, bias, True) + beside)
+        return torch.autograd.grad(y, inputs, g)[0]
+
+    def ours() -> Tensor:
+        y = NormReLU.apply(x, beside, weight, bias, (*running, counter), 0.1, 1e-5, True)
+        return torch.autograd.grad(y, inputs, g)[0]
+
+    return {"torch's": torchs} | ({"together": ours} if triton_works(x.device) else {})
+
+
 PIECES: dict[str, Callable[[str], Ways]] = {
     "SGD, 2.2 million weights (CNN)": lambda device: sgd(device, 2_156_490),
     "SGD, 0.27 million weights (ResNet-20)": lambda device: sgd(device, 269_722),
@@ -127,6 +153,12 @@ PIECES: dict[str, Callable[[str], Ways]] = {
     "pool, bias and ReLU, 64 channels of 16 x 16": lambda device: pools(device, 64, 16, False),
     "pool, bias and ReLU, 32 channels of 32 x 32, bf16": lambda device: pools(device, 32, 32, True),
     "pool, bias and ReLU, 64 channels of 16 x 16, bf16": lambda device: pools(device, 64, 16, True),
+    "norm, sum and ReLU, 16 channels of 32 x 32, bf16": lambda device: norms(device, 16, 32, True),
+    "norm, sum and ReLU, 64 channels of 8 x 8, bf16": lambda device: norms(device, 64, 8, True),
+    "norm, sum and ReLU, 64 channels of 32 x 32, bf16": lambda device: norms(device, 64, 32, True),
+    "norm, sum and ReLU, 512 channels of 4 x 4, bf16": lambda device: norms(device, 512, 4, True),
+    "norm, sum and ReLU, 16 channels of 32 x 32, channels last": lambda device: norms(device, 16, 32, False),
+    "norm, sum and ReLU, 64 channels of 32 x 32, channels last": lambda device: norms(device, 64, 32, False),
 }
 
 

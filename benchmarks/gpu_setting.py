@@ -51,7 +51,7 @@ def experiment_of(
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
     fused = options.device != "cuda" or (fusing.enabled and fusing.triton_works(torch.device("cuda:0")))
-    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's own pools": not fused}
+    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's own pools and norms": not fused}
     return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 

@@ -21,6 +21,7 @@ from fedloom.engines import CudaEngine
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment, build
 from fedloom.models import build as build_model
+from fedloom.models.batch_norm import BatchNorm2d
 from fedloom.models.pooling import LargestPool2d, MeanPool2d, PooledConv2d
 from fedloom.request import Own
 from fedloom.streams import Streams
@@ -101,7 +102,9 @@ class ConvThenPool(nn.Conv2d):
         return F.max_pool2d(super().forward(x), 2)
 
 
-TORCHS = {PooledConv2d: ConvThenPool, LargestPool2d: nn.MaxPool2d, MeanPool2d: nn.AvgPool2d}
+TORCHS = {
+    PooledConv2d: ConvThenPool, LargestPool2d: nn.MaxPool2d, MeanPool2d: nn.AvgPool2d, BatchNorm2d: nn.BatchNorm2d
+}  # fmt: skip
 """Layers of ours, and what others would use in their places."""
 
 

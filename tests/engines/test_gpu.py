@@ -123,6 +123,20 @@ def test_both_engines_give_the_same_bits(model: str) -> None:
         assert apart(rows, trained(experiment.engine, jobs), floats) == 0.0
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("model", ["cnn", "resnet20", "vgg16"])
+def test_kernels_of_our_own_are_replayed_rightly(model: str, precision: str) -> None:
+    """They write statistics and counts of batches where torch cannot see it."""
+    given = {"precision": precision, "channels_last": True, "epochs": 2}
+    with experiment_of(model, "cuda", double=False, **given).engine_closed() as experiment:
+        jobs = jobs_of(experiment)
+        rows, replayed = trained_at_once(experiment, jobs, "cuda", slots=3)
+        assert replayed > 0
+        for row, step_by_step in zip(rows, trained(experiment.engine, jobs), strict=True):
+            ours, theirs = experiment.layout.state_dict(row), experiment.layout.state_dict(step_by_step)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def dense(dropout: float = 0.0) -> nn.Module:
     width = int(np.prod(SmallFederation().shape))
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 20), nn.Dropout(dropout), nn.ReLU(), nn.Linear(20, 10))

@@ -75,7 +75,7 @@ def convnet(wanted: Wanted, options: ConvNetOptions) -> nn.Module:
         layers[f"conv{i}_relu"] = nn.ReLU()
         layers[f"conv{i}_pool"] = MeanPool2d()
         planes, height, width = channels, height // 2, width // 2
-    return nn.Sequential(layers | dense([planes * height * width], wanted.classes))
+    return Chain(layers | dense([planes * height * width], wanted.classes))
 
 
 NETWORKS: dict[str, Network[Any]] = {

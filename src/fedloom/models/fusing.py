@@ -1,8 +1,8 @@
 """Layers that a GPU computes together with the ReLU behind them, in kernels written with Triton.
 
-In small networks most kernels are neither convolutions nor products: pools, biases and ReLUs read and write all
-activations again and again. Where Triton is installed (it comes with torch for GPUs), they become one. With
-FEDLOOM_FUSE=0 in the environment they do not.
+In small networks most kernels are neither convolutions nor products: norms, pools, biases, ReLUs and sums of two
+branches read and write all activations again and again. Where Triton is installed (it comes with torch for GPUs), some
+of them become one. With FEDLOOM_FUSE=0 in the environment they do not.
 
 Results differ from torch's by rounding. So in fp32, where a training is to agree with any other to the last bit, and
 wherever something is not as usual, torch's own kernels are used.
@@ -105,7 +105,7 @@ def _tried(device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
     try:
-        from fedloom.models import pooling_kernels
+        from fedloom.models import batch_norm_kernels, pooling_kernels
 
         for dtype, channels_last in ((torch.float32, False), (torch.bfloat16, True)):
             x = torch.ones(1, 32, 2, 2, dtype=dtype, device=device)
@@ -114,7 +114,12 @@ def _tried(device: torch.device) -> bool:
             with on_its_device(x):
                 y, which = pooling_kernels.forward(x, x[0, :, 0, 0].contiguous(), channels_last)
                 pooling_kernels.backward(y, y, which, x.shape, channels_last)
+                if channels_last:
+                    one, running = torch.ones(32, device=device), torch.ones(2, 32, device=device)
+                    statistics = (*running, torch.zeros((), dtype=torch.long, device=device))
+                    y, saved = batch_norm_kernels.forward(x, x, one, one, statistics, 0.1, 1e-5, True)
+                    batch_norm_kernels.backward(y, x, y, one, saved, True, True)
     except Exception as error:  # an old Triton, no C compiler, a GPU that it does not know
-        log.warning("pools are computed by torch's own kernels: %s", str(error).partition("\n")[0])
+        log.warning("norms and pools are computed by torch's own kernels: %s", str(error).partition("\n")[0])
         return False
     return True

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fedloom.errors import InputError
 from fedloom.models.base import Wanted
+from fedloom.models.batch_norm import BatchNorm2d
 from fedloom.settings import Settings
 
 NormName = Literal["batch", "batch-stateless", "group", "instance", "none"]
@@ -36,7 +37,7 @@ class NormOptions(Settings):
         if self.norm == "none":
             return nn.Identity()
         if self.norm == "batch":
-            return nn.BatchNorm2d(channels)
+            return BatchNorm2d(channels)
         if self.norm == "batch-stateless":
             return StatelessBatchNorm2d(channels)
         # One channel a group is instance norm without running statistics.
@@ -52,7 +53,7 @@ class NormOptions(Settings):
         return nn.GroupNorm(groups, channels)
 
 
-class StatelessBatchNorm2d(nn.BatchNorm2d):
+class StatelessBatchNorm2d(BatchNorm2d):
     """Batch norm without running statistics: always by the mean and variance of the batch at hand, also in a test.
 
     So a prediction depends on what else is in its batch, and there are no buffers to average. Where a channel has a

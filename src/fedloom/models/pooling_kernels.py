@@ -11,7 +11,6 @@ arguments, for which nothing is compiled anew: that must not happen while a step
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
 # Triton's own language has no types that mypy knows.
 
-from threading import Lock
 from typing import Any
 
 import torch
@@ -19,16 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_launching = Lock()
+from fedloom.models.launching import WIDEST, chunks, launch
 
 CHUNKS = 64
 """Most partial sums of a bias's gradient."""
 
 TILE = 1024
 """Numbers behind the pool that a program works on at once; there are four times as many before it."""
-
-WIDEST = 32
-"""Channels of a tile at most, where channels lie side by side in memory; where pixels do, a tile has one."""
 
 
 @triton.jit
@@ -120,6 +116,7 @@ class _Plan:
         self.shape = count, self.channels, down, across
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.M = count * down * across
+        # Where channels do not lie side by side but pixels do, a tile has one.
         wide = min(triton.next_power_of_2(self.channels), WIDEST) if channels_last else 1
         self.tall = TILE // wide
         self.blocks = triton.cdiv(self.channels, wide)
@@ -128,20 +125,8 @@ class _Plan:
             "TALL": self.tall, "WIDE": wide,
         }  # fmt: skip
 
-    def chunks(self) -> tuple[int, int]:
-        """Rows of a chunk, in whole tiles, and how many chunks there are."""
-        rows = triton.cdiv(triton.cdiv(self.M, CHUNKS), self.tall) * self.tall
-        return rows, triton.cdiv(self.M, rows)
-
     def launch(self, kernel: Any, programs: int, *given: Tensor | int) -> None:
-        """One thread at a time: Triton takes a kernel for loaded as soon as it begins to load it, and also if that
-        has failed, for want of memory. So then it is to forget it."""
-        with _launching:
-            try:
-                kernel[programs, self.blocks](*given, **self.compiled_for)
-            except BaseException:
-                getattr(kernel, "device_caches", {}).clear()
-                raise
+        launch(kernel, (programs, self.blocks), *given, **self.compiled_for)
 
 
 def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
@@ -156,9 +141,9 @@ def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tenso
 def backward(g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_last: bool) -> tuple[Tensor, Tensor]:
     """The gradients of x, which had this shape, and of the bias."""
     plan = _Plan(shape, channels_last)
-    rows, chunks = plan.chunks()
+    rows, count = chunks(plan.M, plan.tall, CHUNKS)
     d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
-    sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
+    sums = torch.empty(count, plan.channels, dtype=torch.float32, device=g.device)
     g = g.contiguous(memory_format=plan.memory_format)
-    plan.launch(_backward, chunks, g, y, which, d_x, sums, plan.M, rows)
+    plan.launch(_backward, count, g, y, which, d_x, sums, plan.M, rows)
     return d_x, sums.sum(0)

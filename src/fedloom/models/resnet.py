@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedloom.models.base import Network, Wanted, repeated
+from fedloom.models.batch_norm import norm_relu
 from fedloom.models.norms import NormOptions
 
 Size = tuple[int, int]
@@ -94,8 +95,8 @@ class Block(nn.Module):
         self.shortcut = plan.shortcut(before, width, stride, sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+        inner = norm_relu(self.norm1, self.conv1(x))
+        return norm_relu(self.norm2, self.conv2(inner), self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
@@ -115,9 +116,9 @@ class Bottleneck(nn.Module):
         self.shortcut = plan.shortcut(before, after, stride, sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.relu(self.norm1(self.conv1(x)))
-        inner = F.relu(self.norm2(self.conv2(inner)))
-        return F.relu(self.norm3(self.conv3(inner)) + self.shortcut(x))
+        inner = norm_relu(self.norm1, self.conv1(x))
+        inner = norm_relu(self.norm2, self.conv2(inner))
+        return norm_relu(self.norm3, self.conv3(inner), self.shortcut(x))
 
 
 class EarlyNormBottleneck(nn.Module):
@@ -138,9 +139,9 @@ class EarlyNormBottleneck(nn.Module):
         self.shortcut = plan.convolution(before, after, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.conv1(F.relu(self.norm1(x)))
-        inner = self.conv2(F.relu(self.norm2(inner)))
-        inner = self.conv3(F.relu(self.norm3(inner)))
+        inner = self.conv1(norm_relu(self.norm1, x))
+        inner = self.conv2(norm_relu(self.norm2, inner))
+        inner = self.conv3(norm_relu(self.norm3, inner))
         out: Tensor = inner + self.shortcut(x)
         return out
 
@@ -202,8 +203,11 @@ class ResNet(nn.Module):
         self.head = nn.Linear(after, plan.wanted.classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The pool before ReLU: the two commute exactly, and this way there is less to do.
-        x = F.relu(self.pool(self.norm1(self.conv1(repeated(x, self.channels)))))
+        x = self.conv1(repeated(x, self.channels))
+        if isinstance(self.pool, nn.Identity):
+            x = norm_relu(self.norm1, x)
+        else:  # the pool before ReLU: the two commute exactly, and this way there is less to do
+            x = F.relu(self.pool(self.norm1(x)))
         scores: Tensor = self.head(self.body(x).mean((2, 3)))
         return scores
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedloom.models.base import Network, Wanted
 from fedloom.models.dense import dense
+from fedloom.models.fusing import Chain
 from fedloom.models.norms import NormOptions
 from fedloom.models.pooling import LargestPool2d
 
@@ -68,7 +69,7 @@ def vgg16(wanted: Wanted, options: VggOptions) -> nn.Module:
     large = options.classifier == "7x7"
     layers["mean"] = Spread() if large else nn.AdaptiveAvgPool2d(1)
     sizes = [planes * 49 if large else planes, *HIDDEN[options.classifier]]
-    return nn.Sequential(layers | dense(sizes, wanted.classes, options.dropout))
+    return Chain(layers | dense(sizes, wanted.classes, options.dropout))
 
 
 NETWORKS: dict[str, Network[Any]] = {
