@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from fedloom.errors import InputError
 from fedloom.models import build
+from fedloom.models.batch_norm import BatchNorm2d
 from fedloom.models.norms import StatelessBatchNorm2d
 from fedloom.rows import Kind, Layout
 
 NORMED = ["cnn", "convnet", "resnet20", "resnet20-bottleneck", "resnet18", "resnet50", "vgg16"]
-KINDS = {"batch": nn.BatchNorm2d, "batch-stateless": StatelessBatchNorm2d, "group": nn.GroupNorm}
+KINDS = {"batch": BatchNorm2d, "batch-stateless": StatelessBatchNorm2d, "group": nn.GroupNorm}
 KINDS |= {"instance": nn.GroupNorm, "none": nn.Identity}
 
 
