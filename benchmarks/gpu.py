@@ -79,7 +79,7 @@ def main() -> None:
         if part in IN_ONE:
             print(f"{part}, at most {options.minutes:g} minutes", flush=True)
             IN_ONE[part](options, sheet, clock)
-        elif len(asked) == 1:
+        elif len(asked) == 1 and options.parts == [part]:
             APART[part](options, sheet, *asked[0])
         else:
             print(f"{part}, at most {options.minutes:g} minutes", flush=True)

@@ -78,9 +78,10 @@ def profiled(device: str, work: Callable[..., object], *given: Any) -> list[tupl
 
 
 def busy_by_driver(work: Callable[..., object], *given: Any) -> float | None:
-    """In which share of the time a kernel runs while `work` is done again and again, as the driver counts it: this does
-    not slow down anything, as the profiler does. None where nvidia-smi is not at hand."""
-    command = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    """In which share of the time a kernel runs, of whatever process, while `work` is done again and again. The driver
+    counts it, which slows down nothing, as the profiler does. None where nvidia-smi is not at hand."""
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # its own number 0 may be another
+    command = ["nvidia-smi", gpu, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     shares = []
     with ThreadPoolExecutor(1) as pool:
         end = time.perf_counter() + WATCHED

@@ -108,7 +108,6 @@ def profiled_round(options: argparse.Namespace, sheet: Sheet, model: str, precis
     """A steady round as the profiler sees it: that of the timed ones which is neither long nor short. Once it was used,
     everything that is launched costs more, in the engine and in the loop: what `speed` says of the times counts."""
     data, ceilings = federation(options), measure_ceilings(options.device, 256 if options.tiny else 8192)
-    sheet.put("profile", "ceilings", ceilings)
     with experiment_of(model, precision, data, options).engine_closed() as experiment:
         warm(experiment, options)
         by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
@@ -116,7 +115,7 @@ def profiled_round(options: argparse.Namespace, sheet: Sheet, model: str, precis
         sheet.put(
             "profile",
             name_of(model, precision, options),
-            profile(experiment, data, (model, precision), number, ceilings),
+            {"ceilings": ceilings} | profile(experiment, data, (model, precision), number, ceilings),
         )
 
 

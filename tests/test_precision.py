@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -105,6 +107,40 @@ def test_nothing_is_left_behind_when_the_gpu_cannot(seen: list[str | None], monk
     with pytest.raises(torch.cuda.OutOfMemoryError):
         choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
     assert SECOND_RULE not in os.environ
+    assert precision._second is None, "the next run is to make torch look"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_run_that_lets_torch_look_by_itself_decides_too(
+    seen: list[str | None], caplog: pytest.LogCaptureFixture, deterministic: bool
+) -> None:
+    """With `--fast`, or with no convolution over images, torch looks all the same."""
+    choose_rule(nn.Conv1d(3, 16, 3) if deterministic else nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic)
+    choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    assert not seen
+    assert "first run of this process" in caplog.text
+
+
+def test_runs_at_once_do_not_take_each_others_choice_for_somebodys_word(
+    seen: list[str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looking, go_on = Event(), Event()
+
+    def slow(*given: object) -> None:
+        looking.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(precision.F, "conv2d", slow)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(choose_rule, nn.Conv2d(3, 16, 3), GPU, "bf16", True)
+        assert looking.wait(30)
+        other = pool.submit(choose_rule, nn.Conv2d(3, 65, 3), GPU, "bf16", True)
+        with pytest.raises(TimeoutError):
+            other.result(0.2)
+        go_on.set()
+        one.result(30)
+        other.result(30)
+    assert "first run of this process" in caplog.text
 
 
 TRAINED_IN_BF16 = """

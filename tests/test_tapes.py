@@ -49,6 +49,19 @@ def test_a_step_is_done_then_recorded_then_replayed() -> None:
     assert tape.done == 2, "the first, and the one that the first replay was held against"
 
 
+def test_nothing_is_recorded_before_a_whole_step_was_done() -> None:
+    """Norms rest for a single sample: what they will need is not there yet."""
+    player, tape = Counter(), FakeGraphTape()
+    for _ in range(3):
+        tape.play("k", "one sample", player.add_one, player, whole=False)
+    assert (tape.done, tape.recorded) == (3, 0)
+    play(tape, player.add_one, player, 2)
+    assert (tape.done, tape.recorded) == (4, 1)
+    tape.play("k", "one sample", player.add_one, player, whole=False)
+    assert (tape.done, tape.recorded) == (4, 2)
+    assert player.total.tolist() == [6.0] * 3
+
+
 def test_a_replay_that_does_something_else_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     player, tape = Counter(), FakeGraphTape()
     with caplog.at_level(logging.WARNING, "fedloom"):

@@ -3,10 +3,12 @@
 import logging
 import os
 from statistics import median_low
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 log = logging.getLogger("fedloom")
 
@@ -14,6 +16,7 @@ _tunes = False
 _to_the_bit = False
 _second: bool | None = None
 """Whether it is the second rule, once a run has decided."""
+_choosing = Lock()
 
 SECOND_RULE = "TORCH_CUDNN_USE_HEURISTIC_MODE_B"
 """Where torch looks, at its first convolution on a GPU and never again, by which rule cuDNN is to choose kernels."""
@@ -59,19 +62,21 @@ def choose_rule(module: nn.Module, device: torch.device, precision: str, determi
     process: the first run on a GPU decides, unless the environment says which it is to be.
     """
     global _second
-    channels = _channels(module)
-    if device.type != "cuda" or not (deterministic and channels) or SECOND_RULE in os.environ:
+    if device.type != "cuda" or not any(isinstance(layer, _ConvNd) for layer in module.modules()):
         return
-    wanted = precision == "bf16" and is_narrow(module)
-    if _second is None:
-        _second = wanted
-        if wanted:
-            _make_torch_look(device)
-    elif wanted is not _second:
-        log.warning(
-            "convolutions have the kernels that cuDNN chooses for the first run of this process: "
-            "this run's last bits are not those that it has in a process of its own"
-        )
+    with _choosing:  # or the environment of one run's choice would be taken for somebody's word
+        if SECOND_RULE in os.environ:
+            return
+        wanted = precision == "bf16" and deterministic and is_narrow(module)
+        if _second is None:
+            if wanted:
+                _make_torch_look(device)
+            _second = wanted
+        elif deterministic and wanted is not _second:
+            log.warning(
+                "convolutions have the kernels that cuDNN chooses for the first run of this process: "
+                "this run's last bits are not those that it has in a process of its own"
+            )
 
 
 def _make_torch_look(device: torch.device) -> None:
@@ -85,9 +90,5 @@ def _make_torch_look(device: torch.device) -> None:
 
 def is_narrow(module: nn.Module) -> bool:
     """Whether its convolutions have few channels, but not very few."""
-    channels = _channels(module)
+    channels = [layer.out_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     return bool(channels) and median_low(channels) in NARROW
-
-
-def _channels(module: nn.Module) -> list[int]:
-    return [layer.out_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)]

@@ -98,8 +98,13 @@ class Tape:
         """Where the work goes."""
         return nullcontext()
 
-    def play(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
-        """Do `body`: from the recording under `key`, or step by step. `kind` is the step, whatever its batch."""
+    def play(
+        self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player, *, whole: bool = True
+    ) -> None:
+        """Do `body`: from the recording under `key`, or step by step. `kind` is the step, whatever its batch.
+
+        `whole` says that it does all that such a step can do: if not, others are not recorded right after it.
+        """
         self.done += 1
         with player.randomness():
             body()
@@ -146,7 +151,9 @@ class RecordingTape(Tape):
         self._recordings.clear()
         self._reads.clear()
 
-    def play(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
+    def play(
+        self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player, *, whole: bool = True
+    ) -> None:
         names = self._reads.get(key)
         full = (key, player.values(names)) if names is not None else None
         recording = self._recordings.get(full) if kind not in self._refused else None
@@ -158,7 +165,7 @@ class RecordingTape(Tape):
             else:
                 self._check(kind, recording, body, player)
                 self._checked.add(which)  # not before: it may have found no memory
-        elif kind in self._refused or not self._is_warm(key if tunes() else kind):
+        elif kind in self._refused or not self._is_warm(key if tunes() else kind, whole):
             super().play(kind, key, body, player)
         elif self.recorded >= PATIENCE and self.replayed + self.done < 4 * self.recorded:
             self.refuse(kind, "it changes from client to client")
@@ -166,10 +173,11 @@ class RecordingTape(Tape):
         else:
             self._record(kind, key, body, player)
 
-    def _is_warm(self, what: Hashable) -> bool:
+    def _is_warm(self, what: Hashable, whole: bool) -> bool:
         """Libraries set themselves up in the first step, or try out algorithms, which must not be recorded."""
         warm = what in self._warm
-        self._warm.add(what)
+        if whole:
+            self._warm.add(what)
         return warm
 
     def _record(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:

@@ -260,9 +260,9 @@ class Recording(Tape):
         self.keys = set[object]()
         self.refused = set[object]()
 
-    def play(self, kind, key, body, player) -> None:  # type: ignore[no-untyped-def]
+    def play(self, kind, key, body, player, *, whole=True) -> None:  # type: ignore[no-untyped-def]  # as its parent
         with player.listen() as reads:
-            super().play(kind, key, body, player)
+            super().play(kind, key, body, player, whole=whole)
         self.reads |= reads
         self.keys.add(key)
 

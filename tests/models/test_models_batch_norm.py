@@ -171,6 +171,31 @@ def test_kernels_on_more_than_one_chunk(kernels: Any) -> None:
     check(kernels, (3, 70, 13, 13), True, False, 2)
 
 
+@pytest.mark.parametrize("order", ["usual", "expanded"])
+def test_kernels_take_what_lies_in_another_order(kernels: Any, order: str) -> None:
+    """Gradients of means are expanded, and a shortcut may come in any order."""
+    torch.manual_seed(0)
+    x, one = maps(4, 5, 3, 3), torch.rand(5, device=DEVICE)
+    if order == "usual":
+        beside, g = (torch.randn(4, 5, 3, 3, device=DEVICE) for _ in range(2))
+    else:
+        beside, g = (torch.randn(4, 5, 1, 1, device=DEVICE).expand(4, 5, 3, 3) for _ in range(2))
+    found = []
+    for there, back in ((beside, g), (maps(4, 5, 3, 3).copy_(beside), maps(4, 5, 3, 3).copy_(g))):
+        y, saved = kernels.forward(x, there, one, one, None, 0.1, 1e-5, True)
+        found.append([y, *kernels.backward(back, x, y, one, saved, True, True)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_nothing_goes_back_through_zeros(kernels: Any) -> None:
+    x, one = maps(4, 3, 2, 2), torch.ones(3, device=DEVICE)
+    y, saved = kernels.forward(x, None, 0 * one, 0 * one, None, 0.1, 1e-5, True)
+    assert not y.any()
+    _, _, d_weight, d_bias = kernels.backward(torch.ones_like(y), x, y, one, saved, True, False)
+    assert not d_weight.any()
+    assert not d_bias.any()
+
+
 def check(
     kernels: Any, size: tuple[int, int, int, int], relu: bool, added: bool, seed: int,
     dtype: torch.dtype = torch.float32, tolerance: float = 1e-4,
@@ -214,7 +239,7 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
     assert d_x[:, 1].isnan().all()
 
 
-@pytest.mark.parametrize("why", ["channels", "stride", "momentum", "type", "single", "order", "counter"])
+@pytest.mark.parametrize("why", ["channels", "stride", "momentum", "type", "single", "order", "counter", "eval"])
 def test_what_is_not_as_usual_is_left_to_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
     norm, x = BatchNorm2d(4), torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
@@ -231,9 +256,31 @@ def test_what_is_not_as_usual_is_left_to_torch(why: str, monkeypatch: pytest.Mon
         x = x.contiguous()
     elif why == "counter":
         norm.num_batches_tracked = None
+    elif why == "eval":
+        norm.eval()
     else:
         x = x[:1, :, :1, :1]
     assert not norm._may_fuse(x)
+
+
+@pytest.mark.parametrize("beside", [None, (2, 4, 3, 3), (1, 4, 1, 1), "float64"])
+@pytest.mark.parametrize("hook", [False, True])
+def test_what_is_beside_a_layer_is_fused_if_it_is_like_it(
+    beside: Any, hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
+    norm, x, seen = BatchNorm2d(4), maps(2, 4, 3, 3).cpu(), list[Tensor]()
+    other = torch.ones(2, 4, 3, 3).double() if beside == "float64" else beside and torch.randn(beside)
+    if hook:
+        norm.register_forward_hook(lambda *given: seen.append(given[2]))
+    y = norm.relu(x, other)
+    expected = F.batch_norm(x, None, None, training=True)
+    expected = F.relu(expected if other is None else expected + other)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+    assert len(seen) == hook
+    fused = not hook and beside in (None, (2, 4, 3, 3))
+    assert (type(y.grad_fn).__name__ == "NormReLUBackward") is fused
 
 
 def test_statistics_that_are_not_tracked_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,3 +326,10 @@ class TestOnAGpu:
             F.cross_entropy(module(x), y).backward()
             found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
         assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
+
+    def test_an_ensemble_by_vmap(self) -> None:
+        """Transforms do not know the order of what they stand for."""
+        module, x = build("resnet20", (3, 32, 32), 10).cuda().eval(), maps(4, 3, 32, 32)
+        weights = {name: torch.stack([tensor, tensor]) for name, tensor in module.state_dict().items()}
+        found = torch.func.vmap(lambda one: torch.func.functional_call(module, one, x))(weights)
+        torch.testing.assert_close(found[0], module(x), rtol=1e-3, atol=1e-3)

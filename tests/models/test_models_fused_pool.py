@@ -189,8 +189,10 @@ class TestOnAGpu:
             found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
         assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-4
 
-    def test_a_network_can_still_be_traced(self) -> None:
-        module, x = build("lenet", (3, 32, 32), 10).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
+    @pytest.mark.parametrize("model", ["lenet", "resnet20"])
+    def test_a_network_can_still_be_traced(self, model: str) -> None:
+        module, x = build(model, (3, 32, 32), 10).cuda().eval(), torch.randn(4, 3, 32, 32, device="cuda")
+        x = x.contiguous(memory_format=torch.channels_last)
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             traced = torch.jit.trace(module, x)
         torch.testing.assert_close(traced(x), module(x))

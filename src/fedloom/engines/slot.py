@@ -293,7 +293,8 @@ class SlotBench(Bench):
             self._stock.fill(self._store, [self._positions[cut.positions] for cut in part])
             for size, count in _stretches(sizes):
                 taken, recorded, written = self.host["steps"], self.tape.recorded, self.tape.recorded + self.tape.done
-                self.tape.play(kind, (token, size, count), partial(self._take, piece.step, size, count, taken), self)
+                take = partial(self._take, piece.step, size, count, taken)
+                self.tape.play(kind, (token, size, count), take, self, whole=size > 1)  # norms rest for one sample
                 self.host["steps"] = taken + count
                 # Only a step that was not replayed can have changed something on the host.
                 if self.tape.recorded + self.tape.done != written and self.tape.may_record(kind):

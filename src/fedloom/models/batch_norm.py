@@ -19,14 +19,13 @@ class BatchNorm2d(nn.BatchNorm2d, WithReLU):
 
     def relu(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
         """relu(norm(x) + beside)"""
-        alike = beside is None or (beside.shape == x.shape and beside.dtype is x.dtype)
-        if alike and self._may_fuse(x) and not watched(self):
+        if self._may_fuse(x) and _alike(x, beside) and not watched(self):
             return self._fused(x, beside, relu=True)
         y: Tensor = self(x)
         return F.relu(y if beside is None else y + beside)
 
     def _may_fuse(self, x: Tensor) -> bool:
-        if not (fusing.may_fuse(x) and x.is_contiguous(memory_format=torch.channels_last)):
+        if not (fusing.may_fuse(x) and x.is_contiguous(memory_format=torch.channels_last) and x.numel() <= 2**30):
             return False
         by_batch = self.training or self.running_mean is None
         several = x.numel() > x.shape[1] == self.num_features  # if not, torch says what is wrong
@@ -42,6 +41,10 @@ class BatchNorm2d(nn.BatchNorm2d, WithReLU):
         running = (self.running_mean, self.running_var, self.num_batches_tracked) if tracked else None
         y: Tensor = NormReLU.apply(x, beside, self.weight, self.bias, running, self.momentum, self.eps, relu)  # type: ignore[no-untyped-call]  # torch's
         return y
+
+
+def _alike(x: Tensor, beside: Tensor | None) -> bool:
+    return beside is None or (beside.shape == x.shape and beside.dtype is x.dtype)
 
 
 def norm_relu(norm: nn.Module, x: Tensor, beside: Tensor | None = None) -> Tensor:

@@ -230,7 +230,7 @@ def forward(
     plan.launch(
         _normalise, plan.shares, x, x if beside is None else beside, y, weight, bias, sums, saved,
         *((saved, saved, saved) if running is None else running),
-        plan.M, plan.rows, plan.chunks, plan.share, momentum, eps,
+        plan.M, plan.rows, plan.chunks, plan.share, float(momentum), float(eps),
         RELU=relu, BESIDE=beside is not None, TRACKED=running is not None,
     )  # fmt: skip
     return y, saved

@@ -18,6 +18,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from fedloom.precision import to_the_bit
@@ -81,13 +82,14 @@ def may_fuse(x: Tensor) -> bool:
     return (
         enabled
         and torch._C._get_tracing_state() is None  # in a trace, sizes are no numbers
+        and not torch._C._are_functorch_transforms_active()  # and these do not know the order of what they stand for
+        and forward_ad._current_level < 0
         and x.is_cuda
         and x.ndim == 4
         and x.dtype in (torch.float32, torch.bfloat16)
         and 0 < x.numel() < 2**31
         and not to_the_bit()
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
-        and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
         and triton_works(x.device)
     )

@@ -77,7 +77,8 @@ class PaddedShortcut(nn.Module):
         self.more, self.stride = more, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        # Means of single pixels are those pixels. Of a slice the gradient would not be in channels-last order.
+        # Means of single pixels are those pixels, but for the sign of zeros. Of a slice the gradient would not be in
+        # channels-last order.
         return F.pad(F.avg_pool2d(x, 1, self.stride), (0, 0, 0, 0, 0, self.more))
 
 
