@@ -76,13 +76,13 @@ def main() -> None:
     asked = [(model, precision) for precision in options.precisions for model in options.models]
     for part in [part for part in PARTS if part in (options.parts or PARTS)]:
         clock, sheet = Clock(options.minutes), Sheet(options)
-        if part in IN_ONE:
-            print(f"{part}, at most {options.minutes:g} minutes", flush=True)
-            IN_ONE[part](options, sheet, clock)
-        elif len(asked) == 1 and options.parts == [part]:
+        if part in APART and len(asked) == 1 and options.parts == [part]:
             APART[part](options, sheet, *asked[0])
+            continue
+        print(f"{part}, at most {options.minutes:g} minutes", flush=True)
+        if part in IN_ONE:
+            IN_ONE[part](options, sheet, clock)
         else:
-            print(f"{part}, at most {options.minutes:g} minutes", flush=True)
             for model, precision in clock.while_left(asked):
                 line = [part, "--models", model, "--precisions", precision]
                 subprocess.run([sys.executable, sys.argv[0], *line, *other_words(parser, options)], check=True)

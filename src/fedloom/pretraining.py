@@ -249,12 +249,12 @@ class _Pretrainer:
     def __init__(self, plan: Pretraining, watcher: Observer) -> None:
         self.plan, self.watcher = plan, watcher
         device, streams, training = make_device(plan.device), Streams(plan.seed), plan.training()
-        set_precision(device, "tf32", deterministic=True)  # the command in the file makes the same file again,
+        set_precision(device, "tf32", deterministic=True)  # the command in the file makes the same file again
         loaded = datasets.load(plan.data, progress=watcher.download)
         self.dataset = datasets.normalized(datasets.keep_classes(loaded, plan.classes), plan.normalize)
         federation = _one_client(self.dataset)
         self.module = make_module(plan.model, None, federation, streams, shared=True)
-        choose_rule(self.module, device, "tf32", deterministic=True)  # or a note says that it does not
+        choose_rule(self.module, device, "tf32", deterministic=True)  # a run before may have, and then this says so
         images, spoilt = len(self.dataset.shape) == 3, spoilt_by_channels_last(self.module)
         channels_last = plan.channels_last and images and (device.type != "cpu" or spoilt is None)
         self.layout = Layout.of(self.module, channels_last=channels_last)

@@ -68,7 +68,7 @@ def test_a_layer_with_its_relu(side: int, bias: bool) -> None:
 def test_networks_are_what_they_were() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 3, 32, 32)
-    for name in ("cnn", "lenet", "cnn:norm=batch"):
+    for name in ("cnn", "lenet", "convnet", "convnet:norm=batch", "cnn:norm=batch"):
         module = build(name, (3, 32, 32), 10)
         assert isinstance(module, Chain)
         torch.testing.assert_close(module(x), nn.Sequential.forward(module, x), rtol=0, atol=0)
@@ -87,6 +87,19 @@ def test_triton_is_tried_out_once_by_whomever(monkeypatch: pytest.MonkeyPatch) -
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(fusing.triton_works, [torch.device("cuda:0")] * 8))
     assert len(tries) == 1
+
+
+@pytest.mark.parametrize(("model", "to_the_bit", "tried"), [("cnn", False, 1), ("cnn", True, 0), ("mlp", False, 0)])
+def test_triton_is_tried_out_where_it_may_be_used(
+    model: str, to_the_bit: bool, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, tries, empty = build(model, (3, 32, 32), 10), list[torch.device](), torch.empty
+    monkeypatch.setattr(fusing, "enabled", True)
+    monkeypatch.setattr("fedloom.precision._to_the_bit", to_the_bit)
+    monkeypatch.setattr(fusing, "triton_works", tries.append)
+    monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))
+    fusing.prepare(module, torch.device("cuda"))
+    assert len(tries) == tried
 
 
 # The kernels themselves: on a GPU, or in Triton's interpreter.

@@ -4,22 +4,18 @@ For relu(norm(x) + beside) torch has a kernel or more for each of the three, and
 kernel sums up, and the other reads the sums and does all the rest. Every program of the second adds up the few partial
 sums itself, always in the same order, so results are repeatable.
 
-Maps are in channels-last order: a matrix of M rows, one for each pixel of each image, and C channels. A program works
-on a tile of it, and moves down the rows. Sizes that differ from batch to batch are plain arguments, for which nothing
-is compiled anew: that must not happen while a step is being recorded.
+Maps are in channels-last order, and seen as a matrix, see `fedloom.models.maps`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
 # Triton's own language has no types that mypy knows.
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.models.launching import WIDEST, chunks, launch
+from fedloom.models.maps import Tiling, channels_here, slope_behind_relu
 
 TILE = 2048
 """Numbers that a program works on at once."""
@@ -36,26 +32,10 @@ _ANYWHERE = ["weight", "bias", "running_mean", "running_var", "counter", "d_weig
 
 
 @triton.jit
-def _channels(C: tl.constexpr, WIDE: tl.constexpr):
-    """The channels of this program, and which of them there are."""
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    return c, c < C
-
-
-@triton.jit
 def _partial(sums, which: tl.constexpr, c, there, chunks, C: tl.constexpr, CHUNKS: tl.constexpr):
     """Partial sums of these channels, one row for each chunk, and zeros."""
     k = tl.arange(0, CHUNKS)
     return tl.load(sums + (which * CHUNKS + k)[:, None] * C + c[None, :], (k < chunks)[:, None] & there[None, :], 0.0)
-
-
-@triton.jit
-def _slope(g, y, at, inside, RELU: tl.constexpr):
-    """The gradient of what went into a ReLU, or not, where y came out; what is not a number lets it through."""
-    slope = tl.load(g + at, inside, 0.0).to(tl.float32)
-    if RELU:
-        slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)
-    return slope
 
 
 @triton.jit(do_not_specialize=_BY_BATCH)
@@ -65,7 +45,7 @@ def _moments(
 ):  # fmt: skip
     """The mean of each channel in a chunk of rows, and the sum of squares about it."""
     k = tl.program_id(0)
-    c, there = _channels(C, WIDE)
+    c, there = channels_here(C, WIDE)
     first = k * rows
     end = tl.minimum(first + rows, M)
     # Sums about some number of the channel: about zero, small differences of large numbers would be lost.
@@ -93,7 +73,7 @@ def _normalise(
     RELU: tl.constexpr, BESIDE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
     """relu(norm(x) + beside) for a share of the rows; the first program keeps mean and deviation of its channels."""
-    c, there = _channels(C, WIDE)
+    c, there = channels_here(C, WIDE)
     k = tl.arange(0, CHUNKS)
     counts = tl.maximum(tl.minimum(M - k * rows, rows), 0).to(tl.float32)[:, None]
     size = M.to(tl.float32)
@@ -136,7 +116,7 @@ def _slopes(
 ):  # fmt: skip
     """Sums of the gradient, and of the gradient times the normalised x, in a chunk of rows."""
     k = tl.program_id(0)
-    c, there = _channels(C, WIDE)
+    c, there = channels_here(C, WIDE)
     first = k * rows
     end = tl.minimum(first + rows, M)
     mean = tl.load(saved + c, there, 0.0)[None, :]
@@ -147,7 +127,7 @@ def _slopes(
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
         at = m[:, None] * C + c[None, :]
-        slope = _slope(g, y, at, inside, RELU)
+        slope = slope_behind_relu(g, y, at, inside, RELU)
         if BESIDE:
             tl.store(d_beside + at, slope.to(d_beside.dtype.element_ty), inside)
         normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean) * scale
@@ -163,7 +143,7 @@ def _backward(
     C: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x for a share of the rows; the first program writes those of weight and bias."""
-    c, there = _channels(C, WIDE)
+    c, there = channels_here(C, WIDE)
     total = tl.sum(_partial(sums, 0, c, there, chunks, C, CHUNKS), 0)
     along = tl.sum(_partial(sums, 1, c, there, chunks, C, CHUNKS), 0)
     if tl.program_id(0) == 0:
@@ -181,30 +161,24 @@ def _backward(
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
         at = m[:, None] * C + c[None, :]
-        slope = _slope(g, y, at, inside, RELU)
+        slope = slope_behind_relu(g, y, at, inside, RELU)
         normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean) * scale
         tl.store(d_x + at, (factor * (slope - level - normal * along)).to(d_x.dtype.element_ty), inside)
 
 
-class _Plan:
+class _Plan(Tiling):
     """How the work on maps like x is divided among programs: chunks to sum up, and shares to go through once more."""
 
     def __init__(self, x: Tensor) -> None:
-        self.channels = x.shape[1]
-        self.M = x.numel() // self.channels
-        wide = min(triton.next_power_of_2(self.channels), WIDEST)
-        tall, self.blocks = TILE // wide, triton.cdiv(self.channels, wide)
+        super().__init__(x.shape, channels_last=True, tile=TILE)
         # What is compiled depends on the channels alone.
         self.partial = max(1, min(CHUNKS, PROGRAMS // triton.next_power_of_2(self.blocks)))
-        self.rows, self.chunks = chunks(self.M, tall, self.partial)
-        self.share, self.shares = chunks(self.M, tall, max(1, PROGRAMS // self.blocks))
-        self.compiled_for = {"C": self.channels, "TALL": tall, "WIDE": wide, "CHUNKS": self.partial}
+        self.compiled_for["CHUNKS"] = self.partial
+        self.rows, self.chunks = self.chunk(self.partial)
+        self.share, self.shares = self.chunk(max(1, PROGRAMS // self.blocks))
 
     def sums(self, x: Tensor) -> Tensor:
         return x.new_empty(2, self.partial, self.channels, dtype=torch.float32)
-
-    def launch(self, kernel: Any, programs: int, *given: Tensor | float, **flags: bool) -> None:
-        launch(kernel, (programs, self.blocks), *given, **self.compiled_for, **flags)
 
 
 def forward(

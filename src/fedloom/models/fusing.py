@@ -68,7 +68,8 @@ def watched(module: nn.Module) -> bool:
 
 def prepare(module: nn.Module, device: torch.device) -> None:
     """Try Triton out now, if the module has a use for it: nothing can be tried out while a step is being recorded."""
-    if enabled and device.type == "cuda" and any(isinstance(layer, WithReLU) for layer in module.modules()):
+    wanted = enabled and device.type == "cuda" and not to_the_bit()
+    if wanted and any(isinstance(layer, WithReLU) for layer in module.modules()):
         triton_works(torch.empty(0, device=device).device)  # which has a number, as those of tensors have
 
 

@@ -3,35 +3,24 @@
 torch needs three kernels forward, which write the place of the largest as eight bytes, and four backward, one of which
 only fills the gradient with zeros. Here a place is one byte.
 
-What comes out of the pool is seen as a matrix of M rows, one for each pixel of each image, and C channels. A program
-works on a tile of it, and in the gradient moves down the rows. Sizes that differ from batch to batch are plain
-arguments, for which nothing is compiled anew: that must not happen while a step is being recorded.
+What comes out of the pool is seen as a matrix, see `fedloom.models.maps`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
 # Triton's own language has no types that mypy knows.
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.models.launching import WIDEST, chunks, launch
+from fedloom.models.maps import Tiling, channels_here, slope_behind_relu
 
 CHUNKS = 64
 """Most partial sums of a bias's gradient."""
 
 TILE = 1024
 """Numbers behind the pool that a program works on at once; there are four times as many before it."""
-
-
-@triton.jit
-def _channels(C: tl.constexpr, WIDE: tl.constexpr):
-    """The channels of this program, and which of them there are."""
-    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    return c, c < C
 
 
 @triton.jit
@@ -63,7 +52,7 @@ def _forward(
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * TALL + tl.arange(0, TALL)
-    c, there = _channels(C, WIDE)
+    c, there = channels_here(C, WIDE)
     inside = (m < M)[:, None] & there[None, :]
     first = x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
     right = C if CHANNELS_LAST else 1
@@ -87,7 +76,7 @@ def _backward(
     C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    c, there = _channels(C, WIDE)
+    c, there = channels_here(C, WIDE)
     first = tl.program_id(0) * rows
     end = tl.minimum(first + rows, M)
     right = C if CHANNELS_LAST else 1
@@ -96,8 +85,7 @@ def _backward(
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
         at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
-        slope = tl.load(g + at, inside, 0.0).to(tl.float32)
-        slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)  # what is not a number lets it through
+        slope = slope_behind_relu(g, y, at, inside, True)
         total += slope
         place = tl.load(which + at, inside, 0)
         corner = d_x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
@@ -107,26 +95,16 @@ def _backward(
     tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), there)
 
 
-class _Plan:
+class _Plan(Tiling):
     """How the work on what a pool leaves of maps of this shape is divided among programs."""
 
     def __init__(self, shape: torch.Size, channels_last: bool) -> None:
-        count, self.channels, height, width = shape
+        count, channels, height, width = shape
         down, across = height // 2, width // 2
-        self.shape = count, self.channels, down, across
+        self.shape = count, channels, down, across
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.M = count * down * across
-        # Where channels do not lie side by side but pixels do, a tile has one.
-        wide = min(triton.next_power_of_2(self.channels), WIDEST) if channels_last else 1
-        self.tall = TILE // wide
-        self.blocks = triton.cdiv(self.channels, wide)
-        self.compiled_for = {
-            "C": self.channels, "PIXELS": down * across, "WIDTH": across, "CHANNELS_LAST": channels_last,
-            "TALL": self.tall, "WIDE": wide,
-        }  # fmt: skip
-
-    def launch(self, kernel: Any, programs: int, *given: Tensor | int) -> None:
-        launch(kernel, (programs, self.blocks), *given, **self.compiled_for)
+        super().__init__(self.shape, channels_last, TILE)
+        self.compiled_for |= {"PIXELS": down * across, "WIDTH": across, "CHANNELS_LAST": channels_last}
 
 
 def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
@@ -141,9 +119,9 @@ def forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tenso
 def backward(g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_last: bool) -> tuple[Tensor, Tensor]:
     """The gradients of x, which had this shape, and of the bias."""
     plan = _Plan(shape, channels_last)
-    rows, count = chunks(plan.M, plan.tall, CHUNKS)
+    rows, chunks = plan.chunk(CHUNKS)
     d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
-    sums = torch.empty(count, plan.channels, dtype=torch.float32, device=g.device)
+    sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
     g = g.contiguous(memory_format=plan.memory_format)
-    plan.launch(_backward, count, g, y, which, d_x, sums, plan.M, rows)
+    plan.launch(_backward, chunks, g, y, which, d_x, sums, plan.M, rows)
     return d_x, sums.sum(0)
