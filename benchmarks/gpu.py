@@ -16,8 +16,8 @@ its kernels is decided once in a process.
   cost       runs with evaluation every ten rounds and checkpoints: the share of time that is not training
   kernels    pieces of a step in the ways in which they can be computed, alone and with eight clients at once
   seeds      the accuracy of five runs here and of the same five on the CPU
-  profile    a steady round of each network as the profiler sees it, held against what the chip can do, measured here
-             too; after this whatever is launched takes the processor longer, so it comes after all that is timed
+  profile    a steady round of each network as the driver and the profiler see it, held against what the chip can do,
+             measured here too; after the profiler whatever is launched takes the processor longer, so it comes last
   together   steady rounds of `--at-once` runs that share the GPU in one process, as the profiler sees them
 
 The loop has the samples on the GPU in float, one network of torch's own layers, `load_state_dict` for each client,
@@ -35,7 +35,7 @@ from pathlib import Path
 from gpu_agreement import agreement, every_method
 from gpu_kernels import kernels
 from gpu_sheet import Clock, Sheet
-from gpu_speed import profiled_round, speed, together
+from gpu_speed import together, whole_rounds
 from gpu_whole_runs import cost, seeds
 
 PARTS = ("agreement", "methods", "speed", "cost", "kernels", "seeds", "profile", "together")
@@ -50,11 +50,11 @@ IN_ONE: dict[str, Callable[[argparse.Namespace, Sheet, Clock], None]] = {
 """Parts that are measured in one process."""
 
 APART: dict[str, Callable[[argparse.Namespace, Sheet, str, str], None]] = {
-    "speed": speed,
-    "profile": profiled_round,
+    "speed": whole_rounds,
+    "profile": whole_rounds,
     "together": together,
 }
-"""Those of which each network has a process of its own, with each precision."""
+"""Those of which each network has a process of its own, with each precision; one, if the same function does both."""
 
 
 def main() -> None:
@@ -74,18 +74,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     asked = [(model, precision) for precision in options.precisions for model in options.models]
-    for part in [part for part in PARTS if part in (options.parts or PARTS)]:
-        clock, sheet = Clock(options.minutes), Sheet(options)
-        if part in APART and len(asked) == 1 and options.parts == [part]:
-            APART[part](options, sheet, *asked[0])
-            continue
-        print(f"{part}, at most {options.minutes:g} minutes", flush=True)
+    options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
+    if len(asked) == 1 and options.parts[0] in APART and len({APART.get(part) for part in options.parts}) == 1:
+        APART[options.parts[0]](options, Sheet(options), *asked[0])
+        return
+    for part in options.parts:
         if part in IN_ONE:
-            IN_ONE[part](options, sheet, clock)
-        else:
-            for model, precision in clock.while_left(asked):
-                line = [part, "--models", model, "--precisions", precision]
-                subprocess.run([sys.executable, sys.argv[0], *line, *other_words(parser, options)], check=True)
+            print(f"{part}, at most {options.minutes:g} minutes", flush=True)
+            IN_ONE[part](options, Sheet(options), Clock(options.minutes))
+    for work in dict.fromkeys(APART.values()):
+        parts = [part for part in options.parts if APART.get(part) is work]
+        minutes = options.minutes * len(parts)
+        if parts:
+            print(f"{' and '.join(parts)}, at most {minutes:g} minutes", flush=True)
+        for model, precision in Clock(minutes).while_left(asked if parts else []):
+            line = [*parts, "--models", model, "--precisions", precision]
+            subprocess.run([sys.executable, sys.argv[0], *line, *other_words(parser, options)], check=True)
 
 
 def other_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:

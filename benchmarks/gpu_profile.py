@@ -122,12 +122,19 @@ def busy_share(spans: list[tuple[int, int, str]], wall: float) -> dict[str, Any]
             f"{low:g} to {high:g} us": round(sum(b - a for a, b in gaps if low <= (b - a) / 1000 < high) / length, 4)
             for low, high in pairwise((0, 2, 10, 100, 1e6))
         },
+        "longest gaps: ms from the begin, microseconds": [
+            [round((a - begin) / 1e6, 2), round((b - a) / 1000, 1)] for a, b in sorted(gaps, key=_length)[-8:]
+        ],
         "ms that kernels take in all": round(total / 1e6, 1),
         "kernels": len(spans),
         "kernels at once, while there is one": round(total / (length - idle), 2),
         "microseconds of a kernel": round(total / len(spans) / 1000, 2),
         "longest": {name: round(ns / total, 3) for name, ns in longest.most_common(6)},
     }
+
+
+def _length(gap: tuple[int, int]) -> int:
+    return gap[1] - gap[0]
 
 
 def _inside(gaps: list[tuple[int, int]], low: float, high: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,33 +64,49 @@ class Loop:
         optimizer.step()
 
 
-def speed(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
-    data, numbers = federation(options), timed(options)
+def whole_rounds(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
+    """Rounds of one experiment, timed and then as the profiler sees them, or what is asked for of the two."""
+    data = federation(options)
+    ceilings = measure_ceilings(options.device, 256 if options.tiny else 8192) if "profile" in options.parts else {}
     with experiment_of(model, precision, data, options).engine_closed() as experiment:
-        select, epochs = experiment.rounds.parts.server.select, experiment.config.epochs
         first = seconds(options.device, warm, experiment, options)
-        loops = {"loop": Loop(model, data, options.device, False, epochs)}
-        if precision == "bf16":
-            loops["loop in bf16"] = Loop(model, data, options.device, True, epochs)
-        for loop in loops.values():
-            loop.meet(client for number in numbers for client in select(number))
-        took: dict[str, list[float]] = {name: [] for name in ("fedloom", *loops)}
-        for number in numbers:
-            took["fedloom"].append(seconds(options.device, play, experiment, number))
-            for name, loop in loops.items():
-                took[name].append(seconds(options.device, loop.round, select(number)))
-        ms = {name: 1000 * statistics.median(values) for name, values in took.items()}
-        tapes = [slot.tape for slot in engine_of(experiment).slots]
-        sheet.put("speed", name_of(model, precision, options), {
-            "ms a round": {name: round(value, 1) for name, value in ms.items()},
-            "spread": {name: spread(values) for name, values in took.items()},
-            "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
-            "steps of all clients, in each round": [sum(steps_of(experiment, data, number)) for number in numbers],
-            "data": data.name,
-            "seconds of the rounds before": round(first, 2),
-            "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
-            "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
-        })  # fmt: skip
+        if "speed" in options.parts:
+            found = speed(experiment, data, options, autocast=precision == "bf16")
+            found["seconds of the rounds before"] = round(first, 2)
+            sheet.put("speed", name_of(model, precision, options), found)
+        if "profile" in options.parts:
+            number = middle_round(experiment, data, options)
+            seen = profile(experiment, data, (model, precision), number, ceilings)
+            sheet.put("profile", name_of(model, precision, options), {"ceilings": ceilings} | seen)
+
+
+def speed(
+    experiment: Experiment, data: PooledFederation, options: argparse.Namespace, *, autocast: bool
+) -> dict[str, Any]:
+    """Whole rounds against a plain loop, and with `autocast` against one in bf16 too."""
+    numbers, model = timed(options), experiment.config.model
+    select, epochs = experiment.rounds.parts.server.select, experiment.config.epochs
+    loops = {"loop": Loop(model, data, options.device, False, epochs)}
+    if autocast:
+        loops["loop in bf16"] = Loop(model, data, options.device, True, epochs)
+    for loop in loops.values():
+        loop.meet(client for number in numbers for client in select(number))
+    took: dict[str, list[float]] = {name: [] for name in ("fedloom", *loops)}
+    for number in numbers:
+        took["fedloom"].append(seconds(options.device, play, experiment, number))
+        for name, loop in loops.items():
+            took[name].append(seconds(options.device, loop.round, select(number)))
+    ms = {name: 1000 * statistics.median(values) for name, values in took.items()}
+    tapes = [slot.tape for slot in engine_of(experiment).slots]
+    return {
+        "ms a round": {name: round(value, 1) for name, value in ms.items()},
+        "spread": {name: spread(values) for name, values in took.items()},
+        "times faster than the loop": round(ms["loop"] / ms["fedloom"], 2),
+        "steps of all clients, in each round": [sum(steps_of(experiment, data, number)) for number in numbers],
+        "data": data.name,
+        "steps": {name: sum(getattr(t, name) for t in tapes) for name in ("recorded", "replayed", "done")},
+        "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if options.device == "cuda" else None,
+    }
 
 
 def timed(options: argparse.Namespace) -> range:
@@ -104,19 +121,10 @@ def warm(experiment: Experiment, options: argparse.Namespace) -> None:
             play(experiment, number)
 
 
-def profiled_round(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
-    """A steady round as the profiler sees it: that of the timed ones which is neither long nor short. Once it was used,
-    everything that is launched costs more, in the engine and in the loop: what `speed` says of the times counts."""
-    data, ceilings = federation(options), measure_ceilings(options.device, 256 if options.tiny else 8192)
-    with experiment_of(model, precision, data, options).engine_closed() as experiment:
-        warm(experiment, options)
-        by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
-        number = by_length[len(by_length) // 2][1]
-        sheet.put(
-            "profile",
-            name_of(model, precision, options),
-            {"ceilings": ceilings} | profile(experiment, data, (model, precision), number, ceilings),
-        )
+def middle_round(experiment: Experiment, data: PooledFederation, options: argparse.Namespace) -> int:
+    """That of the timed rounds which is neither long nor short."""
+    by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
+    return by_length[len(by_length) // 2][1]
 
 
 def together(options: argparse.Namespace, sheet: Sheet, model: str, precision: str) -> None:
