@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--fast", action="store_true", help="let the engine use what is not the same every time")
     parser.add_argument("--channels-last", action="store_true", help="also in tf32")
+    parser.add_argument("--loop-in-bf16", action="store_true", help="with bf16, time such a loop too, which is slower")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed")
     parser.add_argument("--warm", type=int, default=2, help="how often these are played before, to be recorded")
     parser.add_argument("--at-once", type=int, default=3, help="runs that share the GPU in `together`")

@@ -71,7 +71,7 @@ def whole_rounds(options: argparse.Namespace, sheet: Sheet, model: str, precisio
     with experiment_of(model, precision, data, options).engine_closed() as experiment:
         first = seconds(options.device, warm, experiment, options)
         if "speed" in options.parts:
-            found = speed(experiment, data, options, autocast=precision == "bf16")
+            found = speed(experiment, data, options, autocast=options.loop_in_bf16 and precision == "bf16")
             found["seconds of the rounds before"] = round(first, 2)
             sheet.put("speed", name_of(model, precision, options), found)
         if "profile" in options.parts:
