@@ -13,11 +13,12 @@ from torch import nn
 import fedloom
 from fedloom.config import make_config
 from fedloom.data import Federation
+from fedloom.engines import PlainEngine
 from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment, build
 from fedloom.fitting import spoilt_by_channels_last
-from fedloom.ground import build_shop
+from fedloom.ground import build_shop, lay_ground
 from fedloom.models import build as build_network
 from fedloom.request import Own
 from fedloom.watching import Silent, Stopped
@@ -118,6 +119,32 @@ def test_models_of_sites_with_other_devices_lie_alike(
         layouts.append(shop.workshop.layout)
     assert layouts[0].entries == layouts[1].entries
     assert any(entry.channels_last for entry in layouts[0].entries) is kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "ordered"),
+    [
+        ({}, True),
+        ({"precision": "fp32"}, False),
+        ({"precision": "bf16"}, True),
+        ({"channels_last": False}, False),
+        ({"precision": "fp32", "channels_last": True}, True),
+    ],
+)
+def test_elsewhere_it_depends_on_the_network_and_the_precision(
+    settings: dict[str, Any], ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.ground.make_device", lambda _: torch.device("meta"))  # which is not a CPU either
+
+    def wide() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 65, 3), nn.BatchNorm2d(65), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(65, 3)
+        )
+
+    config = make_config({**GIVEN, "engine": "plain", "device": "cuda", **settings})
+    ground = lay_ground(config, Own(images(), wide), PlainEngine)
+    assert ground.channels_last is ordered
+    assert any(entry.channels_last for entry in ground.layout.entries) is ordered
 
 
 def test_models_in_another_order_are_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedloom import precision
 from fedloom.models import build
-from fedloom.precision import SECOND_RULE, choose_rule, is_narrow
+from fedloom.precision import SECOND_RULE, choose_rule, is_narrow, wants_channels_last
 
 GPU = torch.device("cuda")
 
@@ -36,6 +36,26 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 )
 def test_which_networks_are_narrow(model: str, narrow: bool) -> None:
     assert is_narrow(build(model, (3, 32, 32), 10)) is narrow
+
+
+@pytest.mark.parametrize(
+    ("model", "faster"),
+    [
+        ("resnet18", True),
+        ("resnet50", True),
+        ("vgg16", True),
+        ("vgg16:norm=none", False),
+        ("resnet18:norm=group", False),
+        ("resnet20", False),
+        ("convnet", False),
+        ("cnn", False),
+        ("mlp", False),
+    ],
+)
+def test_a_gpu_has_images_in_the_order_in_which_it_was_faster(model: str, faster: bool) -> None:
+    module = build(model, (3, 32, 32), 10)
+    found = {bits: wants_channels_last(module, bits) for bits in ("fp32", "tf32", "bf16")}
+    assert found == {"fp32": False, "tf32": faster, "bf16": True}
 
 
 def test_torch_looks_while_the_second_rule_is_asked_for(seen: list[str | None]) -> None:

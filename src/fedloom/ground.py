@@ -25,7 +25,7 @@ from fedloom.initial import Beginning, begin_with, read_source
 from fedloom.methods import Context
 from fedloom.methods.base import Local, nobody
 from fedloom.methods.catalogue import Composition, personalised
-from fedloom.precision import choose_rule, set_precision
+from fedloom.precision import choose_rule, set_precision, wants_channels_last
 from fedloom.privacy import Privacy
 from fedloom.request import Own, check, pin_partition, replace_config, with_server_data
 from fedloom.rows import Layout
@@ -196,7 +196,7 @@ def _wants_channels_last(config: Config, module: nn.Module, device: torch.device
     """Whether images are kept in that order: where it is faster, unless somebody has said it."""
     spoilt = spoilt_by_channels_last(module) if device.type == "cpu" else None
     if config.channels_last is None:
-        return spoilt is None and (device.type == "cpu" or config.precision == "bf16")
+        return spoilt is None if device.type == "cpu" else wants_channels_last(module, config.precision)
     if config.channels_last and spoilt is not None:
         raise InputError(
             f"the gradient of the layer {spoilt!r} may be wrong in channels-last order on a CPU, for it takes steps "
