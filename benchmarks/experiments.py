@@ -62,7 +62,8 @@ class Page:
         """What is known of the pretrained model that runs begin with."""
         self._path = results / f"{experiment['file']}.json"
         self._began = time.monotonic()
-        self._before = self._entries().get(experiment["name"], {}).get("seconds", 0.0)
+        before = self._entries().get(experiment["name"], {}) if runs.exists() else {}  # of other runs, from elsewhere
+        self._before = before.get("seconds", 0.0)
 
     def _entries(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}

@@ -13,7 +13,7 @@ its kernels is decided once in a process.
   speed      whole rounds against a plain sequential PyTorch loop in the same process, in turn: 100 clients by
              class-wise Dirichlet 0.1, 10 a round, 5 epochs, batch 50, SGD with momentum 0.5; medians, the same clients
              for both
-  cost       runs with evaluation every ten rounds and checkpoints: the share of time that is not training
+  cost       runs of `--methods` with evaluation every ten rounds and checkpoints: the share of time besides training
   kernels    pieces of a step in the ways in which they can be computed, alone and with eight clients at once
   seeds      the accuracy of five runs here and of the same five on the CPU
   profile    a steady round of each network as the driver and the profiler see it, held against what the chip can do,
@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The CUDA engine on this GPU; see the top of this file.")
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="by default all")
     parser.add_argument("--models", nargs="+", default=["cnn", "resnet20", "vgg16", "resnet18"])
+    parser.add_argument("--methods", nargs="+", default=["fedavg", "fedcross", "fedmr"], help="for `cost`")
     parser.add_argument("--precisions", nargs="+", default=["tf32", "bf16"], choices=["fp32", "tf32", "bf16"])
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--fast", action="store_true", help="let the engine use what is not the same every time")
@@ -97,7 +98,7 @@ def other_words(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     """What else was asked for on the command line."""
     words = []
     for name, value in vars(options).items():
-        if name not in ("parts", "models", "precisions") and value != parser.get_default(name):
+        if name not in ("parts", "models", "methods", "precisions") and value != parser.get_default(name):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
 

@@ -17,11 +17,11 @@ import fedloom
 
 def cost(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
     data = federation(options)
-    for model in clock.while_left(options.models):
+    for model, method in clock.while_left([(model, method) for model in options.models for method in options.methods]):
         rounds = 2 if options.tiny else 60
         with tempfile.TemporaryDirectory() as folder:
             run = fedloom.run(
-                "fedavg", data, model, rounds=rounds, eval_every=1 if options.tiny else 10, per_round=PER_ROUND,
+                method, data, model, rounds=rounds, eval_every=1 if options.tiny else 10, per_round=PER_ROUND,
                 epochs=1 if options.tiny else EPOCHS, batch_size=BATCH, lr=LR, momentum=MOMENTUM,
                 device=options.device, checkpoint_seconds=5, out=Path(folder) / "run", report=False,
             )  # fmt: skip
@@ -29,7 +29,8 @@ def cost(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
         total = sum(record["total"] for record in late)
         names = sorted({name for record in late for name in record} - {"total"})
         shares = {name: round(sum(record.get(name, 0.0) for record in late) / total, 4) for name in names}
-        sheet.put("cost", model, {"shares": shares, "besides training": round(1 - shares["train"], 4)})
+        found = {"ms a round": round(1000 * total / len(late), 1), "shares": shares}
+        sheet.put("cost", f"{model}, {method}", found | {"besides training": round(1 - shares["train"], 4)})
 
 
 SEEDS = """

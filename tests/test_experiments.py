@@ -198,6 +198,11 @@ def test_what_is_stopped_goes_on(driver: ModuleType, tmp_path: Path, monkeypatch
     assert entry["seconds"] > stopped["seconds"]
     assert list(entry["methods"]) == ["fedavg", "scaffold"]
     assert entry["methods"]["fedavg"]["rounds"] == 3
+    given = {**found, "digits, small": {**entry, "seconds": 1e6}}
+    (tmp_path / "results" / "digits.json").write_text(json.dumps(given))
+    assert call("digits, small")["digits, small"]["seconds"] >= 1e6, "it went on, though nothing was left to do"
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert call("digits, small")["digits, small"]["seconds"] < 1e6, "these runs are others, from the beginning"
     shares = entry["methods"]["fedavg"]["shares of the time"]
     assert {"train", "collect", "evaluate", "checkpoint"} <= set(shares)
     assert sum(shares.values()) == pytest.approx(1.0, abs=0.05)

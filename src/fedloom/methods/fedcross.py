@@ -100,32 +100,33 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         count = len(v)
         others = [[(i + step) % count for step in range(1, count)] for i in range(count)]
         gaps, errors = self.quick_gaps(v)
-        low, high = sign * gaps - errors, sign * gaps + errors
+        low, high = (sign * gaps - errors).numpy(), (sign * gaps + errors).numpy()
+        best = [high[i, others[i]].min() for i in range(count)]
         # What is not surely worse than the best may be the best (nor is what is not a number).
-        rivals = [[j for j in others[i] if not low[i, j] > high[i, others[i]].min()] for i in range(count)]
+        rivals = [[j for j in others[i] if not low[i, j] > best[i]] for i in range(count)]
         unclear = [i for i in range(count) if len(rivals[i]) > 1]
         if unclear:
             members = sorted({j for i in unclear for j in (i, *rivals[i])})
-            exact = self.gaps(v if len(members) == count else v[members])
+            exact = self.gaps(v if len(members) == count else v[members]).numpy()
             for i in unclear:
                 scores = sign * exact[members.index(i), [members.index(j) for j in rivals[i]]]
                 rivals[i] = [rivals[i][int(scores.argmin())]]
         return [rival for (rival,) in rivals]
 
     def gaps(self, v: Tensor) -> Tensor:
-        """1 - similarity of each pair, over the trainable parameters."""
+        """1 - similarity of each pair, over the trainable parameters; on the host, where pairs are looked at singly."""
         grams = [_total(inner_products(v[1:], v[0], c) for c in columns) for columns in self.units()]
-        return torch.stack([cosine_gaps(gram) for gram in grams]).mean(0)
+        return torch.stack([cosine_gaps(gram) for gram in torch.stack(grams).cpu()]).mean(0)
 
     def quick_gaps(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """The same in float32, and how far each gap may be off."""
         found = []
         for columns in self.units():
             pairs = zip(*(quick_products(v[1:], v[0], c) for c in columns), strict=True)
-            gram, errors = (_total(each) for each in pairs)
-            found.append((cosine_gaps(gram), gap_errors(gram, errors)))
-        gaps, errors = (torch.stack(each).mean(0) for each in zip(*found, strict=True))
-        return gaps, errors
+            found.append(torch.stack([_total(each) for each in pairs]))
+        both = torch.stack(found).cpu()
+        gaps = torch.stack([cosine_gaps(gram) for gram, _ in both])
+        return gaps.mean(0), torch.stack([gap_errors(gram, errors) for gram, errors in both]).mean(0)
 
     def units(self) -> list[list[slice]]:
         """What is compared as one: all trainable columns, or those of each layer."""

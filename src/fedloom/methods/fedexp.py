@@ -15,6 +15,7 @@ statistics are the plain mean, because an extrapolated variance may turn negativ
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -52,17 +53,18 @@ class FedExPServer(Server[FedExPOptions]):
         self._eta = None
         w, trainable = self.bank.rows[0], self.context.layout.trainable
         old = w.clone()
-        mean, squares = Mean(self.context.layout), 0.0
+        mean, squares = Mean(self.context.layout), list[Tensor]()
         for update in updates:
             p = update.samples if self.options.weighting == "samples" else 1
             mean.add(update.row, p)
-            squares += p * float((update.row - old)[:trainable].square().sum())
+            squares.append(p * (update.row - old)[:trainable].square().sum().double())
         if not mean.into(w):
             return
         self.bank.rows[1] = old
         self.aggregations += 1
         delta = w[:trainable] - old[:trainable]
-        self._eta = step_size(squares / mean.weight, float(delta.square().sum()), self.options.epsilon)
+        squared = sum(torch.stack(squares).tolist())
+        self._eta = step_size(squared / mean.weight, float(delta.square().sum()), self.options.epsilon)
         if self._eta > 1:
             w[:trainable] = old[:trainable] + self._eta * delta
 

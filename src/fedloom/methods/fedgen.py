@@ -117,7 +117,7 @@ class FedGenCompanion(Companion[FedGenOptions]):
             raise InputError(f"fedgen learns from the clients' heads, but {name} of this network is not trained.")
         self._heads: list[dict[str, Tensor]] = []
         self._labels: list[Tensor] = []
-        self._loss: float | None = None
+        self._loss: Tensor | None = None
 
     def send(self, round: int, client: int) -> Mapping[str, Tensor]:
         return {"generator": self.row} if self.steps else {}
@@ -145,7 +145,7 @@ class FedGenCompanion(Companion[FedGenOptions]):
         self.steps += o.steps
 
     def diagnostics(self) -> dict[str, float]:
-        return {} if self._loss is None else {"generator loss": self._loss}
+        return {} if self._loss is None else {"generator loss": float(self._loss)}
 
 
 register(

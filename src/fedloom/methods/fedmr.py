@@ -31,6 +31,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
+from fedloom.copies import copy_all_
 from fedloom.errors import InputError
 from fedloom.exchange import LayerExchange, Update
 from fedloom.methods.base import Context, Options
@@ -122,9 +123,8 @@ class FedMRServer(SlotServer[FedMROptions]):
         draw = self.context.streams.numpy("recombine", round)
         for columns in self.layers:
             source = draw.permutation(len(v))
-            for part in columns:
-                for i, j in enumerate(source):
-                    w[i, part] = v[j, part]
+            places = [(i, j, part) for part in columns for i, j in enumerate(source)]
+            copy_all_([w[i, part] for i, _, part in places], [v[j, part] for _, j, part in places])
 
     @classmethod
     def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:

@@ -48,13 +48,13 @@ class Generator(nn.Module):
 
     def lesson(
         self, row: Tensor, noise: Tensor, y: Tensor, heads: Sequence[Mapping[str, Tensor]], counts: Tensor
-    ) -> tuple[float, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """The server's loss of the generator in `row` and its gradient; the statistics in `row` take the batch in."""
         parameters = row[: self.layout.trainable].detach().requires_grad_()
         # `.data`: batch norm writes its statistics there, which autograd would take for a change of the parameters.
         loss = generator_loss(self.at(parameters, row.data, noise, y), noise, y, heads, counts)
         (gradient,) = torch.autograd.grad(loss, parameters)
-        return float(loss.detach()), gradient
+        return loss.detach(), gradient
 
 
 def label_weights(counts: Tensor) -> Tensor:
