@@ -67,8 +67,9 @@ class FedFomoServer(Server[FedFomoOptions]):
         """The other clients whose models client i receives."""
         draw = self.context.streams.numpy("fomo", round, i)
         epsilon = max(0.0, self.options.epsilon - self.options.epsilon_decay * round)
-        left = [int(j) for j in draw.permutation(self.context.clients) if self.sent[j] and j != i]  # ties are drawn
-        left.sort(key=lambda j: -float(self.P[i, j]))
+        sent, gains = self.sent.tolist(), self.P[i].tolist()
+        left = [int(j) for j in draw.permutation(self.context.clients) if sent[j] and j != i]  # ties are drawn
+        left.sort(key=lambda j: -gains[j])
         chosen: list[int] = []
         while left and len(chosen) < self.options.M - 1:
             chosen.append(left.pop(int(draw.integers(len(left))) if draw.random() < epsilon else 0))

@@ -1,0 +1,77 @@
+"""What a server does in a round asks for few single numbers: on a GPU each of them has to be waited for."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedloom.engines import PlainEngine
+from fedloom.exchange import Job, Lost, Update
+from fedloom.methods import methods
+from fedloom.small_runs import small_experiment
+
+MORE = {
+    "abavg": "asks how many samples each client's model has right",
+    "feddf": "scores its student again and again",
+    "fedgen": "one_hot looks at its numbers, on a CPU",
+    "fedlaw": "tells the losses of the weights that it learns",
+    "fedma": "units are assigned on the host",
+    "fedma-layers": "units are assigned on the host",
+    "gamf": "units are assigned on the host",
+}
+"""Methods that have a reason to ask for more."""
+
+FEW = 2
+
+
+class Questions(TorchDispatchMode):
+    """Counts the numbers that are asked for, by where that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+        self.training = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.training and "_local_scalar_dense" in str(func):
+            frame: Any = sys._getframe(1)
+            while frame.f_back is not None and "/fedloom/" not in frame.f_code.co_filename:
+                frame = frame.f_back
+            self.counts[f"{frame.f_code.co_filename}:{frame.f_lineno}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", sorted(set(methods()) - set(MORE)))
+def test_a_server_asks_for_few_numbers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions, train = Questions(), PlainEngine.train
+
+    def training(engine: PlainEngine, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+        answers = train(engine, round, jobs)
+        while True:
+            questions.training = True
+            answer = next(answers, None)
+            questions.training = False
+            if answer is None:
+                return
+            # As from a GPU, which has found out beside the rest whether all numbers are finite.
+            yield replace(answer, finite=True) if isinstance(answer, Update) else answer
+
+    given = {"engine": "plain", "per_round": 8, "rounds": 100, "eval_every": 100}
+    with small_experiment(method, {}, **given).engine_closed() as experiment:
+        experiment.rounds.play(0)
+        monkeypatch.setattr(PlainEngine, "train", training)
+        with questions:
+            assert not experiment.rounds.play(1)["lost"]
+    assert questions.counts.total() <= FEW, questions.counts
+
+
+def test_questions_are_counted() -> None:
+    with Questions() as questions:
+        float(torch.ones(()))
+        bool(torch.ones(()) > 0)
+    assert questions.counts.total() == 2
