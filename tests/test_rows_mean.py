@@ -117,6 +117,22 @@ def test_integers_take_the_largest_and_keep_their_dtype() -> None:
     assert all(same_bits(a, b) for a, b in zip(rows, untouched, strict=True)), "the mean changes none of its rows"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_integers_of_one_type_are_seen_together(dtype: torch.dtype) -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(5)), Odd(), nn.BatchNorm1d(3)).to(dtype)
+    randomise(module, 0)
+    layout = Layout.of(module)
+    row = layout.read(module)
+    found = layout.integers(row)
+    assert [view.dtype for view in found] == [torch.int64, torch.bool, torch.int32, torch.uint8, torch.int64]
+    expected = [view.flatten() for view in layout.views(row, Kind.INTEGER)]
+    assert found[0].tolist() == torch.cat(expected[:5]).tolist(), "the counters of the first norms"
+    assert found[1].tolist() == [*expected[5].tolist(), *[False] * 5], "filled up to eight bytes"
+    assert found[4].tolist() == torch.cat(expected[-2:]).tolist()
+    found[0][4] = 12345
+    assert layout.state_dict(row)["4.num_batches_tracked"].item() == 12345
+
+
 def test_weight_zero_is_ignored_even_when_not_finite() -> None:
     layout, (first, second, bad) = model_rows(3)
     bad[: layout.floats] = float("nan")

@@ -26,7 +26,7 @@ from fedloom.methods.base import Context, Part
 from fedloom.methods.catalogue import Parts
 from fedloom.metrics import Clock, client_accuracy, mean_and_worst
 from fedloom.privacy.mechanism import Privacy, base_of
-from fedloom.rows import Kind, Layout, all_finite
+from fedloom.rows import Layout, all_finite
 from fedloom.workshop import STAYS, put_columns
 
 MOST_PERSONAL = 100
@@ -225,8 +225,8 @@ class Rounds:
             for columns in stays if count else ():
                 floats = slice(columns.start, min(columns.stop, layout.floats))
                 mean[floats].lerp_(theirs[floats], count / total)
-            for counter, other in zip(*(layout.views(each, Kind.INTEGER) for each in (mean, theirs)), strict=True):
-                torch.maximum(counter, other, out=counter)
+            for counters, others in zip(*map(layout.integers, (mean, theirs)), strict=True):
+                torch.maximum(counters, others, out=counters)
         return mean
 
     def _score(self, record: dict[str, Any], clock: Clock) -> dict[str, Any]:

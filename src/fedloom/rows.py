@@ -15,6 +15,7 @@ Frozen parameters (`requires_grad=False`) are the same in every model and so are
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -94,6 +95,7 @@ class Layout:
         self.trainable = ends[Kind.PARAMETER]
         self.floats = max(self.trainable, ends[Kind.BUFFER])
         self.size = max(self.floats, ends[Kind.INTEGER])
+        self._integers = _side_by_side(entry for entry in entries if entry.kind is Kind.INTEGER)
 
     @classmethod
     def of(cls, module: nn.Module, *, channels_last: bool = False) -> "Layout":
@@ -183,6 +185,13 @@ class Layout:
         """The tensors of one kind as views into `row` (or into its trainable block alone)."""
         return [entry.view(row) for entry in self.entries if entry.kind is kind]
 
+    def integers(self, row: Tensor) -> list[Tensor]:
+        """All integers of `row`: a flat view of those of one type that lie side by side, such as the counters of norms.
+
+        Where some do not fill eight bytes there are zeros between them.
+        """
+        return [row[columns].view(torch.uint8).view(dtype) for columns, dtype in self._integers]
+
     def is_finite(self, row: Tensor) -> bool:
         """Whether every float of `row` is finite."""
         return all_finite(row[: self.floats])
@@ -231,8 +240,7 @@ class Mean:
             return
         floats = self.layout.floats
         self._mean[:floats].lerp_(row[:floats], weight / self.weight)
-        pairs = (self.layout.views(each, Kind.INTEGER) for each in (self._mean, row))
-        for mine, theirs in zip(*pairs, strict=True):
+        for mine, theirs in zip(*map(self.layout.integers, (self._mean, row)), strict=True):
             torch.maximum(mine, theirs, out=mine)
 
     def into(self, row: Tensor) -> bool:
@@ -254,6 +262,18 @@ def all_finite(tensor: Tensor) -> bool:
 def digest(row: Tensor) -> str:
     """SHA-256 of a row's bytes: two models with one digest are equal bit for bit."""
     return hashlib.sha256(row.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _side_by_side(integers: Iterable[Entry]) -> list[tuple[slice, torch.dtype]]:
+    """The columns of integers of one type that lie side by side."""
+    found: list[tuple[slice, torch.dtype]] = []
+    for entry in integers:
+        before, dtype = found[-1] if found else (slice(0, 0), None)
+        if dtype is entry.dtype and before.stop == entry.offset:
+            found[-1] = slice(before.start, entry.offset + entry.size), entry.dtype
+        else:
+            found.append((slice(entry.offset, entry.offset + entry.size), entry.dtype))
+    return found
 
 
 def _unit_of(name: str) -> str:

@@ -182,9 +182,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         matched = self.ends[min(stage + 1, last)]
         self.held[:, :matched] = self.own[active, :matched].any(0)
         if stage == last:
-            for integers in zip(
-                *(self.context.layout.views(row, Kind.INTEGER) for row in self._rows(active)), strict=True
-            ):
+            for integers in zip(*map(self.context.layout.integers, self._rows(active)), strict=True):
                 integers[0].copy_(torch.stack(integers[1:]).amax(0))
             self.bank.rows[0] = self.whole
             self.popular = self.own[active].double().sum(0)
