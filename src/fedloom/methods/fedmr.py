@@ -121,10 +121,14 @@ class FedMRServer(SlotServer[FedMROptions]):
     def shuffled(self, round: int, v: Tensor, w: Tensor) -> None:
         """The server draws a permutation of the models for each layer."""
         draw = self.context.streams.numpy("recombine", round)
+        targets, sources = list[Tensor](), list[Tensor]()
         for columns in self.layers:
             source = draw.permutation(len(v))
-            places = [(i, j, part) for part in columns for i, j in enumerate(source)]
-            copy_all_([w[i, part] for i, _, part in places], [v[j, part] for _, j, part in places])
+            for part in columns:
+                theirs = v[:, part].unbind()
+                targets += w[:, part].unbind()
+                sources += [theirs[j] for j in source]
+        copy_all_(targets, sources)  # on a GPU, hardly slower than one of them
 
     @classmethod
     def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:
