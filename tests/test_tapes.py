@@ -310,19 +310,40 @@ def test_draws_of_torch_on_the_host_are_not_recorded(
     assert "it draws random numbers on the host" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
 def test_a_recording_without_memory_is_not_taken_for_a_step_that_cannot_be_recorded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine then goes on with fewer slots. That the recording could not be ended is no reason of its own."""
     player, tape = Counter(), FakeGraphTape()
 
     def capture(body: Callable[[], None], _: object) -> None:
         try:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
         finally:
             raise RuntimeError("the recording could not be ended")
 
     monkeypatch.setattr(tape, "capture", capture)
-    with caplog.at_level(logging.WARNING, "fedloom"), pytest.raises(torch.OutOfMemoryError):
+    with caplog.at_level(logging.WARNING, "fedloom"), pytest.raises(type(error)) as raised:
         play(tape, player.add_one, player, 2)
+    assert raised.value is error
     assert not caplog.text
+
+
+def test_after_cooling_down_a_step_is_done_before_others_are_recorded() -> None:
+    player, tape = Counter(), FakeGraphTape()
+    for key in "aab":
+        tape.play("k", key, player.add_one, player)
+    assert (tape.done, tape.recorded) == (1, 2)
+    tape.cool_down()
+    for key in "cabd":  # those of before are still there
+        tape.play("k", key, player.add_one, player)
+    assert tape.recorded == 3
+    assert player.total.tolist() == [7.0] * 3

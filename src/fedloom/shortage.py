@@ -9,9 +9,10 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fedloom.engines.base import Engine, is_short_of_memory
+from fedloom.engines.base import Engine
 from fedloom.engines.gpu import give_back
 from fedloom.errors import ShortOfMemory
+from fedloom.gpu_errors import is_short_of_memory
 from fedloom.report.words import plural
 from fedloom.streams import GLOBAL_STATE
 from fedloom.watching import Watcher

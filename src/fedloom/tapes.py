@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedloom.cuda_streams import SpareStream
+from fedloom.gpu_errors import is_short_of_memory
 from fedloom.precision import tune, tunes
 from fedloom.streams import GLOBAL_STATE
 
@@ -116,6 +117,9 @@ class Tape:
         """Whether this step was not refused."""
         return True
 
+    def cool_down(self) -> None:
+        """Libraries may have to set themselves up again, so do each kind of step once before more are recorded."""
+
     def wait(self) -> None:
         """Wait for all that was played."""
 
@@ -191,7 +195,7 @@ class RecordingTape(Tape):
         except Exception as error:  # whatever a step does that cannot be recorded can still be done
             self.mend(states)
             first = _first_cause(error)
-            if isinstance(first, torch.OutOfMemoryError):  # the end of the recording may have failed for it
+            if is_short_of_memory(first):  # the end of the recording may have failed for it
                 raise first from None
             self.refuse(kind, f"{type(first).__name__}: {str(first).partition(chr(10))[0]}")
             super().play(kind, key, body, player)
@@ -211,6 +215,9 @@ class RecordingTape(Tape):
             del self._recordings[next(iter(self._recordings))]  # the oldest
         self._recordings[key, player.values(names)] = recording
         recording.replay()
+
+    def cool_down(self) -> None:
+        self._warm.clear()
 
     def mend(self, states: Sequence[Tensor]) -> None:
         """After a recording that failed: let the generators be as they were before it."""

@@ -16,6 +16,7 @@ from fedloom.engines.slot import SlotBench
 from fedloom.errors import FedloomError
 from fedloom.experiment import Experiment
 from fedloom.small_runs import small_experiment
+from fedloom.tapes import Tape
 
 
 @contextmanager
@@ -160,6 +161,17 @@ def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monke
         engine, jobs = cuda_of(plain, 4), jobs_for(plain, list(range(5)))
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
         assert len(engine.slots) == 2
+
+
+def test_slots_that_are_left_cool_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had no memory may have been forgotten, and cannot be loaded while a step is being recorded."""
+    cooled, cool_down = list[Tape](), Tape.cool_down
+    monkeypatch.setattr(Tape, "cool_down", lambda tape: (cooled.append(tape), cool_down(tape))[1])
+    monkeypatch.setattr(SlotBench, "_take", short(lambda: len(engine.slots) > 2, SlotBench._take))
+    with experiment() as plain:
+        engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
+        assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
+        assert {id(slot.tape) for slot in engine.slots} <= {id(tape) for tape in cooled}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fedloom.bench import Bench, Pass, Workshop
 from fedloom.data import Federation, Samples
 from fedloom.errors import ShortOfMemory
 from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
+from fedloom.gpu_errors import CHIP_ERROR, is_short_of_memory
 from fedloom.scores import Score, score_chunks
 
 Train = Callable[[Bench], Iterator[Pass]]
@@ -254,22 +255,6 @@ def _fill(name: str, place: Tensor, value: Tensor) -> None:
     if value.shape != place.shape:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, but {tuple(place.shape)} was expected")
     place.copy_(value)
-
-
-CHIP_ERROR: Any = getattr(torch, "AcceleratorError", ())
-"""What newer versions of torch raise when a GPU itself fails; none in older ones."""
-
-SHORT_OF_MEMORY = ("STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
-"""What libraries say when there is no memory."""
-
-
-def is_short_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory: torch, its libraries, Triton and CUDA itself each have their own way to say so."""
-    if isinstance(error, CHIP_ERROR):
-        return "out of memory" in str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in SHORT_OF_MEMORY)
-    )
 
 
 def refuse_to_train_without_memory(error: BaseException | None = None) -> NoReturn:

@@ -21,12 +21,10 @@ from torch import Tensor
 from fedloom.bench import Bench
 from fedloom.data import Samples
 from fedloom.engines.base import (
-    CHIP_ERROR,
     Engine,
     Shop,
     Train,
     conclude,
-    is_short_of_memory,
     reason_of,
     refuse_to_train_without_memory,
     score_in_turn,
@@ -37,6 +35,7 @@ from fedloom.engines.order import LargestFirst, work_of
 from fedloom.engines.slot import SlotBench, apart
 from fedloom.errors import ShortOfMemory
 from fedloom.exchange import Job, Lost, Update
+from fedloom.gpu_errors import CHIP_ERROR, is_short_of_memory
 from fedloom.scores import Score
 
 MOST_SLOTS = 16

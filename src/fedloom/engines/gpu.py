@@ -95,6 +95,8 @@ class Gpu:
         """Go on with one slot less: there is no memory for all of them. False: with the last, but without the samples,
         which are brought here with their clients from now on."""
         self.synchronize()
+        for one in self.slots:
+            one.tape.cool_down()  # a kernel that found no memory is forgotten, and cannot be loaded in a recording
         if self.slots == [slot] and self._send_samples_away():
             return False
         self.slots.remove(slot)

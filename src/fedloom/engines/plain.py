@@ -13,13 +13,13 @@ from fedloom.bench import Bench
 from fedloom.engines.base import (
     Engine,
     Shop,
-    is_short_of_memory,
     reason_of,
     refuse_to_train_without_memory,
     score_in_turn,
     train_client,
 )
 from fedloom.exchange import Job, Lost, Update
+from fedloom.gpu_errors import is_short_of_memory
 from fedloom.scores import Score, score_chunks
 
 
