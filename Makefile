@@ -38,7 +38,8 @@ test-flower-faults: setup-flower  ## the same with faults: processes killed and 
 
 test-gpu: setup  ## the engine on a GPU, held against a plain loop and the plain engine
 	$(BIN)/python -m pytest -q -m gpu tests/engines/test_gpu.py tests/test_precision.py tests/test_storage.py \
-	  tests/test_beside.py tests/test_shortage.py tests/methods/test_drafts.py tests/models
+	  tests/test_beside.py tests/test_shortage.py tests/methods/test_drafts.py tests/methods/test_fedcross_precision.py \
+	  tests/models
 
 fuzz: setup  ## the property tests again with inputs drawn anew; `make fuzz TESTS=tests/data` for some
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -n auto -p no:cacheprovider $(TESTS)

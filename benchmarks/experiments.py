@@ -62,18 +62,18 @@ class Page:
         """What is known of the pretrained model that runs begin with."""
         self._path = results / f"{experiment['file']}.json"
         self._began = time.monotonic()
-        before = self._entries().get(experiment["name"], {}) if runs.exists() else {}  # of other runs, from elsewhere
-        self._before = before.get("seconds", 0.0)
+        first = experiment["settings"].get("seed", 0)
+        seeds = range(first, first + experiment["seeds"])
+        self._names = {f"{name}-seed{seed}" for name in experiment["methods"] for seed in seeds}
+        goes_on = any((runs / name).exists() for name in self._names)  # if not, what is written is of other runs
+        self._before = self._entries().get(experiment["name"], {}).get("seconds", 0.0) if goes_on else 0.0
 
     def _entries(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
         return found
 
     def write(self, ended: str) -> None:
-        # An experiment may share its folder, with a run that is timed alone.
-        first = self._experiment["settings"].get("seed", 0)
-        seeds = range(first, first + self._experiment["seeds"])
-        found = collected(self._runs, {f"{name}-seed{seed}" for name in self._experiment["methods"] for seed in seeds})
+        found = collected(self._runs, self._names)  # it may share its folder, with a run that is timed alone
         if not found:
             return
         entry = {

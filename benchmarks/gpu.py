@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["tf32", "bf16"], choices=["fp32", "tf32", "bf16"])
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--fast", action="store_true", help="let the engine use what is not the same every time")
-    parser.add_argument("--channels-last", action="store_true", help="also in tf32")
+    parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, help="instead of the faster order")
     parser.add_argument("--loop-in-bf16", action="store_true", help="with bf16, time such a loop too, which is slower")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed")
     parser.add_argument("--warm", type=int, default=2, help="how often these are played before, to be recorded")
@@ -99,7 +99,8 @@ def other_words(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     words = []
     for name, value in vars(options).items():
         if name not in ("parts", "models", "methods", "precisions") and value != parser.get_default(name):
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            no = "no-" if value is False else ""
+            words += [f"--{no}{name.replace('_', '-')}", *([] if isinstance(value, bool) else [str(value)])]
     return words
 
 

@@ -43,7 +43,7 @@ def experiment_of(
         "eval_every": 10_000, "model": model, "epochs": 1 if options.tiny else EPOCHS, "batch_size": BATCH, "lr": LR,
         "momentum": MOMENTUM, "engine": usable("cuda", options), "device": options.device, "fast": options.fast,
         "precision": precision if options.device == "cuda" else "fp32",
-        "channels_last": options.channels_last or None,
+        "channels_last": options.channels_last,
     }  # fmt: skip
     return started(build(make_config(given), Own(data=data)))
 
@@ -51,7 +51,12 @@ def experiment_of(
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
     fused = options.device != "cuda" or (fusing.enabled and fusing.triton_works(torch.device("cuda:0")))
-    asked = {"fast": options.fast, "channels last": options.channels_last, "torch's own pools and norms": not fused}
+    asked = {
+        "fast": options.fast,
+        "channels last": options.channels_last is True,
+        "usual order": options.channels_last is False,
+        "torch's own pools and norms": not fused,
+    }
     return ", ".join([model, precision, *(word for word, wanted in asked.items() if wanted)])
 
 

@@ -69,6 +69,8 @@ def whole_rounds(options: argparse.Namespace, sheet: Sheet, model: str, precisio
     data = federation(options)
     ceilings = measure_ceilings(options.device, 256 if options.tiny else 8192) if "profile" in options.parts else {}
     with experiment_of(model, precision, data, options).engine_closed() as experiment:
+        if options.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # which are those of the ceilings
         first = seconds(options.device, warm, experiment, options)
         if "speed" in options.parts:
             found = speed(experiment, data, options, autocast=options.loop_in_bf16 and precision == "bf16")

@@ -202,7 +202,11 @@ def test_what_is_stopped_goes_on(driver: ModuleType, tmp_path: Path, monkeypatch
     (tmp_path / "results" / "digits.json").write_text(json.dumps(given))
     assert call("digits, small")["digits, small"]["seconds"] >= 1e6, "it went on, though nothing was left to do"
     (tmp_path / "runs").rename(tmp_path / "moved")
-    assert call("digits, small")["digits, small"]["seconds"] < 1e6, "these runs are others, from the beginning"
+    given |= {f"digits, small, {method} alone": given["digits, small"] for method in ("fedavg", "scaffold")}
+    (tmp_path / "results" / "digits.json").write_text(json.dumps(given))
+    for method in ("fedavg", "scaffold"):
+        found = call("digits, small", "--alone", method)
+    assert all(found[f"digits, small, {method} alone"]["seconds"] < 1e6 for method in ("fedavg", "scaffold"))
     shares = entry["methods"]["fedavg"]["shares of the time"]
     assert {"train", "collect", "evaluate", "checkpoint"} <= set(shares)
     assert sum(shares.values()) == pytest.approx(1.0, abs=0.05)

@@ -93,8 +93,8 @@ class Config(Training):
     workers: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """worker processes of the host engine; 0: one for each core"""
     channels_last: bool | None = None
-    """memory order of images and convolutions; by default channels-last where it is faster: on CPUs, in bf16, and for
-    wide networks with batch norm"""
+    """memory order of images and convolutions; by default channels-last where it is faster: on CPUs, in bf16, and in
+    tf32 for wide networks with batch norm"""
     checkpoint_seconds: float = Field(30.0, ge=0)
     """seconds between two checkpoints, more if writing them takes long; 0: one after every round"""
     keep_checkpoints: int = Field(2, ge=1, le=MOST)

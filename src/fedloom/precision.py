@@ -104,5 +104,5 @@ def wants_channels_last(module: nn.Module, precision: str) -> bool:
 
 
 def _channels_in_the_middle(module: nn.Module) -> int:
-    """Channels that a convolution has which is neither narrow nor wide among them; 0 where there are none."""
+    """The lower median of the convolutions' output channels; 0 where there are none."""
     return median_low([layer.out_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)] or [0])

@@ -143,6 +143,8 @@ class RecordingTape(Tape):
         super().__init__()
         self._generators = generators
         self._warm, self._refused, self._checked = Kinds(), Kinds(), Kinds()
+        self._short = Kinds()
+        """Kinds in whose recording a library found no memory."""
         self._told: set[tuple[str, str]] = set()
         self._reads: dict[Hashable, frozenset[str]] = {}
         self._recordings: dict[Hashable, Recording] = {}
@@ -186,18 +188,21 @@ class RecordingTape(Tape):
 
     def _record(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: Player) -> None:
         states = [generator.get_state() for generator in self._generators]
+        failure: BaseException | None = None
         try:
             with player.randomness(), player.listen() as reads, _HostDraws() as draws:
                 recording = self.capture(body, player)
-        except torch.OutOfMemoryError:
-            self.mend(states)
-            raise
         except Exception as error:  # whatever a step does that cannot be recorded can still be done
             self.mend(states)
-            first = _first_cause(error)
-            if is_short_of_memory(first):  # the end of the recording may have failed for it
-                raise first from None
-            self.refuse(kind, f"{type(first).__name__}: {str(first).partition(chr(10))[0]}")
+            # The end of a recording may have failed only because there was no memory before.
+            failure = error if isinstance(error, torch.OutOfMemoryError) else _first_cause(error)
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure  # not within that clause: other errors hold on to what was recorded
+        if failure is not None:
+            if is_short_of_memory(failure) and kind not in self._short:
+                self._short.add(kind)  # a library's: if it was not setting itself up, the step as it is written says so
+            else:
+                self.refuse(kind, f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}")
             super().play(kind, key, body, player)
             return
         changing = "it asks how many steps were taken, which every step changes" if "steps" in reads else None

@@ -170,7 +170,9 @@ def test_slots_that_are_left_cool_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotBench, "_take", short(lambda: len(engine.slots) > 2, SlotBench._take))
     with experiment() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
+        assert engine.score(jobs[0].row) is not None
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
+        assert engine._judge is None, "whatever it keeps is memory as well"
         assert {id(slot.tape) for slot in engine.slots} <= {id(tape) for tape in cooled}
 
 

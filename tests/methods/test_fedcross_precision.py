@@ -115,3 +115,18 @@ def test_a_run_is_the_same_as_with_careful_arithmetic_alone(monkeypatch: pytest.
     mixed = deployed()
     monkeypatch.setattr(FedCrossServer, "quick_gaps", lambda self, v: (self.gaps(v), torch.zeros(len(v), len(v))))
     assert torch.equal(deployed(), mixed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("apart", [(1.0, 0.0), (1e-2, 0.0), (1e-4, 0.0), (1e-2, 1.0)])
+def test_it_chooses_the_same_on_a_gpu_that_computes_in_tf32(apart: tuple[float, float]) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for seed in range(20):
+            v = rows_of(seed, 8, *apart)
+            for sign in (1, -1):
+                assert server_of(8).extremes(v.cuda(), sign) == server_of(8).extremes(v, sign)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -206,6 +206,9 @@ class TestOnAGpu:
     def test_a_network_can_still_be_traced(self, model: str) -> None:
         module, x = build(model, (3, 32, 32), 10).cuda().eval(), torch.randn(4, 3, 32, 32, device="cuda")
         x = x.contiguous(memory_format=torch.channels_last)
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # torch warns of traces, and of shapes in them
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)  # that the number of channels is as it was
             traced = torch.jit.trace(module, x)
-        torch.testing.assert_close(traced(x), module(x))
+        for other in (x, torch.randn_like(x)):
+            torch.testing.assert_close(traced(other), module(other))

@@ -119,6 +119,7 @@ class CudaEngine(Engine):
                         waiting.put_back(index)
                         gpu.free.append(place)
                         error.with_traceback(None)  # it holds what the step had
+                        self._forget_scoring()  # which takes memory too, and may have to load its kernels again
                         if not gpu.drop(slot):
                             idle.append(slot)
                         self._refuse_none(error)

@@ -119,12 +119,18 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         return torch.stack([cosine_gaps(gram) for gram in torch.stack(grams).cpu()]).mean(0)
 
     def quick_gaps(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in float32, and how far each gap may be off."""
+        """The same in float32, and how far each gap may be off.
+
+        On a GPU in float64 at once: there products of float32 numbers may be taken in tf32, which is off by far more.
+        """
+        if v.device.type != "cpu":
+            exact = self.gaps(v)
+            return exact, torch.zeros_like(exact)
         found = []
         for columns in self.units():
             pairs = zip(*(quick_products(v[1:], v[0], c) for c in columns), strict=True)
             found.append(torch.stack([_total(each) for each in pairs]))
-        both = torch.stack(found).cpu()
+        both = torch.stack(found)
         gaps = torch.stack([cosine_gaps(gram) for gram, _ in both])
         return gaps.mean(0), torch.stack([gap_errors(gram, errors) for gram, errors in both]).mean(0)
 
