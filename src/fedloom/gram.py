@@ -35,7 +35,7 @@ def inner_products(rows: Tensor, reference: Tensor, columns: slice, last: Tensor
 
 
 def quick_products(rows: Tensor, reference: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """`inner_products` with float32 inside, in half the time, and how far each of them may be off.
+    """`inner_products` with float32 inside, in half the time on a CPU, and how far each of them may be off.
 
     A sum of n products of numbers of d_i and d_j in float32 is off by some sqrt(n) u |d_i| |d_j|, with u = 2^-24. Such
     errors of different sums are independent, so their squares add up. Eight times that is said: random errors are that
