@@ -196,8 +196,9 @@ class RecordingTape(Tape):
             self.mend(states)
             # The end of a recording may have failed only because there was no memory before.
             failure = error if isinstance(error, torch.OutOfMemoryError) else _first_cause(error)
+            failure.with_traceback(None)  # which holds what was recorded, and its memory
         if isinstance(failure, torch.OutOfMemoryError):
-            raise failure  # not within that clause: other errors hold on to what was recorded
+            raise failure  # not within that clause: the error at the end holds it too
         if failure is not None:
             if is_short_of_memory(failure) and kind not in self._short:
                 self._short.add(kind)  # a library's: if it was not setting itself up, the step as it is written says so
