@@ -21,7 +21,7 @@ def rows_of(seed: int, count: int, width: int) -> Tensor:
 
 
 def gaps_of(rows: Tensor, reference: int = 0) -> Tensor:
-    return cosine_gaps(inner_products(rows, rows[reference], slice(0, rows.shape[1])))
+    return torch.from_numpy(cosine_gaps(inner_products(rows, rows[reference], slice(0, rows.shape[1])).numpy()))
 
 
 def true_gaps(rows: Tensor) -> np.ndarray:
@@ -140,6 +140,13 @@ def test_where_a_short_cosine_no_longer_can() -> None:
         wrong += int((naive.numpy().argmax(1) != wanted.argmax(1)).any())
         assert (gaps_of(rows).numpy().argmax(1) == wanted.argmax(1)).all()
     assert wrong >= 15
+
+
+def test_stacked_products_give_the_gaps_of_each() -> None:
+    grams = [
+        inner_products(rows, rows[0], slice(0, 30)).numpy() for rows in (rows_of(seed, 4, 30) for seed in range(3))
+    ]
+    np.testing.assert_array_equal(cosine_gaps(np.stack(grams)), np.stack([cosine_gaps(gram) for gram in grams]))
 
 
 def test_rows_of_zeros_are_alike_and_unlike_all_others() -> None:

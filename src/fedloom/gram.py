@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 from math import sqrt
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Numbers = NDArray[np.float64]
 
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """How much is multiplied at a time: on a CPU small enough for the cache, large enough that calls cost little."""
@@ -26,12 +30,11 @@ def inner_products(rows: Tensor, reference: Tensor, columns: slice, last: Tensor
     among them, and in float64, nothing cancels.
     """
     count = len(rows) + 1
-    length = max(256, BLOCK_BYTES[rows.device.type] // (count * torch.float64.itemsize))
+    most = max(256, BLOCK_BYTES[rows.device.type] // (count * torch.float64.itemsize))
+    length = max(1, min(most, columns.stop - columns.start))
     space = torch.empty(count, length, dtype=torch.float64, device=rows.device)
-    gram = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
-    for block in _blocks(space, rows, reference, columns, last):
-        gram += block @ block.T
-    return gram
+    parts = [block @ block.T for block in _blocks(space, rows, reference, columns, last)]
+    return parts[0] if len(parts) == 1 else sum(parts, space.new_zeros(count, count))
 
 
 def quick_products(rows: Tensor, reference: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -58,40 +61,57 @@ def _blocks(
     space: Tensor, rows: Tensor, reference: Tensor, columns: slice, last: Tensor | None = None
 ) -> Iterator[Tensor]:
     """As many columns as `space` has at a time, of the differences and the last vector, in their place there."""
-    count, length = len(rows), space.shape[1]
+    length = space.shape[1]
     for start in range(columns.start, columns.stop, length):
         part = slice(start, min(start + length, columns.stop))
-        block = space[:, : part.stop - part.start]
-        block[count] = reference[part]
-        torch.sub(rows[:, part], block[count], out=block[:count])
+        block = space if part.stop - start == length else space[:, : part.stop - start]
+        bottom = block[-1]
+        bottom.copy_(reference[part])
+        torch.sub(rows[:, part], bottom, out=block[:-1])
         if last is not None:
-            block[count] = last[part.start - columns.start : part.stop - columns.start]
+            bottom.copy_(last[part.start - columns.start : part.stop - columns.start])
         yield block
 
 
-def cosine_gaps(gram: Tensor) -> Tensor:
-    """1 - cosine of each pair of rows, from `inner_products`; exact to the last digits for nearly parallel rows.
+def column_blocks(rows: Tensor, columns: slice) -> Iterator[slice]:
+    """These columns, as many at a time as are worked on at once."""
+    length = max(256, BLOCK_BYTES[rows.device.type] // (len(rows) * rows.element_size()))
+    for start in range(columns.start, columns.stop, length):
+        yield slice(start, min(start + length, columns.stop))
+
+
+@np.errstate(all="ignore")  # what is not a number tells by itself
+def cosine_gaps(gram: Numbers) -> Numbers:
+    """1 - cosine of each pair of rows, from `inner_products` (or several of them, stacked), exact to the last digits
+    for nearly parallel rows.
 
     With E = |v_i - v_j|^2 and n_i = |v_i|, 1 - cos = (E - (n_i - n_j)^2) / (2 n_i n_j). Two zero rows are alike.
     """
-    d = gram[:-1, :-1]
-    along, own = gram[:-1, -1], d.diagonal()
-    squared = (own[:, None] + own[None, :] - 2 * d).clamp_(min=0)
+    d = gram[..., :-1, :-1]
+    along, own = gram[..., :-1, -1], np.diagonal(d, axis1=-2, axis2=-1)
+    squared = np.maximum(_sums(own) - 2 * d, 0)
     extra = 2 * along + own  # |v_i|^2 - |r|^2
-    norms = (gram[-1, -1] + extra).clamp_(min=0).sqrt()
-    sums = norms[:, None] + norms[None, :]
-    apart = torch.where(sums > 0, (extra[:, None] - extra[None, :]) / sums, torch.zeros_like(sums))
-    product = norms[:, None] * norms[None, :]
-    gaps = (squared - apart**2).clamp_(min=0) / (2 * product)
-    return torch.where(product > 0, gaps, torch.where(sums > 0, torch.ones_like(gaps), torch.zeros_like(gaps)))
+    norms = np.sqrt(np.maximum(gram[..., -1:, -1] + extra, 0))
+    sums, product = _sums(norms), norms[..., :, None] * norms[..., None, :]
+    apart = np.where(sums > 0, (extra[..., :, None] - extra[..., None, :]) / sums, 0)
+    gaps = np.maximum(squared - apart**2, 0) / (2 * product)
+    return np.where(product > 0, gaps, sums > 0)
 
 
-def gap_errors(gram: Tensor, errors: Tensor) -> Tensor:
+@np.errstate(all="ignore")
+def gap_errors(gram: Numbers, errors: Numbers) -> Numbers:
     """How far `cosine_gaps` may be off, for products that may be off by `errors`: the terms of its formula in turn."""
-    own, off = gram[:-1, :-1].diagonal().clamp(min=0), errors[:-1, :-1].diagonal()
-    squared_off = (off[:, None] ** 2 + off[None, :] ** 2 + 4 * errors[:-1, :-1] ** 2).sqrt()
-    extra_off = (4 * errors[:-1, -1] ** 2 + off**2).sqrt()
-    norms = (gram[-1, -1] + 2 * gram[:-1, -1] + own).clamp_(min=0).sqrt()
-    apart_off = (extra_off[:, None] + extra_off[None, :]) / (norms[:, None] + norms[None, :])
-    apart = (norms[:, None] - norms[None, :]).abs() + apart_off
-    return (squared_off + 2 * apart * apart_off) / (2 * norms[:, None] * norms[None, :])
+    own = np.maximum(np.diagonal(gram, axis1=-2, axis2=-1)[..., :-1], 0)
+    off = np.diagonal(errors, axis1=-2, axis2=-1)[..., :-1]
+    squared_off = np.sqrt(_sums(off**2) + 4 * errors[..., :-1, :-1] ** 2)
+    extra_off = np.sqrt(4 * errors[..., :-1, -1] ** 2 + off**2)
+    norms = np.sqrt(np.maximum(gram[..., -1:, -1] + 2 * gram[..., :-1, -1] + own, 0))
+    apart_off = _sums(extra_off) / _sums(norms)
+    apart = np.abs(norms[..., :, None] - norms[..., None, :]) + apart_off
+    found: Numbers = (squared_off + 2 * apart * apart_off) / (2 * norms[..., :, None] * norms[..., None, :])
+    return found
+
+
+def _sums(numbers: Numbers) -> Numbers:
+    """Of each pair."""
+    return numbers[..., :, None] + numbers[..., None, :]

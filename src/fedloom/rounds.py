@@ -139,6 +139,7 @@ class Rounds:
                 tally.lost[job.client] = "did not answer (simulated)"
             else:
                 asked.append(job)
+        at_home, uploads = self._bytes_at_home(), self.parts.local.uploads(self.context.layout)
         for answer in clock.waiting(self.engine.train(round, asked), "train"):
             if isinstance(answer, Lost):
                 tally.lost[answer.job.client] = answer.reason
@@ -146,8 +147,8 @@ class Rounds:
                 if not answer.reached:
                     tally.unreached.append(answer.job)
                 continue
-            tally.bytes_up += answer.nbytes - self._bytes_at_home()
-            if fault := fault_of(answer, self.context.layout, self.parts.local.uploads(self.context.layout)):
+            tally.bytes_up += answer.nbytes - at_home
+            if fault := fault_of(answer, self.context.layout, uploads):
                 tally.lost[answer.client] = f"refused: {fault}"
             elif answer.samples == 0:
                 tally.idle += 1

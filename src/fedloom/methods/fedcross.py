@@ -17,18 +17,21 @@ model nothing is mixed. A model whose client was lost takes part as it is. Ties 
 order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedloom.gram import cosine_gaps, gap_errors, inner_products, quick_products
-from fedloom.methods.base import Options
+from fedloom.gram import Numbers, column_blocks, cosine_gaps, gap_errors, inner_products, quick_products
+from fedloom.methods.base import Context, Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.methods.slots import APART, SlotServer
-from fedloom.rows import Kind
+from fedloom.rows import Kind, Layout
 
 
 class FedCrossOptions(Options):
@@ -51,26 +54,33 @@ class FedCrossOptions(Options):
 class FedCrossServer(SlotServer[FedCrossOptions]):
     """K middleware models that cross-aggregate."""
 
+    def __init__(self, context: Context, options: FedCrossOptions) -> None:
+        super().__init__(context, options)
+        units = _units(context.layout, options.similarity)
+        self.pieces = [columns for unit in units for columns in unit]
+        """The columns that are compared, and ..."""
+        self.starts = list(accumulate((len(unit) for unit in units[:-1]), initial=0))
+        """... the pieces with which begins what is compared as one."""
+
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         options, floats = self.options, self.context.layout.floats
         if round < options.first_stage:
             w[:] = self.mean(v)
             return
         r = round - options.first_stage
-        w[:, floats:] = v[:, floats:]  # integers stay with their model
         alpha = self.alpha(r)
-        groups = self.collaborators(r, v) if alpha < 1 else [[]] * len(v)
-        for i, partners in enumerate(groups):
-            mine, mixed = v[i, :floats], w[i, :floats]
-            if not partners:
-                mixed.copy_(mine)
-            else:
-                other = v[partners[0], :floats]
-                for number, j in enumerate(
-                    partners[1:], start=2
-                ):  # a running mean: equal models are exactly their mean
-                    other = torch.lerp(other, v[j, :floats], 1 / number)
-                torch.lerp(other, mine, alpha, out=mixed)
+        if alpha == 1 or len(v) == 1:
+            w.copy_(v)
+            return
+        first, *more = torch.tensor(self.collaborators(r, v), device=v.device).unbind(1)
+        if floats < v.shape[1]:
+            w[:, floats:] = v[:, floats:]  # integers stay with their model
+        for columns in column_blocks(v, slice(0, floats)):
+            mine = v[:, columns]
+            other = mine.index_select(0, first)
+            for number, partners in enumerate(more, start=2):  # a running mean: equal models are exactly their mean
+                other.lerp_(mine.index_select(0, partners), 1 / number)
+            torch.lerp(other, mine, alpha, out=w[:, columns])
 
     def alpha(self, r: int) -> float:
         """The weight in round r after the first stage."""
@@ -95,60 +105,71 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
     def extremes(self, v: Tensor, sign: int) -> list[int]:
         """For each model the other one with the lowest sign x gap, the next in order among equals.
 
-        In float32 where that is enough to tell which it is, as a rule; the rest is looked at again in float64.
+        In float32 where that is enough to tell which it is, as a rule; the rest is looked at again in float64. On a GPU
+        all in float64: there products of float32 numbers may be taken in tf32, which is off by far more.
         """
+        if v.device.type != "cpu":
+            return self.careful_extremes(v, sign)
         count = len(v)
-        others = [[(i + step) % count for step in range(1, count)] for i in range(count)]
-        gaps, errors = self.quick_gaps(v)
-        low, high = (sign * gaps - errors).numpy(), (sign * gaps + errors).numpy()
-        best = [high[i, others[i]].min() for i in range(count)]
+        others, (gaps, errors) = _others(count), self.quick_gaps(v)
+        low, high = (np.take_along_axis(sign * gaps + off, others, 1) for off in (-errors, errors))
         # What is not surely worse than the best may be the best (nor is what is not a number).
-        rivals = [[j for j in others[i] if not low[i, j] > best[i]] for i in range(count)]
+        may_be = ~(low > high.min(1, keepdims=True))
+        rivals = [list(map(int, others[i, may_be[i]])) for i in range(count)]
         unclear = [i for i in range(count) if len(rivals[i]) > 1]
         if unclear:
             members = sorted({j for i in unclear for j in (i, *rivals[i])})
-            exact = self.gaps(v if len(members) == count else v[members]).numpy()
+            exact = self.gaps(v if len(members) == count else v[members])
             for i in unclear:
                 scores = sign * exact[members.index(i), [members.index(j) for j in rivals[i]]]
                 rivals[i] = [rivals[i][int(scores.argmin())]]
         return [rival for (rival,) in rivals]
 
-    def gaps(self, v: Tensor) -> Tensor:
-        """1 - similarity of each pair, over the trainable parameters; on the host, where pairs are looked at singly."""
-        grams = [_total(inner_products(v[1:], v[0], c) for c in columns) for columns in self.units()]
-        return torch.stack([cosine_gaps(gram) for gram in torch.stack(grams).cpu()]).mean(0)
+    def careful_extremes(self, v: Tensor, sign: int) -> list[int]:
+        """The same, all in float64."""
+        others = _others(len(v))
+        lowest = np.take_along_axis(sign * self.gaps(v), others, 1).argmin(1)  # the first of equals
+        found: list[int] = np.take_along_axis(others, lowest[:, None], 1)[:, 0].tolist()
+        return found
 
-    def quick_gaps(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in float32, and how far each gap may be off.
+    def gaps(self, v: Tensor) -> Numbers:
+        """1 - similarity of each pair, over the trainable parameters."""
+        found: Numbers = cosine_gaps(self.together([inner_products(v[1:], v[0], c) for c in self.pieces])).mean(0)
+        return found
 
-        On a GPU in float64 at once: there products of float32 numbers may be taken in tf32, which is off by far more.
+    def quick_gaps(self, v: Tensor) -> tuple[Numbers, Numbers]:
+        """The same in float32, and how far each gap may be off."""
+        products, errors = zip(*(quick_products(v[1:], v[0], c) for c in self.pieces), strict=True)
+        found = self.together(products)
+        return cosine_gaps(found).mean(0), gap_errors(found, self.together(errors)).mean(0)
+
+    def together(self, products: Sequence[Tensor]) -> Numbers:
+        """Inner products about v_0 of all that is compared as one, from those of each piece, on the host.
+
+        There they are looked at singly, which on a GPU would take a call for each step. The difference of v_0 from
+        itself is zero, and was not multiplied.
         """
-        if v.device.type != "cpu":
-            exact = self.gaps(v)
-            return exact, torch.zeros_like(exact)
-        found = []
-        for columns in self.units():
-            pairs = zip(*(quick_products(v[1:], v[0], c) for c in columns), strict=True)
-            found.append(torch.stack([_total(each) for each in pairs]))
-        both = torch.stack(found)
-        gaps = torch.stack([cosine_gaps(gram) for gram, _ in both])
-        return gaps.mean(0), torch.stack([gap_errors(gram, errors) for gram, errors in both]).mean(0)
-
-    def units(self) -> list[list[slice]]:
-        """What is compared as one: all trainable columns, or those of each layer."""
-        layout = self.context.layout
-        if self.options.similarity == "global":
-            return [[slice(0, layout.trainable)]]
-        layers: dict[str, list[slice]] = {}
-        for entry in layout.entries:
-            if entry.kind is Kind.PARAMETER:
-                layers.setdefault(entry.unit, []).append(entry.columns)
-        return list(layers.values())
+        sums = np.add.reduceat(torch.stack(list(products)).cpu().numpy(), self.starts)
+        found = np.zeros((len(sums), sums.shape[1] + 1, sums.shape[2] + 1))
+        found[:, 1:, 1:] = sums
+        return found
 
 
-def _total(products: Iterable[Tensor]) -> Tensor:
-    """The sum of products about v_0, for all rows: its difference from itself is zero and was not multiplied."""
-    return nn.functional.pad(torch.stack(list(products)).sum(0), (1, 0, 1, 0))
+def _units(layout: Layout, similarity: str) -> list[list[slice]]:
+    """What is compared as one: all trainable columns, or those of each layer."""
+    if similarity == "global":
+        return [[slice(0, layout.trainable)]]
+    layers: dict[str, list[slice]] = {}
+    for entry in layout.entries:
+        if entry.kind is Kind.PARAMETER:
+            layers.setdefault(entry.unit, []).append(entry.columns)
+    return list(layers.values())
+
+
+def _others(count: int) -> NDArray[np.intp]:
+    """For each of so many models all others in order, beginning with the next one."""
+    order = np.arange(count)
+    return (order[:, None] + order[1:]) % count
 
 
 register(

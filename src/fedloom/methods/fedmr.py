@@ -86,6 +86,11 @@ def layers(layout: Layout, granularity: str) -> list[list[slice]]:
     return list(segments.values())
 
 
+def _by_layer(rows: Tensor, layers: list[list[slice]]) -> list[list[tuple[Tensor, ...]]]:
+    """All models' numbers in each piece of each layer: views."""
+    return [[rows[:, part].unbind() for part in columns] for columns in layers]
+
+
 class FedMRServer(SlotServer[FedMROptions]):
     """K models that swap layers."""
 
@@ -95,6 +100,9 @@ class FedMRServer(SlotServer[FedMROptions]):
         if options.mixed and len(self.layers) == 1:
             raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
         self._given_up = False
+        own = (self._uploaded.rows, self.bank.rows)
+        self._views = {id(rows): _by_layer(rows, self.layers) for rows in own}
+        """Of the rows that are recombined in every round: to make them anew took longer than the copies."""
 
     def notes(self) -> list[str]:
         options, fields = self.options, FedMROptions.model_fields
@@ -121,13 +129,13 @@ class FedMRServer(SlotServer[FedMROptions]):
     def shuffled(self, round: int, v: Tensor, w: Tensor) -> None:
         """The server draws a permutation of the models for each layer."""
         draw = self.context.streams.numpy("recombine", round)
+        before, after = (self._views.get(id(rows)) or _by_layer(rows, self.layers) for rows in (v, w))
         targets, sources = list[Tensor](), list[Tensor]()
-        for columns in self.layers:
-            source = draw.permutation(len(v))
-            for part in columns:
-                theirs = v[:, part].unbind()
-                targets += w[:, part].unbind()
-                sources += [theirs[j] for j in source]
+        for theirs, mine in zip(before, after, strict=True):
+            source = draw.permutation(len(v)).tolist()
+            for here, there in zip(theirs, mine, strict=True):
+                targets += there
+                sources += [here[j] for j in source]
         copy_all_(targets, sources)  # on a GPU, hardly slower than one of them
 
     @classmethod
