@@ -25,8 +25,9 @@ def cost(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> None:
                 epochs=1 if options.tiny else EPOCHS, batch_size=BATCH, lr=LR, momentum=MOMENTUM,
                 device=options.device, checkpoint_seconds=5, out=Path(folder) / "run", report=False,
             )  # fmt: skip
-            # Without the last round, which waits for its checkpoint; the others are written beside the next rounds.
-            late = [record["seconds"] for record in run.history[1 + rounds // 2 : -1]]
+            late = [record["seconds"] for record in run.history[1 + rounds // 2 :]]
+        # The last checkpoint is waited for, once in a run; others are written beside the next rounds.
+        late[-1]["total"] -= late[-1].pop("checkpoint")
         total = sum(record["total"] for record in late)
         names = sorted({name for record in late for name in record} - {"total"})
         shares = {name: round(sum(record.get(name, 0.0) for record in late) / total, 4) for name in names}

@@ -18,6 +18,7 @@ order.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Literal
 
@@ -127,9 +128,9 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
 
     def careful_extremes(self, v: Tensor, sign: int) -> list[int]:
         """The same, all in float64."""
-        others = _others(len(v))
-        lowest = np.take_along_axis(sign * self.gaps(v), others, 1).argmin(1)  # the first of equals
-        found: list[int] = np.take_along_axis(others, lowest[:, None], 1)[:, 0].tolist()
+        models, others = np.arange(len(v)), _others(len(v))
+        lowest = (sign * self.gaps(v))[models[:, None], others].argmin(1)  # the first of equals
+        found: list[int] = others[models, lowest].tolist()
         return found
 
     def gaps(self, v: Tensor) -> Numbers:
@@ -166,6 +167,7 @@ def _units(layout: Layout, similarity: str) -> list[list[slice]]:
     return list(layers.values())
 
 
+@cache
 def _others(count: int) -> NDArray[np.intp]:
     """For each of so many models all others in order, beginning with the next one."""
     order = np.arange(count)

@@ -30,6 +30,7 @@ class SlotServer(Server[O]):
         self.bank = context.bank(context.per_round)
         self.bank.rows[:] = context.initial
         self._uploaded = context.bank(context.per_round)
+        self._places = self._uploaded.rows.unbind()
         self.absent: set[int] = set()
         """Slots whose clients were lost or not asked in this round."""
 
@@ -47,13 +48,13 @@ class SlotServer(Server[O]):
     def collect(self, round: int, updates: Iterator[Update]) -> None:
         missing = set(range(len(self.bank)))
         for update in updates:
-            self._uploaded.rows[update.slot] = update.row
+            self._places[update.slot].copy_(update.row)
             missing.discard(update.slot)
         if len(missing) == len(self.bank):
             return
         self.absent = missing
         for slot in missing:
-            self._uploaded.rows[slot] = self.bank.rows[slot]
+            self._places[slot].copy_(self.bank.rows[slot])
         self.combine(round, self._uploaded.rows, self.bank.rows)
 
     @abstractmethod
