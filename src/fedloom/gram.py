@@ -33,8 +33,11 @@ def inner_products(rows: Tensor, reference: Tensor, columns: slice, last: Tensor
     most = max(256, BLOCK_BYTES[rows.device.type] // (count * torch.float64.itemsize))
     length = max(1, min(most, columns.stop - columns.start))
     space = torch.empty(count, length, dtype=torch.float64, device=rows.device)
-    parts = [block @ block.T for block in _blocks(space, rows, reference, columns, last)]
-    return parts[0] if len(parts) == 1 else sum(parts, space.new_zeros(count, count))
+    gram: Tensor | None = None
+    for block in _blocks(space, rows, reference, columns, last):
+        products = block @ block.T
+        gram = products if gram is None else gram.add_(products)
+    return space.new_zeros(count, count) if gram is None else gram
 
 
 def quick_products(rows: Tensor, reference: Tensor, columns: slice) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from many_models import COUNTS, SEEDS, Loose, Network, random_rows
 from torch import nn
 
+from fedloom import gram
 from fedloom.errors import InputError
 from fedloom.methods import compose
+from fedloom.methods.fedcross import mix_singly, mix_together
 from fedloom.rows import digest
 from fedloom.small_runs import normed_network, plain_network, small_run
 from fedloom.testing import CHECKS
@@ -224,6 +226,24 @@ def test_all_new_models_are_made_of_one_snapshot(
     v = random_rows(server, seed)
     turned = combined(server, round, v.roll(1, 0)).roll(-1, 0)
     assert digest(turned) == digest(combined(server, round, v))
+
+
+@quick
+@given(SEVERAL, SEEDS, ALPHAS, st.integers(1, 3), st.integers(1, 700), st.integers(0, 40))
+def test_mixed_together_they_have_the_bits_of_those_mixed_singly(
+    count: int, seed: int, alpha: float, partners: int, width: int, aside: int
+) -> None:
+    """In several blocks of columns, with others behind them that stay as they are."""
+    draw = torch.Generator().manual_seed(seed)
+    v, columns = torch.randn(count, width + aside, generator=draw), slice(0, width)
+    theirs = torch.randint(0, count, (count, partners), generator=draw).tolist()
+    singly, together = torch.zeros(2, count, width + aside)
+    mix_singly(v, theirs, alpha, singly, columns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gram.BLOCK_BYTES, "cpu", 0)  # as little as it ever takes
+        mix_together(v, theirs, alpha, together, columns)
+    assert digest(together) == digest(singly)
+    assert not together[:, width:].any()
 
 
 def test_one_model_alone_is_not_mixed() -> None:

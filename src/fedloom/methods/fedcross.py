@@ -17,7 +17,7 @@ model nothing is mixed. A model whose client was lost takes part as it is. Ties 
 order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Literal
@@ -73,15 +73,11 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         if alpha == 1 or len(v) == 1:
             w.copy_(v)
             return
-        first, *more = torch.tensor(self.collaborators(r, v), device=v.device).unbind(1)
+        partners = self.collaborators(r, v)
         if floats < v.shape[1]:
             w[:, floats:] = v[:, floats:]  # integers stay with their model
-        for columns in column_blocks(v, slice(0, floats)):
-            mine = v[:, columns]
-            other = mine.index_select(0, first)
-            for number, partners in enumerate(more, start=2):  # a running mean: equal models are exactly their mean
-                other.lerp_(mine.index_select(0, partners), 1 / number)
-            torch.lerp(other, mine, alpha, out=w[:, columns])
+        mix = mix_singly if v.device.type == "cpu" else mix_together
+        mix(v, partners, alpha, w, slice(0, floats))
 
     def alpha(self, r: int) -> float:
         """The weight in round r after the first stage."""
@@ -144,6 +140,7 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         found = self.together(products)
         return cosine_gaps(found).mean(0), gap_errors(found, self.together(errors)).mean(0)
 
+    @np.errstate(all="ignore")
     def together(self, products: Sequence[Tensor]) -> Numbers:
         """Inner products about v_0 of all that is compared as one, from those of each piece, on the host.
 
@@ -154,6 +151,27 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         found = np.zeros((len(sums), sums.shape[1] + 1, sums.shape[2] + 1))
         found[:, 1:, 1:] = sums
         return found
+
+
+def mix_singly(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
+    """Mix these columns of each row of `v` with its partners' into `w`, row by row, which needs no other memory."""
+    for i, theirs in enumerate(partners):
+        _mix(v[i, columns], (v[j, columns] for j in theirs), alpha, w[i, columns])
+
+
+def mix_together(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
+    """The same with few calls, which on a GPU take longer than the arithmetic of small models."""
+    others = torch.tensor(partners, device=v.device).unbind(1)
+    for block in column_blocks(v, columns):
+        mine = v[:, block]
+        _mix(mine, (mine.index_select(0, theirs) for theirs in others), alpha, w[:, block])
+
+
+def _mix(mine: Tensor, others: Iterable[Tensor], alpha: float, mixed: Tensor) -> None:
+    first, *more = others
+    for number, other in enumerate(more, start=2):  # a running mean: equal models are exactly their mean
+        first = torch.lerp(first, other, 1 / number)
+    torch.lerp(first, mine, alpha, out=mixed)
 
 
 def _units(layout: Layout, similarity: str) -> list[list[slice]]:
