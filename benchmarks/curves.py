@@ -36,7 +36,7 @@ def diagnostics(record: Record) -> dict[str, float]:
 
 
 def shares(records: list[Record]) -> dict[str, float]:
-    """What each part of a round takes of the time, over all rounds of all runs."""
+    """What each part of a round takes of the time, over all rounds of all runs and the evaluation before the first."""
     spent: dict[str, float] = defaultdict(float)
     for record in records:
         for row in record.history:

@@ -1,11 +1,15 @@
 """Inner products of rows, and the angles taken from them, against numpy and against longer floats."""
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom import gram
 from fedloom.gram import cosine_gaps, inner_products
@@ -55,6 +59,32 @@ def test_long_rows_are_taken_in_pieces(width: int, monkeypatch: pytest.MonkeyPat
             patch.setitem(gram.BLOCK_BYTES, "cpu", 0)  # as little as it ever takes
             pieces = inner_products(rows, rows[1], columns, vector)
         torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
+
+
+class Products(TorchDispatchMode):
+    """Counts how many products there are at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+        self.at_once: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.made.append(weakref.ref(out))
+            self.at_once.append(sum(product() is not None for product in self.made))
+        return out
+
+
+def test_pieces_are_added_up_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedCDA has hundreds of rows, and networks hundreds of pieces: all products together would be gigabytes."""
+    monkeypatch.setitem(gram.BLOCK_BYTES, "cpu", 0)
+    rows = rows_of(0, 3, 256 * 10)
+    with Products() as products:
+        inner_products(rows, rows[0], slice(0, 256 * 10))
+    assert len(products.made) == 10
+    assert max(products.at_once) <= 3, "the sum, the one before and this one"
 
 
 @quick

@@ -83,7 +83,6 @@ def column_blocks(rows: Tensor, columns: slice) -> Iterator[slice]:
         yield slice(start, min(start + length, columns.stop))
 
 
-@np.errstate(all="ignore")  # what is not a number tells by itself
 def cosine_gaps(gram: Numbers) -> Numbers:
     """1 - cosine of each pair of rows, from `inner_products` (or several of them, stacked), exact to the last digits
     for nearly parallel rows.
@@ -92,26 +91,26 @@ def cosine_gaps(gram: Numbers) -> Numbers:
     """
     d = gram[..., :-1, :-1]
     along, own = gram[..., :-1, -1], np.diagonal(d, axis1=-2, axis2=-1)
-    squared = np.maximum(_sums(own) - 2 * d, 0)
-    extra = 2 * along + own  # |v_i|^2 - |r|^2
-    norms = np.sqrt(np.maximum(gram[..., -1:, -1] + extra, 0))
-    sums, product = _sums(norms), norms[..., :, None] * norms[..., None, :]
-    apart = np.where(sums > 0, (extra[..., :, None] - extra[..., None, :]) / sums, 0)
-    gaps = np.maximum(squared - apart**2, 0) / (2 * product)
+    with np.errstate(all="ignore"):  # what is not a number tells by itself
+        squared = np.maximum(_sums(own) - 2 * d, 0)
+        extra = 2 * along + own  # |v_i|^2 - |r|^2
+        norms = np.sqrt(np.maximum(gram[..., -1:, -1] + extra, 0))
+        sums, product = _sums(norms), norms[..., :, None] * norms[..., None, :]
+        apart = np.where(sums > 0, (extra[..., :, None] - extra[..., None, :]) / sums, 0)
+        gaps = np.maximum(squared - apart**2, 0) / (2 * product)
     return np.where(product > 0, gaps, sums > 0)
 
 
-@np.errstate(all="ignore")
 def gap_errors(gram: Numbers, errors: Numbers) -> Numbers:
     """How far `cosine_gaps` may be off, for products that may be off by `errors`: the terms of its formula in turn."""
-    own = np.maximum(np.diagonal(gram, axis1=-2, axis2=-1)[..., :-1], 0)
-    off = np.diagonal(errors, axis1=-2, axis2=-1)[..., :-1]
-    squared_off = np.sqrt(_sums(off**2) + 4 * errors[..., :-1, :-1] ** 2)
-    extra_off = np.sqrt(4 * errors[..., :-1, -1] ** 2 + off**2)
-    norms = np.sqrt(np.maximum(gram[..., -1:, -1] + 2 * gram[..., :-1, -1] + own, 0))
-    apart_off = _sums(extra_off) / _sums(norms)
-    apart = np.abs(norms[..., :, None] - norms[..., None, :]) + apart_off
-    found: Numbers = (squared_off + 2 * apart * apart_off) / (2 * norms[..., :, None] * norms[..., None, :])
+    own, off = (np.diagonal(each, axis1=-2, axis2=-1)[..., :-1] for each in (gram, errors))
+    with np.errstate(all="ignore"):
+        squared_off = np.sqrt(_sums(off**2) + 4 * errors[..., :-1, :-1] ** 2)
+        extra_off = np.sqrt(4 * errors[..., :-1, -1] ** 2 + off**2)
+        norms = np.sqrt(np.maximum(gram[..., -1:, -1] + 2 * gram[..., :-1, -1] + np.maximum(own, 0), 0))
+        apart_off = _sums(extra_off) / _sums(norms)
+        apart = np.abs(norms[..., :, None] - norms[..., None, :]) + apart_off
+        found: Numbers = (squared_off + 2 * apart * apart_off) / (2 * norms[..., :, None] * norms[..., None, :])
     return found
 
 

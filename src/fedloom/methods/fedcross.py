@@ -140,14 +140,14 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         found = self.together(products)
         return cosine_gaps(found).mean(0), gap_errors(found, self.together(errors)).mean(0)
 
-    @np.errstate(all="ignore")
     def together(self, products: Sequence[Tensor]) -> Numbers:
         """Inner products about v_0 of all that is compared as one, from those of each piece, on the host.
 
         There they are looked at singly, which on a GPU would take a call for each step. The difference of v_0 from
         itself is zero, and was not multiplied.
         """
-        sums = np.add.reduceat(torch.stack(list(products)).cpu().numpy(), self.starts)
+        with np.errstate(all="ignore"):
+            sums = np.add.reduceat(torch.stack(list(products)).cpu().numpy(), self.starts)
         found = np.zeros((len(sums), sums.shape[1] + 1, sums.shape[2] + 1))
         found[:, 1:, 1:] = sums
         return found

@@ -30,7 +30,7 @@ class SlotServer(Server[O]):
         self.bank = context.bank(context.per_round)
         self.bank.rows[:] = context.initial
         self._uploaded = context.bank(context.per_round)
-        self._places = self._uploaded.rows.unbind()
+        self._places = self._uploaded.rows.unbind()  # once: behind a round on a GPU every call counts
         self.absent: set[int] = set()
         """Slots whose clients were lost or not asked in this round."""
 
