@@ -87,17 +87,6 @@ def pooling(device: str, channels: int, side: int) -> Ways:
     }
 
 
-def bias(device: str, channels: int, side: int) -> Ways:
-    """The gradient of a convolution's bias."""
-    g = torch.randn(BATCH, channels, side, side, generator=torch.Generator().manual_seed(0)).to(device)
-    ones = torch.ones(side * side, device=device)
-    return {
-        "torch's": lambda: g.sum((0, 2, 3)),
-        "pixels first": lambda: g.flatten(2).sum(2).sum(0),
-        "pixels by a product": lambda: (g.view(-1, side * side) @ ones).view(BATCH, channels).sum(0),
-    }
-
-
 def pools(device: str, channels: int, side: int, bf16: bool) -> Ways:
     """relu(pool(x) + bias), and its gradients."""
     draw = torch.Generator().manual_seed(0)
@@ -147,8 +136,6 @@ PIECES: dict[str, Callable[[str], Ways]] = {
     "SGD, 11 million weights (ResNet-18)": lambda device: sgd(device, 11_173_962),
     "gradient of pooling, 32 channels of 32 x 32": lambda device: pooling(device, 32, 32),
     "gradient of pooling, 64 channels of 16 x 16": lambda device: pooling(device, 64, 16),
-    "gradient of a bias, 32 channels of 32 x 32": lambda device: bias(device, 32, 32),
-    "gradient of a bias, 64 channels of 16 x 16": lambda device: bias(device, 64, 16),
     "pool, bias and ReLU, 32 channels of 32 x 32": lambda device: pools(device, 32, 32, False),
     "pool, bias and ReLU, 64 channels of 16 x 16": lambda device: pools(device, 64, 16, False),
     "pool, bias and ReLU, 32 channels of 32 x 32, bf16": lambda device: pools(device, 32, 32, True),
