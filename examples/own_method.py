@@ -36,7 +36,6 @@ class NoiseLocal(Local[NoiseOptions]):
 register(
     Method(
         name="my-noise",
-        title="My noise",
         summary="noise on every gradient of the clients",
         reference="examples/own_method.py",
         options=NoiseOptions,
@@ -94,7 +93,6 @@ class MomentumServer(Server[MomentumOptions]):
 register(
     Method(
         name="my-momentum",
-        title="My momentum",
         summary="the server moves with momentum (FedAvgM)",
         reference="Hsu et al., 2019",
         options=MomentumOptions,

@@ -203,7 +203,7 @@ def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             bench.descend()
             return loss
 
-    register(Method(name="sign", title="Sign", summary="", reference="", options=SignOptions, local=Sign))
+    register(Method(name="sign", summary="", reference="", options=SignOptions, local=Sign))
     runs = [
         fedloom.run("sign", arrays(), network, options={"sign": {"size": s}}, out=tmp_path / str(s), **SMALL)
         for s in (1.0, 0.0)

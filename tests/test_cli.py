@@ -342,7 +342,7 @@ def test_a_method_of_ones_own_by_import(command: Command, tmp_path: Path) -> Non
         "class Mine(Local[MyOptions]):\n"
         "    def correct(self, bench):\n"
         "        bench.gradient.mul_(self.options.factor)\n"
-        "register(Method(name='mine', title='Mine', summary='my own', reference='', options=MyOptions,"
+        "register(Method(name='mine', summary='my own', reference='', options=MyOptions,"
         " local=Mine))\n"
     )
     extra = ("--import", "mine.py")

@@ -105,12 +105,11 @@ LOCALS: dict[str, type[Local[Any]]] = {
 def methods() -> None:
     """The methods above; conftest.py forgets them after each test."""
     for name, local in LOCALS.items():
-        register(Method(name=name, title=name, summary="", reference="", local=local))
+        register(Method(name=name, summary="", reference="", local=local))
     for name, local in (("test-poisoned", Poisoned), ("test-silent", Silent)):
         register(
             Method(
                 name=name,
-                title=name,
                 summary="",
                 reference="",
                 options=ScaffoldOptions,

@@ -40,7 +40,7 @@ class Picky(Local[Options]):
 
 @pytest.fixture
 def halves() -> None:
-    register(Method("halves", "Halves", "a test", "nobody", refiner=Halves))
+    register(Method("halves", "a test", "nobody", refiner=Halves))
 
 
 def test_levels_that_bring_nothing_are_the_baselines_and_come_first() -> None:
@@ -86,7 +86,7 @@ def test_every_combination_is_run_or_refused_by_name(halves: None) -> None:
 
 
 def test_a_part_that_refuses_the_task_is_left_out_in_its_own_words() -> None:
-    register(Method("picky", "Picky", "a test", "nobody", local=Picky))
+    register(Method("picky", "a test", "nobody", local=Picky))
     grid = make_grid("fedavg,scaffold x sgd,picky", make_config(SMALL))
     assert grid.refused["picky"] == "'picky' cannot be run: picky wants a larger network."
     assert "both bring a local" in grid.refused["scaffold+picky"]

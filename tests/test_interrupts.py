@@ -32,7 +32,7 @@ def _signals(signals: int) -> type[Local[Options]]:
 def methods() -> None:
     """Methods with such a client; conftest.py forgets them after each test."""
     for name, signals in (("test-once", 1), ("test-twice", 2)):
-        register(Method(name=name, title=name, summary="", reference="", local=_signals(signals)))
+        register(Method(name=name, summary="", reference="", local=_signals(signals)))
 
 
 @pytest.fixture(autouse=True)

@@ -120,7 +120,7 @@ def test_runs_of_other_settings_or_other_code_are_made_again(
         assert old in text
         (folder / name).write_text(text.replace(old, new), encoding="utf-8")
 
-    change("fedasam.py", 'title="FedASAM"', 'title="Another"')
+    change("fedasam.py", 'summary="', 'summary="Another, ')
     change("fedasam.py", "\nclass ", "\n# a word\nclass ")
     change("lss.py", "1", "2")
     assert league.finished(job, tmp_path) is not None

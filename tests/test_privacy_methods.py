@@ -88,7 +88,7 @@ def test_a_method_of_ones_own_must_say_that_a_mean_is_enough(tmp_path: Path) -> 
     class Mine(FedAvgServer):
         pass
 
-    own = {"title": "Mine", "summary": "", "reference": "", "server": Mine, "options": methods()["fedavg"].options}
+    own = {"summary": "", "reference": "", "server": Mine, "options": methods()["fedavg"].options}
     register(Method(name="mine-silent", **own))
     register(Method(name="mine-mean", **own, needs_each=""))
     try:

@@ -166,7 +166,7 @@ BROKEN = {
 @pytest.mark.parametrize("title", BROKEN)
 def test_a_broken_method_fails_the_check_that_is_for_it(title: str) -> None:
     parts = {"options": FedAvgOptions, **BROKEN[title]}
-    register(Method("broken", "Broken", "a test", "nobody", models_sent="2K", **parts))
+    register(Method("broken", "a test", "nobody", models_sent="2K", **parts))
     assert methods()["broken"].name == "broken"
     with pytest.raises(AssertionError):
         CHECKS[title]("broken", {})
@@ -188,7 +188,7 @@ class NeverAsks(FedAvgServer):
 
 def test_clients_that_are_seldom_asked_are_judged_when_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, server in (("seldom", SeldomAsks), ("never", NeverAsks)):
-        register(Method(name, name, "a test", "nobody", models_sent="2K", options=FedAvgOptions, server=server))
+        register(Method(name, "a test", "nobody", models_sent="2K", options=FedAvgOptions, server=server))
     check = CHECKS["refuses what is not finite"]
     check("seldom", {})
     with pytest.raises(AssertionError, match="client 3 of 8 was not asked in 16 rounds"):

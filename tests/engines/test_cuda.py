@@ -217,7 +217,7 @@ class Failing(Local[Options]):
 
 
 def test_a_client_that_fails_is_lost_and_the_others_are_not() -> None:
-    register(Method("failing", "", "", "", local=Failing))
+    register(Method("failing", "", "", local=Failing))
     with small_experiment("failing", {}, engine="plain").engine_closed() as plain:
         found = list(cuda_of(plain, 2).train(0, jobs_for(plain, [0, 2, 1])))
         assert [type(a) for a in found] == [Update, Lost, Update]
@@ -277,7 +277,7 @@ def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recor
         pass
 
     Own.step = step  # type: ignore[assignment, method-assign]
-    register(Method("recorded", "", "", "", local=Own))
+    register(Method("recorded", "", "", local=Own))
     with small_experiment("recorded", {}, engine="plain", **settings).engine_closed() as plain:
         engine = cuda_of(plain, 1)
         slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
@@ -325,7 +325,7 @@ def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
             yield Pass(self.step, steps=1)
 
     kept: list[Tensor] = []
-    register(Method("bringing", "", "", "", local=Bringing))
+    register(Method("bringing", "", "", local=Bringing))
     with small_experiment("bringing", {}, engine="plain", batch_size=2).engine_closed() as plain:
         engine = cuda_of(plain, 1)
         slot = SlotBench(engine.shop.workshop, torch.device("cpu"))

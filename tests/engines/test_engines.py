@@ -106,7 +106,7 @@ class Fatal(Local[Options]):
 
 
 def test_a_client_that_kills_its_worker_is_given_up_by_name() -> None:
-    register(Method("fatal", "Fatal", "a test", "nobody", local=Fatal))
+    register(Method("fatal", "a test", "nobody", local=Fatal))
     with small_experiment("fatal", {}, engine="host", workers=2).engine_closed() as host:
         answers = list(host.engine.train(0, jobs_for(host, [2, 3, 4])))
         assert host.engine.deaths == 3
@@ -128,7 +128,7 @@ class Careless(Local[Options]):
 
 @pytest.mark.parametrize("engine", ["plain", "host"])
 def test_results_put_elsewhere_are_brought_home_or_refused(engine: str) -> None:
-    register(Method("careless", "Careless", "a test", "nobody", local=Careless))
+    register(Method("careless", "a test", "nobody", local=Careless))
     with small_experiment("careless", {}, engine=engine).engine_closed() as experiment:
         first, second = experiment.engine.train(0, jobs_for(experiment, [0, 1]))
         assert isinstance(second, Lost)
@@ -171,7 +171,7 @@ def test_what_travels_down_beside_a_model_keeps_its_type(engine: str) -> None:
                 count.dtype is torch.int64 and int(count[0]) == 2**40 + 1 and bool(mask[1])
             )
 
-    register(Method("reader", "Reader", "a test", "nobody", local=Reader))
+    register(Method("reader", "a test", "nobody", local=Reader))
     with small_experiment("reader", {}, engine=engine).engine_closed() as experiment:
         extras = {"count": torch.tensor([2**40 + 1]), "mask": torch.tensor([False, True])}
         (job,) = experiment.rounds.parts.server.dispatch(0, [1])

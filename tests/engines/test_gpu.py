@@ -224,7 +224,7 @@ def test_what_cannot_be_recorded_is_done_all_the_same(
     local: type[Local[Options]], replayed: bool, dropout: float
 ) -> None:
     """Also where it draws: a generator must not be left believing that it is being recorded."""
-    register(Method("special", "", "", "", local=local))
+    register(Method("special", "", "", local=local))
     rows, number = both("special", rounds=4, lr_decay=0.5, model=lambda: dense(dropout))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
     assert (number > 0) is replayed
@@ -238,7 +238,7 @@ OWN = (
 
 @pytest.mark.parametrize("local", OWN)
 def test_steps_of_ones_own_do_what_is_written(local: type[Local[Options]]) -> None:
-    register(Method("special", "", "", "", local=local))
+    register(Method("special", "", "", local=local))
     rows, _ = both("special", rounds=4, momentum=0.9, lr=0.02, batch_size=3)
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
 

@@ -141,7 +141,7 @@ class Fragile(Local[Options]):
 
 @pytest.mark.parametrize("engine", ["plain", "host"])
 def test_a_client_that_fails_is_left_out_and_the_run_goes_on(engine: str) -> None:
-    register(Method("fragile", "", "", "", local=Fragile))
+    register(Method("fragile", "", "", local=Fragile))
     records = small_run("fragile", {}, engine=engine, workers=2).records
     assert {record["personal_clients"] for record in records} == {7}
 
@@ -159,7 +159,7 @@ class Dying(Local[Options]):
 
 
 def test_a_worker_that_dies_is_replaced_and_its_client_scored(tmp_path: Path) -> None:
-    register(Method("dying", "", "", "", local=Dying))
+    register(Method("dying", "", "", local=Dying))
     Dying.place = tmp_path / "died"
     with small_experiment("dying", {}, engine="host", workers=2).engine_closed() as experiment:
         interrupted = scored(experiment)

@@ -35,7 +35,7 @@ def as_plain(
     local: type[Local[Options]], clients: Sequence[int] = CLIENTS, slots: int = 1, **settings: Any
 ) -> CudaEngine:
     """Three rounds in one slot, or several, held against the plain engine."""
-    register(Method("own", "", "", "", local=local))
+    register(Method("own", "", "", local=local))
     values = {"engine": "plain", "per_round": 8, "batch_size": 4, "steps": 24, "model": dense, **settings}
     with small_experiment("own", {}, **values).engine_closed() as plain:
         engine = cuda_of(plain, slots)

@@ -57,14 +57,14 @@ def test_a_method_sets_defaults_of_the_parts_it_leans_on_and_the_user_overrides_
 
 
 def test_ours_cannot_be_replaced_but_ones_own_can() -> None:
-    mine = Method("mine", "Mine", "a test", "nobody", local=Local)
+    mine = Method("mine", "a test", "nobody", local=Local)
     assert register(mine) is mine
-    register(Method("mine", "Mine", "a better one", "nobody", local=Local))
+    register(Method("mine", "a better one", "nobody", local=Local))
     assert methods()["mine"].summary == "a better one"
     with pytest.raises(InputError, match="already a method 'fedavg'"):
-        register(Method("fedavg", "F", "x", "y", local=Local))
+        register(Method("fedavg", "x", "y", local=Local))
     with pytest.raises(InputError, match="letters, digits"):
-        register(Method("a+b", "F", "x", "y", local=Local))
+        register(Method("a+b", "x", "y", local=Local))
 
 
 def test_every_option_in_force_is_stated() -> None:
@@ -82,7 +82,7 @@ def test_methods_of_installed_packages_are_found_and_broken_ones_named(monkeypat
             self.load = load
 
     def loads() -> None:
-        register(Method("installed", "Installed", "a test", "nobody", local=Local))
+        register(Method("installed", "a test", "nobody", local=Local))
 
     def breaks() -> None:
         raise ImportError("no such thing")
@@ -100,7 +100,7 @@ def test_a_method_without_options_says_so() -> None:
     class Bare(Options):
         pass
 
-    register(Method("bare", "Bare", "a test", "nobody", options=Bare, local=Local))
+    register(Method("bare", "a test", "nobody", options=Bare, local=Local))
     with pytest.raises(InputError, match=r"bare has no options, so bare\.x cannot be set"):
         compose("bare", {"bare": {"x": 1}})
 
@@ -109,7 +109,7 @@ def test_options_of_a_server_that_takes_no_part_are_refused_and_not_stated() -> 
     class Other(FedAvgServer):
         pass
 
-    register(Method("other", "Other", "a test", "nobody", options=FedAvgOptions, server=Other))
+    register(Method("other", "a test", "nobody", options=FedAvgOptions, server=Other))
     with pytest.raises(InputError, match="the server is other's"):
         compose("other+scaffold", {"fedavg": {"weighting": "uniform"}})
     assert set(compose("other+scaffold").stated()) == {"other", "scaffold"}

@@ -84,10 +84,10 @@ class TwoModels(Local[Options]):
 
 @pytest.fixture(autouse=True)
 def methods() -> None:
-    register(Method("norms-home", "", "", "", local=NormsStayHome))
-    register(Method("swarm", "", "", "", server=Swarm, models_sent="2K"))
-    register(Method("shrinker", "", "", "", refiner=Shrinker))
-    register(Method("soup", "", "", "", local=TwoModels, models_sent="2K"))
+    register(Method("norms-home", "", "", local=NormsStayHome))
+    register(Method("swarm", "", "", server=Swarm, models_sent="2K"))
+    register(Method("shrinker", "", "", refiner=Shrinker))
+    register(Method("soup", "", "", local=TwoModels, models_sent="2K"))
 
 
 @pytest.mark.parametrize("name", ["norms-home", "swarm", "shrinker", "soup", "swarm+soup+shrinker", "swarm+scaffold"])
@@ -176,6 +176,6 @@ def test_the_public_suite_names_the_promise_that_was_broken() -> None:
             for update in updates:
                 self.bank.rows[0].copy_(update.row)
 
-    register(Method("last-one", "", "", "", server=Nothing, options=FedAvgOptions))
+    register(Method("last-one", "", "", server=Nothing, options=FedAvgOptions))
     with pytest.raises(AssertionError, match="last-one: order of clients does not matter"):
         check_method("last-one")

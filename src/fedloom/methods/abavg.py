@@ -56,7 +56,6 @@ class ABAVGServer(SingleServer[ABAVGOptions]):
 register(
     Method(
         name="abavg",
-        title="ABAVG",
         summary="average by the accuracy of each client's model on the server's samples",
         reference="Xiao et al., ISPDC 2021",
         options=ABAVGOptions,

@@ -64,7 +64,6 @@ class Method:
     """A method: what it is called, what it may be told, and the parts it brings. The rest is FedAvg's."""
 
     name: str
-    title: str
     summary: str
     reference: str
     options: type[Options] = Options

@@ -150,7 +150,6 @@ def _groups(mass: Masses, full: int, between: NDArray[np.float64]) -> list[Masse
 register(
     Method(
         name="clusamp",
-        title="CluSamp",
         summary="draw one client from each of several groups with similar updates",
         reference="Fraboni et al., ICML 2021",
         options=CluSampOptions,

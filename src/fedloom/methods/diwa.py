@@ -45,7 +45,6 @@ class DiwaLocal(SoupsLocal[DiwaOptions]):
 register(
     Method(
         name="diwa",
-        title="DiWA",
         summary="each client averages those of several diverse models that help on its validation samples",
         reference="Ramé et al., NeurIPS 2022",
         options=DiwaOptions,

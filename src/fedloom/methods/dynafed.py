@@ -364,7 +364,6 @@ def _optimizer(name: str) -> Steady:
 register(
     Method(
         name="dynafed",
-        title="DynaFed",
         summary="the first rounds become a small synthetic data set, on which later models are fine-tuned",
         reference="Pi et al., CVPR 2023",
         options=DynaFedOptions,

@@ -121,7 +121,6 @@ class SwaServer(FedAvgServer):
 register(
     Method(
         name="fedasam",
-        title="FedASAM",
         summary="FedSAM with a radius that adapts to the scale of the weights",
         reference="Caldarola et al., ECCV 2022",
         options=FedASAMOptions,
@@ -134,7 +133,6 @@ register(
 register(
     Method(
         name="fedasam-swa",
-        title="FedASAM with SWA",
         summary="FedASAM, and the server deploys the mean of models at the ends of cycles of the learning rate",
         reference="Caldarola et al., ECCV 2022",
         options=SwaOptions,

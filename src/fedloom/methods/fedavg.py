@@ -60,7 +60,6 @@ class FedAvgServer(Server[FedAvgOptions]):
 register(
     Method(
         name="fedavg",
-        title="FedAvg",
         summary="train locally, average",
         reference="McMahan et al., AISTATS 2017",
         options=FedAvgOptions,

@@ -44,7 +44,6 @@ class FedBABULocal(HeadAndBody[FedBABUOptions]):
 register(
     Method(
         name="fedbabu",
-        title="FedBABU",
         summary="train the body against a fixed random head, fine-tune to use it",
         reference="Oh et al., ICLR 2022",
         options=FedBABUOptions,

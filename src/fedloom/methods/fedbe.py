@@ -136,7 +136,6 @@ class FedBERefiner(Refiner[FedBEOptions]):
 register(
     Method(
         name="fedbe",
-        title="FedBE",
         summary="the mean learns what an ensemble drawn around the clients says of the server's unlabelled samples",
         reference="Chen and Chao, ICLR 2021",
         options=FedBEOptions,

@@ -42,7 +42,6 @@ class FedBNLocal(Local[Options]):
 register(
     Method(
         name="fedbn",
-        title="FedBN",
         summary="each client keeps batch norm to itself",
         reference="Li et al., ICLR 2021",
         local=FedBNLocal,

@@ -256,7 +256,6 @@ def _candidates(models: list[tuple[int, float]]) -> list[tuple[int, int, float]]
 register(
     Method(
         name="fedcda",
-        title="FedCDA",
         summary="average cached models of all clients, chosen across rounds to diverge least",
         reference="Wang et al., ICLR 2024",
         options=FedCDAOptions,

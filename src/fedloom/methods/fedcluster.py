@@ -49,7 +49,6 @@ class FedClusterServer(FedAvgServer):
 register(
     Method(
         name="fedcluster",
-        title="FedCluster",
         summary="clusters of clients take turns on one model",
         reference="Chen et al., IEEE Big Data 2020",
         options=FedClusterOptions,

@@ -195,7 +195,6 @@ def _others(count: int) -> NDArray[np.intp]:
 register(
     Method(
         name="fedcross",
-        title="FedCross",
         summary="several models travel, and each is mixed with one other",
         reference="Hu et al., ICDE 2024",
         options=FedCrossOptions,

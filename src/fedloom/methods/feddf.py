@@ -137,7 +137,6 @@ class FedDFRefiner(Refiner[FedDFOptions]):
 register(
     Method(
         name="feddf",
-        title="FedDF",
         summary="the mean learns what the ensemble of clients says of the server's unlabelled samples",
         reference="Lin et al., NeurIPS 2020",
         options=FedDFOptions,

@@ -95,7 +95,6 @@ class FedDynServer(Server[FedDynOptions]):
 register(
     Method(
         name="feddyn",
-        title="FedDyn",
         summary="a dynamic regulariser makes the clients' optima agree with the global one",
         reference="Acar et al., ICLR 2021",
         options=FedDynOptions,

@@ -93,7 +93,6 @@ def step_size(mean_square: float, square_of_mean: float, epsilon: float) -> floa
 register(
     Method(
         name="fedexp",
-        title="FedExP",
         summary="go further than the mean where the clients' updates differ",
         reference="Jhunjhunwala et al., ICLR 2023",
         options=FedExPOptions,

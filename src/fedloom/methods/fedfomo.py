@@ -122,7 +122,6 @@ class FedFomoLocal(Local[FedFomoOptions]):
 register(
     Method(
         name="fedfomo",
-        title="FedFomo",
         summary="each client mixes the models of others that help it",
         reference="Zhang et al., ICLR 2021",
         options=FedFomoOptions,

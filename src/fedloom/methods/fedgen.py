@@ -151,7 +151,6 @@ class FedGenCompanion(Companion[FedGenOptions]):
 register(
     Method(
         name="fedgen",
-        title="FedGen",
         summary="a generator of representations, learned from the clients' heads, teaches the clients",
         reference="Zhu et al., ICML 2021",
         options=FedGenOptions,

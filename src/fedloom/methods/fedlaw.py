@@ -132,7 +132,6 @@ class FedLAWServer(SingleServer[FedLAWOptions]):
 register(
     Method(
         name="fedlaw",
-        title="FedLAW",
         summary="learn the weights of the mean, and a factor on it, on the server's labelled samples",
         reference="Li et al., ICML 2023",
         options=FedLAWOptions,

@@ -83,7 +83,6 @@ def match(vectors: Sequence[Tensor], weights: Sequence[float], sweeps: int, draw
 register(
     Method(
         name="fedma",
-        title="FedMA",
         summary="match neurons by their incoming weights, then average",
         reference="Wang et al., ICLR 2020",
         options=FedMAOptions,

@@ -324,7 +324,6 @@ class FedMALayersLocal(Local[FedMALayersOptions]):
 register(
     Method(
         name="fedma-layers",
-        title="FedMA, layer by layer",
         summary="match one layer a round, freeze it, train the rest; layers may grow",
         reference="Wang et al., ICLR 2020",
         options=FedMALayersOptions,

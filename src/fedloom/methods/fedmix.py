@@ -147,7 +147,6 @@ class MixCompanion(Companion[FedMixOptions]):
 register(
     Method(
         name="fedmix",
-        title="FedMix",
         summary="mix samples with means of others' samples, through a Taylor term",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,

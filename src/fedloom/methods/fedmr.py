@@ -187,7 +187,6 @@ def _scatter(row: Tensor, columns: list[slice], values: Tensor) -> None:
 register(
     Method(
         name="fedmr",
-        title="FedMR",
         summary="several models travel, and swap layers instead of being averaged",
         reference="Hu et al., KDD 2024",
         options=FedMROptions,
@@ -202,7 +201,6 @@ register(
 register(
     Method(
         name="indep",
-        title="Indep",
         summary="several models travel and never meet; their mean is deployed (FedMR's baseline)",
         reference="Hu et al., KDD 2024",
         server=IndepServer,

@@ -113,7 +113,6 @@ def coefficients(count: int, lean: float, draw: np.random.Generator) -> NDArray[
 register(
     Method(
         name="fedmut",
-        title="FedMut",
         summary="clients train mutants of the global model, spread along its last update",
         reference="Hu et al., AAAI 2024",
         options=FedMutOptions,

@@ -34,7 +34,6 @@ class FedProxLocal(Local[FedProxOptions]):
 register(
     Method(
         name="fedprox",
-        title="FedProx",
         summary="pull each client back to the model it received",
         reference="Li et al., MLSys 2020",
         options=FedProxOptions,

@@ -125,7 +125,6 @@ class FedRepLocal(HeadAndBody[FedRepOptions]):
 register(
     Method(
         name="fedrep",
-        title="FedRep",
         summary="share the body, and let each client fit a head of its own",
         reference="Collins et al., ICML 2021",
         options=FedRepOptions,

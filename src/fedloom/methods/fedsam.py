@@ -71,7 +71,6 @@ class FedSAMLocal(AscendingLocal[FedSAMOptions]):
 register(
     Method(
         name="fedsam",
-        title="FedSAM",
         summary="clients descend along the gradient at the worst point near by",
         reference="Qu et al., ICML 2022",
         options=FedSAMOptions,

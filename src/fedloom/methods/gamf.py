@@ -112,7 +112,7 @@ def _is_weight(tie: Tie) -> bool:
     return tie.entry.kind is Kind.PARAMETER and len(tie.entry.shape) > 1
 
 
-def sinkhorn(logits: Tensor, iterations: int, tolerance: float = 1e-6) -> Tensor:
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """The doubly stochastic matrix exp(logits[i, j] + u_i + v_j), or as near as so many iterations come to it."""
     # The largest number of every row and column is brought to 0 first. What is then below -300 is as good as nothing,
     # and the exponentials fit a double: so an iteration is two products with a vector instead of many logarithms.
@@ -125,7 +125,7 @@ def sinkhorn(logits: Tensor, iterations: int, tolerance: float = 1e-6) -> Tensor
     for i in range(iterations):
         u = 1 / (K @ v)
         v = 1 / (u @ K)
-        if i % 10 == 9 and abs(u * (K @ v) - 1).max() < tolerance:
+        if i % 10 == 9 and abs(u * (K @ v) - 1).max() < 1e-6:
             break
     return torch.from_numpy(u[:, None] * K * v).to(logits.device)
 
@@ -141,7 +141,6 @@ def fourth_norms(a: Tensor, b: Tensor) -> Tensor:
 register(
     Method(
         name="gamf",
-        title="GAMF",
         summary="align whole networks by graph matching, then average",
         reference="Liu et al., ICML 2022",
         options=GAMFOptions,

@@ -248,7 +248,6 @@ def simplex_weights(count: int, like: Tensor) -> Tensor:
 register(
     Method(
         name="lss",
-        title="Local Superior Soups",
         summary="each client sends the mean of a pool of models that it grew in one valley",
         reference="Chen et al., NeurIPS 2024",
         options=LSSOptions,

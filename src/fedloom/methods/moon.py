@@ -87,7 +87,6 @@ def contrast(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
 register(
     Method(
         name="moon",
-        title="MOON",
         summary="draw a client's representation to the global model's, away from its own past",
         reference="Li et al., CVPR 2021",
         options=MoonOptions,

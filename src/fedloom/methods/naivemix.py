@@ -25,7 +25,6 @@ class NaiveMixLocal(MixLocal):
 register(
     Method(
         name="naivemix",
-        title="NaiveMix",
         summary="mix samples with means of others' samples",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,

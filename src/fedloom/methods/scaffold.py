@@ -104,7 +104,6 @@ class ScaffoldCompanion(Companion[ScaffoldOptions]):
 register(
     Method(
         name="scaffold",
-        title="SCAFFOLD",
         summary="control variates cancel the drift of the clients",
         reference="Karimireddy et al., ICML 2020",
         options=ScaffoldOptions,

@@ -209,7 +209,6 @@ def _one_of(values: list[float], otherwise: float, draw: np.random.Generator) ->
 register(
     Method(
         name="soups",
-        title="Model Soups",
         summary="each client trains several models with different hyper-parameters and returns their mean",
         reference="Wortsman et al., ICML 2022",
         options=SoupsOptions,

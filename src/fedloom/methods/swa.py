@@ -78,7 +78,6 @@ class SwaLocal(Local[SwaOptions]):
 register(
     Method(
         name="swa",
-        title="SWA",
         summary="each client returns the mean of snapshots from the end of its training",
         reference="Izmailov et al., UAI 2018",
         options=SwaOptions,

@@ -117,7 +117,6 @@ class SwadLocal(Local[SwadOptions]):
 register(
     Method(
         name="swad",
-        title="SWAD",
         summary="each client returns the mean of all iterates in the valley of its validation loss",
         reference="Cha et al., NeurIPS 2021",
         options=SwadOptions,
