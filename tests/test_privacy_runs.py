@@ -2,24 +2,32 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
 
 import fedloom
-from fake_graphs import fake_tape
 from fedloom.checkpoints import Checkpoints
-from fedloom.engines import CudaEngine
+from fedloom.cli_options import PANELS
+from fedloom.config import Config
 from fedloom.errors import InputError
-from fedloom.privacy import Account
+from fedloom.privacy import Account, Privacy
 from fedloom.privacy.mechanism import default_delta
 from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment, small_run
 from fedloom.storage import read_tensors
 from fedloom.watching import Silent, Stopped
 
 PRIVATE: dict[str, Any] = {"clip_update": 0.5, "noise": 0.8}
+CHOICES = {
+    name: get_args(kind)
+    for name in PANELS["Privacy"]
+    if get_origin(kind := Config.model_fields[name].annotation) is Literal
+}
+PRIVATE_CHOICES = [dict(zip(CHOICES, values, strict=True)) for values in product(*CHOICES.values())]
+"""Every combination of the options that take one of several words."""
 FEW = ("--clients", 12, "--per-round", 4, "--rounds", 4, "--epochs", 1, "--model", "logreg", "--engine", "plain")
 
 
@@ -73,36 +81,20 @@ def test_clients_that_do_not_answer_make_the_step_smaller(monkeypatch: pytest.Mo
     assert steps[1] < 0.5 * steps[0]
 
 
-@pytest.mark.parametrize("noise_by", ["server", "client"])
-def test_engines_and_workers_give_the_same_bits(noise_by: str) -> None:
-    settings = {**PRIVATE, "noise_by": noise_by, "model": plain_network}
+def test_engines_and_workers_give_the_same_bits() -> None:
+    settings = {**PRIVATE, "model": plain_network}
     plain = small_run("fedavg", {}, **settings).digest
     for workers in (1, 3):
         assert small_run("fedavg", {}, engine="host", workers=workers, **settings).digest == plain
     assert small_run("fedavg", {}, **settings, seed=1).digest != plain
 
 
-def test_slots_of_a_gpu_clip_and_add_noise_as_the_plain_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with recordings that keep addresses and numbers as CUDA graphs do."""
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
-    settings = {**PRIVATE, "noise_by": "client", "model": plain_network, "per_round": 8}
-    with small_experiment("fedprox", {}, **settings).engine_closed() as experiment:
-        engine = CudaEngine(experiment.engine.shop, "cpu", 2)
-        for round in range(2):
-            jobs = list(experiment.rounds.parts.server.dispatch(round, [5, 0, 7, 2, 1, 6]))
-            ours, theirs = ([u.row.clone() for u in one.train(round, jobs)] for one in (engine, experiment.engine))
-            assert len(ours) == 6
-            torch.testing.assert_close(torch.stack(ours), torch.stack(theirs))
-            assert float((ours[0] - jobs[0].row).norm()) > 1  # of noise, where the clip is 0.5
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("noise_by", ["server", "client"])
-def test_a_gpu_draws_the_same_noise_as_a_cpu(noise_by: str) -> None:
+def test_a_gpu_draws_the_same_noise_as_a_cpu() -> None:
     rows = []
     for given in ({"device": "cpu"}, {"device": "cuda", "engine": "plain"}, {"device": "cuda", "engine": "cuda"}):
-        settings = {**PRIVATE, **given, "noise_by": noise_by, "precision": "fp32", "model": plain_network}
+        settings = {**PRIVATE, **given, "precision": "fp32", "model": plain_network}
         with small_experiment("fedavg", {}, **settings).engine_closed() as experiment:
             experiment.rounds.play(0)
             rows.append(experiment.rounds.parts.server.deploy().cpu())
@@ -110,24 +102,27 @@ def test_a_gpu_draws_the_same_noise_as_a_cpu(noise_by: str) -> None:
         torch.testing.assert_close(row, rows[0], rtol=1e-4, atol=1e-5)
 
 
-def test_noise_of_clients_and_of_the_server_are_different_draws_of_the_same_size() -> None:
-    norms = {}
-    for noise_by in ("server", "client"):
-        with small_experiment(
-            "fedavg", {}, model=plain_network, clip_update=1e-3, noise=1000.0, noise_by=noise_by, per_round=8
-        ).engine_closed() as experiment:
-            experiment.rounds.play(0)
-            context = experiment.rounds.context
-            norms[noise_by] = experiment.rounds.parts.server.deploy() - context.initial
-    # Z C / (q N) in each of the 1210 columns
-    assert [float(noise.std()) for noise in norms.values()] == pytest.approx([1.0 / 8] * 2, rel=0.1)
-    assert not torch.equal(*norms.values())
+@pytest.mark.parametrize("choices", PRIVATE_CHOICES, ids=str)
+def test_the_noise_of_a_round_does_not_tell_how_many_took_part(
+    choices: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With clients that change nothing, the noise alone is left. This holds for every choice that a user has."""
+    drawn = {}
+    for taking_part in (0, 1, 2, 8):
+        monkeypatch.setattr(Privacy, "select", lambda self, round, count=taking_part: list(range(count)))
+        settings = {**PRIVATE, **choices, "per_round": 2, "clients": 8, "lr": 1e-30}
+        with small_experiment("fedavg", {}, model=plain_network, **settings).engine_closed() as experiment:
+            assert experiment.rounds.play(0)["clients"] == taking_part
+            drawn[taking_part] = experiment.rounds.parts.server.deploy() - experiment.rounds.context.initial
+    for taking_part, noise in drawn.items():
+        assert float(noise.std()) == pytest.approx(0.8 * 0.5 / 2, rel=0.15), taking_part  # of 1210 numbers
+        if choices["noise_source"] == "seed":
+            assert torch.equal(noise, drawn[0]), taking_part
 
 
-@pytest.mark.parametrize("noise_by", ["server", "client"])
-def test_a_round_that_nobody_takes_part_in_is_as_noisy_as_any(noise_by: str) -> None:
+def test_a_round_that_nobody_takes_part_in_is_as_noisy_as_any() -> None:
     with small_experiment(
-        "fedavg", {}, model=plain_network, **PRIVATE, noise_by=noise_by, per_round=1, rounds=40
+        "fedavg", {}, model=plain_network, **PRIVATE, per_round=1, rounds=40
     ).engine_closed() as experiment:
         rounds = experiment.rounds
         assert rounds.privacy is not None
@@ -195,9 +190,8 @@ class StopAfter(Silent):
         return self.left <= 1
 
 
-@pytest.mark.parametrize("noise_by", ["server", "client"])
-def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path, noise_by: str) -> None:
-    settings = {"rounds": 5, "per_round": 3, "clients": 12, "report": False, **PRIVATE, "noise_by": noise_by}
+def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path) -> None:
+    settings = {"rounds": 5, "per_round": 3, "clients": 12, "report": False, **PRIVATE}
     whole = fedloom.run("fedavg", out=tmp_path / "whole", **settings)
     with pytest.raises(Stopped):
         fedloom.run("fedavg", out=tmp_path / "run", watcher=StopAfter(2), **settings)
@@ -336,14 +330,13 @@ BAD = [
     ("--clip-update 1 --noise much", "noise must be a number, not 'much'"),
     ("--clip-update 1 --noise inf", "noise must be"),
     ("--noise 1", "noise is 1 times clip_update, but no clip_update is given."),
-    ("--clip-update 1 --noise 1 --noise-by nobody", "noise_by must be 'server' or 'client', not 'nobody'"),
+    ("--clip-update 1 --noise 1 --noise-by client", "No such option: --noise-by"),
     ("--clip-update 1 --noise 1 --noise-source dice", "noise_source must be 'seed' or 'system', not 'dice'"),
     ("--clip-update 1 --noise 1 --delta 0", "delta must be greater than 0"),
     ("--clip-update 1 --noise 1 --delta 1", "delta must be less than 1"),
     ("--clip-update 1 --noise 1 --max-epsilon 0", "max_epsilon must be greater than 0"),
     ("--clip-update 1 --delta 0.1", "delta says more about noise, but no noise is given."),
     ("--max-epsilon 3", "max_epsilon says more about noise, but no noise is given."),
-    ("--noise-by client", "noise_by says more about noise, but no noise is given."),
     ("--noise-source system", "noise_source says more about noise, but no noise is given."),
     (
         "--clip-update 1 --set fedavg.weighting=samples",

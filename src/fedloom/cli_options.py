@@ -19,7 +19,7 @@ PANELS = {
         "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov",
         "keep_optimizer", "weight_decay", "clip", "augment", "statistics", "channels_last", "validation",
     ),
-    "Privacy": ("clip_update", "noise", "noise_by", "noise_source", "delta", "max_epsilon"),
+    "Privacy": ("clip_update", "noise", "noise_source", "delta", "max_epsilon"),
     "Running": (
         "eval_every", "min_clients", "lost", "engine", "nodes", "deadline", "device", "precision", "fast", "workers",
         "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",

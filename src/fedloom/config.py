@@ -66,8 +66,6 @@ class Config(Training):
     """largest norm of a client's update; longer ones are scaled down, and all clients count equally"""
     noise: float = Field(0.0, ge=0)
     """noise on the sum of clipped updates, in multiples of --clip-update; gives clients differential privacy"""
-    noise_by: Literal["server", "client"] = "server"
-    """who adds the noise: the server, or each client its share before it sends"""
     noise_source: Literal["seed", "system"] = "seed"
     """how noise and participants are drawn: from the seed (repeatable), or by the system (secure, for real data)"""
     delta: float | None = Field(None, gt=0, lt=1)
@@ -203,7 +201,7 @@ class Config(Training):
     def _consistent_privacy(self) -> None:
         if self.noise and self.clip_update is None:
             raise ValueError(f"noise is {self.noise:g} times clip_update, but no clip_update is given.")
-        for name in ("noise_by", "noise_source", "delta", "max_epsilon"):
+        for name in ("noise_source", "delta", "max_epsilon"):
             if not self.noise and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} says more about noise, but no noise is given.")
 

@@ -82,11 +82,8 @@ class Ground:
         set_precision(device, config.precision, not config.fast)
         choose_rule(self.module, device, config.precision, not config.fast)
 
-        def train_of(local: Local[Any]) -> Train:
-            return local.train if self.privacy is None else self.privacy.on_client(local.train)
-
         kept = Homes(homes, layout.dtype)
-        return Shop(workshop, federation, train_of(local), kept, personal, lambda: train_of(local_apart(local)))
+        return Shop(workshop, federation, local.train, kept, personal, lambda: local_apart(local).train)
 
 
 def local_apart(local: Local[Any]) -> Local[Any]:

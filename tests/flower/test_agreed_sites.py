@@ -163,7 +163,6 @@ SINGLE: dict[str, st.SearchStrategy[Any]] = {
 NOISE = {"clip_update": 1.0, "noise": 0.5}
 TOGETHER: dict[str, dict[str, Any]] = {
     "noise": NOISE,
-    "noise_by": {**NOISE, "noise_by": "client"},
     "noise_source": {**NOISE, "noise_source": "system"},
     "delta": {**NOISE, "delta": 0.01},
     "max_epsilon": {**NOISE, "max_epsilon": 3.0},

@@ -17,26 +17,22 @@ private already.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.bench import Bench
 from fedloom.config import Config
 from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.privacy.account import Account
 from fedloom.privacy.sources import FromSeed, FromSystem, Source
 from fedloom.streams import Streams
-from fedloom.workshop import Pass
 
 NOBODY = -1
 """The client of a mean."""
-
-Train = Callable[[Bench], Iterator[Pass]]
 
 
 def clipped(row: Tensor, received: Tensor, clip: float, out: Tensor | None = None) -> Tensor:
@@ -58,8 +54,6 @@ class Privacy:
     per_round: int
     source: Source
     account: Account
-    noise_by_clients: bool = False
-    """Whether every client adds a share of the noise before it sends."""
 
     @classmethod
     def of(cls, config: Config, clients: int, streams: Streams) -> "Privacy | None":
@@ -74,7 +68,6 @@ class Privacy:
             per_round=config.cohort,
             source=FromSystem() if config.noise_source == "system" else FromSeed(streams),
             account=Account(config.noise, config.cohort / clients, delta),
-            noise_by_clients=config.noise_by == "client" and config.noise > 0,
         )
 
     def rounds_of(self, config: Config) -> int:
@@ -99,44 +92,21 @@ class Privacy:
         drawn = self.source.uniform(round, self.clients) < self.per_round / self.clients
         return [int(client) for client in np.flatnonzero(drawn)]
 
-    def on_client(self, train: Train) -> Train:
-        """Training after which the client clips its update and adds its share of the noise, Z C / sqrt(q N)."""
-        if not self.noise_by_clients:
-            return train
-
-        def private(bench: Bench) -> Iterator[Pass]:
-            yield from train(bench)
-            update = clipped(bench.row, bench.received, self.clip)
-            self._add_noise(update, self._share, bench.round, bench.client)
-            bench.row.copy_(update.add_(bench.received))
-
-        return private
-
     def mean(self, round: int, base: Tensor, updates: Iterator[Update]) -> Iterator[Update]:
         """`per_round` copies of the private mean of updates to the model `base`."""
-        w, answers = base.double(), 0
+        w = base.double()
         total, room = torch.zeros_like(w), torch.empty_like(w)
-        clip = math.inf if self.noise_by_clients else self.clip  # what is noisy was clipped before
         for update in updates:
-            total.add_(clipped(update.row, w, clip, out=room))
-            answers += 1
-        # Shares of clients that did not answer are missing, and the server adds them.
-        missing = max(0, self.per_round - answers) if self.noise_by_clients else self.per_round
-        self._add_noise(total, self._share * math.sqrt(missing), round, None)
+            total.add_(clipped(update.row, w, self.clip, out=room))
+        if self.noise:
+            # This is Z C. Without the root, the last bit differs for some values, and with it the digest of a run.
+            root = math.sqrt(self.per_round)
+            drawn = torch.from_numpy(self.source.normal(round, total.numel()))
+            total.add_(drawn.to(total.device), alpha=self.noise * self.clip / root * root)
         row = total.div_(self.per_round).add_(base).to(base.dtype)
         mean = Update(Job(NOBODY, base), row, samples=1, loss=math.nan, steps=0)
         for _ in range(self.per_round):
             yield mean
-
-    @property
-    def _share(self) -> float:
-        """Standard deviation of the noise of each of `per_round` clients that together bring Z C."""
-        return self.noise * self.clip / math.sqrt(self.per_round)
-
-    def _add_noise(self, update: Tensor, deviation: float, round: int, client: int | None) -> None:
-        if deviation:
-            drawn = torch.from_numpy(self.source.normal(round, client, update.numel()))
-            update.add_(drawn.to(update.device), alpha=deviation)
 
     def spent(self, rounds: int) -> dict[str, float | None]:
         """For the record of a round: epsilon and delta, epsilon None where nothing is guaranteed."""

@@ -23,8 +23,8 @@ class Source(ABC):
     """Whether a round that is played again draws the same."""
 
     @abstractmethod
-    def normal(self, round: int, client: int | None, count: int) -> Floats:
-        """`count` standard normal numbers, for a client or (None) for the server."""
+    def normal(self, round: int, count: int) -> Floats:
+        """`count` standard normal numbers."""
 
     @abstractmethod
     def uniform(self, round: int, count: int) -> Floats:
@@ -33,14 +33,13 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class FromSeed(Source):
-    """Keyed by (seed, round, client)."""
+    """Keyed by (seed, round)."""
 
     streams: Streams
     repeatable = True
 
-    def normal(self, round: int, client: int | None, count: int) -> Floats:
-        purpose = "privacy noise" if client is None else "privacy noise of a client"
-        return self.streams.numpy(purpose, round, client or 0).standard_normal(count)
+    def normal(self, round: int, count: int) -> Floats:
+        return self.streams.numpy("privacy noise", round).standard_normal(count)
 
     def uniform(self, round: int, count: int) -> Floats:
         return self.streams.numpy("privacy selection", round).random(count)
@@ -52,7 +51,7 @@ class FromSystem(Source):
 
     repeatable = False
 
-    def normal(self, round: int, client: int | None, count: int) -> Floats:
+    def normal(self, round: int, count: int) -> Floats:
         # Box and Muller's transform: two uniform numbers give two normal ones.
         half = (count + 1) // 2
         radius = np.sqrt(-2 * np.log1p(-_uniform(half)))
