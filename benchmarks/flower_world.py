@@ -54,13 +54,14 @@ class World:
         for place in (self.logs, self.faults):
             place.mkdir(parents=True, exist_ok=True)
         certificates.make(self.certificates, [*self.names, "spare"])
-        self.port, *self._ports = free_ports(1 + 40)
+        self.port, self.control_port, *self._ports = free_ports(2 + 40)
 
     # Processes
 
     def start_superlink(self) -> None:
         database = self.folder / "superlink.db"
-        self.start("superlink", commands.superlink(self.certificates, "127.0.0.1", self.port, database))
+        words = commands.superlink(self.certificates, "127.0.0.1", self.port, self.control_port, database)
+        self.start("superlink", words)
         wait_until(self._answers, "the SuperLink's start")
 
     def start_node(self, name: str, client: int | None, key: Path | None = None, ca: Path | None = None) -> None:
@@ -143,7 +144,10 @@ class World:
         """Where Flower's command finds the SuperLink."""
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        connection = {"address": f"127.0.0.1:{self.port}", "root-certificates": str(self.certificates / "ca.crt")}
+        connection = {
+            "address": f"127.0.0.1:{self.control_port}",
+            "root-certificates": str(self.certificates / "ca.crt"),
+        }
         (home / "config.toml").write_text(to_toml({"superlink": {"default": "here", "here": connection}}))
         return home
 

@@ -8,6 +8,7 @@ import typer
 from fedloom.cli_options import settable
 from fedloom.config import make_config, parse_settings
 from fedloom.errors import InputError
+from fedloom.flower import commands
 from fedloom.flower.agreement_command import agreement
 from fedloom.flower.certificates_command import certificates
 
@@ -68,15 +69,19 @@ def new(
 @flower.command()
 def superlink(
     certificates: Certificates = None,
-    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="the port to listen on")] = 8000,
+    host: Annotated[str, typer.Option(help="the address at which SuperNodes connect")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="the port at which SuperNodes connect")] = 8000,
+    control_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="the port for `flwr` commands, on this machine alone")
+    ] = commands.CONTROL_PORT,
     database: Annotated[Path | None, typer.Option(help="a file for its state, so that a restart remembers it")] = None,
 ) -> None:
-    """Start Flower's SuperLink, with TLS and only for nodes whose keys are registered."""
-    from fedloom.flower import commands
+    """Start Flower's SuperLink, with TLS and only for nodes whose keys are registered.
 
+    `flwr` commands reach it on this machine alone: Flower lets whoever reaches its Control API run code at every site.
+    """
     _need_flower()
-    words = commands.superlink(certificates, host, port, database)
+    words = commands.superlink(certificates, host, port, control_port, database)
     commands.be(words, commands.environment())
 
 
@@ -114,7 +119,6 @@ def supernode(
     port: Annotated[int, typer.Option(help="a port on this machine for the SuperNode's own processes")] = 9094,
 ) -> None:
     """Start Flower's SuperNode for one site."""
-    from fedloom.flower import commands
     from fedloom.flower.agreement import is_fingerprint
     from fedloom.flower.data import clients_of
 

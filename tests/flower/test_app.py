@@ -300,6 +300,16 @@ def test_with_certificates_nodes_are_authenticated(tmp_path: Path) -> None:
         commands.superlink(tmp_path / "nowhere", "0.0.0.0", 8000)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "server.example.org", "[::]"])
+def test_flowers_own_address_is_on_this_machine_wherever_supernodes_connect(host: str, tmp_path: Path) -> None:
+    for name in ("ca.crt", "server.pem", "server.key"):
+        (tmp_path / name).write_text("")
+    words = commands.superlink(tmp_path, host, 8000, 9000)
+    assert words[4:10] == [host.strip("[]"), "8000", "--host", "127.0.0.1", "--port", "9000"]
+    with pytest.raises(InputError, match="both were given 8000"):
+        commands.superlink(tmp_path, host, 8000, 8000)
+
+
 @pytest.mark.parametrize("name", ["roster", "models-key"])
 def test_files_that_a_site_needs_are_looked_for_at_once(tmp_path: Path, name: str) -> None:
     node = {name: str(tmp_path / "file"), "folder": str(tmp_path)}

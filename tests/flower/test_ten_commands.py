@@ -7,7 +7,7 @@ What is put in the place of what the page says, and nothing else:
 - `server.example.org` is `127.0.0.1`, for which `certificates` makes a certificate anyway, and the SuperLink listens
   there alone instead of on `0.0.0.0`;
 - ports are free ones, so that nothing that runs here is in the way: `--port` is added to commands 5 and 9, as the page
-  says of several SuperNodes on one machine;
+  says of several SuperNodes on one machine, and `--control-port` to command 5;
 - two rounds instead of ten;
 - commands 8 and 9, which are written for site 0, are given at all five sites.
 
@@ -151,7 +151,7 @@ def test_the_page_has_ten_commands() -> None:
 
 
 def test_the_ten_commands_give_a_model(machine: Callable[[str], Machine]) -> None:
-    given, (port, *ports) = commands(), free_ports(1 + len(SITES))
+    given, (port, control, *ports) = commands(), free_ports(2 + len(SITES))
     fewer, here = ("--rounds 10", "--rounds 2"), ("server.example.org", "127.0.0.1")
     server = machine("server")
 
@@ -161,9 +161,9 @@ def test_the_ten_commands_give_a_model(machine: Callable[[str], Machine]) -> Non
 
     server.does(swapped(given[3], fewer))
     server.does(swapped(given[4], here))
-    link = server.starts(swapped(given[5], ("0.0.0.0", "127.0.0.1")) + f" --port {port}")
+    link = server.starts(swapped(given[5], ("0.0.0.0", "127.0.0.1")) + f" --port {port} --control-port {control}")
     wait_for(lambda: answers(port) or link.poll() is not None, "the SuperLink", server.said)
-    server.does(swapped(given[6], here, (":8000", f":{port}")))
+    server.does(swapped(given[6], (":9093", f":{control}")))
     server.does(given[7])
 
     nodes = {}

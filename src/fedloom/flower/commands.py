@@ -16,8 +16,14 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",
+    "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
+    "FLWR_INTERNAL_GRPC_FLEET_API": "0",
 }
-"""No telemetry, no look for updates, no packages fetched for an app; and a shorter wait where Flower offers that."""
+"""No telemetry, no look for updates, no packages fetched for an app; a shorter wait where Flower offers that; and none
+of Flower's older servers, which listen on every address."""
+
+CONTROL_PORT = 9093
+"""Where `flwr` finds the SuperLink on the server's own machine, unless told otherwise."""
 
 
 def environment(home: Path | None = None) -> dict[str, str]:
@@ -27,9 +33,17 @@ def environment(home: Path | None = None) -> dict[str, str]:
     return {**values, "FLWR_HOME": str(home)} if home is not None else values
 
 
-def superlink(certificates: Path | None, host: str, port: int, database: Path | None = None) -> list[str]:
-    """The command that starts a SuperLink; without certificates only for this machine itself."""
-    words = [sys.executable, "-m", "fedloom.flower.hasty", "superlink", "--host", host, "--port", str(port)]
+def superlink(
+    certificates: Path | None, host: str, port: int, control_port: int = CONTROL_PORT, database: Path | None = None
+) -> list[str]:
+    """The command that starts a SuperLink; without certificates only for this machine itself.
+
+    SuperNodes connect to `host` and `port`. Flower's Control API is on loopback alone: it authenticates nobody.
+    """
+    if port == control_port:
+        raise InputError(f"SuperNodes and the Control API need ports of their own, and both were given {port}.")
+    words = [sys.executable, "-m", "fedloom.flower.hasty", "superlink", host.strip("[]"), str(port)]
+    words += ["--host", "127.0.0.1", "--port", str(control_port)]
     if certificates is None:
         _refuse_insecure("a SuperLink", host, "--certificates")
         words.append("--insecure")

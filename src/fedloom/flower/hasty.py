@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -170,12 +171,59 @@ def _followed_by(work: Callable[..., Any], then: Callable[[], None]) -> Callable
     return both
 
 
+FLEET = "/v1/fleet/"
+"""The paths of the Fleet API, by which SuperNodes call. Of a SuperLink's APIs it is the one that checks who calls."""
+
+
 def superlink() -> None:
-    """Flower's SuperLink; what it starts ends with it."""
+    """Flower's SuperLink, which listens at two addresses; what it starts ends with it.
+
+    Flower serves all its APIs at one address, and two of them authenticate nobody: the Control API, which starts runs
+    (code at every site), and the Runtime API, which acts as a run's ServerApp. Here Flower's own address (`--host` and
+    `--port`) has all of them, and the address in front of Flower's arguments has the Fleet API alone.
+    """
+    host, port = sys.argv.pop(1), int(sys.argv.pop(1))
     module: Any = import_module("flwr.superlink.cli.flower_superlink")
     if is_tested():
         module.subprocess = Starts(module.subprocess)
+    module.uvicorn = TwoAddresses(host, port)
     module.flower_superlink()
+
+
+class TwoAddresses:
+    """Stands in for the module `uvicorn`: the app is served at one more address, but there its Fleet API alone."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+
+    def run(self, app: Any, host: str, port: int, **options: Any) -> None:
+        from uvicorn import Config, Server
+
+        guarded = fleet_only_except_at(port, app)
+        places = (host, port), (self._host, self._port)
+        configs = [Config(guarded, host=where, port=number, **options) for where, number in places]
+        server = Server(configs[0])
+        sockets = [config.bind_socket() for config in configs]
+        with suppress(KeyboardInterrupt):  # raised again after the orderly end
+            server.run(sockets)
+        if not server.started:
+            sys.exit(1)
+
+
+def fleet_only_except_at(port: int, app: Callable[..., Any]) -> Callable[..., Any]:
+    """The app (ASGI), of which only the Fleet API is there for what comes in at another port than this one."""
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        own = scope["type"] == "lifespan" or (scope.get("server") or (None, None))[1] == port
+        if own or (scope["type"] == "http" and scope["path"].startswith(FLEET)):
+            await app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b"only the Fleet API is served at this address\n"})
+        else:
+            await send({"type": "websocket.close"})
+
+    return serve
 
 
 def main() -> None:

@@ -118,15 +118,15 @@ class _Loopback:
 
         folder, certificates = self._folder, self._folder / "certificates"
         make(certificates, self._names)
-        port, *ports = free_ports(1 + len(self._names))
+        port, control, *ports = free_ports(2 + len(self._names))
         server = listen(folder / "bridge")
         write_app(folder / "app", self._config, {"bridge": str(folder / "bridge")})
         given = flat(write_settings(self._config, []))  # what it imports was run here already
         agreed = readable(told_by(settled(given, folder / "app", None)))
         write_atomically(folder / "agreed.json", agreed.encode())
-        link = commands.superlink(certificates, "127.0.0.1", port)
+        link = commands.superlink(certificates, "127.0.0.1", port, control)
         self._run("superlink", link, folder / "superlink")
-        connection = {"address": f"127.0.0.1:{port}", "root-certificates": str(certificates / "ca.crt")}
+        connection = {"address": f"127.0.0.1:{control}", "root-certificates": str(certificates / "ca.crt")}
         (folder / "superlink").mkdir(exist_ok=True)
         (folder / "superlink" / "config.toml").write_text(
             to_toml({"superlink": {"default": "here", "here": connection}})

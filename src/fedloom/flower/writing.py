@@ -148,7 +148,7 @@ Keys and certificates, here all made at one place, for trying out:
 At the server, with this in its `~/.flwr/config.toml`:
 
     [superlink.deployment]
-    address = "SERVER:8000"
+    address = "127.0.0.1:9093"
     root-certificates = "/path/to/certificates/ca.crt"
 
     fedloom flower superlink --certificates certificates --host 0.0.0.0 --database superlink.db
