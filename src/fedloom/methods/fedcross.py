@@ -17,7 +17,7 @@ model nothing is mixed. A model whose client was lost takes part as it is. Ties 
 order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from itertools import accumulate
 from typing import Literal
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.gram import Numbers, column_blocks, cosine_gaps, gap_errors, inner_products, quick_products
+from fedloom.gram import Numbers, column_blocks, cosine_gaps, inner_products
 from fedloom.methods.base import Context, Options
 from fedloom.methods.catalogue import Method, register
 from fedloom.methods.slots import APART, SlotServer
@@ -100,57 +100,24 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         return [[partner] for partner in self.extremes(v, -1 if self.options.selection == "lowest" else 1)]
 
     def extremes(self, v: Tensor, sign: int) -> list[int]:
-        """For each model the other one with the lowest sign x gap, the next in order among equals.
-
-        In float32 where that is enough to tell which it is, as a rule; the rest is looked at again in float64. On a GPU
-        all in float64: there products of float32 numbers may be taken in tf32, which is off by far more.
-        """
-        if v.device.type != "cpu":
-            return self.careful_extremes(v, sign)
-        count = len(v)
-        others, (gaps, errors) = _others(count), self.quick_gaps(v)
-        low, high = (np.take_along_axis(sign * gaps + off, others, 1) for off in (-errors, errors))
-        # What is not surely worse than the best may be the best (nor is what is not a number).
-        may_be = ~(low > high.min(1, keepdims=True))
-        rivals = [list(map(int, others[i, may_be[i]])) for i in range(count)]
-        unclear = [i for i in range(count) if len(rivals[i]) > 1]
-        if unclear:
-            members = sorted({j for i in unclear for j in (i, *rivals[i])})
-            exact = self.gaps(v if len(members) == count else v[members])
-            for i in unclear:
-                scores = sign * exact[members.index(i), [members.index(j) for j in rivals[i]]]
-                rivals[i] = [rivals[i][int(scores.argmin())]]
-        return [rival for (rival,) in rivals]
-
-    def careful_extremes(self, v: Tensor, sign: int) -> list[int]:
-        """The same, all in float64."""
+        """For each model, find the other one with the lowest sign x gap, the next in order among equals."""
         models, others = np.arange(len(v)), _others(len(v))
         lowest = (sign * self.gaps(v))[models[:, None], others].argmin(1)  # the first of equals
         found: list[int] = others[models, lowest].tolist()
         return found
 
     def gaps(self, v: Tensor) -> Numbers:
-        """1 - similarity of each pair, over the trainable parameters."""
-        found: Numbers = cosine_gaps(self.together([inner_products(v[1:], v[0], c) for c in self.pieces])).mean(0)
-        return found
+        """1 - similarity of each pair, over the trainable parameters, in float64.
 
-    def quick_gaps(self, v: Tensor) -> tuple[Numbers, Numbers]:
-        """The same in float32, and how far each gap may be off."""
-        products, errors = zip(*(quick_products(v[1:], v[0], c) for c in self.pieces), strict=True)
-        found = self.together(products)
-        return cosine_gaps(found).mean(0), gap_errors(found, self.together(errors)).mean(0)
-
-    def together(self, products: Sequence[Tensor]) -> Numbers:
-        """Inner products about v_0 of all that is compared as one, from those of each piece, on the host.
-
-        There they are looked at singly, which on a GPU would take a call for each step. The difference of v_0 from
-        itself is zero, and was not multiplied.
+        The host adds up the products of the pieces. On a GPU that would take a call for each step.
         """
+        products = torch.stack([inner_products(v[1:], v[0], columns) for columns in self.pieces]).cpu().numpy()
         with np.errstate(all="ignore"):
-            sums = np.add.reduceat(torch.stack(list(products)).cpu().numpy(), self.starts)
-        found = np.zeros((len(sums), sums.shape[1] + 1, sums.shape[2] + 1))
-        found[:, 1:, 1:] = sums
-        return found
+            sums = np.add.reduceat(products, self.starts)
+        found = np.zeros((len(sums), len(v) + 1, len(v) + 1))
+        found[:, 1:, 1:] = sums  # the difference of v_0 from itself is zero, and was not multiplied
+        gaps: Numbers = cosine_gaps(found).mean(0)
+        return gaps
 
 
 def mix_singly(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
