@@ -1,5 +1,11 @@
 """Streams: a key names its draws, everywhere and for ever, and no global generator is touched."""
 
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedloom.streams import Streams
+import fedloom
+from fedloom.streams import PURPOSES, Streams
 
-PURPOSES = ["batches", "noise", "select"]
-KEYS = st.tuples(st.integers(0, 2**63 - 1), st.sampled_from(PURPOSES), st.integers(0, 9999), st.integers(0, 10**6))
+SOME = ["batches", "noise", "select"]
+KEYS = st.tuples(st.integers(0, 2**63 - 1), st.sampled_from(SOME), st.integers(0, 9999), st.integers(0, 10**6))
 Key = tuple[int, str, int, int]
 
 
@@ -104,3 +111,79 @@ def test_known_answers_so_that_draws_never_change_silently() -> None:
     assert streams.key("batches", 3, 17) == 0x476642877D8F6356D33CD29B3F6A0331
     assert streams.numpy("batches", 3, 17).permutation(8).tolist() == [4, 6, 7, 2, 0, 3, 5, 1]
     assert torch.randint(1000, (4,), generator=streams.pytorch("batches", 3, 17)).tolist() == [249, 112, 74, 645]
+
+
+FROZEN = """
+augment, batches, client test, dynafed images, dynafed refine, dynafed segment, dynafed steps, exchange,
+exchange {attempt} {number}, fedbe, fedbe dirichlet, fedbe gaussian, fedcda, fedcluster, fedcluster cycle, feddf,
+feddf validation, fedgen, fedgen generator, fedlaw, fedma, fedma layer {n}, fedmut, fomo, head, init, lost, noise,
+partition, personal, privacy noise, privacy noise of a client, privacy selection, recombine, select, server data, slots,
+soup, statistics, validation
+"""
+"""Copied by hand: a rename across the source must not reach these words, which are inside one string."""
+
+METHODS = inspect.getmembers(Streams, inspect.isfunction)
+DRAWING = {name for name, method in METHODS if "purpose" in inspect.signature(method).parameters}
+"""Methods of `Streams` that take a purpose."""
+
+LENT = {"methods/fedmr.py": "methods/recombination.py"}
+"""Files that hand such a method on, by the file whose function `purpose` then says what for."""
+
+SOURCE = Path(fedloom.__file__).parent
+
+
+def test_purposes_are_frozen() -> None:
+    assert sorted(PURPOSES) == re.split(r",\s+", FROZEN.strip())
+
+
+def test_the_source_draws_for_exactly_these_purposes() -> None:
+    found, lent = set[str](), set[str]()
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        if name == "streams.py":
+            continue
+        tree = ast.parse(path.read_text())
+        called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or node.attr not in DRAWING:
+                continue
+            if (call := called.get(id(node))) is None:
+                if "streams" in ast.unparse(node.value).lower():
+                    lent.add(name)
+            elif call.args:  # without, it is that of a tensor
+                found.update(texts_of(call.args[0], tree, f"{name}:{node.lineno}"))
+            else:
+                assert not call.keywords, f"{name}:{node.lineno}: give the purpose as the first argument"
+    assert lent == LENT.keys()
+    for name in LENT.values():
+        found.update(said_by("purpose", ast.parse((SOURCE / name).read_text()), name))
+    assert sorted(found) == sorted(re.sub(r"{\w+}", "{}", purpose) for purpose in PURPOSES)
+
+
+def texts_of(given: ast.expr, tree: ast.Module, where: str) -> Iterator[str]:
+    """All texts that an expression can be, with {} for numbers in them."""
+    match given:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=values):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in values)
+        case ast.IfExp(body=one, orelse=other):
+            yield from texts_of(one, tree, where)
+            yield from texts_of(other, tree, where)
+        case ast.Name(id=name):
+            values = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets) == name]
+            assert values, f"{where}: nobody can see what {name} is"
+            for value in values:
+                yield from texts_of(value, tree, where)
+        case ast.Call(func=ast.Name(id=name)):
+            assert name == "purpose", f"{where}: nobody can see what {name}() says"
+        case _:
+            pytest.fail(f"{where}: a purpose is written where it is drawn for, not {ast.unparse(given)}")
+
+
+def said_by(name: str, tree: ast.Module, where: str) -> Iterator[str]:
+    """All that a function returns."""
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield from texts_of(node.value, tree, where)

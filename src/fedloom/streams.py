@@ -14,6 +14,55 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+PURPOSES = frozenset(
+    {
+        "augment",
+        "batches",
+        "client test",
+        "dynafed images",
+        "dynafed refine",
+        "dynafed segment",
+        "dynafed steps",
+        "exchange",
+        "exchange {attempt} {number}",
+        "fedbe",
+        "fedbe dirichlet",
+        "fedbe gaussian",
+        "fedcda",
+        "fedcluster",
+        "fedcluster cycle",
+        "feddf",
+        "feddf validation",
+        "fedgen",
+        "fedgen generator",
+        "fedlaw",
+        "fedma",
+        "fedma layer {n}",
+        "fedmut",
+        "fomo",
+        "head",
+        "init",
+        "lost",
+        "noise",
+        "partition",
+        "personal",
+        "privacy noise",
+        "privacy noise of a client",
+        "privacy selection",
+        "recombine",
+        "select",
+        "server data",
+        "slots",
+        "soup",
+        "statistics",
+        "validation",
+    }
+)
+"""Every purpose that fedloom draws for; numbers stand in braces. Your own methods may draw for any other.
+
+The purpose is part of the seed. Renaming one changes the results of every run that draws for it.
+"""
+
 GLOBAL_STATE = threading.RLock()
 """Held by whoever has lent torch's global generators to a stream: several runs may share one process."""
 
