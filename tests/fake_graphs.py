@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fedloom.tapes import Player, Recording, RecordingTape
+from fedloom.tapes import Player, Quiet, Recording, RecordingTape
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -69,10 +69,12 @@ class TakenBack:
         self._recording, self._player = recording, player
 
     def replay(self) -> None:
-        drawn = vars(self._player).get("_host_state")
+        if isinstance(self._player, Quiet):  # it draws nothing on the host
+            self._recording.replay()
+            return
+        drawn = vars(self._player)["_host_state"]
         self._recording.replay()
-        if drawn is not None:
-            vars(self._player)["_host_state"] = drawn
+        vars(self._player)["_host_state"] = drawn
 
 
 def fake_tape(device: torch.device, generators: tuple[torch.Generator, ...] = (), urgency: int = 0) -> FakeGraphTape:
