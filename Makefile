@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 FLOWER := .venv-flower/bin
 
-.PHONY: setup setup-flower demo test test-gpu test-flower test-flower-faults fuzz check format bench clean
+.PHONY: setup setup-flower demo test test-gpu test-flower test-flower-faults golden-cuda fuzz check format bench clean
 
 setup: .venv/ready
 
@@ -40,6 +40,9 @@ test-gpu: setup  ## the engine on a GPU, held against a plain loop and the plain
 	$(BIN)/python -m pytest -q -m gpu tests/engines/test_gpu.py tests/test_precision.py tests/test_storage.py \
 	  tests/test_beside.py tests/test_shortage.py tests/methods/test_drafts.py tests/methods/test_fedcross_precision.py \
 	  tests/models
+
+golden-cuda: setup  ## store anew what runs of the CUDA engine on fake graphs come to
+	PYTHONPATH=tests $(BIN)/python tests/engines/cuda_golden.py
 
 fuzz: setup  ## the property tests again with inputs drawn anew; `make fuzz TESTS=tests/data` for some
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -n auto -p no:cacheprovider $(TESTS)
