@@ -192,6 +192,21 @@ def test_contents_that_cannot_be_used(tmp_path: Path, rows: Any, features: Any, 
 
 
 @pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ({"image": [b"no image"], "label": [0]}, "cannot decode test row 1 in column 'image' of .*: no image"),
+        ({"image": [png(pictures(1, 3)[0, :4])["bytes"]], "label": [0]}, "test row 1 in .* has 5 x 4 pixels .* 5 x 6"),
+        ({"image": [png(pictures(1, 3)[0])["bytes"]], "label": [2]}, "test part of .* '2', which no training row has"),
+    ],
+)
+def test_what_is_wrong_with_the_rows_for_testing(tmp_path: Path, test: dict[str, Any], message: str) -> None:
+    train = {"image": [png(x)["bytes"] for x in pictures(2, 3)], "label": [0, 1]}
+    save(tmp_path, {"train": train, "test": test})
+    with pytest.raises(InputError, match=message):
+        load(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("dataset_dict.json", '{"splits": ["../train"]}', "does not list splits"),

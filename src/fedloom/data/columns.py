@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Collection, Iterator
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import IO
 
@@ -102,6 +102,20 @@ def check_names(path: Path, names: list[str]) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"{path} has two columns called {twice!r}; expected different names in its first line.")
     return names
+
+
+def as_texts(column: Column) -> Texts:
+    """A column that was read as words."""
+    assert isinstance(column, list), "asked for as words"
+    return column
+
+
+def pick(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
+    """The chosen rows of a table."""
+    return {
+        name: list(compress(values, rows)) if isinstance(values, list) else values[rows]
+        for name, values in columns.items()
+    }
 
 
 def to_numbers(texts: Texts) -> Numbers | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.columns import Columns, Numbers, Texts, to_numbers
+from fedloom.data.columns import Column, Columns, Numbers, Texts, to_numbers
 from fedloom.errors import InputError
 
 MOST_WORDS = 1000
@@ -47,19 +47,27 @@ class OneHot:
         return matrix
 
 
-class Encoder:
-    """How the columns called `names` become inputs, learnt from the rows `train` of `columns`."""
+def encode(
+    train: Columns, test: Columns, names: Sequence[str], where: str, tested: str
+) -> tuple[Matrix, Matrix, list[str]]:
+    """The columns called `names` of both as inputs, and sentences about what was left out, missing or new."""
+    encoder = Encoder(train, names, where)
+    return encoder.encode(train, where), encoder.encode(test, f"test: {tested}"), encoder.notes
 
-    def __init__(self, columns: Columns, names: Sequence[str], train: NDArray[np.int64], where: str) -> None:
+
+class Encoder:
+    """How the columns called `names` become inputs, learnt from those for training."""
+
+    def __init__(self, columns: Columns, names: Sequence[str], where: str) -> None:
         self._where, self.notes = where, []
         self._parts: dict[str, Standardise | OneHot] = {}
         empty = []
         for name in names:
             values = columns[name]
             if isinstance(values, list):
-                part: Standardise | OneHot = self._one_hot(name, [values[row] for row in train])
+                part: Standardise | OneHot = self._one_hot(name, values)
             else:
-                part = self._standardise(name, values[train])
+                part = self._standardise(name, values)
             if part.width and not (isinstance(part, Standardise) and np.isnan(part.mean)):
                 self._parts[name] = part
             else:
@@ -102,19 +110,19 @@ class Encoder:
             self.notes.append(f"{self._where}: column {name!r} was read as words, for {slip}.")
         return OneHot({word: position for position, word in enumerate(words)})
 
-    def encode(self, columns: Columns, rows: NDArray[np.int64], which: str) -> Matrix:
-        """The inputs of these rows; what is missing or new in them is added to `notes`."""
+    def encode(self, columns: Columns, which: str) -> Matrix:
+        """The inputs of all rows; what is missing or new in them is added to `notes`."""
         pieces, missing, new = [], 0, 0
         for name, part in self._parts.items():
             values = columns.get(name)
             if values is None:
                 raise InputError(f"{which} has no column {name!r}, which {self._where} has.")
             if isinstance(part, Standardise):
-                numbers = self._numbers(name, values, rows, which)
+                numbers = self._numbers(name, values, which)
                 missing += int(np.isnan(numbers).sum())
                 pieces.append(part.encode(numbers))
             else:
-                texts = self._texts(values, rows)
+                texts = self._texts(values)
                 missing += texts.count(None)
                 new += sum(word is not None and word not in part.words for word in texts)
                 pieces.append(part.encode(texts))
@@ -129,16 +137,16 @@ class Encoder:
             raise InputError(f"{which} has numbers too far from those of the training rows to be standardised.")
         return matrix
 
-    def _numbers(self, name: str, values: Numbers | Texts, rows: NDArray[np.int64], which: str) -> Numbers:
+    def _numbers(self, name: str, values: Column, which: str) -> Numbers:
         if not isinstance(values, list):
-            return values[rows]
-        strange = next((values[row] for row in rows if values[row] is not None), None)
+            return values
+        strange = next((value for value in values if value is not None), None)
         if strange is not None:
             raise InputError(f"{which} has {strange!r} in column {name!r}, which holds numbers in {self._where}.")
-        return np.full(len(rows), np.nan)
+        return np.full(len(values), np.nan)
 
     @staticmethod
-    def _texts(values: Numbers | Texts, rows: NDArray[np.int64]) -> Texts:
+    def _texts(values: Column) -> Texts:
         if isinstance(values, list):
-            return [values[row] for row in rows]
-        return [None if np.isnan(values[row]) else f"{values[row]:g}" for row in rows]
+            return values
+        return [None if np.isnan(value) else f"{value:g}" for value in values]

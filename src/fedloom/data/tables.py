@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from fedloom.data.arrow import read_parquet
-from fedloom.data.columns import Columns, Texts, read_csv
+from fedloom.data.columns import Columns, as_texts, pick, read_csv
 from fedloom.data.content import Content, positions
-from fedloom.data.features import Encoder
+from fedloom.data.features import encode
 from fedloom.data.samples import Samples
 from fedloom.data.spec import Spec, home_path, number
-from fedloom.data.targets import make_owners, make_targets, task_of, test_rows
+from fedloom.data.targets import join_targets, make_owners, make_targets, task_of, test_rows
 from fedloom.errors import InputError, unknown
 
 
@@ -38,36 +38,31 @@ def read_table(spec: Spec) -> Content:
     if named := {label, owner} & set(drop):
         raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
     columns, notes = _labelled(columns, label, path)
-    separate = _labelled(_read(home_path(test), words), label, Path(test)) if share != share else None
-    labels = _texts(columns[label])
-    owners, names = make_owners(_texts(columns[owner]), str(path), owner) if owner else (None, ())
-    if separate is None:
-        held = test_rows(owners, len(labels), share)
-        train_rows, rows, held_columns, held_name = np.flatnonzero(~held), np.flatnonzero(held), columns, path.name
+    labels = as_texts(columns[label])
+    owners, names = make_owners(as_texts(columns[owner]), str(path), owner) if owner else (None, ())
+    if share == share:
+        held, held_name = test_rows(owners, len(labels), share), path.name
         targets = make_targets(labels, task, str(path))
-        y, test_y = targets.y[train_rows], targets.y[rows]
-        test_owners = None if owners is None else owners[rows]
+        if not held.any():
+            raise InputError(f"{path} has too few rows to hold out a share of {test} for testing.")
+        y, test_y = targets.y[~held], targets.y[held]
+        owners, test_owners = (None if owners is None else owners[part] for part in (~held, held))
+        columns, held_columns = pick(columns, ~held), pick(columns, held)
     else:
-        held_columns, more = separate
+        held_columns, more = _labelled(_read(home_path(test), words), label, Path(test))
         notes, held_name = notes + more, Path(test).name
-        both = make_targets(labels + _texts(held_columns[label]), task, f"{path} with {test}")
-        targets, train_rows = both, np.arange(len(labels))
-        rows = np.arange(len(both.y) - len(labels))
-        y, test_y = both.y[: len(labels)], both.y[len(labels) :]
-        test_owners = positions(_texts(held_columns[owner]), names) if owner in held_columns else None
-        if both.class_names and len(new := sorted(set(test_y.tolist()) - set(y.tolist()))):
-            raise InputError(f"{test} has the label {both.class_names[new[0]]!r}, which {path} does not have.")
-    if not len(rows):
-        raise InputError(f"{path} has too few rows to hold out a share of {test} for testing.")
-    encoder = Encoder(columns, [name for name in columns if name not in {label, owner, *drop}], train_rows, path.name)
-    x, test_x = encoder.encode(columns, train_rows, path.name), encoder.encode(held_columns, rows, f"test: {held_name}")
+        targets = join_targets(labels, as_texts(held_columns[label]), task, f"{path} with {test}", test)
+        y, test_y = targets.y[: len(labels)], targets.y[len(labels) :]
+        test_owners = positions(as_texts(held_columns[owner]), names) if owner in held_columns else None
+    inputs = [name for name in columns if name not in {label, owner, *drop}]
+    x, test_x, more = encode(columns, held_columns, inputs, path.name, held_name)
     return Content(
         Samples(torch.from_numpy(x), torch.from_numpy(y)),
         Samples(torch.from_numpy(test_x), torch.from_numpy(test_y)),
         targets.class_names,
-        None if owners is None else owners[train_rows],
+        owners,
         names,
-        notes=(*notes, *encoder.notes),
+        notes=(*notes, *more),
         test_owners=test_owners,
     )
 
@@ -82,19 +77,9 @@ def _labelled(columns: Columns, label: str, path: Path) -> tuple[Columns, list[s
     """The rows that have a label, and a sentence about the others."""
     if label not in columns:
         raise unknown(f"column of {path}", label, columns)
-    there = [row for row, text in enumerate(_texts(columns[label])) if text is not None]
-    missing = len(columns[label]) - len(there)
-    if not missing:
+    there = np.array([text is not None for text in as_texts(columns[label])])
+    if there.all():
         return columns, []
-    if not there:
+    if not there.any():
         raise InputError(f"{path} has no row with a label in column {label!r}.")
-    kept: Columns = {
-        name: [values[row] for row in there] if isinstance(values, list) else values[there]
-        for name, values in columns.items()
-    }
-    return kept, [f"{path.name}: {missing} rows without a label were left out."]
-
-
-def _texts(column: object) -> Texts:
-    assert isinstance(column, list), "label and owner are read as words"
-    return column
+    return pick(columns, there), [f"{path.name}: {np.count_nonzero(~there)} rows without a label were left out."]

@@ -57,6 +57,14 @@ def make_targets(texts: Texts, task: str, where: str) -> Targets:
     return Targets(np.array([position[str(text)] for text in texts], dtype=np.int64), names)
 
 
+def join_targets(train: Texts, test: Texts, task: str, where: str, tested: str) -> Targets:
+    """The targets of both, one after the other; a class that no training row has cannot be tested."""
+    targets = make_targets(train + test, task, where)
+    if targets.class_names and (new := set(test) - set(train)):
+        raise InputError(f"{tested} has the label {min(map(str, new))!r}, which no training row has.")
+    return targets
+
+
 def ordered(texts: Texts) -> tuple[str, ...]:
     """The different words, in the order of numbers where all of them are numbers."""
     words = sorted({text for text in texts if text is not None})
