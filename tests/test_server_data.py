@@ -11,7 +11,7 @@ import torch
 
 import fedloom
 from fedloom.config import make_config
-from fedloom.data import Federation, Samples
+from fedloom.data import Dataset, Federation, Samples
 from fedloom.errors import InputError
 from fedloom.experiment import Experiment, build
 from fedloom.listing import list_methods
@@ -152,12 +152,12 @@ def test_another_data_set_and_when_its_labels_matter(command: Command, monkeypat
 
     real = datasets.load
 
-    def load(name: str, **options: Any) -> datasets.Dataset:
+    def load(name: str, **options: Any) -> Dataset:
         if name != "other":
             return real(name, **options)
         x = torch.randint(0, 255, (40, 8, 8, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         samples = Samples(x, torch.arange(40) % 7)
-        return datasets.Dataset(name, samples, samples, 7, (1, 8, 8), real("digits").prepare, tuple("abcdefg"))
+        return Dataset(samples, samples, tuple("abcdefg"), name=name, prepare=real("digits").prepare)
 
     monkeypatch.setattr("fedloom.data.load", load)
     distilled = command("run", "feddf", *WORDS, *QUICK, "--server-data", "other", "--json")

@@ -12,17 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedloom.data.cache import LARGE, MARKS, cache_folder, cached, scratch
-from fedloom.data.content import NOBODY, Content
+from fedloom.data.content import NOBODY, Dataset
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
 
-def content(seed: int = 0, n: int = 40) -> Content:
+def content(seed: int = 0, n: int = 40) -> Dataset:
     rng = np.random.default_rng(seed)
     x, y = rng.integers(0, 256, (n, 16, 16, 3), dtype=np.uint8), rng.integers(0, 3, n)
     samples = Samples(torch.from_numpy(x), torch.from_numpy(y))
     owners = rng.integers(0, 2, n - 10)
-    return Content(
+    return Dataset(
         samples[:-10],
         samples[-10:],
         ("a", "b", "ç"),
@@ -35,7 +35,7 @@ def content(seed: int = 0, n: int = 40) -> Content:
     )
 
 
-def same(one: Content, other: Content) -> bool:
+def same(one: Dataset, other: Dataset) -> bool:
     parts = [(one.train, other.train), (one.test, other.test)]
     samples = all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in parts)
     marks = all(np.array_equal(getattr(one, mark), getattr(other, mark)) for mark in MARKS)
@@ -52,11 +52,11 @@ class Reader:
         for name in ("a", "b"):
             (self.place / name).write_text(name)
 
-    def make(self) -> Content:
+    def make(self) -> Dataset:
         self.reads += 1
         return content(self.seed)
 
-    def get(self, recipe: str = "set 1") -> Content:
+    def get(self, recipe: str = "set 1") -> Dataset:
         return cached("set", self.place, recipe, sorted(self.place.iterdir()), self.make)
 
 
@@ -99,7 +99,7 @@ def test_changed_files_and_recipes_are_decoded_again(reader: Reader) -> None:
 
 
 def test_what_cannot_be_read_leaves_nothing(reader: Reader) -> None:
-    def fail() -> Content:
+    def fail() -> Dataset:
         raise InputError("a is broken.")
 
     with pytest.raises(InputError, match="a is broken"):
@@ -188,6 +188,6 @@ def test_large_arrays_are_decoded_into_a_file(reader: Reader) -> None:
 def test_owners_must_fit_the_samples() -> None:
     whole = content()
     with pytest.raises(InputError, match=r"30 training samples have owners of shape \(29,\)"):
-        Content(whole.train, whole.test, ("a",), np.zeros(29, np.int64), ("me",))
+        Dataset(whole.train, whole.test, ("a",), np.zeros(29, np.int64), ("me",))
     with pytest.raises(InputError, match="domains run from 0 to 1, but 1 have a name"):
-        Content(whole.train, whole.test, ("a",), domains=np.arange(30) % 2, domain_names=("here",))
+        Dataset(whole.train, whole.test, ("a",), domains=np.arange(30) % 2, domain_names=("here",))

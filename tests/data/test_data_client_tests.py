@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fedloom
 from fedloom import Federation
-from fedloom.data import Dataset, PooledFederation, Prepare, Samples, hold_out, merge
+from fedloom.data import Dataset, PooledFederation, Samples, hold_out, merge
 from fedloom.data import build as build_federation
 from fedloom.data.content import NOBODY
 from fedloom.errors import InputError
@@ -25,7 +25,7 @@ def numbered(first: int, count: int) -> Samples:
 
 
 def dataset(**more: Any) -> Dataset:
-    return Dataset("numbers", numbered(0, 8), numbered(8, 4), 3, (1,), Prepare.identity(), ("a", "b", "c"), **more)
+    return Dataset(numbered(0, 8), numbered(8, 4), ("a", "b", "c"), name="numbers", **more)
 
 
 def test_merged_samples_are_all_there_once() -> None:
@@ -91,7 +91,7 @@ def owned(draw: st.DrawFn) -> Dataset:
     marks["owner_names"] = marks["domain_names"] = tuple("abcd"[:owners])
     marks |= {"domains": marks["owners"], "test_domains": marks["test_owners"]}
     samples = numbered(0, len(train)), numbered(100, len(test))
-    return Dataset("owned", *samples, 3, (1,), Prepare.identity(), ("x", "y", "z"), **marks)
+    return Dataset(*samples, ("x", "y", "z"), name="owned", **marks)
 
 
 @settings(max_examples=80, deadline=None)

@@ -8,7 +8,6 @@ import torch
 
 from fedloom.data import Dataset, Samples, keep_classes, load, normalized
 from fedloom.data.normalize import PRESETS
-from fedloom.data.samples import Prepare
 from fedloom.errors import InputError
 
 
@@ -17,8 +16,8 @@ def test_owners_and_domains_follow_when_classes_are_picked() -> None:
     samples = Samples(x, y)
     marks = {"owners": np.arange(6) % 3, "owner_names": ("a", "b", "c")}
     marks |= {"domains": np.arange(6) // 3, "domain_names": ("p", "q")}
-    marks |= {"test_owners": np.arange(6), "test_domains": np.arange(6) + 1}
-    data = Dataset("tiny", samples, samples, 3, (1, 1, 1), Prepare.unit(1), ("x", "y", "z"), **marks)
+    marks |= {"test_owners": np.arange(6) % 3 - 1, "test_domains": np.arange(6) // 3 - 1}
+    data = Dataset(samples, samples, ("x", "y", "z"), name="tiny", **marks)
     kept = keep_classes(data, "0,2")
     assert kept.train.x.flatten().tolist() == [0, 1, 3, 4]
     assert kept.owners is not None
@@ -26,7 +25,7 @@ def test_owners_and_domains_follow_when_classes_are_picked() -> None:
     assert (kept.owners.tolist(), kept.domains.tolist()) == ([0, 1, 0, 1], [0, 0, 1, 1])
     assert kept.test_owners is not None
     assert kept.test_domains is not None
-    assert (kept.test_owners.tolist(), kept.test_domains.tolist()) == ([0, 1, 3, 4], [1, 2, 4, 5])
+    assert (kept.test_owners.tolist(), kept.test_domains.tolist()) == ([-1, 0, -1, 0], [-1, -1, 0, 0])
 
 
 def images(channels: int, values: tuple[int, ...] = (0, 51, 255)) -> Dataset:
@@ -34,7 +33,7 @@ def images(channels: int, values: tuple[int, ...] = (0, 51, 255)) -> Dataset:
     planes = [torch.tensor(values).mul(k + 1).clamp(max=255).to(torch.uint8) for k in range(channels)]
     x = torch.stack(planes, dim=1).view(len(values), 1, 1, channels)
     samples = Samples(x, torch.zeros(len(values), dtype=torch.int64))
-    return Dataset("tiny", samples, samples, 2, (channels, 1, 1), Prepare.unit(channels), ("a", "b"))
+    return Dataset(samples, samples, ("a", "b"), name="tiny")
 
 
 def test_the_default_is_the_data_sets_own() -> None:
@@ -71,7 +70,7 @@ def test_what_cannot_be_normalised() -> None:
     with pytest.raises(InputError, match="halff"):
         normalized(images(1), "halff")
     table = Samples(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
-    data = replace(images(1), train=table, shape=(4,))
+    data = replace(images(1), train=table)
     for name in (*PRESETS, "mean-std"):
         with pytest.raises(InputError, match=f"normalize is {name!r}, but 'tiny' has no images"):
             normalized(data, name)

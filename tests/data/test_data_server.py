@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fedloom.data import Dataset, Federation, PooledFederation, Prepare, Samples, build, load
+from fedloom.data import Dataset, Federation, PooledFederation, Samples, build, load
 from fedloom.data.server import ServerData, keep_back, of_another, of_federation
 from fedloom.errors import InputError
 from fedloom.streams import Streams
@@ -79,9 +79,6 @@ def test_owners_keep_the_rest_of_their_samples() -> None:
         name="owned",
         train=Samples(x, torch.zeros(12, dtype=torch.int64)),
         test=Samples(x[:1], torch.zeros(1, dtype=torch.int64)),
-        classes=2,
-        shape=(1,),
-        prepare=Prepare.identity(),
         class_names=("a", "b"),
         owners=owners,
         owner_names=("one", "two", "three"),
@@ -141,7 +138,7 @@ def test_another_data_set_must_look_alike_and_be_another() -> None:
     def wide(name: str) -> Dataset:
         x = torch.zeros(4, 28, 28, 1, dtype=torch.uint8)
         samples = Samples(x, torch.zeros(4, dtype=torch.int64))
-        return Dataset(name, samples, samples, 10, (1, 28, 28), Prepare.unit(1), tuple("0123456789"))
+        return Dataset(samples, samples, tuple("0123456789"), name=name)
 
     with pytest.raises(InputError, match=r"'wide' has inputs of images 1 x 28 x 28, but .* images 1 x 8 x 8"):
         of_another(federation, "wide", wide)

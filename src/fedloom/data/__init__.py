@@ -3,7 +3,8 @@
 from fedloom.data.augment import Augment, make_augment
 from fedloom.data.classes import keep_classes
 from fedloom.data.client_tests import hold_out, merge
-from fedloom.data.datasets import Dataset, DatasetInfo, load
+from fedloom.data.content import Dataset
+from fedloom.data.datasets import DatasetInfo, load
 from fedloom.data.federation import Federation, PooledFederation
 from fedloom.data.normalize import normalized
 from fedloom.data.partition import PartitionInfo, build

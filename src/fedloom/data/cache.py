@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.download import alone
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
@@ -31,7 +32,8 @@ LARGE = 1 << 28
 """Bytes above which an array that is being decoded lies in a file."""
 NAMES = "names.json"
 MARKS = ("owners", "domains", "test_owners", "test_domains")
-"""What a content says of its samples, where it is known."""
+"""What a data set says of its samples, where it is known."""
+WORDS = ("class_names", "owner_names", "domain_names", "notes")
 
 
 def cache_folder() -> Path:
@@ -41,7 +43,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
 
 
-def cached(name: str, place: Path, recipe: str, files: Iterable[Path], make: Callable[[], Content]) -> Content:
+def cached(name: str, place: Path, recipe: str, files: Iterable[Path], make: Callable[[], Dataset]) -> Dataset:
     """What `make()` reads from `files`, mapped from the cache where it was read before.
 
     `recipe` names the decoder, its version and its options; `place` is the folder that the files are in. Where the
@@ -83,7 +85,7 @@ def scratch(shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return np.empty(shape, dtype=np.uint8)
 
 
-def _keep(content: Content, reason: str) -> Content:
+def _keep(content: Dataset, reason: str) -> Dataset:
     warnings.warn(f"decoded data could not be kept in {cache_folder()}: {reason}", stacklevel=2)
     return content
 
@@ -103,13 +105,13 @@ def _stamp(recipe: str, place: Path, files: Iterable[Path]) -> str:
     return _digest(*lines)[:32]
 
 
-def _arrays(content: Content) -> dict[str, NDArray[np.generic]]:
+def _arrays(content: Dataset) -> dict[str, NDArray[np.generic]]:
     parts = {"train": content.train, "test": content.test}
     arrays = {f"{part}.{key}": getattr(samples, key).numpy() for part, samples in parts.items() for key in "xy"}
     return arrays | {key: values for key in MARKS if (values := getattr(content, key)) is not None}
 
 
-def _publish(content: Content, entry: Path, stamp: str) -> None:
+def _publish(content: Dataset, entry: Path, stamp: str) -> None:
     for leftover in entry.glob(".new-*"):  # of a process that was killed: we hold the lock, so nobody writes it
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=".new-", dir=entry))
@@ -119,7 +121,7 @@ def _publish(content: Content, entry: Path, stamp: str) -> None:
             with (folder / f"{key}.npy").open("wb") as file:
                 np.save(file, values, allow_pickle=False)
                 os.fsync(file.fileno())  # or a failing machine might leave the right name with the wrong bytes
-        names = {key: list(getattr(content, key)) for key in ("class_names", "owner_names", "domain_names", "notes")}
+        names = {key: list(getattr(content, key)) for key in WORDS}
         known = {**names, "tokens": content.tokens, "arrays": list(arrays)}
         (folder / NAMES).write_text(json.dumps(known), encoding="utf-8")
         shutil.rmtree(entry / stamp, ignore_errors=True)  # what could not be opened
@@ -132,7 +134,7 @@ def _publish(content: Content, entry: Path, stamp: str) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _open(folder: Path) -> Content | None:
+def _open(folder: Path) -> Dataset | None:
     """The entry in `folder`, or None where there is none that is whole."""
     try:
         names = json.loads((folder / NAMES).read_text(encoding="utf-8"))
@@ -142,16 +144,9 @@ def _open(folder: Path) -> Content | None:
             Samples(torch.from_numpy(arrays[f"{part}.x"]), torch.from_numpy(arrays[f"{part}.y"]))
             for part in ("train", "test")
         ]
-        return Content(
-            samples[0],
-            samples[1],
-            tuple(names["class_names"]),
-            owner_names=tuple(names["owner_names"]),
-            domain_names=tuple(names["domain_names"]),
-            notes=tuple(names["notes"]),
-            tokens=names["tokens"],
-            **{key: arrays[key] for key in MARKS if key in arrays},
-        )
+        known: dict[str, Any] = {key: tuple(names[key]) for key in WORDS} | {"tokens": names["tokens"]}
+        known |= {key: arrays[key] for key in MARKS if key in arrays}
+        return Dataset(samples[0], samples[1], **known)
     except (OSError, EOFError, ValueError, KeyError, TypeError, InputError):
         return None
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.datasets import Dataset
+from fedloom.data.content import Dataset
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
@@ -28,8 +28,6 @@ def keep_classes(dataset: Dataset, spec: str | None) -> Dataset:
         index = torch.nonzero(labels >= 0).flatten()
         return Samples(samples.x.index_select(0, index), labels[index])
 
-    names = tuple(dataset.class_names[label] for label in kept) if dataset.class_names else ()
-
     def marks(values: NDArray[np.int64] | None, samples: Samples) -> NDArray[np.int64] | None:
         return None if values is None else values[np.isin(samples.y.numpy(), kept)]
 
@@ -37,8 +35,7 @@ def keep_classes(dataset: Dataset, spec: str | None) -> Dataset:
         dataset,
         train=part(dataset.train),
         test=part(dataset.test),
-        classes=len(kept),
-        class_names=names,
+        class_names=tuple(dataset.class_names[label] for label in kept),
         owners=marks(dataset.owners, dataset.train),
         domains=marks(dataset.domains, dataset.train),
         test_owners=marks(dataset.test_owners, dataset.test),

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.content import NOBODY
-from fedloom.data.datasets import Dataset
+from fedloom.data.content import NOBODY, Dataset
 from fedloom.data.federation import PooledFederation
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError

@@ -6,11 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fedloom.data.cache import cache_folder, cached
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.digit5 import DIGIT5
 from fedloom.data.digits import read_digits
 from fedloom.data.download import Progress
@@ -18,7 +15,7 @@ from fedloom.data.femnist import FEMNIST
 from fedloom.data.folder_sources import CINIC10, DOMAINNET, PACS
 from fedloom.data.own_images import KINDS, read_own_images
 from fedloom.data.own_tables import TABLES, read_own_table
-from fedloom.data.samples import Prepare, Samples
+from fedloom.data.samples import Prepare
 from fedloom.data.source import Source
 from fedloom.data.sources import SOURCES, TEN_DIGITS
 from fedloom.data.spec import home_path, parse
@@ -27,34 +24,6 @@ from fedloom.errors import InputError, unknown
 SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
 
 State = Literal["embedded", "at hand", "can be downloaded", "must be fetched by hand", "your own"]
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """A data set in memory; `prepare` makes network input of shape `shape` from its stored images.
-
-    `owners` and `domains` say of each training sample whose it is and where it comes from, as positions in
-    `owner_names` and `domain_names`; None where the data set does not say. `test_owners` and `test_domains` say the
-    same of each test sample; there NOBODY is somebody who has no training samples.
-    """
-
-    name: str
-    train: Samples
-    test: Samples
-    classes: int
-    shape: tuple[int, ...]
-    prepare: Prepare
-    class_names: tuple[str, ...]
-    owners: NDArray[np.int64] | None = None
-    owner_names: tuple[str, ...] = ()
-    domains: NDArray[np.int64] | None = None
-    domain_names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    """What a person should know about how it was read, a sentence each."""
-    tokens: int = 0
-    """Where inputs are tokens: how many different ones there may be; 0 where nobody says."""
-    test_owners: NDArray[np.int64] | None = None
-    test_domains: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +70,9 @@ def load(name: str, *, download: bool = True, progress: Progress | None = None) 
     if name == DIGITS.name:
         return _load_digits()
     kind = name.partition(":")[0]
-    if kind in KINDS:
-        return named(name, read_own_images(parse(name, takes_path=True)))
-    if kind in TABLES:
-        return named(name, read_own_table(parse(name, takes_path=True)))
+    if kind in OWN:
+        read = read_own_images if kind in KINDS else read_own_table
+        return replace(read(parse(name, takes_path=True)), name=name)
     if kind == DIGITS.name:
         parse(name, takes_path=False).done()
         return _load_digits()
@@ -120,35 +88,14 @@ def load(name: str, *, download: bool = True, progress: Progress | None = None) 
     if lacking := source.missing(folder):
         note = f"{name!r} is read without {', '.join(lacking)}, not found in {folder}."
         content = replace(content, notes=(*content.notes, note))
-    return named(name, content, source.prepare)
-
-
-def named(name: str, content: Content, prepare: Prepare | None = None) -> Dataset:
-    """The data set `name` of this content; `prepare` by default scales images to 0..1."""
-    return Dataset(
-        name,
-        content.train,
-        content.test,
-        len(content.class_names),
-        content.train.shape,
-        content.train.default_prepare() if prepare is None else prepare,
-        content.class_names,
-        content.owners,
-        content.owner_names,
-        content.domains,
-        content.domain_names,
-        content.notes,
-        content.tokens,
-        content.test_owners,
-        content.test_domains,
-    )
+    return replace(content, name=name, prepare=source.prepare)
 
 
 def _load_digits() -> Dataset:
     train, test = read_digits()
     grey = train.x.double() / 255
     prepare = Prepare((float(grey.mean()),), (float(grey.std()),))
-    return Dataset(DIGITS.name, train, test, len(TEN_DIGITS), DIGITS.shape, prepare, TEN_DIGITS)
+    return Dataset(train, test, TEN_DIGITS, name=DIGITS.name, prepare=prepare)
 
 
 def _describe(source: Source) -> DatasetInfo:

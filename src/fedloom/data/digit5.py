@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from fedloom.data import digit_files as files
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.download import Progress, fetch
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
@@ -97,13 +97,13 @@ class Digit5Source(Source):
             paths += sorted(set(own))
         return paths
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         found = find(folder)
         parts = [_read(place, form) for place, form in found.values()]
         train, test = (_pool([part[i] for part in parts]) for i in (0, 1))
         sizes = [[len(part[i][1]) for part in parts] for i in (0, 1)]
         marks = [np.repeat(np.arange(len(parts), dtype=np.int64), each) for each in sizes]
-        return Content(train, test, TEN_DIGITS, domains=marks[0], domain_names=tuple(found), test_domains=marks[1])
+        return Dataset(train, test, TEN_DIGITS, domains=marks[0], domain_names=tuple(found), test_domains=marks[1])
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         """MNIST, SVHN and USPS, which their owners publish at fixed addresses; the others are fetched by hand."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.leaf import leaf_files, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
@@ -36,7 +36,7 @@ class FemnistSource(Source):
         train, test = leaf_files(folder) or ([], [])
         return train + test
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         leaf = read_leaf(*(leaf_files(folder) or ([], [])))
         assert leaf.test is not None
         if strangers := sorted(leaf.test.keys() - leaf.train.keys()):
@@ -46,7 +46,7 @@ class FemnistSource(Source):
         names = tuple(sorted(leaf.train))
         train, owners = self._part(leaf.train, names)
         test, test_owners = self._part(leaf.test, names)
-        return Content(train, test, self.class_names, owners, names, test_owners=test_owners)
+        return Dataset(train, test, self.class_names, owners, names, test_owners=test_owners)
 
     def _part(self, users: Users, names: tuple[str, ...]) -> tuple[Samples, NDArray[np.int64]]:
         held = [(number, *users[name]) for number, name in enumerate(names) if name in users and users[name][1]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.folders import Listing, decoded, read_domains, read_folder
 from fedloom.data.npz import read_npz
 from fedloom.data.own_images import read_size
@@ -59,7 +59,7 @@ class CinicSource(FolderSource):
     def recipe(self) -> str:
         return f"{super().recipe()} {self.with_valid}"
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         content = read_folder(folder, self.size, also=("valid",) if self.with_valid else ())
         if content.class_names != self.class_names:
             raise InputError(f"{folder} has the classes {', '.join(content.class_names)}; expected those of CIFAR-10.")
@@ -103,10 +103,10 @@ class DomainSource(FolderSource):
         beside = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".npz"))
         return beside + [path for domain in self.found(folder) for path in files_under(self.root(folder) / domain)]
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         return self._checked(read_domains(self.root(folder), self.found(folder), self.size), folder)
 
-    def _checked(self, content: Content, folder: Path) -> Content:
+    def _checked(self, content: Dataset, folder: Path) -> Dataset:
         if len(content.class_names) != self.classes:
             raise InputError(f"{folder} has {len(content.class_names)} classes; {self.name!r} has {self.classes}.")
         return content
@@ -116,7 +116,7 @@ class DomainSource(FolderSource):
 class DomainNetSource(DomainSource):
     """DomainNet says in DOMAIN_train.txt and DOMAIN_test.txt which images are for what."""
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         found = self.found(folder)
         lists = [folder / f"{domain}_{part}.txt" for part in ("train", "test") for domain in found]
         if not any(path.is_file() for path in lists):
@@ -164,7 +164,7 @@ class PacsSource(DomainSource):
     def missing(self, folder: Path) -> tuple[str, ...]:
         return () if (folder / self.PACKED).is_file() else super().missing(folder)
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         path = folder / self.PACKED
         content = self._unpacked(path) if path.is_file() else super().read(folder)
         if content.class_names != self.class_names:
@@ -174,7 +174,7 @@ class PacsSource(DomainSource):
             raise InputError(f"{folder} has {found} images; PACS has {expected}.")
         return content
 
-    def _unpacked(self, path: Path) -> Content:
+    def _unpacked(self, path: Path) -> Dataset:
         numbers = {"jpeg": ("u", 1), "offset": ("ui", 1), "y": ("ui", 1), "domain": ("ui", 1)}
         arrays = read_npz(path, {**numbers, "domains": ("U", 1), "classes": ("U", 1)})
         jpeg = arrays["jpeg"]
@@ -202,7 +202,7 @@ class PacsSource(DomainSource):
         train, test = (pool.take(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
         classes = tuple(map(str, arrays["classes"].tolist()))
         marks = (domains[~held_out], domains[held_out])
-        return Content(train, test, classes, domains=marks[0], domain_names=names, test_domains=marks[1])
+        return Dataset(train, test, classes, domains=marks[0], domain_names=names, test_domains=marks[1])
 
 
 CINIC10 = CinicSource(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.pictures import decode_files, is_picture
 from fedloom.data.samples import Samples
 from fedloom.data.source import files_under
@@ -43,7 +43,7 @@ class Listing:
         return Samples(torch.from_numpy(images), torch.tensor(self.labels, dtype=torch.int64))
 
 
-def read_folder(folder: Path, size: int | None = None, also: Sequence[str] = ()) -> Content:
+def read_folder(folder: Path, size: int | None = None, also: Sequence[str] = ()) -> Dataset:
     """The images of a folder with one folder a class; those of the folders `also` are for training, too."""
     parts = _parts(folder)
     if parts is None:
@@ -59,7 +59,7 @@ def read_folder(folder: Path, size: int | None = None, also: Sequence[str] = ())
     return _content(folder, train, test, names, (), size)
 
 
-def read_domains(folder: Path, domains: Sequence[str] | None = None, size: int | None = None) -> Content:
+def read_domains(folder: Path, domains: Sequence[str] | None = None, size: int | None = None) -> Dataset:
     """The images of a folder with one folder a domain, of these `domains` or of all that are there."""
     found = tuple(domains) if domains is not None else tuple(path.name for path in _subfolders(folder))
     parts = [(folder / domain, _parts(folder / domain)) for domain in found]
@@ -76,18 +76,18 @@ def read_domains(folder: Path, domains: Sequence[str] | None = None, size: int |
 
 def decoded(
     train: Listing, test: Listing, names: tuple[str, ...], domains: tuple[str, ...], size: int | None
-) -> Content:
+) -> Dataset:
     """The images of two listings with classes called `names`, and from `domains` if there are any."""
     together = Listing(train.paths + test.paths, train.labels + test.labels)
     samples = together.samples(size)  # at once: all must have one size
     cut = len(train.paths)
     marks = [np.array(part.domains, dtype=np.int64) if domains else None for part in (train, test)]
-    return Content(samples[:cut], samples[cut:], names, domains=marks[0], domain_names=domains, test_domains=marks[1])
+    return Dataset(samples[:cut], samples[cut:], names, domains=marks[0], domain_names=domains, test_domains=marks[1])
 
 
 def _content(
     folder: Path, train: Listing, test: Listing, names: tuple[str, ...], domains: tuple[str, ...], size: int | None
-) -> Content:
+) -> Dataset:
     if not train.paths or not test.paths:
         raise InputError(
             f"{folder} has {len(train.paths)} images for training and {len(test.paths)} for testing; without a folder "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.arrow import read_arrow, to_column
 from fedloom.data.columns import Texts, as_texts
-from fedloom.data.content import Content, positions
+from fedloom.data.content import Dataset, positions
 from fedloom.data.features import encode
 from fedloom.data.leaf import read_json
 from fedloom.data.own_images import read_size
@@ -35,7 +35,7 @@ Arrays = tuple[NDArray[Any], NDArray[Any]]
 """Inputs for training and for testing."""
 
 
-def read_hf(spec: Spec) -> Content:
+def read_hf(spec: Spec) -> Dataset:
     """The data set at the spec's path.
 
     Options: `label`, `owner` and `input`, columns; `train` and `test`, splits, or `test` the share of each owner's rows
@@ -92,7 +92,7 @@ def read_hf(spec: Spec) -> Content:
         ]
         x, test_x, notes = encode(columns[0], columns[1], inputs, path.name, path.name)
     count = len(x)
-    return Content(
+    return Dataset(
         Samples(torch.from_numpy(x), torch.from_numpy(targets.y[:count])),
         Samples(torch.from_numpy(test_x), torch.from_numpy(targets.y[count:])),
         targets.class_names,

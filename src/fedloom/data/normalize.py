@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedloom.data.datasets import Dataset
+from fedloom.data.content import Dataset
 from fedloom.data.samples import Prepare, Samples
 from fedloom.errors import InputError, unknown
 

@@ -1,7 +1,7 @@
 """`folder:PATH` and `domains:PATH`: a person's own images as a data set."""
 
 from fedloom.data.cache import cached
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.folders import read_domains, read_folder
 from fedloom.data.pictures import is_picture
 from fedloom.data.source import files_under
@@ -15,7 +15,7 @@ KINDS = {
 LARGEST = 1024
 
 
-def read_own_images(spec: Spec) -> Content:
+def read_own_images(spec: Spec) -> Dataset:
     """The images below the path of `spec`; its option `size` says to how many pixels a side they are resized."""
     size = read_size(spec)
     spec.done()
@@ -25,7 +25,7 @@ def read_own_images(spec: Spec) -> Content:
         raise InputError(f"{folder} is not a folder; {spec.name}:PATH wants one.")
     files = [path for path in files_under(folder) if is_picture(path.name)]
 
-    def make() -> Content:
+    def make() -> Dataset:
         return read_folder(folder, size) if spec.name == "folder" else read_domains(folder, size=size)
 
     return cached(f"{spec.name}-{folder.resolve().name}", folder, f"{spec.name} 1 {size}", files, make)

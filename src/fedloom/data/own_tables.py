@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.huggingface import read_hf
 from fedloom.data.spec import Spec
 from fedloom.data.tables import read_table
@@ -12,9 +12,9 @@ TABLES: dict[str, str] = {
     "hf": "a Hugging Face data set on disk, saved or as Parquet files",
 }
 
-_READERS: dict[str, Callable[[Spec], Content]] = {"table": read_table, "hf": read_hf}
+_READERS: dict[str, Callable[[Spec], Dataset]] = {"table": read_table, "hf": read_hf}
 
 
-def read_own_table(spec: Spec) -> Content:
+def read_own_table(spec: Spec) -> Dataset:
     """What the path of `spec` holds."""
     return _READERS[spec.name](spec)

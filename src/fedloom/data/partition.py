@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.data.content import NOBODY
-from fedloom.data.datasets import Dataset
+from fedloom.data.content import NOBODY, Dataset
 from fedloom.data.federation import PooledFederation
 from fedloom.data.partitions import dirichlet, equal, files, given, plain
 from fedloom.data.partitions.request import Indices, Labels, Pool, Request, Rng

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.characters import first_of_each
-from fedloom.data.content import Content, positions
+from fedloom.data.content import Dataset, positions
 from fedloom.data.leaf import leaf_files, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
@@ -50,7 +50,7 @@ class Sent140Source(Source):
     def recipe(self) -> str:
         return f"{super().recipe()} {self.wording} {self.least} {self.share}"
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         found = leaf_files(folder)
         if found is None:
             raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
@@ -80,7 +80,7 @@ class Sent140Source(Source):
         x, test_x, tokens, note = self.wording.tokens(texts, test_texts, "sent140")
         train = Samples(torch.from_numpy(x), torch.from_numpy(labels))
         test = Samples(torch.from_numpy(test_x), torch.from_numpy(test_labels))
-        return Content(train, test, NAMES, owners, names, notes=(note,), tokens=tokens, test_owners=test_owners)
+        return Dataset(train, test, NAMES, owners, names, notes=(note,), tokens=tokens, test_owners=test_owners)
 
 
 def _flat(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedloom.data.datasets import Dataset
+from fedloom.data.content import Dataset
 from fedloom.data.federation import Federation, PooledFederation
 from fedloom.data.partitions.request import Indices, Rng
 from fedloom.data.samples import Samples

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.characters import LENGTH, NAMES, Codes, encode, first_of_each, lines, next_characters
-from fedloom.data.content import Content, positions
+from fedloom.data.content import Dataset, positions
 from fedloom.data.leaf import leaf_files, read_json, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
@@ -70,7 +70,7 @@ class ShakespeareSource(Source):
     def recipe(self) -> str:
         return f"{super().recipe()} {self.least} {self.every} {self.share} {self.file}"
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         return read_shakespeare(folder, self.least, self.every, self.share, self.file)
 
 
@@ -82,7 +82,7 @@ def find(folder: Path) -> Path | None:
     return folder / BY_ROLE if (folder / BY_ROLE).is_file() else texts[0] if len(texts) == 1 else None
 
 
-def read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float = 0.1, file: str = "") -> Content:
+def read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float = 0.1, file: str = "") -> Dataset:
     """The characters in `folder`; see `ShakespeareSource` for the rest."""
     leaf = None if file else leaf_files(folder)
     if leaf:
@@ -104,7 +104,7 @@ def read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float 
     if not len(train.x) or not len(test.x):
         raise InputError(f"{folder} leaves no characters to train or to test with, when roles have {least} or more.")
     notes = () if not strange else (f"{strange} characters are not in LEAF's alphabet and were read as spaces.",)
-    return Content(
+    return Dataset(
         train.samples(),
         test.samples(),
         NAMES,

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.download import Progress
 from fedloom.data.samples import Prepare
 from fedloom.data.spec import Spec
@@ -45,7 +45,7 @@ class Source(ABC):
         """Whether `folder` holds all files."""
 
     @abstractmethod
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         """What the files hold, everything checked."""
 
     def download(self, folder: Path, progress: Progress | None) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedloom.data import cifar
-from fedloom.data.content import Content
+from fedloom.data.content import Dataset
 from fedloom.data.download import Progress, fetch, unpack
 from fedloom.data.idx import find_idx, read_pair
 from fedloom.data.samples import Prepare
@@ -30,14 +30,14 @@ class IdxSource(Source):
     def complete(self, folder: Path) -> bool:
         return all(find_idx(folder, name) for name in self.files)
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         official = {name: (count, digest) for name, (count, digest, _) in self.checksums.items()}
         images, labels, test_images, test_labels = (find_idx(folder, name) or folder / name for name in self.files)
         classes = len(self.class_names)
         train = read_pair(images, labels, classes, official)
         test = read_pair(test_images, test_labels, classes, official)
         writers, names = read_writers(folder / WRITERS, len(train))
-        return Content(train, test, self.class_names, writers, names)
+        return Dataset(train, test, self.class_names, writers, names)
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         for name, (_, _, md5) in self.checksums.items():
@@ -59,9 +59,9 @@ class CifarSource(Source):
     def complete(self, folder: Path) -> bool:
         return all((folder / name).is_file() for name in self.files)
 
-    def read(self, folder: Path) -> Content:
+    def read(self, folder: Path) -> Dataset:
         train, test = (self.records.read(folder, files) for files in (self.records.train, self.records.test))
-        return Content(train, test, self.class_names)
+        return Dataset(train, test, self.class_names)
 
     def inputs(self, folder: Path) -> list[Path]:
         return [folder / name for name in self.files]

@@ -7,7 +7,7 @@ import torch
 
 from fedloom.data.arrow import read_parquet
 from fedloom.data.columns import Columns, as_texts, pick, read_csv
-from fedloom.data.content import Content, positions
+from fedloom.data.content import Dataset, positions
 from fedloom.data.features import encode
 from fedloom.data.samples import Samples
 from fedloom.data.spec import Spec, home_path, number
@@ -15,7 +15,7 @@ from fedloom.data.targets import join_targets, make_owners, make_targets, task_o
 from fedloom.errors import InputError, unknown
 
 
-def read_table(spec: Spec) -> Content:
+def read_table(spec: Spec) -> Dataset:
     """The table at the spec's path.
 
     Options: `label`, the column of labels; `owner`, the column that says whose a row is; `test`, a table of test rows
@@ -56,7 +56,7 @@ def read_table(spec: Spec) -> Content:
         test_owners = positions(as_texts(held_columns[owner]), names) if owner in held_columns else None
     inputs = [name for name in columns if name not in {label, owner, *drop}]
     x, test_x, more = encode(columns, held_columns, inputs, path.name, held_name)
-    return Content(
+    return Dataset(
         Samples(torch.from_numpy(x), torch.from_numpy(y)),
         Samples(torch.from_numpy(test_x), torch.from_numpy(test_y)),
         targets.class_names,
