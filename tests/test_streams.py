@@ -117,7 +117,7 @@ FROZEN = """
 augment, batches, client test, dynafed images, dynafed refine, dynafed segment, dynafed steps, exchange,
 exchange {attempt} {number}, fedbe, fedbe dirichlet, fedbe gaussian, fedcda, fedcluster, fedcluster cycle, feddf,
 feddf validation, fedgen, fedgen generator, fedlaw, fedma, fedma layer {n}, fedmut, fomo, head, init, lost, noise,
-partition, personal, privacy noise, privacy noise of a client, privacy selection, recombine, select, server data, slots,
+partition, personal, privacy noise, privacy selection, recombine, select, server data, slots,
 soup, statistics, validation
 """
 """Copied by hand: a rename across the source must not reach these words, which are inside one string."""

@@ -47,7 +47,6 @@ PURPOSES = frozenset(
         "partition",
         "personal",
         "privacy noise",
-        "privacy noise of a client",
         "privacy selection",
         "recombine",
         "select",

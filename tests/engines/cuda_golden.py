@@ -219,13 +219,13 @@ def is_address(value: Any) -> bool:
 
 def note_key(notes: Notes, slot: SlotBench, step: Parts, key: Any) -> None:
     """What of a replay key is the same on every machine: numbers of torch's own layers are not."""
-    state, (own, enclosed, *_) = key
-    addresses, names, *_ = state
+    state, (own, enclosed, _numbers, _criterion) = key
+    _addresses, names, *_modes = state
     held = [name for pairs in own for name, _ in pairs]
     slot.tape.step = step.function.__name__
     seen = notes.steps[slot.tape.step]
     seen["names"].update(held, names)
-    seen["leaves"].add(" ".join(str(leaves(part)) for part in (addresses, *own, enclosed)))
+    seen["leaves"].add(" ".join(str(leaves(part)) for part in (*state, *own, enclosed)))
 
 
 def observed(name: str) -> tuple[dict[str, Any], str]:
