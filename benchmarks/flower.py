@@ -6,7 +6,7 @@
 - `flower`: `--engine flower`: a SuperLink and SuperNodes on this machine, TLS and node keys.
 - `as shipped`: the same app with Flower's own SuperNode: its waits, and a new process that imports torch for every
   message. The server looks for answers as often as in `flower`; Flower's own `send_and_receive` would wait 3 s more.
-- `secure` (only when asked for): `flower` with FedMR's secure exchange of layers, sealed for the sites.
+- `secure` (only when asked for): `flower` with FedMR's secure exchange of layers.
 
 McMahan's CNN on images of 28 x 28 (1,663,370 parameters); one client a node, all asked in every round; nobody trains,
 nothing is evaluated before the end. The first round is left out, in which sites read their data.

@@ -99,12 +99,6 @@ def supernode(
     roster: Annotated[
         Path | None, typer.Option(help="the file with all sites' public keys, for the exchange of fedmr.secure")
     ] = None,
-    models_key: Annotated[
-        Path | None,
-        typer.Option(
-            help="a key that all sites have and the server has not; with it fedmr.secure shows the server no layer"
-        ),
-    ] = None,
     agreed: Annotated[
         str | None,
         typer.Option(
@@ -129,7 +123,7 @@ def supernode(
         if not equals or not name:
             raise InputError(f"--set takes NAME=VALUE, not {pair!r}.")
         node[name] = value
-    paths = {"folder": folder, "roster": roster, "models-key": models_key}
+    paths = {"folder": folder, "roster": roster}
     if agreed is not None and not is_fingerprint(agreed):
         agreed = str(Path(agreed).absolute())
     given = {

@@ -84,10 +84,6 @@ class LayerExchange:
     send_probability: float
     mixed: bool
     """Whether to go on until no client is left with a model that one of them trained."""
-    changed_by_server: bool = False
-    """Whether the server works on single models afterwards, so that it must be able to read them."""
-    models: int = 0
-    """How many the server has."""
     fewest: int = 0
     """How many must be left for the exchange to be worth while; between few it is not made in any case."""
 

@@ -25,12 +25,8 @@ def make_module(
     streams: Streams,
     *,
     shared: bool,
-    draw: int = 0,
 ) -> nn.Module:
-    """The network `name`, or the user's own; `shared` leaves the frozen weights of a user's module where they are.
-
-    Every `draw` has other random numbers.
-    """
+    """The network `name`, or the user's own; `shared` leaves the frozen weights of a user's module where they are."""
     if own is None:
         outputs = federation.classes or _targets(federation)
         if not outputs:
@@ -39,7 +35,7 @@ def make_module(
                 "does not fit; give a module of your own as the model."
             )
         try:
-            with streams.globally("init", draw):
+            with streams.globally("init"):
                 return models.build(name, federation.shape, outputs, federation.tokens)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
@@ -47,7 +43,7 @@ def make_module(
             raise InputError(f"the model {name!r} for {outputs:,} outputs does not fit into memory.") from error
     module: object = own
     if callable(module) and not isinstance(module, nn.Module):
-        with streams.globally("init", draw):
+        with streams.globally("init"):
             module = module()
     if not isinstance(module, nn.Module):
         raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(module).__name__}.")

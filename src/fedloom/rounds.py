@@ -91,7 +91,6 @@ class Rounds:
                 jobs = [replace(j, extras={**j.extras, **companion.send(round, j.client)}) for j in jobs]
             self._refuse_repeats(round, jobs)
             server.exchanged_by_clients = self.engine.arrange(round, self._layer_exchange(round))
-            server.only_means = self.engine.only_means
         with clock.part("collect"):
             answers = self._answers(round, jobs, clock, tally)
             if self.privacy is not None:
@@ -195,8 +194,7 @@ class Rounds:
     def _layer_exchange(self, round: int) -> LayerExchange | None:
         server = self.parts.server
         exchange = server.layer_exchange(self.context.layout, server.options, round)
-        refined, models = self.parts.refiner is not None, self.context.per_round
-        return exchange and replace(exchange, changed_by_server=refined, models=models, fewest=self.config.min_clients)
+        return exchange and replace(exchange, fewest=self.config.min_clients)
 
     def _bytes_at_home(self) -> int:
         """The part of every model that does not travel."""

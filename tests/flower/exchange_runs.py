@@ -80,13 +80,3 @@ class Two(Silent):
 
     def wants_stop(self) -> bool:
         return self.rounds >= 1  # the next one is under way by then
-
-
-def key_of(certificates: Path) -> dict[str, str]:
-    return {"models-key": str(certificates / "models.key"), "folder": "the one that a test gives"}
-
-
-def asked_of(link: FakeLink, client: int) -> Parcel:
-    """What a client was asked to train in the second round."""
-    wanted = ("mix/train", client, 1)
-    return next(p for p in link.asked if (p.kind, p.header["client"], p.header["round"]) == wanted)

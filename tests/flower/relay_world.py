@@ -1,18 +1,16 @@
 """Sites and a relay in one process, with a network between them that can be meddled with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import torch
 
-from fedloom.flower.averaging import Hidden
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.inventory import Inventory
 from fedloom.flower.notes import Note, Silence
 from fedloom.flower.relay import Outcome, Relay
-from fedloom.flower.sealed import ModelsKey, Opener, Refusal, Terms
+from fedloom.flower.sealed import Opener, Refusal, Terms
 from fedloom.flower.sealed_site import SealedSite
 from fedloom.flower.stages import serve
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
@@ -55,21 +53,11 @@ class World:
         round: int = 0,
         fewest: int = 2,
         draws: Callable[[int], Callable[[int, int], Draw]] | None = None,
-        hidden: bool = False,
-        before: "World | None" = None,
     ) -> None:
-        """`before` is the world of the round before, where models are hidden."""
-        self.key: Opener | ModelsKey = before.key if before else ModelsKey() if hidden else Opener()
-        listed = before.relay.result.inventory if before else b""
-        self.terms = Terms(sizes, chance, mixed, self.key.public, listed)
-        terms = self.key.public.hex()
-        inventory = Inventory.read(listed, self.key, RUN, terms) if listed and isinstance(self.key, ModelsKey) else None
-        self.kept = before.after() if before else {}
+        self.key = Opener()
+        self.terms = Terms(sizes, chance, mixed, self.key.public)
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
-        hiding = None
-        if isinstance(self.key, ModelsKey):
-            hiding = Hidden(self.key, self.average, self.terms, count, inventory)
         self.sites = {
             slot: SealedSite(
                 identity(slot),
@@ -81,7 +69,6 @@ class World:
                 self.terms,
                 (draws or self.seeded)(slot),
                 fewest,
-                hiding,
             )
             for slot in range(count)
         }
@@ -90,10 +77,6 @@ class World:
         self.seen: list[tuple[str, str, int, Note]] = []
         self.said: list[str] = []
         """Every refusal of a site."""
-
-    def average(self, number: int, layers: Sequence[bytes]) -> bytes:
-        """As a site with a models key does it."""
-        return mean_of(layers)
 
     def seeded(self, slot: int) -> Callable[[int, int], Draw]:
         return lambda attempt, exchange: stream(self.seed, self.round, slot, attempt, exchange)
@@ -123,43 +106,8 @@ class World:
         return answer
 
     def run(self) -> Outcome:
-        key = self.key if isinstance(self.key, Opener) else None
-        self.relay = Relay(self.ask, RUN, self.round, self.terms, key, kept=self.kept)
         greetings = self.ask("hello", {slot: Note({"attempt": 0}) for slot in self.sites})
-        return self.relay.exchange(greetings)
-
-    def after(self) -> dict[int, list[bytes]]:
-        """The sealed models of all slots once `run` is over."""
-        outcome = self.relay.result
-        fresh = dict.fromkeys(range(self.count), outcome.sealed_mean) if outcome.sealed_mean else {}
-        return {**fresh, **self.kept, **outcome.models}
-
-    def in_the_clear(self) -> dict[int, list[bytes]]:
-        """The same as the sites know them."""
-        assert isinstance(self.key, ModelsKey)
-        listed, terms = self.relay.result.inventory, self.key.public.hex()
-        entries, models = Inventory.read(listed, self.key, RUN, terms).entries, self.after()
-        return {
-            slot: [entry.open(self.key, layer, number) for number, layer in enumerate(models[slot])]
-            for slot, entry in entries.items()
-        }
-
-
-def mean_of(layers: Sequence[bytes]) -> bytes:
-    """The mean of layers of floats, in their order."""
-    numbers = [np.frombuffer(layer, dtype=np.float32) for layer in layers]
-    mean: np.ndarray = np.add.reduce(numbers) / np.float32(len(numbers))
-    return mean.astype(np.float32).tobytes()
-
-
-def opened(world: World, outcome: Outcome) -> dict[int, list[bytes]]:
-    """Models that the server could not open, as the sites do."""
-    session = outcome.session
-    assert session is not None or not outcome.models
-    return {
-        slot: [world.key.open(layer, session, number) for number, layer in enumerate(layers)]  # type: ignore[arg-type]
-        for slot, layers in outcome.models.items()
-    }
+        return Relay(self.ask, RUN, self.round, self.terms, self.key).exchange(greetings)
 
 
 class Gone:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_runs import federate, key_of, nodes, on_host, run_of
+from exchange_runs import federate, nodes, on_host, run_of
 from fake import FakeLink, flat, make_run, make_sites, reach
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -34,12 +34,9 @@ def agreement(config: Config, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_run_with_the_settings_agreed_on_is_served(certificates: Path, tmp_path: Path, sealed: bool) -> None:
+def test_a_run_with_the_settings_agreed_on_is_served(certificates: Path, tmp_path: Path) -> None:
     config = run_of(clients=3, per_round=3, rounds=2)
-    more = key_of(certificates) if sealed else {}
-    agreed = agreement(config, tmp_path)
-    finished, link = federate(config, certificates, tmp_path, **more, agreed=agreed)
+    finished, link = federate(config, certificates, tmp_path, agreed=agreement(config, tmp_path))
     assert finished.history[-1]["lost"] == 0
     assert finished.digest == on_host(config, tmp_path).digest
     for site in link.sites.values():
@@ -62,7 +59,7 @@ def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
 ) -> None:
     agreed = run_of(clients=4, per_round=4, rounds=2)
     config, out = run_of(clients=4, per_round=4, rounds=2, weight_decay=20.0), tmp_path / "run"
-    configured = nodes(certificates, 4, **key_of(certificates))
+    configured = nodes(certificates, 4)
     configured[1]["agreed"] = agreement(agreed, tmp_path)
     link = FakeLink(make_sites(config, tmp_path, configured))
     words = "its operator agreed to weight_decay 0.0, and this run has weight_decay 20.0"
@@ -76,7 +73,11 @@ def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
     refused = link.sites[101]
     [shown] = refused.folder.glob("settings-*.json")
     assert json.loads(shown.read_text())["weight_decay"] == 20.0
-    assert f"refused: {words}. All settings of that run are in {shown}." in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.count(f"refused: {words}. All settings of that run are in {shown}.") == 1
+    # And they are what its operator can agree to.
+    again = Site(refused.given, {**refused.node, "agreed": str(shown)}, refused.app, refused.folder)
+    assert again.answer(question("hello", client=-1)).kind == "hello"
 
 
 def question(kind: str, **more: Any) -> Parcel:
@@ -96,29 +97,24 @@ def load(node, client):
 
 
 @pytest.mark.parametrize("kind", ["hello", "train", "score", "mix/train"])
-@pytest.mark.parametrize("sealed", [False, True])
-def test_no_question_makes_a_site_touch_its_data(certificates: Path, tmp_path: Path, kind: str, sealed: bool) -> None:
+def test_no_question_makes_a_site_touch_its_data(certificates: Path, tmp_path: Path, kind: str) -> None:
     """Nor does it train: with the settings agreed on it would read its data first, and does."""
     write_app(tmp_path / "app", run_of())
     (tmp_path / "app" / "site_data.py").write_text(LOADS)
     config = flat(write_settings(run_of(), []))
     (tmp_path / "agreed.json").write_text(readable(told_by_app(tmp_path / "app")))
-    [node] = nodes(certificates, 1, **(key_of(certificates) if sealed else {}), agreed=str(tmp_path / "agreed.json"))
+    [node] = nodes(certificates, 1, agreed=str(tmp_path / "agreed.json"))
     site = Site({**config, "lr": 0.4}, node, tmp_path / "app", tmp_path / "site")
     answer = site.answer(question(kind))
     assert answer.kind == "failed"
-    if sealed and kind in ("train", "score"):
-        assert "it has a models key" in answer.header["reason"]
-        return
     assert answer.header["reason"] == "its operator agreed to lr 0.05, and this run has lr 0.4"
     assert answer.header["for_good"] is True
     assert "the data were touched" in Site(config, node, site.app, site.folder).answer(question(kind)).header["reason"]
 
 
 def test_no_stage_of_the_exchange_is_answered(certificates: Path, tmp_path: Path) -> None:
-    hashed = {"agreed": "0" * 64}
-    site = make_sites(run_of(), tmp_path, nodes(certificates, 1, **key_of(certificates), **hashed))[100]
-    assert {"mix/hello", "mix/release", "mix/mean", "train", "hello"} <= HANDLERS.keys()
+    site = make_sites(run_of(), tmp_path, nodes(certificates, 1, agreed="0" * 64))[100]
+    assert {"mix/hello", "mix/release", "train", "hello"} <= HANDLERS.keys()
     for kind in HANDLERS:
         assert site.answer(question(kind)).kind == "failed", kind
     assert not hasattr(site, "shop")
@@ -237,27 +233,7 @@ def test_an_agreement_that_cannot_be_read_is_no_agreement(tmp_path: Path, word: 
     assert not hasattr(site, "shop")
 
 
-def test_without_an_agreement_a_site_with_a_models_key_shows_what_it_was_told(
-    certificates: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = run_of(clients=3, per_round=3, rounds=1)
-    _, link = federate(config, certificates, tmp_path, **key_of(certificates))
-    site = link.sites[100]
-    [shown] = site.folder.glob("settings-*.json")
-    assert shown.name == f"settings-{fingerprint(site.told)[:12]}.json"
-    said = capfd.readouterr().err
-    assert said.count(f"the settings that the server told this site are in {shown}. Read them;") == 1
-    assert "started with --agreed and that file" in said
-    # And it is what can be agreed to.
-    node = {**site.node, "agreed": str(shown)}
-    again = Site(site.given, node, site.app, site.folder)
-    assert again.answer(question("hello", client=-1)).kind == "hello"
-    other = Site({**site.given, "lr": 0.9}, node, site.app, site.folder)
-    assert "agreed to lr 0.05, and this run has lr 0.9" in other.answer(question("hello", client=-1)).header["reason"]
-    assert capfd.readouterr().err.count("All settings of that run are in") == 1
-
-
-def test_without_a_models_key_nothing_is_written(tmp_path: Path) -> None:
+def test_without_an_agreement_nothing_is_written(tmp_path: Path) -> None:
     site = make_sites(make_run(), tmp_path, [{"client": 0}])[100]
     assert site.answer(question("hello", client=-1)).kind == "hello"
     assert not list(site.folder.glob("settings-*.json"))

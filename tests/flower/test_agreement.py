@@ -20,8 +20,6 @@ from fedloom.flower.agreement import (
     NAMES,
     OF_THE_MACHINE,
     Agreed,
-    canonical,
-    cautions,
     fingerprint,
     readable,
     settled,
@@ -99,15 +97,6 @@ def test_half_a_fingerprint_is_taken_for_a_file_but_not_without_a_word() -> None
         Agreed.read(fingerprint(told())[:40])
 
 
-@pytest.mark.parametrize(("decay", "warned"), [(1.0, False), (0.99, False), (0.97, True)])
-def test_a_learning_rate_that_vanishes_is_pointed_out(decay: float, warned: bool) -> None:
-    found = cautions(told(**{**MR, "rounds": 100, "lr_decay": decay}))
-    assert bool(found) is warned
-    if warned:
-        assert found[0].startswith("By round 100 lr_decay brings the learning rate down to 0.05 times the first.")
-    assert not cautions(told(rounds=100, lr_decay=decay)), "elsewhere it is as usual"
-
-
 def test_what_a_server_calls_a_setting_does_not_break_lines(tmp_path: Path) -> None:
     run = {**told(), "options": {"fedmr": {"a\nINFO: {} all is well": "b\nc"}}}
     refusal = agreed_to(tmp_path, told()).refusal_of(run)
@@ -183,7 +172,7 @@ def test_the_command_shows_what_a_site_is_told(
     assert said.out == readable(site.told)
     assert said.err.strip() == f"fingerprint {fingerprint(site.told)}"
     # What the site trains by says the same, with nothing filled in on the way.
-    assert canonical(told_by(site.config)) == canonical(site.told)
+    assert fingerprint(told_by(site.config)) == fingerprint(site.told)
 
 
 def test_data_of_the_sites_own_are_not_needed_for_it(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -310,26 +310,19 @@ def test_flowers_own_address_is_on_this_machine_wherever_supernodes_connect(host
         commands.superlink(tmp_path, host, 8000, 8000)
 
 
-@pytest.mark.parametrize("name", ["roster", "models-key"])
-def test_files_that_a_site_needs_are_looked_for_at_once(tmp_path: Path, name: str) -> None:
-    node = {name: str(tmp_path / "file"), "folder": str(tmp_path)}
+def test_the_roster_that_a_site_needs_is_looked_for_at_once(tmp_path: Path) -> None:
+    node = {"roster": str(tmp_path / "file"), "folder": str(tmp_path)}
     with pytest.raises(InputError, match=r"there is no file .*file\."):
         commands.supernode("localhost:8000", node)
     (tmp_path / "file").write_text("")
-    assert f'{name}="{tmp_path / "file"}"' in commands.supernode("localhost:8000", node)[-1]
-
-
-def test_a_models_key_needs_a_folder_that_lasts(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="a site with --models-key needs --folder"):
-        commands.supernode("localhost:8000", {"models-key": str(tmp_path / "file")})
+    assert f'roster="{tmp_path / "file"}"' in commands.supernode("localhost:8000", node)[-1]
 
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_an_app_says_what_the_exchange_of_layers_needs(tmp_path: Path, secure: bool) -> None:
     write_app(tmp_path / "app", make_run(method="fedmr", options={"fedmr": {"secure": secure}}))
     said = (tmp_path / "app" / "README.md").read_text()
-    assert ("--roster roster.pub --models-key models.key" in said) == secure
+    assert ("--roster roster.pub" in said) == secure
 
 
 def test_flower_is_told_to_keep_to_itself(tmp_path: Path) -> None:

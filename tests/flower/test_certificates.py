@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedloom.errors import InputError
 from fedloom.flower.certificates import DAYS, make, node_names
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.sealed import ModelsKey, Session
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_all_files_are_there_and_private_keys_are_private(made: Path) -> None:
     nodes = [f"nodes/site-{k}" for k in range(3)]
-    private = {"server.key", "models.key", *nodes}
+    private = {"server.key", *nodes}
     assert set(contents(made)) == {"ca.crt", "server.pem", "roster.pub", *private, *(f"{name}.pub" for name in nodes)}
     for name in contents(made):
         assert stat.S_IMODE((made / name).stat().st_mode) == (0o600 if name in private else 0o644)
@@ -47,31 +46,6 @@ def test_node_keys_are_what_supernodes_want(made: Path) -> None:
         assert isinstance(private, ec.EllipticCurvePrivateKey)
         assert isinstance(private.curve, ec.SECP384R1)
         assert private.public_key() == public
-
-
-def test_the_models_key_is_one_that_a_site_can_open_layers_with(made: Path) -> None:
-    key = ModelsKey.read(made / "models.key")
-    sealed = key.seal(b"a layer", Session("ab" * 16, 0), 3)
-    assert ModelsKey.read(made / "models.key").open(sealed, Session("ab" * 16, 0), 3) == b"a layer"
-    assert ModelsKey().public != key.public
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "must be 64 hexadecimal digits; `openssl rand -hex 32` makes one"),
-        (b"ab" * 31 + b"a\n", "must be 64 hexadecimal digits"),
-        (b"xy" * 32, "must be 64 hexadecimal digits"),
-        ("server.key", "must be 64 hexadecimal digits"),
-        (None, "cannot read the models key"),
-    ],
-)
-def test_other_files_are_no_models_key(made: Path, tmp_path: Path, content: bytes | str | None, words: str) -> None:
-    path = made / content if isinstance(content, str) else tmp_path / "key"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    with pytest.raises(InputError, match=words):
-        ModelsKey.read(path)
 
 
 def test_the_roster_names_all_of_them(made: Path) -> None:
@@ -132,7 +106,7 @@ def test_but_not_under_another_name_nor_from_another_authority(made: Path, tmp_p
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path) -> None:
     make(tmp_path, ["one"])
     before = contents(tmp_path)
-    with pytest.raises(InputError, match=r"has ca.crt already and 6 more of these files; --force replaces them"):
+    with pytest.raises(InputError, match=r"has ca.crt already and 5 more of these files; --force replaces them"):
         make(tmp_path, ["one"])
     with pytest.raises(InputError, match="--force"):
         make(tmp_path, ["two"])

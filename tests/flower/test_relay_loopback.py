@@ -1,4 +1,4 @@
-"""FedMR's secure exchange between real processes, and a look into the server's memory."""
+"""FedMR's secure exchange between real processes, and a look into the memory of those that only relay."""
 
 import json
 import re
@@ -114,18 +114,18 @@ SITES = ("supernode", "site_process", "clientapp", "site-")
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="looks into the memory of processes as Linux shows it")
-def test_no_process_of_the_server_ever_has_a_layer_in_its_memory(tmp_path: Path) -> None:
-    """Five sites in three rounds, and a look into every process of the server after each of them."""
+def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path) -> None:
+    """Five sites in a round, and a look into every process after it. Only that which plays the rounds opens models."""
     settings = {
-        "method": "fedmr", "clients": 5, "per_round": 5, "rounds": 3, "seed": 3, "epochs": 1, "nodes": 5,
+        "method": "fedmr", "clients": 5, "per_round": 5, "rounds": 1, "seed": 3, "epochs": 1, "nodes": 5,
         "partition": "dirichlet:0.5", "options": {"fedmr": {"secure": True, "mixed": True}}, "engine": "flower",
     }  # fmt: skip
     config = make_config(settings)
     searched = trained_on_host(config)
-    assert len(searched) == 15
+    assert len(searched) == 5
     assert all(len(found) > 5 for _, _, found in searched)
     secret = set.union(*(found for _, _, found in searched))
-    out, processes, at_sites = tmp_path / "run", set[str](), list[bytes]()
+    out, processes, at_sites, at_server = tmp_path / "run", set[str](), list[bytes](), set[bytes]()
     command = [sys.executable, "-c", SERVER, json.dumps(settings), str(out)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
@@ -134,40 +134,40 @@ def test_no_process_of_the_server_ever_has_a_layer_in_its_memory(tmp_path: Path)
             if not line.strip().isdigit():
                 digest, lost = line.split()
                 break
-            for member in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]:
+            if line.strip() == "1":
+                at_server = among(memory_of(server.pid), secret)
+            for member in psutil.Process(server.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess, FileNotFoundError, PermissionError):
                     words = " ".join(member.cmdline())
                     if not any(name in words for name in SITES):
                         processes.add(words[:200])
                         assert not among(memory_of(member.pid), secret), f"a layer is in the memory of {words[:80]}"
-            if line.strip() == "3":
+            if line.strip() == "1":
                 at_sites = [memory_of(pid) for pid in site_processes(out)]
             server.stdin.write("\n")
             server.stdin.flush()
     assert lost == "0"
-    assert len(processes) >= 3, "the server itself, the SuperLink and what it started"
-    # The search finds what is there: a site's process has what its client trained.
+    assert len(processes) >= 2, "the SuperLink and what it started"
+    # The search finds what is there: the server opens models at the end, and a site has what its client trained.
+    assert at_server
     assert len(at_sites) == 5
     held = [among(memory, secret) for memory in at_sites]
-    for round, client, found in searched:
-        if round == 2:
-            assert any(found <= some for some in held), f"client {client}"
+    for _, client, found in searched:
+        assert any(found <= some for some in held), f"client {client}"
 
-    # What it kept and what it said hold no layer either, and the result has the bits of a run without any network.
-    files = [path for path in out.rglob("*") if path.is_file() and "site-" not in str(path.relative_to(out).parent)]
-    kept = b"".join(path.read_bytes() for path in files)
-    assert {path.suffix for path in files} >= {".log", ".safetensors", ".jsonl"}
-    assert not among(kept, secret)
+    # What they said holds no layer either, and the result has the bits of a run without any network.
+    logs = [path for path in out.rglob("*.log") if not path.name.startswith("site-")]
+    assert len(logs) >= 2
+    assert not among(b"".join(path.read_bytes() for path in logs), secret)
     host = execute(replace_config(config, engine="plain"), out=tmp_path / "host")
     assert digest == host.summary["digest"]
     costs = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["diagnostics"]
     assert costs["engine.exchange_attempts"] == 1
     size = build(replace_config(config, engine="plain")).layout.nbytes
-    assert costs["engine.exchange_bytes_up"] > (2 * 5 + 1) * size, "a board and a model from each, and a mean"
+    assert costs["engine.exchange_bytes_up"] > 2 * 5 * size, "a board and a model from each"
 
 
-def test_a_run_that_was_stopped_goes_on_with_its_sealed_models(tmp_path: Path) -> None:
-    """Its sites are started anew, and must still have the key to what the server has kept for them."""
+def test_a_run_that_was_stopped_goes_on_with_sites_that_are_started_anew(tmp_path: Path) -> None:
     settings = {
         "method": "fedmr", "clients": 3, "per_round": 3, "rounds": 3, "seed": 1, "epochs": 1, "nodes": 3,
         "options": {"fedmr": {"secure": True}}, "engine": "flower",

@@ -1,22 +1,24 @@
 """FedMR's secure exchange in the rounds of the Flower engine: the host's bits, and a server that sees nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from exchange_runs import SECURE, federate, nodes, on_host, pieces, recorded, run_of
+from exchange_runs import SECURE, Two, federate, nodes, on_host, pieces, recorded, run_of
 from fake import FakeLink, make_sites, reach
 
-from fedloom.api import execute
+from fedloom.api import execute, resume
 from fedloom.errors import FedloomError, InputError
 from fedloom.experiment import build
-from fedloom.flower.parcel import Parcel
+from fedloom.flower.parcel import Block, Parcel, failed
 from fedloom.flower.site import Site, Trained
-from fedloom.flower.tensors import pick
+from fedloom.flower.tensors import pick, to_block
 from fedloom.request import replace_config
+from fedloom.watching import Stopped
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,25 @@ def test_with_what_stays_at_home(certificates: Path, tmp_path: Path) -> None:
         models[0][:, columns] = models[1][:, columns] = 0
     assert torch.equal(*models)
     assert len({row.numpy().tobytes() for row in models[0]}) == 5
+
+
+@pytest.mark.parametrize("granularity", ["module", "tensor"])
+def test_networks_with_counters(certificates: Path, tmp_path: Path, granularity: str) -> None:
+    """Integers lie in a row as other numbers' bytes, where they may look like anything."""
+    options = {"fedmr": {"secure": True, "granularity": granularity}}
+    config = run_of(model="cnn:norm=batch", rounds=2, clients=3, per_round=3, options=options, steps=2)
+    finished, _ = federate(config, certificates, tmp_path)
+    assert finished.summary["lost"] == 0
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_same_bits(certificates: Path, tmp_path: Path) -> None:
+    config, out = run_of(rounds=4), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
+    with pytest.raises(Stopped):
+        execute(config, out=out, sites=reach(link, config, out), watcher=Two())
+    finished = resume(out, sites=reach(link, config, out))
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
 
 def test_choices_are_private_unless_a_site_says_otherwise(certificates: Path, tmp_path: Path) -> None:
@@ -165,6 +186,45 @@ def test_a_client_lost_before_the_exchange_is_the_same_in_all_engines(certificat
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
 
+def test_an_answer_that_would_be_refused_is_refused_before_others_layers_are_in_it(
+    certificates: Path, tmp_path: Path
+) -> None:
+    def lie(link: FakeLink) -> None:
+        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+            if (node, answer.kind) != (101, "mix/hello"):
+                return answer
+            return replace(answer, header={**answer.header, "samples": answer.header["samples"] + 1})
+
+        link.meddle = meddle
+
+    finished, link = federate(run_of(rounds=1), certificates, tmp_path, lie)
+    assert list(finished.history[-1]["lost_clients"]) == ["1"]
+    assert "it says that it trained on" in finished.history[-1]["lost_clients"]["1"]
+    offered = [parcel for parcel in link.asked if parcel.kind == "mix/offer"]
+    assert len(offered) == 4
+    assert all(sum(name.startswith("hello/") for name in parcel.blocks) == 4 for parcel in offered)
+
+
+def test_a_round_in_which_everybody_goes_away_changes_nothing(certificates: Path, tmp_path: Path) -> None:
+    config = run_of(rounds=3, clients=3, per_round=3, deadline=0.4)
+
+    def leave(link: FakeLink) -> None:
+        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+            if (question.kind, question.header["round"], node) == ("mix/commit", 1, 102):
+                link.away = set(link.sites)
+            return answer
+
+        link.meddle = meddle
+
+    finished, _ = federate(config, certificates, tmp_path, leave)
+    assert [record["lost"] for record in finished.history[1:]] == [0, 3, 3]
+    assert set(finished.history[2]["lost_clients"].values()) == {"refused: no site released the key to its model."}
+    assert set(finished.history[3]["lost_clients"].values()) == {"its site is not connected"}
+    (tmp_path / "one").mkdir()
+    first = on_host(replace_config(config, rounds=1), tmp_path / "one")
+    assert finished.summary["digest"] == first.summary["digest"]
+
+
 def test_a_client_that_trains_to_nothing_finite_takes_no_part(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +274,18 @@ def test_in_a_simulation_the_server_exchanges_as_it_always_does(tmp_path: Path) 
 def test_what_travels_beside_the_models_would_tell_all(certificates: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"fedmr.secure hides nothing where clients send .* beside their models"):
         federate(run_of(method="fedmr+scaffold"), certificates, tmp_path)
+
+
+def test_a_site_itself_refuses_to_send_what_would_tell_what_it_trained(certificates: Path, tmp_path: Path) -> None:
+    """The server's refusal is not what protects the site."""
+    config = run_of(method="fedmr+scaffold", clients=3, per_round=3)
+    site = make_sites(config, tmp_path, nodes(certificates, 3))[100]
+    site.build()
+    header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "0" * 32, "slot": 0, "attempt": 0, "accepted": None}
+    control = {"extra/c": to_block(torch.zeros(site.layout.trainable))}
+    blocks = {"row": site.travel.pack(site.initial), "opener": Block.raw(bytes(range(32))), **control}
+    reason = site.answer(Parcel("mix/train", header, blocks)).header["reason"]
+    assert "what travels beside a model would tell what was trained" in reason
 
 
 def test_several_clients_at_one_site(certificates: Path, tmp_path: Path) -> None:
@@ -316,6 +388,103 @@ def test_a_server_that_begins_its_round_anew_has_its_sites_begin_anew(certificat
     assert finished.summary["lost"] == 0
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
     assert not any(one is two for one, two in zip(before, after, strict=True))
+
+
+def dying_at(kind: str, config: Any, certificates: Path, tmp_path: Path) -> FakeLink:
+    """Sites of a run whose server died in its second round."""
+    link, out = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5))), tmp_path / "run"
+
+    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        if (question.kind, question.header["round"]) == (kind, 1):
+            raise KeyboardInterrupt
+        return answer
+
+    link.meddle = die
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, out=out, sites=reach(link, config, out))
+    link.meddle = None
+    return link
+
+
+@pytest.mark.parametrize("kind", ["mix/offer", "mix/release"])
+def test_a_server_that_dies_in_an_exchange_goes_on_with_the_bits_that_it_would_have_had(
+    certificates: Path, tmp_path: Path, kind: str
+) -> None:
+    """What clients keep, such as FedRep's heads, goes on too."""
+    config = run_of(method="fedmr+fedrep", rounds=3, options={**SECURE, "fedrep": {"head_epochs": 1}})
+    link, out = dying_at(kind, config, certificates, tmp_path), tmp_path / "run"
+    finished = resume(out, sites=reach(link, config, out))
+    assert finished.summary["lost"] == 0
+    (tmp_path / "whole").mkdir()
+    whole, _ = federate(config, certificates, tmp_path / "whole")
+    assert finished.summary["digest"] == whole.summary["digest"]
+
+
+def test_what_comes_to_nothing_leaves_a_client_as_it_was(certificates: Path, tmp_path: Path) -> None:
+    """A server could have it train a thousand times before anybody commits, until it has nothing to learn any more."""
+    options = {**SECURE, "fedrep": {"head_epochs": 1}}
+    config = run_of(method="fedmr+fedrep", clients=3, per_round=3, rounds=1, options=options)
+    staged: list[tuple[str, bool]] = []
+
+    def look(link: FakeLink) -> None:
+        def watch(node: int, question: Parcel, answer: Parcel) -> Parcel:
+            if question.kind.startswith("mix/"):
+                staged.append((question.kind, any(link.sites[node].kept(question).folder.glob("*.safetensors"))))
+            return answer
+
+        link.meddle = watch
+
+    finished, _ = federate(config, certificates, tmp_path, look)
+    assert finished.summary["lost"] == 0
+    early = {"mix/train", "mix/offer", "mix/answer", "mix/lock"}
+    assert {kind for kind, there in staged if not there} == early
+    assert {kind for kind, there in staged if there} == {"mix/commit", "mix/release"}
+
+
+def test_nobody_commits_itself_to_an_exchange_that_leaves_too_few_answers(certificates: Path, tmp_path: Path) -> None:
+    """The run would stop after it, and the server would have had two recombinations when all are there again."""
+    config, out = run_of(rounds=2, clients=4, per_round=4, deadline=0.5, min_clients=4), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 4)))
+    gone_at("mix/train", 103)(link)
+    with pytest.raises(FedloomError, match="round 1: 0 of 4 clients answered, but min_clients is 4"):
+        execute(config, out=out, sites=reach(link, config, out))
+    assert not [parcel for parcel in link.asked if parcel.kind == "mix/offer"]
+    link.meddle = None
+    finished = resume(out, sites=reach(link, config, out))
+    assert [record["lost"] for record in finished.history if record["round"]] == [0, 0]
+
+
+def test_a_round_that_fails_again_and_again_does_not_hold_up_a_run_for_ever(certificates: Path, tmp_path: Path) -> None:
+    config, out = run_of(rounds=2, deadline=0.3, min_clients=3), tmp_path / "run"
+    link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
+
+    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+        return None if (question.kind, question.header["round"], node) == ("mix/commit", 0, 102) else answer
+
+    link.meddle = meddle
+    with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
+        execute(config, out=out, sites=reach(link, config, out))
+    for _ in range(2):
+        with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
+            resume(out, sites=reach(link, config, out))
+    finished = resume(out, sites=reach(link, config, out))
+    assert [record["lost"] for record in finished.history if record["round"]] == [5, 0]
+    assert "for the exchange of round 1 3 times already" in finished.history[1]["lost_clients"]["0"]
+
+
+def test_too_few_answers_stop_a_run_also_when_one_site_says_that_it_never_will(
+    certificates: Path, tmp_path: Path
+) -> None:
+    def lie(link: FakeLink) -> None:
+        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+            if question.kind != "mix/train" or node < 102:
+                return answer
+            return failed(question, "never", for_good=True) if node == 102 else None
+
+        link.meddle = meddle
+
+    with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
+        federate(run_of(rounds=2, deadline=0.5, min_clients=3), certificates, tmp_path, lie)
 
 
 def test_a_stage_without_training_is_refused(certificates: Path, tmp_path: Path) -> None:

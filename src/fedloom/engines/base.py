@@ -113,11 +113,6 @@ class Engine(ABC):
         """Let the clients of this round exchange layers among themselves before they upload; False: they cannot."""
         return False
 
-    @property
-    def only_means(self) -> bool:
-        """Whether the server gets the mean of all models in place of each, because it is not to know them."""
-        return False
-
     @abstractmethod
     def score(self, row: Tensor) -> Score | None:
         """How a model does on the test set; None when there is none."""

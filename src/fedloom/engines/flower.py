@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from fedloom.flower.parcel import ADDRESS, Block, Parcel, Refused
 from fedloom.flower.roster import LOG, Roster
 from fedloom.flower.tensors import Travel, fill, to_block
 from fedloom.scores import Score, score_chunks
-
-if TYPE_CHECKING:  # it needs `cryptography`
-    from fedloom.flower.vault import Vault
 
 SHORTEST_POLL, LONGEST_POLL, POLL_SHARE = 0.05, 1.0, 0.05
 """Seconds between two looks for answers: at least, at most, and as a share of the time that the round has waited. Each
@@ -85,7 +82,6 @@ class FlowerEngine(Engine):
         self._nonce = ""
         self._late: dict[str, tuple[int, int, float]] = {}
         self._plan: LayerExchange | None = None
-        self._vault: Vault | None = None
         self._exchanged: dict[str, float] = {}
         self.late = 0
         """Answers that came after their deadline, in the whole run."""
@@ -123,23 +119,12 @@ class FlowerEngine(Engine):
     def arrange(self, round: int, exchange: LayerExchange | None) -> bool:
         self._plan, self._exchanged = None, {}
         if exchange is not None:
-            from fedloom.flower.relay_server import can_exchange, sealed_for
+            from fedloom.flower.relay_server import can_exchange
 
             self.roster.refresh(self.link)
-            greetings = self.roster.greetings
-            if can_exchange(greetings, self.shop.workshop.uploads):
+            if can_exchange(self.roster.greetings, self.shop.workshop.uploads):
                 self._plan = exchange
-                if greetings:  # where nobody is there for the moment, nobody says anything of a key
-                    self._sealed().begin(sealed_for(greetings, exchange))
-        elif any("open_rounds" in greeting for greeting in self.roster.greetings.values()):
-            from fedloom.flower.relay_server import refuse_open_rounds
-
-            refuse_open_rounds(self.roster.greetings)
         return self._plan is not None
-
-    @property
-    def only_means(self) -> bool:
-        return self._plan is not None and self._vault is not None and bool(self._vault.key)
 
     def _trained(self, round: int, jobs: Sequence[Job], questions: Sequence[Question]) -> Iterator[Parcel | Silence]:
         """The answers; where clients exchange layers before they upload, what came of that."""
@@ -154,7 +139,6 @@ class FlowerEngine(Engine):
             round,
             self._plan,
             self._travel,
-            self._sealed(),
             self._check_words,
         )
         yield from exchange.train([job.slot for job in jobs], questions)
@@ -186,19 +170,9 @@ class FlowerEngine(Engine):
         if samples != declared:
             raise Refused(f"it says that it trained on {samples} samples, but it registered {declared}")
 
-    def _sealed(self) -> "Vault":
-        """The models that the server cannot open."""
-        if self._vault is None:
-            from fedloom.flower.vault import Vault
-
-            self._vault = Vault()
-        return self._vault
-
     def accept(self, update: Update) -> None:
         if self.shop.workshop.home:
             self.accepted[update.client] = self._nonce
-        if self._vault is not None:
-            self._vault.accept()
 
     def score(self, row: Tensor) -> Score | None:
         test = self.shop.federation.test
@@ -291,14 +265,11 @@ class FlowerEngine(Engine):
 
     def state(self) -> dict[str, Any]:
         accepted = {str(client): nonce for client, nonce in sorted(self.accepted.items())}
-        sealed = {"vault": self._vault.state()} if self._vault is not None and self._vault.key else {}
-        return {"accepted": accepted, "late": self.late, **sealed}
+        return {"accepted": accepted, "late": self.late}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.accepted = {int(client): str(nonce) for client, nonce in state.get("accepted", {}).items()}
         self.late = int(state.get("late", 0))
-        if "vault" in state:
-            self._sealed().load(state["vault"])
 
     def close(self) -> None:
         torch.set_num_threads(self._threads)

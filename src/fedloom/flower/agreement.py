@@ -1,9 +1,9 @@
 """The settings that a site serves, in a form that its operator can read and agree to beforehand.
 
-The server chooses a run's settings, and with odd ones what it gets tells more than it should: under a weight decay that
-wipes out what a client began with, say, sums of sealed models can be taken apart. No rule tells odd settings from
-sensible ones, but a person can. So a node's configuration may say which settings its operator agreed to, `agreed`: a
-file as `fedloom flower agreement` writes it, or its fingerprint. Such a site serves no others, whatever is asked of it.
+The server chooses a run's settings, and with odd ones it learns more of a site's data than it should: one batch of one
+sample trained in one step, say, shows in the model. No rule tells odd settings from sensible ones, but a person can. So
+a node's configuration may say which settings its operator agreed to, `agreed`: a file as `fedloom flower agreement`
+writes it, or its fingerprint. Such a site serves no others, whatever is asked of it.
 """
 
 import hashlib
@@ -34,9 +34,6 @@ OF_THE_MACHINE = {
 """Settings that may differ between sites."""
 SHOWN = 3
 """How many settings a refusal names before it says how many more there are."""
-
-SMALL = 0.1
-"""A part of the first learning rate that is worth a word, if the last is below it."""
 LONGEST = 24
 """Characters of a value in a refusal."""
 
@@ -87,14 +84,9 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def canonical(told: Told) -> bytes:
-    """The same bytes for the same settings."""
-    return json.dumps(told, sort_keys=True).encode()
-
-
 def fingerprint(told: Told) -> str:
     """By what a person can compare settings, 64 hexadecimal digits."""
-    return hashlib.sha256(canonical(told)).hexdigest()
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def readable(told: Told) -> str:
@@ -150,38 +142,19 @@ def apart(one: Told, other: Told) -> tuple[str, str] | None:
     return before, now + (f"; {len(names) - SHOWN} more differ" if len(names) > SHOWN else "")
 
 
-def cautions(told: Told) -> list[str]:
-    """What a person who reads settings may overlook."""
-    last = told["lr_decay"] ** (told["rounds"] - 1)
-    if not told["options"].get("fedmr", {}).get("secure") or last >= SMALL:
-        return []
-    return [
-        f"By round {told['rounds']} lr_decay brings the learning rate down to {last:.1g} times the first. Sums of "
-        "rounds in which hardly anything is learned tell what is in sealed models (docs/secure-recombination.md)."
-    ]
-
-
 def heed(node: Mapping[str, Any], folder: Path, told: Told) -> None:
     """Refuse settings that the site's operator did not agree to. Call it before any data are read.
 
-    Where the operator said nothing but there is something to hide, it can at least see what the site was told.
+    What the server told the site instead is written to the site's folder, and its log says so, once.
     """
-    agreed = Agreed.read(str(node["agreed"])) if "agreed" in node else None
-    refusal = agreed.refusal_of(told) if agreed is not None else None
-    if refusal is not None:
-        _note(folder, told, f"refused: {refusal}. All settings of that run are in ", ".")
-        raise RefusedForGood(refusal)
-    if agreed is None and "models-key" in node:
-        pin = ". Read them; if the site is started with --agreed and that file, it serves no others."
-        _note(folder, told, "the settings that the server told this site are in ", pin)
-
-
-def _note(folder: Path, told: Told, before: str, after: str) -> None:
-    """Write settings to a site's folder and say so in its log, once."""
+    refusal = Agreed.read(str(node["agreed"])).refusal_of(told) if "agreed" in node else None
+    if refusal is None:
+        return
     path, content = folder / f"settings-{fingerprint(told)[:12]}.json", readable(told).encode()
     if not path.exists() or path.read_bytes() != content:
         write_atomically(path, content)
-        print(f"{before}{path}{after}", file=sys.stderr, flush=True)
+        print(f"refused: {refusal}. All settings of that run are in {path}.", file=sys.stderr, flush=True)
+    raise RefusedForGood(refusal)
 
 
 def is_fingerprint(text: str) -> bool:

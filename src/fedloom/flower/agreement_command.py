@@ -24,12 +24,10 @@ def agreement(
 
     A site that is started with --agreed and that file, or with the fingerprint, serves these settings and no others.
     """
-    from fedloom.flower.agreement import cautions, fingerprint, readable, told_by_app
+    from fedloom.flower.agreement import fingerprint, readable, told_by_app
     from fedloom.storage import write_atomically
 
     told = told_by_app(app, _changes(run_config or []))
-    for text in cautions(told):
-        print(text, file=sys.stderr)
     if out is None:
         print(readable(told), end="")
         print(f"fingerprint {fingerprint(told)}", file=sys.stderr)  # apart, so that the settings can be sent to a file

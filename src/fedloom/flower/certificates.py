@@ -4,7 +4,6 @@
     server.pem      the server's certificate, for the hosts named        server.key  its private key
     nodes/NAME      a node's private key, as SuperNodes want it          nodes/NAME.pub  its public key
     roster.pub      all public keys, with names: what sites believe of each other
-    models.key      a secret for all sites, which the server must not have: what they seal models with
 
 In earnest each site makes its own key and hands over the public half, and the server's certificate comes from an
 authority that the sites trust already. Here one machine makes all of them, so whoever has this folder can be anybody.
@@ -26,7 +25,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.identity import Identity, check_name
-from fedloom.flower.sealed import ModelsKey
 
 DAYS = 90
 """How long the certificates are valid. Node keys have no end."""
@@ -80,7 +78,6 @@ def _contents(names: Sequence[str], hosts: Iterable[str]) -> dict[str, tuple[byt
         files[f"nodes/{name}"] = (identity.private_bytes(), True)
         files[f"nodes/{name}.pub"] = (line.encode(), False)
     files["roster.pub"] = (roster.encode(), False)
-    files["models.key"] = (ModelsKey().file(), True)
     return files
 
 

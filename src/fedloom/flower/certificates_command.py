@@ -40,9 +40,6 @@ def certificates(
     print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without an end")
     print(f"{folder / 'roster.pub'}: all public keys, by which sites know each other")
     print(
-        f"{folder / 'models.key'}: a key for all sites but not for the server, which then sees no layer (fedmr.secure)"
-    )
-    print(
         "They are for trying out: whoever has this folder can be the server and every site. In earnest each site makes"
     )
     print("its own key (ssh-keygen -t ecdsa -b 384) and hands over the .pub alone.")

@@ -73,11 +73,8 @@ def supernode(
     else:
         words += ["--root-certificates", str(_there(ca)), "--auth-supernode-private-key", str(_there(key))]
         node = {**node, "key": str(key.absolute())}
-    if "models-key" in node and "folder" not in node:
-        raise InputError("a site with --models-key needs --folder, a folder of its own that lasts.")
-    for name in ("roster", "models-key"):
-        if name in node:
-            _there(Path(str(node[name])))
+    if "roster" in node:
+        _there(Path(str(node["roster"])))
     if "agreed" in node:  # what is wrong with it is said now, and not when the server has come
         from fedloom.flower.agreement import Agreed
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from fedloom.bench import Bench
 from fedloom.config import Config
 from fedloom.engines.base import Shop
-from fedloom.fitting import make_module
 from fedloom.flower.data import Task
 from fedloom.flower.tensors import Travel
 from fedloom.ground import build_shop
@@ -30,12 +29,6 @@ class Equipment:
     """The model that all start from."""
     travel: Travel
     bench: Bench
-
-    def drawn(self, draw: int) -> Tensor:
-        """The initial model with other random numbers."""
-        workshop = self.shop.workshop
-        module = make_module(self.config.model, None, self.shop.federation, workshop.streams, shared=False, draw=draw)
-        return workshop.layout.read(module)
 
 
 _last: dict[str, Equipment] = {}

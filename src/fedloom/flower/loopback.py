@@ -60,10 +60,7 @@ def loopback(config: Config, own: Own, path: Path, as_shipped: bool = False) -> 
     if parts.server.layer_exchange(plain.layout, parts.server.options, config.rounds) is not None:
         refuse_telltales(parts.local.uploads(plain.layout))
     config = replace_config(plain.config, engine="flower", nodes=config.nodes)
-    # A refiner works on single models, and so do rounds before the first exchange: the server must open them.
-    exchanges_first = parts.server.layer_exchange(plain.layout, parts.server.options, 0) is not None
-    hidden = parts.refiner is None and exchanges_first
-    with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped, hidden) as started:
+    with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped) as started:
         yield Behind(started.link, config, path, START_SECONDS)
 
 
@@ -87,9 +84,9 @@ def _ended_by_sigterm() -> Iterator[None]:
 class _Loopback:
     """The processes of one federation."""
 
-    def __init__(self, config: Config, logs: Path, as_shipped: bool, hidden: bool) -> None:
+    def __init__(self, config: Config, logs: Path, as_shipped: bool) -> None:
         assert config.clients is not None
-        self._config, self._logs, self._as_shipped, self._hidden = config, logs, as_shipped, hidden
+        self._config, self._logs, self._as_shipped = config, logs, as_shipped
         self._names = [f"site-{number}" for number in range(min(config.nodes or config.clients, config.clients))]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -146,8 +143,6 @@ class _Loopback:
         # For a run that is to have the bits of the other engines; between real sites nobody is to know these choices.
         exchange = {"roster": str(certificates / "roster.pub"), "exchange-draws": "seeded", "fewest-sites": 1}
         exchange["agreed"] = str(folder / "agreed.json")
-        if self._hidden:
-            exchange["models-key"] = str(self._models_key(certificates).absolute())
         for number, (name, own_port) in enumerate(zip(self._names, ports, strict=True)):
             clients = ",".join(map(str, range(number, self._config.clients or 0, len(self._names))))
             node = {"clients": clients, "folder": str((self._logs / name).absolute()), **exchange}
@@ -160,14 +155,6 @@ class _Loopback:
             self._run(name, words, folder / name)
         self._connection = self._accept(server)
         self.link = BridgeLink(self._connection)
-
-    def _models_key(self, certificates: Path) -> Path:
-        """The sites' secret, which they need as long as the run goes on: it lies with what the first of them keeps."""
-        kept = self._logs / self._names[0] / "models.key"
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.copy2(certificates / "models.key", kept)
-        return kept
 
     def _run(self, name: str, words: Sequence[str], home: Path) -> None:
         """Start a process that ends with this one and writes to a log of its own."""

@@ -36,5 +36,3 @@ class Silence:
 
     reason: str
     refused: bool = False
-    for_good: bool = False
-    """Whether it will never answer in this round."""

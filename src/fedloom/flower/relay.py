@@ -2,7 +2,7 @@
 
 The stages are those of sealed_site.py. The relay asks every site at each of them, and passes on what it gets:
 
-    hello -> offer -> answer -> lock -> commit -> release -> models, or -> mean
+    hello -> offer -> answer -> lock -> commit -> release -> models
 
 - Sites that do not answer hello, offer, answer or lock have dropped out. The attempt is given up and another one begun
   with those who are left, from their own untouched layers. So it is when a site refuses what it was shown; that site
@@ -10,17 +10,13 @@ The stages are those of sealed_site.py. The relay asks every site at each of the
 - Nobody may be missing at commit, because a site that has committed does not begin again: whoever is silent is asked
   once more. After that only those who have not committed can begin again, and where everybody has the round goes
   without their models.
-- At release one answer is enough: every site has all keys.
-- Where layers are sealed for the server, it opens the recombined models. Where they are sealed for the sites it cannot,
-  and asks them for the mean of each layer. Any site can compute any of them, so they share the work, and what one does
-  not answer another does.
+- At release one answer is enough: every site has all keys. The server then opens the recombined models.
 
 Whoever drops out, the server ends with a recombined model from every site of one attempt, or with none at all and its
 own models as they were. Sealed layers can be told apart, so it also sees that each is there once; what it does not see
 is whose they were.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -37,21 +33,9 @@ class Outcome:
     """What came of an exchange."""
 
     models: dict[int, list[bytes]] = field(default_factory=dict)
-    """By slot: the layers of a recombined model, in the clear, or as they are where the server cannot open them."""
-    mean: list[bytes] = field(default_factory=list)
-    """The layers of the mean of all models, where the server cannot open them."""
-    sealed_mean: list[bytes] = field(default_factory=list)
-    """The same, sealed for the sites, where some have no model yet to go on from."""
-    inventory: bytes = b""
-    """What the sites say which models there are now."""
-    session: Session | None = None
-    """The attempt that these models are from."""
+    """By slot: the layers of a recombined model, in the clear."""
     lost: dict[int, str] = field(default_factory=dict)
     """By slot: why there is none."""
-    committed: set[int] = field(default_factory=set)
-    """Slots whose sites were asked to commit themselves."""
-    for_good: set[int] = field(default_factory=set)
-    """Slots whose sites will never answer in this round."""
     attempts: int = 1
     exchanges: int = 0
     bytes_up: int = 0
@@ -67,26 +51,12 @@ class _Dropped(Exception):
 
 
 class Relay:
-    """One round's exchange, run from the server; without a key it opens no layer.
+    """One round's exchange, run from the server."""
 
-    `sound` says of the mean of a layer that a site has computed, by its number, whether it can be used. `kept` are the
-    sealed models that there were before, by slot: they count in the mean where nobody hands over a new one.
-    """
-
-    def __init__(
-        self,
-        ask: Ask,
-        run: str,
-        round: int,
-        terms: Terms,
-        key: Opener | None,
-        fewest: int = 2,
-        sound: Callable[[int, bytes], bool] = lambda number, mean: True,
-        kept: Mapping[int, list[bytes]] | None = None,
-    ) -> None:
+    def __init__(self, ask: Ask, run: str, round: int, terms: Terms, key: Opener, fewest: int = 2) -> None:
         self.run, self.round, self.terms, self.key, self.fewest = run, round, terms, key, fewest
         self.result = Outcome()
-        self._ask, self._sound, self._kept = ask, sound, kept or {}
+        self._ask = ask
         self._hellos: dict[int, Hello] = {}
         self._boards: dict[int, bytes] = {}
 
@@ -95,7 +65,6 @@ class Relay:
         result, session = self.result, Session(self.run, self.round)
         answers: Mapping[int, Note | Silence] = greetings
         self._count({}, greetings)
-        self._note_refusals(greetings)
         reason = ""
         while True:
             self._greet(session, answers)
@@ -156,7 +125,6 @@ class Relay:
 
     def _commit(self, questions: dict[int, Note]) -> dict[int, Note]:
         """Whoever is silent is asked once more: a site that has committed does not begin again."""
-        self.result.committed |= set(questions)
         answers = self._asked("commit", questions)
         silent = {slot: note for slot, note in questions.items() if _is_silent(answers.get(slot))}
         if silent:
@@ -166,7 +134,7 @@ class Relay:
     def _release(
         self, session: Session, exchange: int, questions: dict[int, Note], locked: Mapping[int, Note]
     ) -> Outcome:
-        """Unlock all models with the keys of whoever answers, and open their layers or have their mean computed."""
+        """Unlock all models with the keys of whoever answers, and open their layers."""
         keys: dict[int, set[bytes]] = {slot: set() for slot in locked}
         for _ in range(2):
             for answer in self._asked("release", questions).values():
@@ -183,46 +151,12 @@ class Relay:
                 result.lost[slot] = f"refused: {error}"
         if twice := _twice(sealed):
             return self._give_up(list(locked), f"refused: {twice}")
-        result.session = session
-        if self.key is None:
-            return self._averaged(session, exchange, sealed)
         for slot, layers in sealed.items():
             try:
                 result.models[slot] = [self.key.open(layer, session, number) for number, layer in enumerate(layers)]
             except Refusal as error:
                 result.lost[slot] = f"refused: {error}"
         return result
-
-    def _averaged(self, session: Session, exchange: int, sealed: dict[int, list[bytes]]) -> Outcome:
-        """The mean of each layer, from the sites: from each of them some, and from others what one does not say."""
-        slots, found, fresh, why = sorted(sealed), dict[int, bytes](), dict[int, bytes](), ""
-        models, inventories = {**self._kept, **sealed}, Counter[bytes]()
-        header, order = {"attempt": session.attempt, "exchange": exchange}, sorted(models)
-        which = {"slots": " ".join(map(str, order)).encode()}
-        for turn in range(len(slots)):
-            parts: dict[int, dict[int, bytes]] = {}
-            for number in set(range(self.terms.layers)) - found.keys():
-                asked = slots[(number + turn) % len(slots)]
-                # One part for all slots: a question may have so many parts, and large models have many layers.
-                parts.setdefault(asked, {})[number] = b"".join(models[slot][number] for slot in order)
-            questions = {slot: Note(header, {**which, **parts_for("layer", layers)}) for slot, layers in parts.items()}
-            for slot, answer in self._asked("mean", questions).items():
-                if isinstance(answer, Silence):
-                    why = f"slot {slot} at mean: {answer.reason}"
-                    continue
-                for number, mean in answer.by_slot("mean").items():
-                    if number not in parts[slot]:
-                        continue
-                    if len(mean) == self.terms.sizes[number] and self._sound(number, mean):
-                        found[number] = mean
-                        fresh.update((n, part) for n, part in answer.by_slot("sealed-mean").items() if n == number)
-                        inventories[answer.parts.get("inventory", b"")] += 1
-            if len(found) == self.terms.layers:
-                self.result.models, self.result.mean = sealed, [found[number] for number in sorted(found)]
-                self.result.sealed_mean = [fresh[number] for number in sorted(fresh)]
-                self.result.inventory = inventories.most_common(1)[0][0]  # all say the same, unless one lies
-                return self.result
-        return self._give_up(slots, f"no site gave the mean of the models: {why or 'what came was none'}")
 
     def _unlocked(self, session: Session, exchange: int, slot: int, model: bytes, keys: Iterable[bytes]) -> list[bytes]:
         """The layers of one model, each still in its seal."""
@@ -248,12 +182,8 @@ class Relay:
         answers = {slot: answer for slot, answer in self._ask(stage, questions).items() if slot in questions}
         for slot in questions:
             answers.setdefault(slot, Silence("did not answer"))
-        self._note_refusals(answers)
         self._count(questions, answers)
         return answers
-
-    def _note_refusals(self, answers: Mapping[int, Note | Silence]) -> None:
-        self.result.for_good |= {slot for slot, a in answers.items() if isinstance(a, Silence) and a.for_good}
 
     def _count(self, questions: Mapping[int, Note], answers: Mapping[int, Note | Silence]) -> None:
         self.result.bytes_down += sum(note.nbytes for note in questions.values())

@@ -9,22 +9,17 @@ Nothing here is a cipher of our own: X25519, HKDF-SHA256, ChaCha20-Poly1305, ECD
   the hash of everybody's hello. Two sites that were shown different hellos have different keys and understand nothing.
   Every message has its own number, which is its nonce, and names run, round, attempt, exchange, stage, sender and
   receiver as associated data. So a message opens at one place only: not twice, not later, not elsewhere, not reflected.
-- A `Board` holds all layers of one site, each sealed for whoever is to open it and then locked with a key of its own.
-  Whoever has the key owns the layer.
-- Layers are sealed in one of two ways. For an `Opener`, a key pair that the server makes for one round: then other
-  sites pass layers on and do not read them, and the server reads recombined models at the end. Or with the `ModelsKey`,
-  a secret that all sites have and the server has not: then the server neither reads a layer nor can make one.
+- A `Board` holds all layers of one site, each sealed for the server's `Opener` and then locked with a key of its own.
+  Whoever has the key owns the layer. Sites pass layers on and cannot read them; the server reads them at the end, in
+  recombined models. It makes a new `Opener` for each round.
 """
 
 import hashlib
-import hmac
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -33,14 +28,15 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedloom.errors import FedloomError, InputError
+from fedloom.errors import FedloomError
 from fedloom.flower.identity import Identity, SiteKeys
 
-PURPOSE = "hello of a layer exchange, version 1"
+PURPOSE = "hello of a layer exchange, version 2"
+CHANNEL = "fedloom layer exchange, version 2"
 KEY = 32
 TAG = 16
 SEAL = 32 + TAG
-"""Bytes that a seal adds to a layer: the sender's fresh key or salt, and the tag."""
+"""Bytes that a seal adds to a layer: the sender's fresh key and the tag."""
 STAGES = ("offer", "answer", "lock", "commit")
 """The stages in which sites write to each other."""
 
@@ -103,16 +99,12 @@ class Terms:
     mixed: bool
     """Whether to exchange again while somebody is left with a model that one client trained."""
     opener: bytes
-    """What layers are sealed for: the server's public key, or the fingerprint of the models key."""
-    inventory: bytes = b""
-    """Which models they begin with, where the server cannot open them (inventory.py); none: an initial one."""
+    """The server's public key, which layers are sealed for."""
 
     @cached_property
     def digest(self) -> bytes:
-        chance, inventory = repr(float(self.send_probability)), hashlib.sha256(self.inventory).digest()
-        return hashlib.sha256(
-            frame(len(self.sizes), *self.sizes, chance, int(self.mixed), self.opener, inventory)
-        ).digest()
+        chance = repr(float(self.send_probability))
+        return digest(frame(len(self.sizes), *self.sizes, chance, int(self.mixed), self.opener))
 
     @property
     def layers(self) -> int:
@@ -206,9 +198,7 @@ class Channel:
 
     @staticmethod
     def _key(shared: bytes, transcript: bytes, sender: Hello, receiver: Hello) -> bytes:
-        about = frame(
-            "fedloom layer exchange", sender.session.encode(), sender.who, receiver.who, sender.fresh, receiver.fresh
-        )
+        about = frame(CHANNEL, sender.session.encode(), sender.who, receiver.who, sender.fresh, receiver.fresh)
         return HKDF(SHA256(), length=KEY, salt=transcript, info=about).derive(shared)
 
     def seal(self, exchange: int, stage: str, text: bytes) -> bytes:
@@ -308,58 +298,9 @@ def seal_for(public: bytes) -> Seal:
     return lambda layer, session, number: _SUITE.encrypt(layer, key, _layer(session, number))
 
 
-class ModelsKey:
-    """A secret that all sites have and the server has not. Whoever has it can seal layers and open them."""
-
-    def __init__(self, secret: bytes | None = None) -> None:
-        self._secret = secret or secrets.token_bytes(KEY)
-        self.public = self.name(b"")
-        """A fingerprint."""
-
-    def name(self, terms: bytes) -> bytes:
-        """By what others see that it is the same everywhere, and that the terms of its use are."""
-        about = b"fedloom models key, its name" + hashlib.sha256(terms).digest()
-        return HKDF(SHA256(), length=KEY, salt=None, info=about).derive(self._secret)
-
-    @classmethod
-    def read(cls, path: Path) -> "ModelsKey":
-        """From a file with 64 hexadecimal digits, as `openssl rand -hex 32` writes it."""
-        try:
-            text = path.read_bytes()[:1000].strip()
-        except OSError as error:
-            raise InputError(f"cannot read the models key {path}: {error.strerror or error}.") from error
-        if not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
-            raise InputError(f"the models key {path} must be 64 hexadecimal digits; `openssl rand -hex 32` makes one.")
-        return cls(bytes.fromhex(text.decode()))
-
-    def file(self) -> bytes:
-        """The key as a file for `read`."""
-        return self._secret.hex().encode() + b"\n"
-
-    def seal(self, layer: bytes, session: Session, number: int, *, mean: bool = False) -> bytes:
-        salt = secrets.token_bytes(KEY)
-        return salt + self._cipher(salt).encrypt(_ONCE, layer, _layer(session, number, mean))
-
-    def open(self, sealed: bytes, session: Session, number: int, *, mean: bool = False) -> bytes:
-        """What `seal` sealed. A layer that is the mean of an exchange opens as nothing else."""
-        try:
-            return self._cipher(sealed[:KEY]).decrypt(_ONCE, sealed[KEY:], _layer(session, number, mean))
-        except (InvalidTag, ValueError):
-            raise Refusal(f"layer {number} is not sealed for this key, this round and this place.") from None
-
-    def vouch(self, text: bytes) -> bytes:
-        """A word for a text that nobody else can have given."""
-        key = HKDF(SHA256(), length=KEY, salt=None, info=b"fedloom models key, vouching").derive(self._secret)
-        return hmac.digest(key, text, "sha256")
-
-    def _cipher(self, salt: bytes) -> ChaCha20Poly1305:
-        """A key for one layer alone."""
-        return ChaCha20Poly1305(HKDF(SHA256(), length=KEY, salt=salt, info=b"fedloom models key").derive(self._secret))
-
-
-def _layer(session: Session, number: int, mean: bool = False) -> bytes:
-    """What a layer's seal is bound to. Not to whose it is: who opens it is not to know."""
-    return frame("a mean of layers" if mean else "a layer", session.encode(), number)
+def _layer(session: Session, number: int) -> bytes:
+    """What a layer's seal is bound to. Not to whose it is: the server is not to know."""
+    return frame("a layer", session.encode(), number)
 
 
 def _owned(session: Session, who: str, number: int) -> bytes:

@@ -12,7 +12,6 @@ One attempt, as a site sees it:
     lock      gets the others' answers, and their boards    gives its recombined model, under a key that it keeps
     commit    gets the others' word that theirs are locked  gives the others its key: from here there is no way back
     release   gets the others' keys                         gives the server all of them
-    mean      gets one layer of every model, still sealed   gives the mean of them, in the clear
 
     hello ---> offer ---> answer ---> lock ---> commit ---> release
       ^          |         | ^         |          |
@@ -24,10 +23,6 @@ still has: the next attempt begins with its own untouched layers, fresh keys and
 refuses every other attempt of the round, and any one site that is left can release all models. So the server gets all
 recombined models of one attempt, or none. Nor can it get two recombinations of the same layers and compare them: keys
 are released only after everybody has committed, and who has committed does not begin again.
-
-`mean` is for sites that have a models key, and may be asked of any of them. It is the mean over everybody who took
-part, of exactly those layers that they have handed over: with its word that its model is locked, each tells the others
-what is in it, by hashes. So whatever layers the server shows to a site in this round, it gets that one mean or nothing.
 
 A stage is done once. The same question has the same answer again, word for word; another question at that stage is
 refused. A message that does not open, or does not fit, ends the attempt.
@@ -42,7 +37,6 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
-from fedloom.flower.averaging import Averages, Hidden
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.sealed import (
     KEY,
@@ -50,10 +44,8 @@ from fedloom.flower.sealed import (
     Channel,
     Hello,
     Refusal,
-    Seal,
     Session,
     Terms,
-    cut,
     digest,
     frame,
     lock,
@@ -70,7 +62,6 @@ Sealed = dict[int, bytes]
 """A message for each other participant, or from each, by slot."""
 Draws = Callable[[int, int], Draw]
 """(attempt, exchange) -> where this site's choices come from."""
-HASH = 32
 
 
 class Unpredictable:
@@ -118,8 +109,6 @@ class _Attempt:
     """Everybody's, from the first time that models are put together."""
     key: bytes = b""
     """What its recombined model is locked with."""
-    contents: dict[int, list[bytes]] = field(default_factory=dict)
-    """By slot: the hashes of the sealed layers in everybody's recombined model."""
     said: dict[tuple[str, int], tuple[bytes, object]] = field(default_factory=dict)
     """By stage and exchange: what was asked, hashed, and what was answered."""
     over: str = ""
@@ -129,8 +118,7 @@ class _Attempt:
 class SealedSite:
     """One model of one site in one round. The methods are the stages, in their order.
 
-    `fewest` is how many sites must take part at least, whatever the server says. `hidden` is for layers that are sealed
-    for the sites; without it they are sealed for the server, and this site opens none.
+    `fewest` is how many sites must take part at least, whatever the server says.
     """
 
     def __init__(
@@ -144,7 +132,6 @@ class SealedSite:
         terms: Terms,
         draws: Draws = unpredictable,
         fewest: int = 2,
-        hidden: Hidden | None = None,
     ) -> None:
         if [len(layer) for layer in layers] != list(terms.sizes):
             raise ValueError("the layers do not have the sizes that the terms say")
@@ -152,8 +139,7 @@ class SealedSite:
         self.who = f"{self.name}#{slot}"
         self.run, self.round, self.slot = run, round, slot
         self.layers, self.terms, self.draws, self.fewest = list(layers), terms, draws, fewest
-        self._hidden = hidden
-        self._seal: Seal = hidden.key.seal if hidden is not None else seal_for(terms.opener)
+        self._seal = seal_for(terms.opener)
         self.committed = False
         self._now: _Attempt | None = None
 
@@ -214,10 +200,8 @@ class SealedSite:
             except RuntimeError as error:
                 raise Refusal(f"the layers do not add up: {error}.") from None
             now.key = secrets.token_bytes(KEY)
-            layers = self._model(now)
-            now.contents = {self.slot: [digest(layer) for layer in layers]}
-            locked = lock(now.key, b"".join(layers), now.hello.session, exchange, self.who)
-            word = self._whole(now) + b"".join(now.contents[self.slot])
+            locked = lock(now.key, b"".join(self._model(now)), now.hello.session, exchange, self.who)
+            word = self._whole(now)
             return locked, {slot: channel.seal(exchange, "lock", word) for slot, channel in now.channels.items()}
 
         asked = _flat(answers) + _flat({slot: digest(content) for slot, content in boards.items()})
@@ -227,14 +211,12 @@ class SealedSite:
         """The key to this site's model for each of the others, or offers of one more exchange."""
 
         def work(now: _Attempt) -> Sealed | Again:
-            opened = self._opened(now, "lock", words, 1 + HASH * self.terms.layers)
-            if self.terms.mixed and b"\1" in {self._whole(now), *(word[:1] for word in opened.values())}:
+            opened = self._opened(now, "lock", words, 1)
+            if self.terms.mixed and b"\1" in {self._whole(now), *opened.values()}:
                 if exchange + 1 == MOST:
                     raise Refusal(f"after {MOST} exchanges there is still a model that one client trained.")
                 now.exchange, now.due = exchange + 1, "answer"
                 return Again(self._offers(now))
-            for slot, word in opened.items():
-                now.contents[slot] = cut(word[1:], [HASH] * self.terms.layers, f"the lock of slot {slot}")
             self.committed = True
             return {slot: channel.seal(exchange, "commit", now.key) for slot, channel in now.channels.items()}
 
@@ -247,17 +229,6 @@ class SealedSite:
             return {**self._opened(now, "commit", keys, KEY), self.slot: now.key}
 
         return self._once("release", attempt, exchange, _flat(keys), "nothing", work)
-
-    def mean(self, attempt: int, exchange: int, layers: Mapping[int, Mapping[int, bytes]]) -> Averages:
-        """The mean of some layers over all models, in the clear; `layers` has them by number and slot, still sealed."""
-        now, hidden = self._now, self._hidden
-        if hidden is None:
-            raise Refusal(f"{self.who} has no key to open layers with.")
-        if now is None or now.hello.session.attempt != attempt or now.exchange != exchange or not self.committed:
-            raise Refusal(f"{self.who} has not committed itself in attempt {attempt} of round {self.round + 1}.")
-        return hidden.averages(
-            now.hello.session, now.contents, {k: hello.who for k, hello in now.hellos.items()}, layers
-        )
 
     # What the stages are made of
 
@@ -295,8 +266,6 @@ class SealedSite:
             raise Refusal("the participants are not in the order of their slots, each once.")
         if now.hello not in hellos:
             raise Refusal(f"the hello of {self.who} itself is missing or another one.")
-        if self._hidden is not None and (strange := set(slots) - self._hidden.slots_there):
-            raise Refusal(f"slot {min(strange)} takes part, but there is no such model.")
         if len(names) < self.fewest:
             raise Refusal(f"{len(names)} sites take part, but {self.name} wants {self.fewest} at least.")
         record = transcript(hellos)

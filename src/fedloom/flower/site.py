@@ -130,7 +130,7 @@ class Site:
             made = equip(config, lambda: Own(data=mine), task)
         self.config, self.shop = made.config, replace(made.shop, federation=federation)
         self.initial, self.travel, self.bench = made.initial, made.travel, made.bench
-        self.device, self.layout, self.drawn = made.bench.device, made.bench.layout, made.drawn
+        self.device, self.layout = made.bench.device, made.bench.layout
         self._built = True
 
     def answer(self, question: Parcel) -> Parcel:

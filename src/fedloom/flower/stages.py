@@ -1,7 +1,7 @@
 """A site's answer to each question of the relay (relay.py): the stages of the sealed exchange, as notes."""
 
 from fedloom.flower.notes import Note, parts_for
-from fedloom.flower.sealed import Refusal, Terms, cut
+from fedloom.flower.sealed import Refusal
 from fedloom.flower.sealed_site import Again, SealedSite
 
 
@@ -24,10 +24,6 @@ def serve(site: SealedSite, stage: str, question: Note) -> Note:
         return Note(parts=parts_for("offer", said.offers) if isinstance(said, Again) else parts_for("commit", said))
     if stage == "release":
         return Note(parts=parts_for("key", site.release(attempt, exchange, question.by_slot("commit"))))
-    if stage == "mean":
-        found = site.mean(attempt, exchange, _layers(question, site.terms))
-        parts = {**parts_for("mean", found.means), **parts_for("sealed-mean", found.sealed)}
-        return Note(parts={**parts, "inventory": found.inventory})
     raise Refusal(f"an exchange has no stage {stage!r}.")
 
 
@@ -36,20 +32,3 @@ def _number(question: Note, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise Refusal(f"{name} must be a whole number, not {value!r}.")
     return value
-
-
-def _layers(question: Note, terms: Terms) -> dict[int, dict[int, bytes]]:
-    """Layers of all models, by number and slot."""
-    words = question.parts.get("slots", b"").split()
-    if not all(word.isdigit() and len(word) < 6 for word in words):
-        raise Refusal(f"slots must be whole numbers, not {b' '.join(words)[:40]!r}.")
-    found, slots = question.by_slot("layer"), [int(word) for word in words]
-    if strange := found.keys() - set(range(terms.layers)):
-        raise Refusal(f"models have {terms.layers} layers, and no layer {min(strange)}.")
-    sizes = terms.sealed_sizes
-    return {
-        number: dict(
-            zip(slots, cut(content, [sizes[number]] * len(slots), f"layer {number} of all models"), strict=True)
-        )
-        for number, content in found.items()
-    }

@@ -115,10 +115,10 @@ def _exchange(config: Config) -> str:
     if not config.options.get("fedmr", {}).get("secure"):
         return ""
     return """ \\
-        --roster roster.pub --models-key models.key
+        --roster roster.pub
 
-`roster.pub` and `models.key` are for the exchange of layers. The server must not have `models.key`: with it the sites
-seal the models that pass it, and it gets their mean alone. Without, it opens recombined models after each round."""
+`roster.pub` is for the exchange of layers: the public keys of all sites. Take it from the other sites' operators, not
+from the server's."""
 
 
 def readme(folder: Path, config: Config) -> str:

@@ -200,8 +200,6 @@ class Server(Part[O], ABC):
 
     exchanged_by_clients: bool = False
     """Whether the clients have done so in this round, on the answers' way here."""
-    only_means: bool = False
-    """Whether what came of that is hidden from the server, which has the mean of all models in place of each."""
 
     def own_model(self, client: int) -> Tensor | None:
         """The model that a personalised method keeps for this client alone; None where it has the deployed one."""

@@ -151,7 +151,7 @@ class FedMRServer(SlotServer[FedMROptions]):
         """
         present = [i for i in range(len(v)) if i not in self.absent]
         if self.exchanged_by_clients:
-            w.copy_(v[present[0]] if self.only_means and present else v)
+            w.copy_(v)
             return
         models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
         draws = partial(self.context.streams.numpy, round=round)
