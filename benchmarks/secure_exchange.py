@@ -30,9 +30,9 @@ from fedloom.experiment import build
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.notes import Note
 from fedloom.flower.relay import Relay
+from fedloom.flower.relay_site import serve
 from fedloom.flower.sealed import Opener, Terms
 from fedloom.flower.sealed_site import SealedSite
-from fedloom.flower.stages import serve
 from fedloom.methods.recombination import MOST, is_whole, mix, recombine
 from fedloom.models import build as build_model
 from fedloom.rows import Layout

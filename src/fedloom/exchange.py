@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-FEWEST_TO_EXCHANGE = 3
-"""Between two sites that exchange layers each knows which are the other's."""
-
 Shapes = dict[str, tuple[int, ...]]
 """Names and shapes of tensors that travel beside a model or stay with a client."""
 
@@ -49,6 +46,8 @@ class Update:
     """What the client will keep at home if its update is accepted. It does not travel."""
     finite: bool = False
     """Whether the engine has looked already and found every number in it finite."""
+    exchanged: bool = False
+    """Whether the clients have exchanged layers of their models already (FedMR)."""
 
     @property
     def client(self) -> int:
@@ -73,19 +72,6 @@ class Lost:
     """Whether it will not answer if the round is played again either."""
     reached: bool = True
     """Whether it was sent its model."""
-
-
-@dataclass(frozen=True)
-class LayerExchange:
-    """Layers that clients are to exchange among themselves before they upload (methods/recombination.py)."""
-
-    layers: list[list[slice]]
-    """The columns of each layer."""
-    send_probability: float
-    mixed: bool
-    """Whether to go on until no client is left with a model that one of them trained."""
-    fewest: int = 0
-    """How many must be left for the exchange to be worth while; between few it is not made in any case."""
 
 
 def _nbytes(row: Tensor, extras: Mapping[str, Tensor]) -> int:

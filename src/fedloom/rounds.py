@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.config import Config
 from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
-from fedloom.exchange import FEWEST_TO_EXCHANGE, Job, LayerExchange, Lost, Shapes, Update
+from fedloom.exchange import Job, Lost, Shapes, Update
 from fedloom.methods.base import Context, Part
 from fedloom.methods.catalogue import Parts
 from fedloom.metrics import Clock, client_accuracy, mean_and_worst
@@ -90,7 +90,6 @@ class Rounds:
             if companion is not None:
                 jobs = [replace(j, extras={**j.extras, **companion.send(round, j.client)}) for j in jobs]
             self._refuse_repeats(round, jobs)
-            server.exchanged_by_clients = self.engine.arrange(round, self._layer_exchange(round))
         with clock.part("collect"):
             answers = self._answers(round, jobs, clock, tally)
             if self.privacy is not None:
@@ -159,8 +158,7 @@ class Rounds:
                 self.engine.accept(answer)
                 yield answer
         # A round in which there can never be enough answers any more would hold up the run for ever.
-        needed = max(self.config.min_clients, FEWEST_TO_EXCHANGE if self.parts.server.exchanged_by_clients else 0)
-        hopeless = tally.for_good and len(jobs) - tally.for_good < needed
+        hopeless = tally.for_good and len(jobs) - tally.for_good < self.config.min_clients
         if tally.accepted < self.config.min_clients and not hopeless:
             reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
             raise FedloomError(
@@ -190,11 +188,6 @@ class Rounds:
                 f"round {round + 1}: the server asks client {twice} more than once, and clients of this method keep "
                 "something between rounds; a server that draws a client twice must ask it once and count it twice."
             )
-
-    def _layer_exchange(self, round: int) -> LayerExchange | None:
-        server = self.parts.server
-        exchange = server.layer_exchange(self.context.layout, server.options, round)
-        return exchange and replace(exchange, fewest=self.config.min_clients)
 
     def _bytes_at_home(self) -> int:
         """The part of every model that does not travel."""

@@ -10,9 +10,9 @@ import torch
 from fedloom.flower.identity import Identity, SiteKeys
 from fedloom.flower.notes import Note, Silence
 from fedloom.flower.relay import Outcome, Relay
+from fedloom.flower.relay_site import serve
 from fedloom.flower.sealed import Opener, Refusal, Terms
 from fedloom.flower.sealed_site import SealedSite
-from fedloom.flower.stages import serve
 from fedloom.methods.recombination import Draw, Participant, exchange, purpose
 from fedloom.streams import Streams
 

@@ -80,6 +80,17 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(certificates: Path, tm
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
 
+def test_the_server_can_refine_the_models(certificates: Path, tmp_path: Path) -> None:
+    quick = {"L": 2, "s": 1, "inner_steps": 2, "iterations": 2, "images_per_class": 1, "refine_epochs": 1}
+    config = run_of(method="fedmr+dynafed", options={**SECURE, "dynafed": quick})
+    finished, _ = federate(config, certificates, tmp_path)
+    assert finished.summary["lost"] == 0
+    assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
+    alone = replace_config(config, method="fedmr", options=SECURE)
+    (tmp_path / "alone").mkdir()
+    assert finished.summary["digest"] != on_host(alone, tmp_path / "alone").summary["digest"], "they are refined"
+
+
 def test_choices_are_private_unless_a_site_says_otherwise(certificates: Path, tmp_path: Path) -> None:
     config = run_of(rounds=2, options={"fedmr": {"secure": True, "granularity": "tensor"}})
     digests = set()

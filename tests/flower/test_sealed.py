@@ -22,7 +22,6 @@ from fedloom.flower.sealed import (
     digest,
     frame,
     lock,
-    seal_for,
     transcript,
     unframe,
     unlock,
@@ -200,7 +199,7 @@ def test_the_transcript_is_of_signed_hellos_in_their_order() -> None:
 
 
 def test_a_layer_is_taken_with_its_key_and_opened_by_the_server() -> None:
-    board = Board.of(LAYERS, seal_for(SERVER.public), SESSION, "site-0#0")
+    board = Board.of(LAYERS, SERVER.public, SESSION, "site-0#0")
     assert len(board.content) == sum(TERMS.locked_sizes)
     for number, layer in enumerate(LAYERS):
         taken = Board.take(board.content, number, board.keys[number], TERMS, SESSION, "site-0#0")
@@ -214,7 +213,7 @@ def test_a_layer_is_taken_with_its_key_and_opened_by_the_server() -> None:
 
 
 def test_keys_open_one_layer_of_one_board_of_one_attempt() -> None:
-    board = Board.of(LAYERS, seal_for(SERVER.public), SESSION, "site-0#0")
+    board = Board.of(LAYERS, SERVER.public, SESSION, "site-0#0")
     wrong = [
         (2, board.keys[0], SESSION, "site-0#0"),
         (0, board.keys[2], SESSION, "site-0#0"),
@@ -229,7 +228,7 @@ def test_keys_open_one_layer_of_one_board_of_one_attempt() -> None:
 
 
 def test_two_boards_of_the_same_layers_have_nothing_in_common() -> None:
-    one, two = (Board.of(LAYERS, seal_for(SERVER.public), SESSION, "site-0#0") for _ in range(2))
+    one, two = (Board.of(LAYERS, SERVER.public, SESSION, "site-0#0") for _ in range(2))
     assert not set(one.keys) & set(two.keys)
     assert digest(one.content) != digest(two.content)
 

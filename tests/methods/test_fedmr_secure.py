@@ -149,9 +149,11 @@ def test_one_layer_cannot_be_mixed() -> None:
 
 def test_what_clients_have_exchanged_is_taken_as_it_comes() -> None:
     server = make(4, secure=True)
-    server.exchanged_by_clients = True
-    v = random_rows(server, 0)
-    assert digest(combined(server, 0, v)) == digest(v)
+    rows = random_rows(server, 0)
+    for exchanged in (True, False):
+        jobs = server.dispatch(0, [0, 1, 2, 3])
+        server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1, exchanged=exchanged) for job in jobs]))
+        assert (digest(server.models()) == digest(rows)) == exchanged
 
 
 def test_clients_exchange_only_where_it_is_asked_for() -> None:

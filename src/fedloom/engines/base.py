@@ -14,7 +14,7 @@ from fedloom.banks import Bank
 from fedloom.bench import Bench, Pass, Workshop
 from fedloom.data import Federation, Samples
 from fedloom.errors import ShortOfMemory
-from fedloom.exchange import Job, LayerExchange, Lost, Shapes, Update
+from fedloom.exchange import Job, Lost, Shapes, Update
 from fedloom.gpu_errors import CHIP_ERROR, is_short_of_memory
 from fedloom.scores import Score, score_chunks
 
@@ -108,10 +108,6 @@ class Engine(ABC):
     @abstractmethod
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
         """Train the clients of these jobs; answers come in the order of the jobs, each lent until the next."""
-
-    def arrange(self, round: int, exchange: LayerExchange | None) -> bool:
-        """Let the clients of this round exchange layers among themselves before they upload; False: they cannot."""
-        return False
 
     @abstractmethod
     def score(self, row: Tensor) -> Score | None:

@@ -11,18 +11,17 @@ answer must repeat the run, the round, the client and the nonce of its question,
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedloom.bench import Bench
 from fedloom.engines.base import Engine, Shop
-from fedloom.exchange import Job, LayerExchange, Lost, Update
+from fedloom.exchange import Job, Lost, Shapes, Update
 from fedloom.flower.link import Link
 from fedloom.flower.parcel import ADDRESS, Block, Parcel, Refused
 from fedloom.flower.roster import LOG, Roster
@@ -60,29 +59,53 @@ class Silence:
     """Whether the question was sent."""
 
 
+class UpdateExchange(Protocol):
+    """What sites do with their updates among themselves before the server gets any."""
+
+    def check(self, uploads: Shapes) -> None:
+        """Refuse clients that send this beside their models."""
+
+    def plan(self, engine: "FlowerEngine", round: int) -> bool:
+        """Whether they do so in this round."""
+
+    def run(
+        self, engine: "FlowerEngine", round: int, jobs: Sequence[Job], questions: Sequence[Question]
+    ) -> Iterator[Parcel | Silence]:
+        """The answers to these questions, of the kind `train`, after the exchange; in their order."""
+
+    def diagnostics(self) -> Mapping[str, float]:
+        """What the exchange of this round took."""
+
+
 class FlowerEngine(Engine):
-    """Asks sites over a link."""
+    """Asks sites over a link, and lets them exchange updates before they answer, where there is an `exchange`."""
 
     name = "flower"
     saves_every_round = True
 
-    def __init__(self, shop: Shop, link: Link, roster: Roster, deadline: float, sites_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        shop: Shop,
+        link: Link,
+        roster: Roster,
+        deadline: float,
+        sites_file: Path | None = None,
+        exchange: UpdateExchange | None = None,
+    ) -> None:
         super().__init__(shop)
-        self.link, self.roster, self.deadline = link, roster, deadline
+        self.link, self.roster, self.deadline, self._exchange = link, roster, deadline, exchange
         self._sites_file = sites_file
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as the host engine's workers: with more threads sums round differently
         layout = shop.workshop.layout
         self._fingerprint = layout.fingerprint()
-        self._travel = Travel(layout, shop.workshop.stays_home)
+        self.travel = Travel(layout, shop.workshop.stays_home)
         self._row = layout.empty()
         self._bench: Bench | None = None
         self.accepted: dict[int, str] = {}
         """The nonce of the last update that was taken from each client that keeps something."""
         self._nonce = ""
         self._late: dict[str, tuple[int, int, float]] = {}
-        self._plan: LayerExchange | None = None
-        self._exchanged: dict[str, float] = {}
         self.late = 0
         """Answers that came after their deadline, in the whole run."""
 
@@ -93,7 +116,7 @@ class FlowerEngine(Engine):
             """One copy of what several clients get."""
             key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, row
             if key not in blocks:
-                blocks[key] = self._travel.pack(tensor) if row else to_block(tensor)
+                blocks[key] = self.travel.pack(tensor) if row else to_block(tensor)
             return blocks[key]
 
         questions = []
@@ -101,7 +124,10 @@ class FlowerEngine(Engine):
             extras = {f"extra/{name}": once(tensor) for name, tensor in job.extras.items()}
             header = {"accepted": self.accepted.get(job.client)}
             questions.append(Question(job.client, "train", header, {"row": once(job.row, row=True), **extras}))
-        for job, answer in zip(jobs, self._trained(round, jobs, questions), strict=True):
+        exchange = self._exchange
+        exchanged = exchange is not None and exchange.plan(self, round)
+        answers = exchange.run(self, round, jobs, questions) if exchange and exchanged else self.ask(round, questions)
+        for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, Silence):
                 if answer.state_lost:
                     self.accepted.pop(job.client, None)
@@ -114,35 +140,7 @@ class FlowerEngine(Engine):
                 yield Lost(job, f"refused: {refused}")
                 continue
             self._nonce = answer.header["nonce"]
-            yield update
-
-    def arrange(self, round: int, exchange: LayerExchange | None) -> bool:
-        self._plan, self._exchanged = None, {}
-        if exchange is not None:
-            from fedloom.flower.relay_server import can_exchange
-
-            self.roster.refresh(self.link)
-            if can_exchange(self.roster.greetings, self.shop.workshop.uploads):
-                self._plan = exchange
-        return self._plan is not None
-
-    def _trained(self, round: int, jobs: Sequence[Job], questions: Sequence[Question]) -> Iterator[Parcel | Silence]:
-        """The answers; where clients exchange layers before they upload, what came of that."""
-        if self._plan is None:
-            yield from self.ask(round, questions)
-            return
-        from fedloom.flower.relay_server import Exchange
-
-        exchange = Exchange(
-            partial(self.ask, round),
-            self.roster.run,
-            round,
-            self._plan,
-            self._travel,
-            self._check_words,
-        )
-        yield from exchange.train([job.slot for job in jobs], questions)
-        self._exchanged = exchange.costs()
+            yield replace(update, exchanged=exchanged)
 
     def _update(self, job: Job, answer: Parcel) -> Update:
         """The update that an answer holds, measured before it is used."""
@@ -152,16 +150,16 @@ class FlowerEngine(Engine):
         expected = {"row", *(f"upload/{name}" for name in shop.uploads)}
         if answer.blocks.keys() != expected:
             raise Refused(f"it sent {_names(answer.blocks)}, not {_names(expected)}")
-        self._check_words(job.client, answer)
+        self.check_words(job.client, answer)
         samples, steps, loss = header["samples"], header["steps"], header["loss"]
-        row = self._travel.unpack(answer.blocks["row"], self._row.copy_(job.row))
+        row = self.travel.unpack(answer.blocks["row"], self._row.copy_(job.row))
         uploads = {
             name: fill(torch.empty(shape, dtype=shop.layout.dtype), answer.blocks[f"upload/{name}"], f"its {name}")
             for name, shape in shop.uploads.items()
         }
         return Update(job, row, samples, loss, steps, uploads)
 
-    def _check_words(self, client: int, answer: Parcel) -> None:
+    def check_words(self, client: int, answer: Parcel) -> None:
         """Refuse an answer that does not say rightly how its client trained."""
         samples, steps, loss = (answer.header.get(name) for name in ("samples", "steps", "loss"))
         if type(samples) is not int or type(steps) is not int or type(loss) is not float or steps < 0:
@@ -186,7 +184,7 @@ class FlowerEngine(Engine):
     def score_clients(self, round: int, jobs: Sequence[Job]) -> list[float | None]:
         questions = [
             Question(
-                job.client, "score", {"accepted": self.accepted.get(job.client)}, {"row": self._travel.pack(job.row)}
+                job.client, "score", {"accepted": self.accepted.get(job.client)}, {"row": self.travel.pack(job.row)}
             )
             for job in jobs
         ]
@@ -261,7 +259,8 @@ class FlowerEngine(Engine):
         return bool(answers)
 
     def diagnostics(self) -> dict[str, float]:
-        return {**self._exchanged, **({"late": float(self.late)} if self.late else {})}
+        late = {"late": float(self.late)} if self.late else {}
+        return {**self._exchange.diagnostics(), **late} if self._exchange is not None else late
 
     def state(self) -> dict[str, Any]:
         accepted = {str(client): nonce for client, nonce in sorted(self.accepted.items())}

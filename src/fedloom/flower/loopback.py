@@ -29,8 +29,7 @@ from fedloom.flower.app import write_settings
 from fedloom.flower.bridge import BridgeLink, listen
 from fedloom.flower.door import HERE
 from fedloom.flower.hasty import WITH_PARENT
-from fedloom.flower.relay_server import refuse_telltales
-from fedloom.flower.server import Behind
+from fedloom.flower.server import Behind, update_exchange
 from fedloom.flower.writing import write_app
 from fedloom.request import Own, replace_config
 from fedloom.storage import write_atomically
@@ -56,9 +55,8 @@ def loopback(config: Config, own: Own, path: Path, as_shipped: bool = False) -> 
         )
     plain = build(replace_config(config, engine="plain"), own)  # what is wrong with the run is said before all else
     plain.engine.close()
-    parts = plain.rounds.parts
-    if parts.server.layer_exchange(plain.layout, parts.server.options, config.rounds) is not None:
-        refuse_telltales(parts.local.uploads(plain.layout))
+    if (exchange := update_exchange(plain.config, plain.engine.shop)) is not None:
+        exchange.check(plain.engine.shop.workshop.uploads)
     config = replace_config(plain.config, engine="flower", nodes=config.nodes)
     with _ended_by_sigterm(), _Loopback(config, path / "flower", as_shipped) as started:
         yield Behind(started.link, config, path, START_SECONDS)

@@ -1,4 +1,4 @@
-"""A site's answers in the sealed exchange of layers (sealed_site.py).
+"""A site's answers in the sealed exchange of layers, whose stages are those of sealed_site.py.
 
 What a client trained waits in the memory of the site's process until its round is over, and is never written down. The
 node's configuration says who the site is and whom it believes:
@@ -20,21 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import FedloomError, InputError
-from fedloom.exchange import FEWEST_TO_EXCHANGE, LayerExchange
 from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.notes import Note
+from fedloom.flower.layers import exchange_of
+from fedloom.flower.notes import Note, parts_for
 from fedloom.flower.parcel import Block, Parcel, Refused, RefusedForGood
 from fedloom.flower.sealed import KEY, Refusal, Terms
 from fedloom.flower.sealed_site import Draws, SealedSite, unpredictable
 from fedloom.flower.site import Site, StateLost, Trained, greets, handles
 from fedloom.flower.site import train as plain_train
-from fedloom.flower.stages import serve
 from fedloom.flower.tensors import pick, travelling
-from fedloom.methods.base import Server
-from fedloom.methods.recombination import Draw, purpose
-from fedloom.request import check
+from fedloom.methods.recombination import Draw, LayerExchange, purpose
 from fedloom.streams import Streams
 
+FEWEST_SITES = 3
+"""Between two sites that exchange layers each knows which are the other's."""
 MOST_TIMES = 3
 """How often a client trains for one round's exchange. A server that was restarted plays its last round again; one that
 only says so gets as many recombinations of the same layers, and no more."""
@@ -70,7 +69,6 @@ def train(site: Site, question: Parcel) -> Parcel:
     plan, header = _plan(site, question), question.header
     if plan is None:
         raise Refused(f"in round {header['round'] + 1} of this run no layers are exchanged")
-    columns = travelling(plan, site.travel)
     opener = _opener(question)
     times = site.memory.setdefault("exchanged", Counter())
     if times[_key(question)] == MOST_TIMES:
@@ -81,14 +79,15 @@ def train(site: Site, question: Parcel) -> Parcel:
         done = site.train(question)
     except StateLost as error:
         return question.reply("failed", {"reason": str(error), "state_lost": True})
+    about = {"samples": done.samples, "loss": done.loss, "steps": done.steps}
     if not done.samples:
-        return question.reply("mix/idle", _about(done))
+        return question.reply("mix/idle", about)
     if done.uploads:
         raise Refused("what travels beside a model would tell what was trained")
     if not site.layout.is_finite(done.row):
         raise FedloomError("its model is not finite")  # nobody else could refuse it once it is sealed
     row, slot = done.row.cpu(), _slot(question)
-    layers = [pick(row, parts) for parts in columns]
+    layers = [pick(row, parts) for parts in travelling(plan.layers, site.travel)]
     terms = Terms(tuple(map(len, layers)), plan.send_probability, plan.mixed, opener)
     draws, fewest = _draws(site, header["round"], slot), _fewest(site.node)
     sealed = SealedSite(identity, roster, header["run"], header["round"], slot, layers, terms, draws, fewest)
@@ -97,7 +96,7 @@ def train(site: Site, question: Parcel) -> Parcel:
     for old in [key for key in ours if key[:2] != (header["run"], header["round"])]:
         del ours[old]
     ours[_key(question)] = _Begun(sealed, done, Parcel(question.kind, header))
-    return _answered(question, "hello", sealed, _about(done))
+    return _answered(question, "hello", sealed, about)
 
 
 @dataclass
@@ -110,11 +109,6 @@ class _Begun:
     """What it was asked, without the model: what it keeps is known by that."""
     staged: bool = False
     """Whether what the client wants to keep is ready to be kept."""
-
-
-def _about(done: Trained) -> dict[str, Any]:
-    """How a client has trained."""
-    return {"samples": done.samples, "loss": done.loss, "steps": done.steps}
 
 
 def _stage(stage: str, site: Site, question: Parcel) -> Parcel:
@@ -139,18 +133,41 @@ def _answered(question: Parcel, stage: str, sealed: SealedSite, about: Mapping[s
         answer = serve(sealed, stage, asked)
     except Refusal as error:
         return question.reply("mix/refused", {"reason": str(error)[:300]})
-    blocks = {name: Block.raw(part) for name, part in answer.parts.items()}
-    return question.reply(f"mix/{stage}", {**about, **answer.header}, blocks)
+    return question.reply(f"mix/{stage}", about, {name: Block.raw(part) for name, part in answer.parts.items()})
+
+
+def serve(site: SealedSite, stage: str, question: Note) -> Note:
+    """What a site answers to a question of the relay (relay.py)."""
+    attempt, exchange = (_number(question, name) for name in ("attempt", "exchange"))
+    if stage == "hello":
+        hello, board = site.hello(attempt)
+        return Note(parts={"hello": hello, "board": board})
+    if stage == "offer":
+        hellos = question.by_slot("hello")
+        return Note(parts=parts_for("offer", site.offer(attempt, [hellos[slot] for slot in sorted(hellos)])))
+    if stage == "answer":
+        return Note(parts=parts_for("answer", site.answer(attempt, exchange, question.by_slot("offer"))))
+    if stage == "lock":
+        model, words = site.lock(attempt, exchange, question.by_slot("answer"), question.by_slot("board"))
+        return Note(parts={"model": model, **parts_for("lock", words)})
+    if stage == "commit":
+        return Note(parts=parts_for(*site.commit(attempt, exchange, question.by_slot("lock"))))
+    if stage == "release":
+        return Note(parts=parts_for("key", site.release(attempt, exchange, question.by_slot("commit"))))
+    raise Refusal(f"an exchange has no stage {stage!r}.")
+
+
+def _number(question: Note, name: str) -> int:
+    value = question.header.get(name, 0)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Refusal(f"{name} must be a whole number, not {value!r}.")
+    return value
 
 
 def _plan(site: Site, question: Parcel) -> LayerExchange | None:
     """What clients exchange in this round, by the site's own copy of the run's configuration."""
     site.build()
-    run = check(site.config)
-    owner = run.owner("server")
-    assert owner is not None, "every run has a server"
-    server: type[Server[Any]] = run.part_class("server")
-    return server.layer_exchange(site.layout, run.options[owner.name], question.header["round"])
+    return exchange_of(site.config, site.layout, question.header["round"])
 
 
 def _key(question: Parcel) -> tuple[str, int, int]:
@@ -159,7 +176,7 @@ def _key(question: Parcel) -> tuple[str, int, int]:
 
 
 def _fewest(node: Mapping[str, Any]) -> int:
-    given = str(node.get("fewest-sites", FEWEST_TO_EXCHANGE))
+    given = str(node.get("fewest-sites", FEWEST_SITES))
     if not re.fullmatch(r"[0-9]{1,6}", given) or not int(given):
         raise InputError(f"fewest-sites in a node's configuration is a whole number from 1 on, not {given!r}.")
     return int(given)

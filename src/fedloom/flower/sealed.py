@@ -16,8 +16,8 @@ Nothing here is a cipher of our own: X25519, HKDF-SHA256, ChaCha20-Poly1305, ECD
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -43,10 +43,6 @@ STAGES = ("offer", "answer", "lock", "commit")
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ONCE = bytes(12)
 """The nonce of a key that locks one thing and is never used again."""
-
-
-Seal = Callable[[bytes, "Session", int], bytes]
-"""(layer, session, which layer it is) -> the layer in its seal."""
 
 
 class Refusal(FedloomError):
@@ -144,8 +140,7 @@ class Hello:
         return frame(self.session.encode(), self.name, self.slot, self.terms, self.fresh, self.board)
 
     def signed(self, identity: Identity) -> "Hello":
-        values = {**self.__dict__, "signature": identity.sign(PURPOSE, self.body())}
-        return Hello(**values)
+        return replace(self, signature=identity.sign(PURPOSE, self.body()))
 
     def encode(self) -> bytes:
         return frame(self.body(), self.signature)
@@ -235,11 +230,12 @@ class Board:
     keys: list[bytes]
 
     @classmethod
-    def of(cls, layers: Sequence[bytes], seal: Seal, session: Session, who: str) -> "Board":
-        keys, parts = [], []
+    def of(cls, layers: Sequence[bytes], opener: bytes, session: Session, who: str) -> "Board":
+        """`opener` is the server's public key."""
+        public, keys, parts = X25519PublicKey.from_public_bytes(opener), [], []
         for number, layer in enumerate(layers):
             key = secrets.token_bytes(KEY)
-            sealed = seal(layer, session, number)
+            sealed = _SUITE.encrypt(layer, public, _layer(session, number))
             parts.append(ChaCha20Poly1305(key).encrypt(_ONCE, sealed, _owned(session, who, number)))
             keys.append(key)
         return cls(b"".join(parts), keys)
@@ -290,12 +286,6 @@ class Opener:
             return _SUITE.decrypt(sealed, self._private, _layer(session, number))
         except (InvalidTag, ValueError):
             raise Refusal(f"layer {number} is not sealed for this key, this round and this place.") from None
-
-
-def seal_for(public: bytes) -> Seal:
-    """How layers are sealed for an `Opener`."""
-    key = X25519PublicKey.from_public_bytes(public)
-    return lambda layer, session, number: _SUITE.encrypt(layer, key, _layer(session, number))
 
 
 def _layer(session: Session, number: int) -> bytes:

@@ -13,10 +13,7 @@ One attempt, as a site sees it:
     commit    gets the others' word that theirs are locked  gives the others its key: from here there is no way back
     release   gets the others' keys                         gives the server all of them
 
-    hello ---> offer ---> answer ---> lock ---> commit ---> release
-      ^          |         | ^         |          |
-      |          |         | '---------|----------' again, where models must be mixed and one is not
-      '----------'---------'-----------' a new attempt, while this site has not committed itself
+Where models must be mixed and one is not, `commit` gives offers again in place of a key.
 
 Nothing is lost or doubled when somebody drops out. Before it commits, a site has given away only keys to layers that it
 still has: the next attempt begins with its own untouched layers, fresh keys and those who are left. Once committed it
@@ -49,7 +46,6 @@ from fedloom.flower.sealed import (
     digest,
     frame,
     lock,
-    seal_for,
     transcript,
 )
 from fedloom.methods.recombination import MOST, MOST_ATTEMPTS, Draw, Message, Participant, is_whole
@@ -64,28 +60,15 @@ Draws = Callable[[int, int], Draw]
 """(attempt, exchange) -> where this site's choices come from."""
 
 
-class Unpredictable:
+class Unpredictable(secrets.SystemRandom):
     """Choices that nobody can know beforehand: from the operating system."""
 
-    def __init__(self) -> None:
-        self._source = secrets.SystemRandom()
-
-    def random(self) -> float:
-        return self._source.random()
-
     def integers(self, high: int, /) -> int:
-        return self._source.randrange(high)
+        return self.randrange(high)
 
 
 def unpredictable(attempt: int, exchange: int) -> Draw:
     return Unpredictable()
-
-
-@dataclass(frozen=True)
-class Again:
-    """In place of a key: somebody has a model that one client trained, so layers are exchanged once more."""
-
-    offers: Sealed
 
 
 @dataclass
@@ -102,7 +85,7 @@ class _Attempt:
     exchange: int = 0
     hellos: dict[int, Hello] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
-    participant: Participant | None = None
+    participant: Participant = field(init=False)
     given: dict[int, int] = field(default_factory=dict)
     """To whom each layer was sent in this exchange."""
     boards: dict[int, bytes] = field(default_factory=dict)
@@ -139,14 +122,8 @@ class SealedSite:
         self.who = f"{self.name}#{slot}"
         self.run, self.round, self.slot = run, round, slot
         self.layers, self.terms, self.draws, self.fewest = list(layers), terms, draws, fewest
-        self._seal = seal_for(terms.opener)
         self.committed = False
         self._now: _Attempt | None = None
-
-    @property
-    def attempt(self) -> int:
-        """The attempt that it is in; -1 before the first."""
-        return -1 if self._now is None else self._now.hello.session.attempt
 
     def hello(self, attempt: int) -> tuple[bytes, bytes]:
         """Open an attempt with a hello and a board."""
@@ -159,7 +136,7 @@ class SealedSite:
         if not first <= attempt < MOST_ATTEMPTS:
             raise Refusal(f"{self.who} does not begin attempt {attempt} of round {self.round + 1}: {first} is next.")
         session, private = Session(self.run, self.round, attempt), X25519PrivateKey.generate()
-        board = Board.of(self.layers, self._seal, session, self.who)
+        board = Board.of(self.layers, self.terms.opener, session, self.who)
         fresh = private.public_key().public_bytes_raw()
         hello = Hello(session, self.name, self.slot, self.terms.digest, fresh, digest(board.content))
         deeds = [_deed(self.slot, key) for key in board.keys]
@@ -179,8 +156,8 @@ class SealedSite:
                 # In the first exchange everybody has its own layers only, and can give away nothing else.
                 if exchange == 0 and _origin(message.payload) != message.sender:
                     raise Refusal(f"{now.hellos[message.sender].who} offers a layer that is not its own.")
-                _participant(now).receive(message)
-            return self._sealed(now, "answer", _participant(now).answer())
+                now.participant.receive(message)
+            return self._sealed(now, "answer", now.participant.answer())
 
         return self._once("answer", attempt, exchange, _flat(offers), "lock", work)
 
@@ -194,9 +171,9 @@ class SealedSite:
                 if now.given.get(message.layer) != message.sender:
                     name = now.hellos[message.sender].who
                     raise Refusal(f"{name} returns layer {message.layer}, which was not sent to it.")
-                _participant(now).receive(message)
+                now.participant.receive(message)
             try:
-                now.deeds = _participant(now).assemble()
+                now.deeds = now.participant.assemble()
             except RuntimeError as error:
                 raise Refusal(f"the layers do not add up: {error}.") from None
             now.key = secrets.token_bytes(KEY)
@@ -207,18 +184,18 @@ class SealedSite:
         asked = _flat(answers) + _flat({slot: digest(content) for slot, content in boards.items()})
         return self._once("lock", attempt, exchange, asked, "commit", work)
 
-    def commit(self, attempt: int, exchange: int, words: Mapping[int, bytes]) -> Sealed | Again:
-        """The key to this site's model for each of the others, or offers of one more exchange."""
+    def commit(self, attempt: int, exchange: int, words: Mapping[int, bytes]) -> tuple[str, Sealed]:
+        """`commit` and the key to this site's model for each of the others; or `offer`, and one exchange more."""
 
-        def work(now: _Attempt) -> Sealed | Again:
+        def work(now: _Attempt) -> tuple[str, Sealed]:
             opened = self._opened(now, "lock", words, 1)
             if self.terms.mixed and b"\1" in {self._whole(now), *opened.values()}:
                 if exchange + 1 == MOST:
                     raise Refusal(f"after {MOST} exchanges there is still a model that one client trained.")
                 now.exchange, now.due = exchange + 1, "answer"
-                return Again(self._offers(now))
+                return "offer", self._offers(now)
             self.committed = True
-            return {slot: channel.seal(exchange, "commit", now.key) for slot, channel in now.channels.items()}
+            return "commit", {slot: channel.seal(exchange, "commit", now.key) for slot, channel in now.channels.items()}
 
         return self._once("commit", attempt, exchange, _flat(words), "release", work)
 
@@ -350,11 +327,6 @@ def _origin(deed: Tensor) -> int:
 
 def _key(deed: Tensor) -> bytes:
     return deed[2:].numpy().tobytes()
-
-
-def _participant(now: _Attempt) -> Participant:
-    assert now.participant is not None, "offers come first"
-    return now.participant
 
 
 def _flat(messages: Mapping[int, bytes]) -> bytes:

@@ -1,5 +1,6 @@
 """The server's side of an app: the rounds of `api.py`, played with the sites behind a link."""
 
+import importlib
 import logging
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ from fedloom.config import Config
 from fedloom.data import Federation
 from fedloom.data.server import OWN
 from fedloom.engines.base import Engine, Shop
-from fedloom.engines.flower import FlowerEngine
+from fedloom.engines.flower import FlowerEngine, UpdateExchange
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.agreement import apart, told_by, with_servers_data
 from fedloom.flower.app import SITE_DATA, ServerSettings, load_site_data, read_settings, task_of, with_task
@@ -30,6 +31,16 @@ SITES_FILE = "sites.json"
 """Where the run's folder says which site has which client."""
 
 
+EXCHANGE = "fedloom.flower.relay_server"
+"""The module that knows what sites exchange before the server gets their updates."""
+
+
+def update_exchange(config: Config, shop: Shop) -> UpdateExchange | None:
+    """What the sites of this run exchange; None: nothing."""
+    exchange: UpdateExchange | None = importlib.import_module(EXCHANGE).exchange_for(config, shop.workshop.layout)
+    return exchange
+
+
 class Behind:
     """The sites behind a link, as a run wants them (`experiment.Sites`)."""
 
@@ -48,7 +59,8 @@ class Behind:
     def engine(self, shop: Shop) -> Engine:
         if isinstance(self._link, GridLink):
             self._link.most = _largest_answer(shop)
-        return FlowerEngine(shop, self._link, self.roster, self._config.deadline, self._file)
+        exchange = update_exchange(self._config, shop)
+        return FlowerEngine(shop, self._link, self.roster, self._config.deadline, self._file, exchange)
 
 
 def serve(grid: "Grid", context: "Context", app: Path) -> None:

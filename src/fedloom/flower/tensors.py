@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import FedloomError
-from fedloom.exchange import LayerExchange
 from fedloom.flower.parcel import SIZES, Block, Refused
 from fedloom.rows import Layout
 from fedloom.workshop import put_columns
@@ -86,10 +85,9 @@ class Travel:
         return row
 
 
-def travelling(plan: LayerExchange, travel: Travel) -> list[list[slice]]:
-    """The columns of each layer that travel. What stays with a client is not exchanged either."""
+def travelling(layers: Sequence[Sequence[slice]], travel: Travel) -> list[list[slice]]:
+    """The columns of each layer that travel."""
     pairs = [
-        [(max(a.start, b.start), min(a.stop, b.stop)) for a in columns for b in travel.columns]
-        for columns in plan.layers
+        [(max(a.start, b.start), min(a.stop, b.stop)) for a in columns for b in travel.columns] for columns in layers
     ]
     return [[slice(start, stop) for start, stop in layer if start < stop] for layer in pairs]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedloom.banks import Bank
 from fedloom.bench import Batch, Bench, Criterion, Pass
 from fedloom.data import Prepare, Samples
-from fedloom.exchange import Job, LayerExchange, Shapes, Update
+from fedloom.exchange import Job, Shapes, Update
 from fedloom.rows import Layout
 from fedloom.settings import Settings
 from fedloom.streams import Streams
@@ -192,14 +192,6 @@ class Server(Part[O], ABC):
     @abstractmethod
     def deploy(self) -> Tensor:
         """The model the server would hand out now, as a row. It never feeds back into training."""
-
-    @classmethod
-    def layer_exchange(cls, layout: Layout, options: O, round: int) -> LayerExchange | None:
-        """What clients exchange among themselves before they upload. Sites ask this too, so it needs no server."""
-        return None
-
-    exchanged_by_clients: bool = False
-    """Whether the clients have done so in this round, on the answers' way here."""
 
     def own_model(self, client: int) -> Tensor | None:
         """The model that a personalised method keeps for this client alone; None where it has the deployed one."""

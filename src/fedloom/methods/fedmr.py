@@ -33,10 +33,10 @@ from torch import Tensor
 
 from fedloom.copies import copy_all_
 from fedloom.errors import InputError
-from fedloom.exchange import LayerExchange, Update
+from fedloom.exchange import Update
 from fedloom.methods.base import Context, Options
 from fedloom.methods.catalogue import Method, register
-from fedloom.methods.recombination import recombine
+from fedloom.methods.recombination import LayerExchange, recombine
 from fedloom.methods.slots import APART, SlotServer
 from fedloom.rows import Layout
 
@@ -99,7 +99,7 @@ class FedMRServer(SlotServer[FedMROptions]):
         self.layers = layers(context.layout, options.granularity)
         if options.mixed and len(self.layers) == 1:
             raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
-        self._given_up = False
+        self._given_up = self._exchanged = False
         own = (self._uploaded.rows, self.bank.rows)
         self._views = {id(rows): _by_layer(rows, self.layers) for rows in own}
         """Of the rows that are recombined in every round: to make them anew took longer than the copies."""
@@ -112,8 +112,13 @@ class FedMRServer(SlotServer[FedMROptions]):
         return [f"fedmr.{name} is about the secure exchange, and fedmr.secure is off." for name in idle]
 
     def collect(self, round: int, updates: Iterator[Update]) -> None:
-        self._given_up = False
-        super().collect(round, updates)
+        self._given_up = self._exchanged = False
+        super().collect(round, self._looked_at(updates))
+
+    def _looked_at(self, updates: Iterator[Update]) -> Iterator[Update]:
+        for update in updates:
+            self._exchanged = update.exchanged
+            yield update
 
     def diagnostics(self) -> dict[str, float]:
         return {"exchange given up": 1.0} if self._given_up else {}
@@ -140,19 +145,20 @@ class FedMRServer(SlotServer[FedMROptions]):
 
     @classmethod
     def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:
+        """What clients exchange among themselves before they upload. Sites ask this too, so it needs no server."""
         if not options.secure or round < options.first_stage:
             return None
         return LayerExchange(layers(layout, options.granularity), options.send_probability, options.mixed)
 
     def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
-        """The clients exchange layers; what the server gets is `w`.
+        """The clients exchange layers; what the server gets is `w`. Over sites they have done so already.
 
         Where they cannot mix their models they hand over none, and those of the last round stay.
         """
-        present = [i for i in range(len(v)) if i not in self.absent]
-        if self.exchanged_by_clients:
+        if self._exchanged:
             w.copy_(v)
             return
+        present = [i for i in range(len(v)) if i not in self.absent]
         models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
         draws = partial(self.context.streams.numpy, round=round)
         found = recombine(models, draws, self.options.send_probability, self.options.mixed)

@@ -37,6 +37,17 @@ def is_whole(owners: Iterable[int]) -> bool:
     return len(set(owners)) == 1
 
 
+@dataclass(frozen=True)
+class LayerExchange:
+    """What the clients of a round exchange, and how."""
+
+    layers: list[list[slice]]
+    """The columns of each layer."""
+    send_probability: float
+    mixed: bool
+    """Whether to go on until no client is left with a model that one of them trained."""
+
+
 class Draw(Protocol):
     """Where a participant's choices come from: a numpy generator, or one that nobody can predict."""
 
