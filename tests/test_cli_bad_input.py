@@ -134,6 +134,10 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavg --init=", ("init must be a file, the folder of a run or the name of one, not ''.",)),
     ("run fedcda --cache-dir=", ("cache_dir must be a folder, not ''.",)),
     ("run fedcda --cache-dir /dev/null", ("cannot keep rows in /dev/null: /dev/null is not a folder.",)),
+    (
+        "run fedcda --per-round 20 --rounds 60 --set fedcda.selection=optimal",
+        ("would try up to 3^20 combinations", "use fedcda.selection=approximate with fedcda.B=2 or more."),
+    ),
     (f"run fedavg --init {'x' * 300}", ("x'", "File name too long")),
     (f"run fedcda --cache-dir {'x' * 300}", ("File name too long",)),
     (f"resume {'x' * 300}", ("File name too long",)),

@@ -33,7 +33,7 @@ def test_choices_are_those_of_the_run_and_their_figures_follow_from_the_models(t
     told = json.loads((tmp_path / "told.json").read_text())[f"{tmp_path.name}/run"]
     choices = told["choices"]
 
-    # All clients take part in each round, so the exact search has chosen for all of them together.
+    # All clients take part in each round, so the run has chosen for all of them together.
     assert choices["chosen by the run"] == choices["least J"]
     assert choices["chosen by the run"]["accuracy"] == pytest.approx(run.accuracy, abs=1e-4)
     assert choices["newest"]["older models"] == choices["newest"]["distance of the mean from that of the newest"] == 0

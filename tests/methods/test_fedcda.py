@@ -1,24 +1,30 @@
 """FedCDA: the cache, the choice, and where it must equal simpler methods."""
 
 import json
+import math
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many_models import context_of
 
+from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.experiment import Experiment
-from fedloom.methods.fedcda import FedCDAServer
+from fedloom.methods.fedcda import FedCDAOptions, FedCDAServer
+from fedloom.methods.selection import MOST
 from fedloom.rows import Kind
 from fedloom.rowstore import RowStore
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.small_runs import plain_network, small_experiment, small_run
 from fedloom.storage import join, split
 from fedloom.testing import check_method
 
@@ -125,6 +131,32 @@ def test_the_choice_is_what_trying_everything_finds(selection: str) -> None:
         if selection == "optimal":
             assert found == pytest.approx(best, rel=1e-9)
         assert best <= value((2, 2, 2)) + 1e-12, "the newest models are one of the combinations"
+
+
+@given(
+    asked=st.integers(1, 80),
+    K=st.integers(1, 6),
+    B=st.integers(1, 8),
+    selection=st.sampled_from(["optimal", "approximate", "newest", "random"]),
+    rounds=st.integers(1, 6),
+    warmup=st.integers(0, 5),
+)
+def test_settings_with_too_many_combinations_are_refused_and_the_advice_helps(
+    asked: int, K: int, B: int, selection: Any, rounds: int, warmup: int
+) -> None:
+    context = context_of(plain_network, asked, rounds=rounds)
+    options = FedCDAOptions(K=K, B=B, selection=selection, warmup=warmup)
+    batch = math.ceil(asked / (1 if selection == "optimal" else B))
+    chooses = selection in ("optimal", "approximate") and rounds > warmup
+    if not chooses or min(K, rounds) ** batch <= MOST:
+        FedCDAServer(context, options)
+        return
+    with pytest.raises(InputError, match=r"fedcda\.selection=approximate with fedcda\.B=") as refused:
+        FedCDAServer(context, options)
+    advised = int(re.findall(r"fedcda\.B=(\d+)", str(refused.value))[0])
+    FedCDAServer(context, options.model_copy(update={"selection": "approximate", "B": advised}))
+    with pytest.raises(InputError):
+        FedCDAServer(context, options.model_copy(update={"selection": "approximate", "B": advised - 1}))
 
 
 def test_it_says_how_far_a_clients_models_lie_apart(experiment: Experiment) -> None:

@@ -8,9 +8,8 @@ model is chosen for each participant, so that over all clients seen
 
 is small; the others keep the model chosen for them last. The global model is the uniform mean of all chosen models.
 `approximate` (Eq. 8) chooses batch by batch: participants are shuffled into B near-equal batches, and for one batch
-all combinations are tried with the batches before it fixed and those after it left out. `optimal` is B = 1; we solve
-it exactly also where K^P combinations cannot be listed, and say how far from the optimum it may be when a time limit
-ends the search. `newest` takes each client's last model, `random` any.
+all combinations are tried with the batches before it fixed and those after it left out. `optimal` is B = 1. Settings
+with more than a million combinations are refused. `newest` takes each client's last model, `random` any.
 
 Where the paper is silent. Clients never seen are left out of the mean and of J. During warm-up the model is FedAvg's
 over the participants (`warmup_mode=newest`: the mean of all clients' newest models, as in code that is probably the
@@ -22,7 +21,6 @@ The search never touches a model: it needs the inner products of the candidates 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,11 +28,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.errors import InputError
 from fedloom.exchange import Job, Update
 from fedloom.gram import inner_products
 from fedloom.methods.base import Context, Options, Server
 from fedloom.methods.catalogue import Method, register
-from fedloom.methods.selection import Choice, Fixed, solve
+from fedloom.methods.selection import MOST, Fixed, enumerate_all, largest_batch
 from fedloom.rows import Mean
 from fedloom.rowstore import RowStore
 
@@ -52,8 +51,6 @@ class FedCDAOptions(Options):
     """rounds before the selection begins"""
     warmup_mode: Literal["fedavg", "newest"] = "fedavg"
     """the model during warm-up: FedAvg's, or the mean of all newest models"""
-    time_limit: float = Field(10.0, gt=0)
-    """seconds for one exact search, which then reports how far from the optimum it may be"""
 
 
 class FedCDAServer(Server[FedCDAOptions]):
@@ -63,6 +60,7 @@ class FedCDAServer(Server[FedCDAOptions]):
 
     def __init__(self, context: Context, options: FedCDAOptions) -> None:
         super().__init__(context, options)
+        self._refuse_too_many_combinations()
         layout = context.layout
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
@@ -75,6 +73,22 @@ class FedCDAServer(Server[FedCDAOptions]):
         self.total = torch.zeros(layout.floats, dtype=torch.float64, device=device)
         """Sum of the chosen rows: so a round reads the models of its participants and no others."""
         self._last: dict[str, float] = {}
+
+    def _refuse_too_many_combinations(self) -> None:
+        options, asked, rounds = self.options, self.context.per_round, self.context.rounds
+        models, batch = min(options.K, rounds), -(-asked // self._batches(asked))
+        if options.selection in ("newest", "random") or rounds <= options.warmup or models == 1:
+            return
+        if batch > (largest := largest_batch(models)):
+            raise InputError(
+                f"fedcda.selection={options.selection} would try up to {models}^{batch} combinations of cached models, "
+                f"and {MOST:,} is the most; use fedcda.selection=approximate with fedcda.B={-(-asked // largest)} or "
+                "more."
+            )
+
+    def _batches(self, participants: int) -> int:
+        """The number of batches that participants are chosen for one after the other."""
+        return 1 if self.options.selection == "optimal" else min(self.options.B, participants)
 
     def notes(self) -> list[str]:
         warmup, rounds = self.options.warmup, self.context.rounds
@@ -153,16 +167,12 @@ class FedCDAServer(Server[FedCDAOptions]):
         draw = self.context.streams.numpy("fedcda", round)
         if self.options.selection == "random":
             return {client: int(draw.integers(len(self.cache[client]))) for client in participants}
-        batches = 1 if self.options.selection == "optimal" else min(self.options.B, len(participants))
         order = [participants[i] for i in draw.permutation(len(participants))]
         products = Products(self, order)
         picks: dict[int, int] = {}
-        gap = 0.0
-        for batch in np.array_split(np.array(order), batches):
-            choice = products.choose([int(client) for client in batch], self.options)
-            picks.update(zip((int(client) for client in batch), choice.picks, strict=True))
-            gap += choice.gap
-        self._last["gap"] = gap
+        for batch in np.array_split(np.array(order), self._batches(len(order))):
+            clients = [int(client) for client in batch]
+            picks.update(zip(clients, products.choose(clients, self.options.L), strict=True))
         self._last["spread of a client's models"] = products.spread()
         return picks
 
@@ -204,7 +214,7 @@ class Products:
         fixed = server.total[trainable] - count * reference[trainable].double()
         gram = inner_products(rows, reference, trainable, last=fixed).cpu().numpy()
         self.gram, self.with_fixed = gram[:-1, :-1], gram[:-1, -1].copy()
-        self.fixed = Fixed(count=count, loss_sum=0.0, norms=0.0, sum_norm=float(gram[-1, -1]))
+        self.fixed = Fixed(count)
         ends = np.cumsum([0, *(len(each) for each in models)])
         self.places = {c: np.arange(ends[i], ends[i + 1]) for i, c in enumerate(participants)}
         self.losses = {c: np.array([f for *_, f in each]) for c, each in zip(participants, models, strict=True)}
@@ -219,28 +229,19 @@ class Products:
         shares = [1 - gram.mean() / gram.diagonal().mean() for gram in grams if gram.diagonal().any()]
         return float(np.mean(shares)) if shares else 0.0
 
-    def choose(self, batch: list[int], options: FedCDAOptions) -> Choice:
+    def choose(self, batch: list[int], L: float) -> list[int]:
         """The best choice for these clients, by places in their caches; afterwards they are fixed."""
         places = np.concatenate([self.places[client] for client in batch])
         losses = [self.losses[client] for client in batch]
-        choice = solve(
-            losses,
-            self.gram[np.ix_(places, places)],
-            self.with_fixed[places],
-            self.fixed,
-            options.L,
-            time_limit=options.time_limit,
-        )
-        picked = np.array([self.places[client][pick] for client, pick in zip(batch, choice.picks, strict=True)])
-        own = float(self.gram[np.ix_(picked, picked)].sum())
+        picks = enumerate_all(losses, self.gram[np.ix_(places, places)], self.with_fixed[places], self.fixed, L)
+        picked = np.array([self.places[client][pick] for client, pick in zip(batch, picks, strict=True)])
         self.fixed = Fixed(
             count=self.fixed.count + len(batch),
-            loss_sum=self.fixed.loss_sum + sum(float(f[p]) for f, p in zip(losses, choice.picks, strict=True)),
+            loss_sum=self.fixed.loss_sum + sum(float(f[p]) for f, p in zip(losses, picks, strict=True)),
             norms=self.fixed.norms + float(self.gram[picked, picked].sum()),
-            sum_norm=self.fixed.sum_norm + 2 * float(self.with_fixed[picked].sum()) + own,
         )
         self.with_fixed += self.gram[:, picked].sum(axis=1)
-        return replace(choice, picks=tuple(self.cached[c][pick] for c, pick in zip(batch, choice.picks, strict=True)))
+        return [self.cached[client][pick] for client, pick in zip(batch, picks, strict=True)]
 
 
 def _candidates(models: list[tuple[int, float]]) -> list[tuple[int, int, float]]:
