@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedloom.config import Config
 from fedloom.errors import FedloomError, InputError
-from fedloom.folder import RunFolder, free_name
+from fedloom.folder import RunFolder, claimed, name_of, refuse_occupied
 from fedloom.storage import read_tensors
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -24,6 +24,11 @@ OPTION = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "run", Config())
+
+
+def claim(path: Path) -> RunFolder:
+    with claimed(path, refuse_occupied):
+        return RunFolder.create(path, Config())
 
 
 @given(
@@ -75,43 +80,46 @@ def test_a_new_folder_holds_its_config_alone(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match=r"is not empty; choose another --out\.$"):  # nothing that can go on
-        RunFolder.create(tmp_path, Config())
+        claim(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
     RunFolder.create(tmp_path / "run", Config())
     with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with: fedloom resume .*run$"):
-        RunFolder.create(tmp_path / "run", Config())
+        claim(tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.toml"]
 
 
 def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(InputError, match="it, or a part of its path, is a file"):
-            RunFolder.create(path, Config())
+            claim(path)
+        with (
+            pytest.raises(InputError, match="it, or a part of its path, is a file"),
+            claimed(path / "x", numbered=True),
+        ):
+            raise AssertionError("it was made")
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(InputError, match=r"cannot make the run folder .*: it is not writable\."):
-            RunFolder.create(tmp_path / "closed", Config())
-
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", full)
-        with pytest.raises(InputError, match=r"cannot make the run folder .*: No space left on device\."):
-            RunFolder.create(tmp_path / "full", Config())
+    for name in ("mkdir", "open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, full)
+            with pytest.raises(InputError, match=r"cannot make the folder .*full, .*: No space left on device\."):
+                claim(tmp_path / "full")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(FedloomError, match=r"cannot write .*config\.toml: No space left on device\."):
-            RunFolder.create(tmp_path / "full", Config())
-    RunFolder.create(tmp_path / "full", Config())  # once there is room again, nothing is in the way
+            claim(tmp_path / "full")
+    assert list(tmp_path.iterdir()) == []
+    claim(tmp_path / "full")  # once there is room again, nothing is in the way
 
 
 def test_a_name_that_is_too_long_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="File name too long"):
-        RunFolder.create(tmp_path / ("x" * 300), Config())
+        claim(tmp_path / ("x" * 300))
 
 
 def test_what_is_not_a_run_is_said(tmp_path: Path) -> None:
@@ -238,15 +246,14 @@ def test_the_summary_is_read_back_or_refused(folder: RunFolder) -> None:
             folder.summary()
 
 
-def test_free_names_are_new_and_safe(tmp_path: Path) -> None:
-    config = Config(method="fedavg+fedprox", data="my data/../x", seed=3)
-    first = free_name(tmp_path, config)
-    assert first.parent == tmp_path
-    assert first.name == "fedavg+fedprox-my_data_.._x-seed3-001"
-    first.mkdir()
-    assert free_name(tmp_path, config).name.endswith("-002")
-    (tmp_path / "fedavg+fedprox-my_data_.._x-seed3-002").write_text("")
-    assert free_name(tmp_path, config).name.endswith("-003")
+def test_numbered_folders_are_new_and_their_names_safe(tmp_path: Path) -> None:
+    name = name_of(Config(method="fedavg+fedprox", data="my data/../x", seed=3))
+    assert name == "fedavg+fedprox-my_data_.._x-seed3"
+    (tmp_path / f"{name}-002").write_text("")
+    with claimed(tmp_path / name, numbered=True) as first, claimed(tmp_path / name, numbered=True) as second:
+        assert [first.name, second.name] == [f"{name}-001", f"{name}-003"]
+        RunFolder.create(second, Config())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}-002", f"{name}-003"]
 
 
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

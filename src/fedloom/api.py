@@ -8,7 +8,7 @@ run.model()            # an ordinary nn.Module with the deployed weights
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fedloom.data import Federation
 from fedloom.errors import FedloomError, InputError, brief_repr
 from fedloom.experiment import Experiment, Sites, build
 from fedloom.finished import Run, refuse_lost_model
-from fedloom.folder import RunFolder, free_name, named_folder
+from fedloom.folder import RunFolder, claimed, name_of, named_folder, refuse_occupied
 from fedloom.initial import MODEL_FILE, checksum
 from fedloom.playing import play
 from fedloom.request import Own, check, replace_config
@@ -101,14 +101,28 @@ def execute(
     start: Mapping[str, Tensor] | None = None,
     sites: Sites | None = None,
 ) -> Run:
-    """Run what a config says. Nothing is written before everything in it has been found to make sense.
+    """Run what a config says, in a folder that no other process uses meanwhile.
 
-    `start` takes the place of what `init` names. `sites` take that of an engine on this machine.
+    If the config does not make sense, nothing is left behind. `start` takes the place of what `init` names. `sites`
+    take that of an engine on this machine.
     """
-    own, watcher = own or Own(), watcher or Silent()
-    composition = check(config)
-    config = replace_config(config, options=composition.stated())
-    path = named_folder(out) if out is not None else free_name(Path(runs), config)
+    config = replace_config(config, options=check(config).stated())
+    place = named_folder(out) if out is not None else Path(runs) / name_of(config)
+    with claimed(place, refuse_occupied, numbered=out is None) as path:
+        return execute_in(path, config, own or Own(), watcher or Silent(), report=report, start=start, sites=sites)
+
+
+def execute_in(
+    path: Path,
+    config: Config,
+    own: Own,
+    watcher: Watcher,
+    *,
+    report: bool = True,
+    start: Mapping[str, Tensor] | None = None,
+    sites: Sites | None = None,
+) -> Run:
+    """Run what a config says in an empty folder that this process has claimed."""
 
     def attempt(slots: int | None) -> None:
         if slots is None:
@@ -128,10 +142,9 @@ def _start(experiment: Experiment, path: Path, own: Own, watcher: Watcher) -> No
     if experiment.beginning is not None:
         config = replace_config(config, init_sha256=experiment.beginning.sha256)
     folder = RunFolder.create(path, config, own.names, experiment.composition.use_server_data)
-    with folder.alone():
-        _begin(folder, experiment, watcher)
-        folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
-        play(folder, experiment, watcher, start=None)
+    _begin(folder, experiment, watcher)
+    folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
+    play(folder, experiment, watcher, start=None)
 
 
 @contextmanager
@@ -168,8 +181,22 @@ def resume(
     alone: engine, workers, checkpoint_seconds, keep_checkpoints. A finished run is returned as it is; if its model's
     file is gone, it is written again from the last checkpoint.
     """
-    watcher, own = watcher or Silent(), Own(data, model, loss)
-    folder = RunFolder.open(Path(path))
+    own, folder = Own(data, model, loss), RunFolder.open(Path(path))
+    finished = folder.summary() is not None and (folder.path / MODEL_FILE).is_file()
+    with nullcontext() if finished else folder.alone():  # a finished run may lie where nothing can be written
+        return resume_in(folder, own, watcher or Silent(), report=report, sites=sites, **changes)
+
+
+def resume_in(
+    folder: RunFolder,
+    own: Own,
+    watcher: Watcher,
+    *,
+    report: bool = True,
+    sites: Sites | None = None,
+    **changes: Any,
+) -> Run:
+    """Go on with a run whose folder this process has claimed."""
     _same_objects(folder, own)
     _refuse_changes(folder.config, changes)
     _refuse_moving(folder, changes)
@@ -199,7 +226,7 @@ def _go_on(
     folder: RunFolder, own: Own, watcher: Watcher, sites: Sites | None, taken: Mapping[str, Tensor] | None
 ) -> None:
     """Play what is left of a run, from its last checkpoint on. `taken` is the start, where it came from a file."""
-    with folder.alone(), _ready(folder.config, own, folder.path, watcher, taken, sites) as experiment:
+    with _ready(folder.config, own, folder.path, watcher, taken, sites) as experiment:
         _begin(folder, experiment, watcher)
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         for text in folder.checkpoints.damaged:
@@ -292,7 +319,7 @@ def _write_model_again(folder: RunFolder, own: Own, expected: str, watcher: Watc
     device = folder.config.device.split(",")[0]
     file, config = folder.path / MODEL_FILE, replace_config(folder.config, engine="plain", device=device)
     taken = _start_of(folder, watcher)
-    with folder.alone(), _ready(config, own, folder.path, watcher, taken, sites) as experiment:
+    with _ready(config, own, folder.path, watcher, taken, sites) as experiment:
         try:
             latest = folder.checkpoints.load_latest(experiment.engine.homes)
         except InputError:  # all of them are damaged

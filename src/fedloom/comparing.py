@@ -14,7 +14,7 @@ from fedloom.config import RESULT_FREE, Config, make_config
 from fedloom.data import Federation
 from fedloom.errors import InputError
 from fedloom.finished import Run
-from fedloom.folder import RunFolder, is_run, named_folder
+from fedloom.folder import RunFolder, claimed, is_run, named_folder
 from fedloom.grids import make_grid, options_of
 from fedloom.initial import checksum
 from fedloom.methods import compose, import_file
@@ -99,9 +99,31 @@ def compare(
     plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, own)
     if at_once > 1 and plans[0][1].device == "cpu":
         raise InputError(f"at_once is {at_once}, but runs share a GPU only: on a CPU one run keeps all cores busy.")
-    path = named_folder(out) if out is not None else _free_folder(Path(runs), plans[0][1])
+    place = named_folder(out) if out is not None else Path(runs) / f"compare-{plans[0][1].data_name}"
+    with claimed(place, _refuse_run, numbered=out is None) as path:
+        done = _run_all(path, plans, own, grid, at_once, watcher, report)
+        records = [read_run(run.path) for run in done]
+        if report:
+            write_report(records, path / "report.html", target=target, grid=grid)
+    table = tabulate(records, target)
+    return Compared(path, tuple(done), table, analyse(grid, table.groups) if grid else None)
+
+
+def _refuse_run(path: Path) -> None:
     if is_run(path):
         raise InputError(f"{path} is a run, whose report would be written over; choose another --out.")
+
+
+def _run_all(
+    path: Path,
+    plans: Sequence[tuple[str, Config]],
+    own: Own,
+    grid: Grid | None,
+    at_once: int,
+    watcher: Watcher | None,
+    report: bool,
+) -> list[Run]:
+    """Carry out the runs of a comparison in its folder; those that have finished already are kept."""
     places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
     for place, config in places:
         if is_run(place):
@@ -118,19 +140,14 @@ def compare(
     try:
         if at_once > 1:
             jobs = [(place, config, partial(run, place, config)) for place, config in places]
-            done = carry_out(jobs, min(at_once, len(jobs)), watcher, path)
-        else:
-            for place, config in places:
-                if watcher is not None and watcher.wants_stop():
-                    raise Stopped("stopped between two runs")
-                done.append(run(place, config, watcher))
+            return carry_out(jobs, min(at_once, len(jobs)), watcher, path)
+        for place, config in places:
+            if watcher is not None and watcher.wants_stop():
+                raise Stopped("stopped between two runs")
+            done.append(run(place, config, watcher))
     except Stopped:
         raise Stopped(f"stopped; go on with the same command and --out {path}") from None
-    records = [read_run(run.path) for run in done]
-    if report:
-        write_report(records, path / "report.html", target=target, grid=grid)
-    table = tabulate(records, target)
-    return Compared(path, tuple(done), table, analyse(grid, table.groups) if grid else None)
+    return done
 
 
 def plan_grid(
@@ -193,11 +210,3 @@ def _same_plan(place: Path, config: Config) -> None:
             raise InputError(
                 f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out to start anew."
             )
-
-
-def _free_folder(root: Path, config: Config) -> Path:
-    for number in range(1, 1_000_000):
-        path = root / f"compare-{config.data_name}-{number:03d}"
-        if not path.exists():
-            return path
-    raise InputError(f"{root} holds too many comparisons; name one with --out.")

@@ -18,10 +18,10 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -43,8 +43,9 @@ FORMAT = 1
 USE = "server_data_used_by"
 """Where config.toml names the methods that use the server's data."""
 PATIENCE = 30
-UNCOUNTED = (".config.toml.part", "flower")
-"""What may be in a run's folder before it is made: left by a run that died at once, and sites that are up already."""
+LOCK = ".lock"
+UNCOUNTED = (LOCK, ".config.toml.part", "flower")
+"""Files of a run that died before it wrote its config, and of sites that are up already."""
 
 
 class RunFolder:
@@ -61,21 +62,10 @@ class RunFolder:
     def create(
         cls, path: Path, config: Config, own: tuple[str, ...] = (), use_server_data: tuple[str, ...] = ()
     ) -> "RunFolder":
-        """Make the folder; one that already holds something is left alone and refused.
+        """Write the config of a new run into a folder that `claimed` gave.
 
         `use_server_data` names the methods that use the server's data, for the report.
         """
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if any(entry.name not in UNCOUNTED for entry in path.iterdir()):
-                advice = f", or go on with: fedloom resume {path}" if is_run(path) else "."
-                raise InputError(f"{path} is not empty; choose another --out{advice}")
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise PermissionError(13, "it is not writable")
-        except (NotADirectoryError, FileExistsError) as error:
-            raise InputError(f"cannot make the run folder {path}: it, or a part of its path, is a file.") from error
-        except OSError as error:
-            raise InputError(f"cannot make the run folder {path}: {error.strerror}.") from error
         folder = cls(path, config, own)
         text = to_toml(
             {
@@ -212,21 +202,111 @@ class RunFolder:
 
 
 @contextmanager
+def claimed(path: Path, refuse: Callable[[Path], None] | None = None, *, numbered: bool = False) -> Iterator[Path]:
+    """Make a folder and keep other processes out of it until the end.
+
+    With `numbered` it is a new one: `path` followed by the first free number. `refuse` raises if the folder cannot be
+    used. It is called before anything is written, and again under the lock. A folder that was made here and is still
+    empty at the end is removed.
+    """
+    made: list[Path] = []
+    if refuse is not None and not numbered:
+        refuse(path)
+    try:
+        if numbered:
+            path = _make_numbered(path, made)
+        with _lock(path, made):
+            try:
+                if refuse is not None:
+                    refuse(path)
+                yield path
+            finally:
+                with suppress(OSError):  # it may be gone
+                    if [entry.name for entry in path.iterdir()] == [LOCK]:
+                        (path / LOCK).unlink()
+    finally:
+        for folder in made:
+            with suppress(OSError):  # it is in use
+                folder.rmdir()
+
+
+@contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Keep other processes from working in `folder` at the same time; the lock ends with this process."""
-    if fcntl is None:
+    with _lock(folder, []):
         yield
-        return
-    with (folder / ".lock").open("a") as handle:
-        for attempt in range(PATIENCE):  # the workers of a process that was just killed hold it a moment longer
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if attempt == PATIENCE - 1:
-                    raise InputError(f"another process is at work on {folder}; wait for it or stop it.") from error
-                time.sleep(0.1)
+
+
+def refuse_occupied(path: Path) -> None:
+    """Refuse a folder that already holds something."""
+    with _told(path):
+        if path.exists() and any(entry.name not in UNCOUNTED for entry in path.iterdir()):
+            advice = f", or go on with: fedloom resume {path}" if is_run(path) else "."
+            raise InputError(f"{path} is not empty; choose another --out{advice}")
+
+
+@contextmanager
+def _lock(folder: Path, made: list[Path]) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if need be; `made` receives the folders that were made."""
+    for attempt in range(PATIENCE):
+        with _told(folder):
+            handle = _try_lock(folder, made)
+        if handle is not None:
+            break
+        if attempt < PATIENCE - 1:  # the workers of a process that was just killed hold it a moment longer
+            time.sleep(0.1)
+    else:
+        raise InputError(f"another process is at work on {folder}; wait for it or stop it.")
+    with handle:
+        try:
+            yield
+        finally:
+            if fcntl is not None:  # not only closed: a process that was forked meanwhile has the file too
+                fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def _try_lock(folder: Path, made: list[Path]) -> IO[bytes] | None:
+    """The locked file; None if another process has it, or has just removed it together with the folder."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    made.extend(missing)
+    handle = None
+    try:
+        handle = (folder / LOCK).open("ab")
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle.fileno()), (folder / LOCK).stat()):
+            return handle
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    if handle is not None:
+        handle.close()
+    return None
+
+
+def _make_numbered(stem: Path, made: list[Path]) -> Path:
+    """Make `stem` with the first free number behind it. Of several processes each makes its own."""
+    with _told(stem.parent):
+        made.extend(place for place in (stem.parent, *stem.parent.parents) if not place.exists())
+        for number in range(1, 1_000_000):
+            path = stem.with_name(f"{stem.name}-{number:03d}")
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                path.mkdir()
+                made.insert(0, path)
+                return path
+    raise InputError(f"{stem.parent} holds too many folders called {stem.name}; name one with --out.")
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Say in a sentence why a folder cannot be made or written."""
+    try:
         yield
+    except (NotADirectoryError, FileExistsError) as error:
+        raise InputError(f"cannot make the folder {path}: it, or a part of its path, is a file.") from error
+    except OSError as error:
+        raise InputError(f"cannot make the folder {path}, or write to it: {error.strerror}.") from error
 
 
 def is_run(path: Path) -> bool:
@@ -244,11 +324,6 @@ def named_folder(out: Path | str) -> Path:
     return Path(out)
 
 
-def free_name(root: Path, config: Config) -> Path:
-    """A folder in `root` that is not there yet, named after the run."""
-    stem = re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data_name}-seed{config.seed}")
-    for number in range(1, 1_000_000):
-        path = root / f"{stem}-{number:03d}"
-        if not path.exists():
-            return path
-    raise InputError(f"{root} holds too many runs called {stem}; name one with --out.")
+def name_of(config: Config) -> str:
+    """What a run's folder is called if nobody names it, without the number."""
+    return re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data_name}-seed{config.seed}")

@@ -32,7 +32,7 @@ from fedloom.engines.host import core_count
 from fedloom.errors import FedloomError, InputError
 from fedloom.exchange import Job, Lost
 from fedloom.fitting import make_module, spoilt_by_channels_last, try_out
-from fedloom.folder import alone
+from fedloom.folder import claimed
 from fedloom.initial import checksum, read_source
 from fedloom.optim import Optimizer
 from fedloom.precision import choose_rule, set_precision
@@ -195,21 +195,21 @@ def pretrain(
     path, watcher = Path(out), watcher or Silent()
     found = _finished(path, plan)
     work = path.with_name(f"{path.name}.unfinished")
-    if found is not None:
-        shutil.rmtree(work, ignore_errors=True)
-        return found
+    if found is None:
+        with claimed(work):
+            found = _finished(path, plan) or _train(path, work, plan, watcher)  # another process may have made it
+    shutil.rmtree(work, ignore_errors=True)
+    return found
+
+
+def _train(path: Path, work: Path, plan: Pretraining, watcher: Observer) -> Pretrained:
+    """Train to the end and write the file; checkpoints go to the folder `work`."""
     with told_in_a_sentence(plan.device, what=NO_ROOM):
         course = _Pretrainer(plan, watcher)
     try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        course.close()
-        raise InputError(f"cannot make the folder {work}: {error.strerror}.") from error
-    try:
-        with alone(work), told_in_a_sentence(plan.device, what=NO_ROOM):
+        with told_in_a_sentence(plan.device, what=NO_ROOM):
             about = course.train(Checkpoints(work / "checkpoints"), path)
             write_tensors(path, course.tensors(), {"fedloom": json.dumps(about, sort_keys=True)})
-            shutil.rmtree(work, ignore_errors=True)
     finally:
         course.close()
     return Pretrained(path, about, checksum(path))

@@ -17,6 +17,7 @@ from fedloom.flower.door import folder_of
 from fedloom.flower.server import play
 from fedloom.flower.site import Site
 from fedloom.flower.writing import write_app
+from fedloom.folder import claimed
 from fedloom.request import replace_config
 
 FILES = ["README.md", "client_app.py", "pyproject.toml", "server_app.py", "site_data.py"]
@@ -155,6 +156,25 @@ def test_a_run_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"run holds a run with {before}, and this one has {now}: give the same"):
             play(link, config, server, app)
         assert len(link.asked) == asked, "nobody was told"
+
+
+def test_a_second_server_does_not_disturb_the_sites_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.folder.PATIENCE", 1)
+    app, folder = tmp_path / "app", tmp_path / "run"
+    write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(folder), "join": 5.0})
+    given = written(app)
+    link = FakeLink({k: Site(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    config, server = read_settings(given, app)
+    for finished in (False, True):
+        with claimed(folder), pytest.raises(InputError, match=r"another process is at work on .*run; wait for it"):
+            play(link, config, server, app)
+        assert link.asked == []
+        assert folder.exists() == finished
+        if not finished:
+            play(link, config, server, app)
+            link.asked.clear()
 
 
 def test_what_the_server_lacks_is_said_before_anybody_waits(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fedloom.flower.data import ServerFederation, Task, described
 from fedloom.flower.link import GridLink, Link
 from fedloom.flower.parcel import MOST_BYTES
 from fedloom.flower.roster import LOG, Roster
-from fedloom.folder import RunFolder, is_run
+from fedloom.folder import RunFolder, claimed, is_run, refuse_occupied
 from fedloom.request import Own, check, pin_partition, replace_config
 from fedloom.settings import Plan
 from fedloom.watching import Silent
@@ -80,7 +80,7 @@ def serve(grid: "Grid", context: "Context", app: Path) -> None:
 
 def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any:
     """Play the run of an app over a link, from its beginning or from its last checkpoint; returns the finished run."""
-    from fedloom.api import execute, resume
+    from fedloom.api import execute_in, resume_in
 
     task = task_of(load_site_data(app))
     config = with_task(config, task)
@@ -88,16 +88,25 @@ def play(link: Link, config: Config, settings: ServerSettings, app: Path) -> Any
         raise InputError('the run config must name the run\'s folder on the server: folder = "/path".')
     folder, watcher = Path(settings.folder), Told()
     _refuse_missing_data(config, task)
-    if is_run(folder):
-        _refuse_other_settings(folder, config, task)
-    sites = Behind(link, config, folder, settings.join)
-    data = None
-    if task is not None and config.clients is not None:
-        data = ServerFederation(described(task), config.clients, sites.roster.samples)
-    if is_run(folder):
-        LOG.info("going on with the run in %s", folder)
-        return resume(folder, data=data, watcher=watcher, sites=sites)
-    return execute(config, Own(data=data), out=folder, watcher=watcher, sites=sites)
+    with claimed(folder, _refuse_foreign):  # before the sites are asked: another server may be at work with them
+        goes_on = is_run(folder)
+        if goes_on:
+            _refuse_other_settings(folder, config, task)
+        sites = Behind(link, config, folder, settings.join)
+        data = None
+        if task is not None and config.clients is not None:
+            data = ServerFederation(described(task), config.clients, sites.roster.samples)
+        if goes_on:
+            LOG.info("going on with the run in %s", folder)
+            return resume_in(RunFolder.open(folder), Own(data=data), watcher, sites=sites)
+        config = replace_config(config, options=check(config).stated())
+        return execute_in(folder, config, Own(data=data), watcher, sites=sites)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that holds something else than a run."""
+    if not is_run(folder):
+        refuse_occupied(folder)
 
 
 def _refuse_missing_data(config: Config, task: Task | None) -> None:
