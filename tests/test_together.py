@@ -1,20 +1,23 @@
 """Several runs at once: each is what it would be alone."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 import fedloom
-from fedloom.api import execute
+from fedloom.api import execute, resume
 from fedloom.config import make_config
 from fedloom.errors import InputError
 from fedloom.finished import Run
+from fedloom.folder import RunFolder
 from fedloom.together import Job, carry_out
 from fedloom.watching import Silent, Stopped, Watcher
 
@@ -127,41 +130,121 @@ def test_what_makes_no_sense_is_refused(number: int, words: str, tmp_path: Path)
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("deaf", [0, 2], ids=["heard", "lost twice"])
-def test_who_interrupts_at_once_does_not_wait_for_the_rounds(
-    deaf: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C twice reaches the main thread, which only waits for the others; what a run does not hear is said again."""
-    monkeypatch.setattr("fedloom.together._PATIENCE", 0.2)
-    ended, begun = list[str](), list[str]()
+def press(person: int, *moments: Callable[[], bool]) -> None:
+    """Ctrl-C in the thread of `person` at each of these moments."""
 
-    def sleep(name: str) -> None:
+    def work() -> None:
+        for come in moments:
+            while not come():
+                time.sleep(0.001)
+            signal.pthread_kill(person, signal.SIGINT)
+
+    Thread(target=work).start()
+
+
+def test_who_interrupts_does_not_wait_for_the_rounds(tmp_path: Path) -> None:
+    """Ctrl-C reaches the main thread, which only waits for the others."""
+    begun, ended = list[str](), list[str]()
+
+    def endless(name: str, watcher: Watcher) -> Run:
         begun.append(name)
-        for _ in range(3000):
+        while True:
+            try:
+                watcher.check()
+                watcher.work("distillation", 1, 2)
+            except Stopped:
+                ended.append(name)
+                raise
             time.sleep(0.01)
 
-    def endless(name: str) -> Run:
-        for _ in range(deaf):
-            with suppress(KeyboardInterrupt):
-                sleep(name)
-        try:
-            sleep(name)
-        except KeyboardInterrupt:
-            ended.append(name)
-            raise
-        raise AssertionError("nobody interrupted it")
-
     def job(name: str) -> Job:
-        return tmp_path / name, make_config({**SETTINGS, "method": "fedavg"}), lambda _: endless(name)
-
-    def press(person: int) -> None:
-        while {*begun} != {"one", "two"}:
-            time.sleep(0.001)
-        signal.pthread_kill(person, signal.SIGINT)
+        return tmp_path / name, make_config({**SETTINGS, "method": "fedavg"}), lambda watcher: endless(name, watcher)
 
     eye = Eye()
-    threading.Thread(target=press, args=(threading.get_ident(),)).start()
+    press(threading.get_ident(), lambda: len({*begun}) == 2)
     with pytest.raises(KeyboardInterrupt):
         carry_out([job("one"), job("two"), job("three")], 2, eye, tmp_path)
-    assert sorted(ended) == sorted({*begun}) == ["one", "two"], "the third does not begin"
+    assert sorted(ended) == sorted(begun) == ["one", "two"], "the third does not begin"
     assert eye.ended
+
+
+def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
+    begun, heard, released = threading.Event(), threading.Event(), threading.Event()
+    ended: list[Watcher] = []
+
+    def deaf(watcher: Watcher) -> Run:
+        begun.set()
+        while not watcher.wants_stop():
+            time.sleep(0.001)
+        heard.set()
+        released.wait(60)
+        ended.append(watcher)
+        raise Stopped("at last")
+
+    press(threading.get_ident(), begun.is_set, heard.is_set)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out([(tmp_path, make_config({**SETTINGS, "method": "fedavg"}), deaf)], 1, None, tmp_path)
+    assert not ended
+    released.set()
+
+
+def test_a_run_looks_for_interrupts_after_each_answer(tmp_path: Path) -> None:
+    class Third(Silent):
+        """Ends the run after the third client of the second round."""
+
+        asked = 0
+
+        def check(self) -> None:
+            self.asked += 1
+            if self.asked == 8:
+                raise Stopped("stopped within a round")
+
+    (place, _, run) = jobs(tmp_path, ["scaffold"], checkpoint_seconds=0)[0]
+    with pytest.raises(Stopped, match="within a round"):
+        run(Third())
+    assert [record["round"] for record in RunFolder.open(place).history()] == [0, 1]
+    alone = jobs(tmp_path / "alone", ["scaffold"])[0][2](Silent())
+    assert resume(place, report=False).digest == alone.digest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_ends_the_process(number: int, tmp_path: Path) -> None:
+    """Whatever the runs are doing, also where they never look."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    words = [sys.executable, "deaf.py", "compare", "fedavg", "fedprox", "--at-once", "2", "--out", "c"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = ""
+    assert process.stderr is not None
+    for awaited in ("two began", "once more stops at once"):
+        while awaited not in said:  # pytest's timeout ends a wait in vain
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "fedloom: interrupted; go on with the same command and --out c"
+
+
+DEAF = """
+import sys, threading, time
+from pathlib import Path
+import fedloom.comparing
+from fedloom.cli import main
+from fedloom.config import make_config
+from fedloom.together import carry_out
+
+barrier = threading.Barrier(2, action=lambda: print("two began", file=sys.stderr, flush=True))
+
+def endless(watcher):
+    barrier.wait()
+    while True:
+        time.sleep(0.01)
+
+def compare(*_, watcher, **__):
+    config = make_config({"method": "fedavg"})
+    carry_out([(Path(name), config, endless) for name in ("one", "two")], 2, watcher, Path("c"))
+
+fedloom.comparing.compare = compare
+main()
+"""

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -335,6 +336,13 @@ class _Interrupted(FedloomError):
     exit_code = 130
 
 
+def _threads_run() -> bool:
+    """Whether runs go on in other threads. Python cannot end in good order beside them."""
+    from fedloom.together import THREADS
+
+    return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
+
+
 def _version(show: bool) -> None:
     if show:
         print(f"fedloom {__version__}")
@@ -366,6 +374,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except FedloomError as error:
         _complain(str(error))
+        if isinstance(error, _Interrupted) and _threads_run():
+            os._exit(error.exit_code)
         sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _complain("interrupted")

@@ -30,7 +30,7 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
         drafts = KeptDrafts(
             folder.path / "draft", config.checkpoint_seconds, _never if always else watcher.wants_stop, go_on
         )
-        rounds.context.drafts.keeper = drafts
+        rounds.context.drafts.keeper, rounds.check = drafts, watcher.check
         shown: set[str] = set()
         for round in range(start or 0, rounds.total):
             record = rounds.play(round)

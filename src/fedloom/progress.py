@@ -132,6 +132,9 @@ class Display:
     def wants_stop(self) -> bool:
         return self._stops > 0
 
+    def check(self) -> None:
+        return  # a second Ctrl-C raises KeyboardInterrupt
+
     def end(self) -> None:
         self._close_bars()
         for number, handler in self._handlers.items():

@@ -10,7 +10,7 @@
 Rounds count from 0 inside, and a record says after how many rounds it was taken.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class Rounds:
     label_counts: np.ndarray | None
     privacy: Privacy | None = None
     """Where the server sees a private mean of the answers alone."""
+    check: Callable[[], None] = lambda: None
+    """Called after each client's answer; an error that it raises ends the round."""
 
     @property
     def total(self) -> int:
@@ -139,6 +141,7 @@ class Rounds:
                 asked.append(job)
         at_home, uploads = self._bytes_at_home(), self.parts.local.uploads(self.context.layout)
         for answer in clock.waiting(self.engine.train(round, asked), "train"):
+            self.check()
             if isinstance(answer, Lost):
                 tally.lost[answer.job.client] = answer.reason
                 tally.for_good += answer.for_good

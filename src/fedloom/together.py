@@ -5,11 +5,9 @@ side by side. So runs that are to share a GPU share a process: a thread each, wh
 of the others. Each run is what it would be alone.
 """
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from fedloom.finished import Run
 from fedloom.shortage import release
 from fedloom.watching import Silent, Stopped, Watcher
 
-_PATIENCE = 1.0
-"""Seconds a run has to end after it was interrupted, before it is interrupted once more."""
+THREADS = "fedloom-run"
+"""What the names of the threads begin with."""
 
 Job = tuple[Path, Config, Callable[[Watcher], Run]]
 """A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""
@@ -47,7 +45,7 @@ class _Hub:
         self.watcher = watcher
         self.lock = threading.RLock()
         self.failed = False
-        self._at_work: set[int] = set()
+        self.interrupted = threading.Event()
         self._rounds = 0
         self._total = sum(config.rounds for _, config, _ in jobs)
 
@@ -57,32 +55,6 @@ class _Hub:
             self._rounds += rounds
             if record is not None:
                 self.watcher.record({"round": min(self._rounds, self._total), "note": record.get("note")})
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Let this thread be interrupted by `interrupt`, until the end."""
-        thread = threading.get_ident()
-        try:
-            with self.lock:
-                self._at_work.add(thread)
-            yield
-        finally:
-            with self.lock:
-                self._at_work.discard(thread)
-                _raise_in(thread, None)  # one that is on its way would reach whoever has the thread next
-
-    def interrupt(self) -> None:
-        """Python tells Ctrl-C to the main thread alone: tell it to those at work."""
-        with self.lock:
-            self.failed = True
-            for thread in self._at_work:
-                _raise_in(thread, KeyboardInterrupt)
-
-
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise it in another thread before its next step in Python; None takes back one that was not raised yet."""
-    what = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 
 
 class _OneOf:
@@ -112,11 +84,16 @@ class _OneOf:
             self._hub.watcher.download(name, done, total)
 
     def work(self, what: str, done: int, total: int) -> None:
+        self.check()
         with self._hub.lock:
             self._hub.watcher.work(f"{self._name}: {what}", done, total)
 
     def wants_stop(self) -> bool:
-        return self._hub.failed or self._hub.watcher.wants_stop()
+        return self._hub.failed or self._hub.interrupted.is_set() or self._hub.watcher.wants_stop()
+
+    def check(self) -> None:
+        if self._hub.interrupted.is_set():
+            raise Stopped("stopped within a round")
 
     def end(self) -> None:
         return
@@ -136,7 +113,7 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
 
     def one(job: Job, eye: _OneOf) -> Run:
         _, config, run = job
-        if hub.failed or watcher.wants_stop():
+        if eye.wants_stop():
             raise Stopped("stopped between two runs")
         with own_stream(make_device(config.device)):
             return run(eye)
@@ -144,8 +121,7 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
     def beside(job: Job, eye: _OneOf) -> Run | None:
         """Beside others; None: it found no memory."""
         try:
-            with hub.interruptible():
-                return one(job, eye)
+            return one(job, eye)
         except ShortOfMemory as shortage:
             eye.note(f"{shortage} Once the others are done there may be enough, so it goes on after them, alone.")
         except BaseException:
@@ -175,36 +151,24 @@ def carry_out(jobs: Sequence[Job], at_once: int, watcher: Watcher | None, path: 
 
 
 def _work_in_threads(number: int, work: Callable[[], None], hub: _Hub) -> None:
-    """Let so many threads work to their end; on Ctrl-C they end before it goes on its way."""
-    ended = threading.Semaphore(0)
+    """Let so many threads work to their end.
 
-    def work_and_say_so() -> None:
-        try:
-            work()
-        finally:
-            ended.release()
-
-    threads = [threading.Thread(target=work_and_say_so, name=f"fedloom-run-{i}") for i in range(number)]
+    Python tells Ctrl-C to the main thread alone. It tells the others, and waits until their runs have ended, unless
+    somebody wanted a stop before or presses Ctrl-C again: then the process ends without them.
+    """
+    threads = [threading.Thread(target=work, name=f"{THREADS}-{i}", daemon=True) for i in range(number)]
     try:
         for thread in threads:
             thread.start()
-        # Not by `join`: interrupted there, Python takes a thread that goes on for one that has ended. And in short
-        # pieces: a signal that comes right before a wait is heard only after it.
-        for _ in threads:
-            while not ended.acquire(timeout=_PATIENCE):
-                continue
+        _wait(threads)
     except KeyboardInterrupt:
-        while _any_lives(threads):
-            # Where nothing can be raised (in the callback of a weak reference, say) an interrupt is lost: say it again.
-            hub.interrupt()
-            again = time.monotonic() + _PATIENCE
-            while _any_lives(threads) and time.monotonic() < again:
-                time.sleep(0.01)
+        hub.interrupted.set()
+        if not hub.watcher.wants_stop():
+            _wait(threads)
         raise
-    for thread in threads:
-        thread.join()
 
 
-def _any_lives(threads: Sequence[threading.Thread]) -> bool:
-    alive = threading.enumerate()
-    return any(thread in alive for thread in threads if thread.ident is not None)  # None: interrupted before it began
+def _wait(threads: Sequence[threading.Thread]) -> None:
+    """Wait until all have ended. `join`, once interrupted, may take a thread that goes on for one that has ended."""
+    while any(thread.ident is not None and thread in threading.enumerate() for thread in threads):
+        time.sleep(0.02)

@@ -31,6 +31,9 @@ class Watcher(Protocol):
         """Whether to stop after this round; asked within it too, while the server is at something that takes long."""
         ...
 
+    def check(self) -> None:
+        """Called after each client's answer. It may raise an error to end the run without the end of its round."""
+
     def end(self) -> None:
         """The run is over, one way or the other."""
 
@@ -55,6 +58,9 @@ class Silent:
 
     def wants_stop(self) -> bool:
         return False
+
+    def check(self) -> None:
+        return
 
     def end(self) -> None:
         return
