@@ -1,6 +1,5 @@
-"""Banks: rows that lie alike in memory, in shared memory and in a file, and can be found from a forked process."""
+"""Banks: rows that lie alike in memory and in shared memory, and can be found from a forked process."""
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.banks import ALIGN, Bank, at_address, stride_of
-from fedloom.errors import InputError
 
 Maker = Callable[..., Bank]
 
 
-@pytest.fixture(params=["memory", "shared", "file"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Maker:
+@pytest.fixture(params=["memory", "shared"])
+def make(request: pytest.FixtureRequest) -> Maker:
     """Makes a bank of each sort."""
-    if request.param == "file":
-        numbers = iter(range(1000))
-        return lambda *args: Bank.file(tmp_path / f"rows-{next(numbers)}.bin", *args)
     return Bank.memory if request.param == "memory" else Bank.shared
 
 
@@ -51,7 +46,6 @@ def test_every_sort_of_bank_behaves_alike(make: Maker, count: int, width: int, d
         assert row.is_contiguous()
         assert row.data_ptr() % ALIGN == 0
         row.copy_(values[index])
-    bank.flush()
     assert torch.equal(bank.rows, values), "no row reaches into another"
 
 
@@ -68,16 +62,16 @@ def test_empty_banks_are_banks(make: Maker) -> None:
         assert make(count, width, torch.float32).rows.shape == (count, width)
 
 
-def test_a_forked_child_writes_what_the_parent_sees(tmp_path: Path) -> None:
-    for bank in (Bank.shared(2, 33), Bank.file(tmp_path / "rows.bin", 2, 33)):
+def test_a_forked_child_writes_what_the_parent_sees() -> None:
+    bank = Bank.shared(2, 33)
 
-        def fill(bank: Bank = bank) -> bool:
-            bank.rows[1].fill_(7.5)
-            return True
+    def fill() -> bool:
+        bank.rows[1].fill_(7.5)
+        return True
 
-        assert in_child(fill)
-        assert bool((bank.rows[1] == 7.5).all())
-        assert bool((bank.rows[0] == 0).all())
+    assert in_child(fill)
+    assert bool((bank.rows[1] == 7.5).all())
+    assert bool((bank.rows[0] == 0).all())
 
 
 def test_ordinary_memory_is_not_shared() -> None:
@@ -89,49 +83,6 @@ def test_ordinary_memory_is_not_shared() -> None:
 
     assert in_child(fill)
     assert bool((bank.rows == 0).all())
-
-
-def test_a_file_bank_survives_reopening(tmp_path: Path) -> None:
-    path = tmp_path / "rows.bin"
-    bank = Bank.file(path, 3, 21)
-    values = torch.randn(3, 21)
-    bank.rows.copy_(values)
-    bank.flush()
-    del bank
-    assert path.stat().st_size == 3 * stride_of(21, torch.float32) * 4
-    assert torch.equal(Bank.file(path, 3, 21).rows, values)
-
-
-def test_a_file_of_another_size_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "rows.bin"
-    path.write_bytes(b"mine" * 5)
-    with pytest.raises(InputError, match=r"rows\.bin holds 20 bytes, but 2 rows of 3 need 128"):
-        Bank.file(path, 2, 3)
-    assert path.read_bytes() == b"mine" * 5
-
-
-def test_a_full_disk_is_said_and_nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    old = tmp_path / "old.bin"
-    Bank.file(old, 1, 16).rows.fill_(3)
-    before, handles = old.read_bytes(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r"cannot reserve 128 bytes for rows at .*new\.bin: No space left on device"):
-        Bank.file(tmp_path / "new.bin", 2, 3)
-    with pytest.raises(InputError, match="No space left"):
-        Bank.file(old, 1, 16)
-    assert [path.name for path in tmp_path.iterdir()] == ["old.bin"]
-    assert old.read_bytes() == before, "what was there before is not ours to delete"
-    assert len(os.listdir("/proc/self/fd")) == handles  # noqa: PTH208
-
-
-def test_a_path_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"missing.*No such file"):
-        Bank.file(tmp_path / "missing" / "rows.bin", 1, 1)
-    with pytest.raises(InputError, match="Is a directory"):
-        Bank.file(tmp_path, 1, 1)
 
 
 # finding rows again

@@ -141,7 +141,7 @@ def test_the_command_of_a_run_says_how_many_clients_where_it_matters() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("digits", "iid", "--plot", "p.pdf"), ".html, .svg or .png"),
+        (("digits", "iid", "--plot", "p.pdf"), ".html or .svg"),
         (("digits", "iid", "--out", "split.pkl"), ".json or .npz"),
         (("digitz", "iid"), "did you mean 'digits'"),
         (("digits", "idd"), "did you mean 'iid'"),

@@ -1,17 +1,13 @@
-"""Banks: many rows side by side, in memory, in memory shared with worker processes, or in a file."""
+"""Banks: many rows side by side, in memory or in memory shared with worker processes."""
 
 import ctypes
 import mmap
-import os
 import weakref
 from math import prod
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from fedloom.errors import InputError
 
 ALIGN = 64
 """Bytes. Every row starts on such a boundary: kernels may take another path on other addresses and round
@@ -21,8 +17,8 @@ differently, and one model trained in two slots must give the same bits."""
 class Bank:
     """`count` rows of `width` elements. `rows` is the matrix; a row is `bank.rows[i]`.
 
-    Shared and file banks lie at the same address in every process forked after they were made, so a row in them
-    can be handed to a worker by its place (`locate`) instead of by its content.
+    Shared banks lie at the same address in every process forked after they were made, so a row in them can be
+    handed to a worker by its place (`locate`) instead of by its content.
     """
 
     _mapped: ClassVar["weakref.WeakValueDictionary[int, Bank]"] = weakref.WeakValueDictionary()
@@ -56,38 +52,6 @@ class Bank:
         nbytes = _room(count, width, dtype)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         return cls(_over(mmap.mmap(-1, nbytes, flags=flags), dtype), count, width, mapped=True)
-
-    @classmethod
-    def file(cls, path: Path, count: int, width: int, dtype: torch.dtype = torch.float32) -> "Bank":
-        """Rows in the file at `path` (made, or opened when it has the right size), larger than memory if need be."""
-        nbytes = _room(count, width, dtype)
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(f"cannot open {path} for rows: {error.strerror}.") from error
-        try:
-            found = os.fstat(handle).st_size
-            if found not in (0, nbytes):
-                raise InputError(f"the file {path} holds {found} bytes, but {count} rows of {width} need {nbytes}.")
-            # Reserve the disk now: writing to a mapped hole on a full disk would kill the process.
-            os.posix_fallocate(handle, 0, nbytes)
-            mapping = mmap.mmap(handle, nbytes, flags=mmap.MAP_SHARED)
-        except OSError as error:
-            if found == 0:
-                path.unlink(missing_ok=True)
-            raise InputError(f"cannot reserve {nbytes} bytes for rows at {path}: {error.strerror}.") from error
-        finally:
-            os.close(handle)
-        bank = cls(_over(mapping, dtype), count, width, mapped=True)
-        bank._mapping = mapping
-        return bank
-
-    _mapping: mmap.mmap | None = None
-
-    def flush(self) -> None:
-        """Bring a file bank's rows to the disk; nothing to do for the others."""
-        if self._mapping is not None:
-            self._mapping.flush()
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -17,7 +17,7 @@ def partition(
     spec: Annotated[str, typer.Argument(metavar="PARTITION", help="the partition (`fedloom list partitions`)")],
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="draw who holds which classes: a page (.html) or a picture (.svg, .png)"),
+        typer.Option(metavar="FILE", help="draw who holds which classes: a page (.html) or a picture (.svg)"),
     ] = None,
     out: Annotated[
         Path | None,

@@ -1,6 +1,5 @@
-"""Who holds which classes, as a still picture: the same circles as in the report, as SVG or PNG."""
+"""Who holds which classes, as a still picture: the same circles as in the report, as SVG."""
 
-import io
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
@@ -13,8 +12,6 @@ LONGEST = 18
 """Letters of a class name that are shown."""
 SMALLEST = 0.5
 """The radius of a circle that can still be seen."""
-SCALE = 2
-"""Pixels of a PNG for each unit of the drawing: sharp on today's screens and in print."""
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -110,27 +107,3 @@ def to_svg(drawing: Drawing) -> str:
             "</svg>\n",
         ]
     )
-
-
-def to_png(drawing: Drawing) -> bytes:
-    """The drawing as a PNG file, by Pillow."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    fine = 2 * SCALE  # Pillow's circles have hard edges: they are drawn twice as large and shrunk
-    size = round(drawing.width), round(drawing.height)
-    mask = Image.new("L", (size[0] * fine, size[1] * fine))
-    disc = ImageDraw.Draw(mask)
-    for x, y, radius in drawing.circles:
-        disc.ellipse([fine * (x - radius), fine * (y - radius), fine * (x + radius), fine * (y + radius)], fill=204)
-    image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), PAPER)
-    pen = ImageDraw.Draw(image)
-    for x0, y0, x1, y1 in drawing.lines:
-        pen.line([SCALE * x0, SCALE * y0, SCALE * x1, SCALE * y1], fill=LINE, width=SCALE)
-    image.paste(ACCENT, mask=mask.resize(image.size, Image.Resampling.LANCZOS))
-    anchors = {"start": "lm", "middle": "mm", "end": "rm"}
-    for one in drawing.texts:
-        font = ImageFont.load_default(one.size * SCALE)
-        pen.text((SCALE * one.x, SCALE * one.y), one.text, one.colour, font, anchors[one.anchor])
-    content = io.BytesIO()
-    image.save(content, "PNG", optimize=True)
-    return content.getvalue()
