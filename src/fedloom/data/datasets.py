@@ -1,7 +1,7 @@
 """The data sets that are known by name: found on this machine, or downloaded once."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,12 +13,13 @@ from fedloom.data.digits import read_digits
 from fedloom.data.download import Progress
 from fedloom.data.femnist import FEMNIST
 from fedloom.data.folder_sources import CINIC10, DOMAINNET, PACS
-from fedloom.data.own_images import KINDS, read_own_images
-from fedloom.data.own_tables import TABLES, read_own_table
+from fedloom.data.folders import read_own_images
+from fedloom.data.huggingface import read_hf
 from fedloom.data.samples import Prepare
 from fedloom.data.source import Source
 from fedloom.data.sources import SOURCES, TEN_DIGITS
-from fedloom.data.spec import home_path, parse
+from fedloom.data.spec import Spec, home_path, parse
+from fedloom.data.tables import read_table
 from fedloom.errors import InputError, unknown
 
 SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
@@ -48,15 +49,20 @@ class DatasetInfo:
     """What a person must do to get it, where it must be fetched by hand."""
 
 
-OWN = {**KINDS, **TABLES}
-"""What a path may stand for."""
+OWN: dict[str, tuple[str, Callable[[Spec], Dataset]]] = {
+    "folder": ("images of your own, one folder a class", read_own_images),
+    "domains": ("images of your own, one folder a domain, then one a class", read_own_images),
+    "table": ("a CSV or Parquet table of your own", read_table),
+    "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_hf),
+}
+"""What a path may stand for, and what reads it."""
 
 DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
 
 
 def catalogue() -> list[DatasetInfo]:
     """All data sets by name, and whether they are on this machine; nothing is read or downloaded."""
-    own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, what in OWN.items()]
+    own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, (what, _) in OWN.items()]
     return [DIGITS, *(_describe(source) for source in SOURCES.values()), *own]
 
 
@@ -71,8 +77,7 @@ def load(name: str, *, download: bool = True, progress: Progress | None = None) 
         return _load_digits()
     kind = name.partition(":")[0]
     if kind in OWN:
-        read = read_own_images if kind in KINDS else read_own_table
-        return replace(read(parse(name, takes_path=True)), name=name)
+        return replace(OWN[kind][1](parse(name, takes_path=True)), name=name)
     if kind == DIGITS.name:
         parse(name, takes_path=False).done()
         return _load_digits()

@@ -1,5 +1,6 @@
 """Published folders of images: CINIC-10, DomainNet and PACS."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -7,10 +8,9 @@ import numpy as np
 import torch
 
 from fedloom.data.content import Dataset
-from fedloom.data.folders import Listing, decoded, read_domains, read_folder
+from fedloom.data.folders import Picture, decoded, read_folders
 from fedloom.data.npz import read_npz
-from fedloom.data.own_images import read_size
-from fedloom.data.pictures import decode
+from fedloom.data.pictures import decode, read_size
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source, files_under
 from fedloom.data.sources import CIFAR10
@@ -27,7 +27,7 @@ class FolderSource(Source):
     size: int
 
     def having(self, spec: Spec) -> "FolderSource":
-        size = read_size(spec, self.size) or self.size
+        size = read_size(spec) or self.size
         return replace(self, size=size, shape=(3, size, size))
 
     def recipe(self) -> str:
@@ -60,7 +60,7 @@ class CinicSource(FolderSource):
         return f"{super().recipe()} {self.with_valid}"
 
     def read(self, folder: Path) -> Dataset:
-        content = read_folder(folder, self.size, also=("valid",) if self.with_valid else ())
+        content = read_folders(folder, (), self.size, also=("valid",) if self.with_valid else ())
         if content.class_names != self.class_names:
             raise InputError(f"{folder} has the classes {', '.join(content.class_names)}; expected those of CIFAR-10.")
         for part, samples, expected in (
@@ -104,7 +104,7 @@ class DomainSource(FolderSource):
         return beside + [path for domain in self.found(folder) for path in files_under(self.root(folder) / domain)]
 
     def read(self, folder: Path) -> Dataset:
-        return self._checked(read_domains(self.root(folder), self.found(folder), self.size), folder)
+        return self._checked(read_folders(self.root(folder), self.found(folder), self.size), folder)
 
     def _checked(self, content: Dataset, folder: Path) -> Dataset:
         if len(content.class_names) != self.classes:
@@ -117,39 +117,39 @@ class DomainNetSource(DomainSource):
     """DomainNet says in DOMAIN_train.txt and DOMAIN_test.txt which images are for what."""
 
     def read(self, folder: Path) -> Dataset:
-        found = self.found(folder)
-        lists = [folder / f"{domain}_{part}.txt" for part in ("train", "test") for domain in found]
-        if not any(path.is_file() for path in lists):
+        found, pictures, names = self.found(folder), list[Picture](), dict[int, str]()
+        lists = [(folder / f"{domain}_{part}.txt", domain, part) for part in ("train", "test") for domain in found]
+        if not any(path.is_file() for path, _, _ in lists):
             return super().read(folder)
-        train, test, names = Listing(), Listing(), dict[int, str]()
-        for number, path in enumerate(lists):
-            listing = train if number < len(found) else test
-            self._read_list(path, found[number % len(found)], number % len(found), listing, names)
+        for path, domain, part in lists:
+            for name, kind, label in _read_list(path, domain):
+                if names.setdefault(label, kind) != kind:
+                    raise InputError(f"{path} gives {kind!r} the label {label}, which {names[label]!r} has.")
+                pictures.append(Picture(folder / name, label, found.index(domain), part == "test"))
         if sorted(names) != list(range(len(names))):
             raise InputError(f"the lists in {folder} leave labels below {max(names)} out.")
         class_names = tuple(names[label] for label in sorted(names))
         if len(set(class_names)) < len(class_names):
             raise InputError(f"the lists in {folder} give one class two labels.")
-        return self._checked(decoded(train, test, class_names, found, self.size), folder)
+        return self._checked(decoded(pictures, class_names, found, self.size), folder)
 
-    def _read_list(self, path: Path, domain: str, number: int, listing: Listing, names: dict[int, str]) -> None:
-        """Lines such as `clipart/zebra/clipart_344_000001.jpg 344`."""
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}.") from None
-        except UnicodeDecodeError:
-            raise InputError(f"{path} is not text.") from None
-        if not lines:
-            raise InputError(f"{path} is empty.")
-        for line in lines:
-            name, _, label = line.rpartition(" ")
-            parts = name.split("/")
-            if len(parts) != 3 or parts[0] != domain or ".." in parts or not label.isdecimal() or len(label) > 6:
-                raise InputError(f"{path} has the line {line[:80]!r}; expected {domain}/CLASS/FILE LABEL.")
-            if names.setdefault(int(label), parts[1]) != parts[1]:
-                raise InputError(f"{path} gives {parts[1]!r} the label {label}, which {names[int(label)]!r} has.")
-            listing.add([path.parent / name], int(label), number)
+
+def _read_list(path: Path, domain: str) -> Iterator[tuple[str, str, int]]:
+    """The file, the class and the label of lines such as `clipart/zebra/clipart_344_000001.jpg 344`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not text.") from None
+    if not lines:
+        raise InputError(f"{path} is empty.")
+    for line in lines:
+        name, _, label = line.rpartition(" ")
+        parts = name.split("/")
+        if len(parts) != 3 or parts[0] != domain or ".." in parts or not label.isdecimal() or len(label) > 6:
+            raise InputError(f"{path} has the line {line[:80]!r}; expected {domain}/CLASS/FILE LABEL.")
+        yield name, parts[1], int(label)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,118 +7,99 @@ Where there is no folder for testing, every fifth image of each class and domain
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from fedloom.data.cache import cached
 from fedloom.data.content import Dataset
-from fedloom.data.pictures import decode_files, is_picture
+from fedloom.data.pictures import decode_files, is_picture, read_size
 from fedloom.data.samples import Samples
 from fedloom.data.source import files_under
+from fedloom.data.spec import Spec
 from fedloom.errors import InputError
 
 TRAIN, TESTS = "train", ("test", "val", "valid", "validation")
 """What a folder of training images is called, and the one for testing: the first that is there."""
 
 
-@dataclass
-class Listing:
-    """Which images there are, with the class and the domain of each, as positions in names."""
+class Picture(NamedTuple):
+    """An image, its class and its domain as positions in names, and whether it is for testing."""
 
-    paths: list[Path] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    domains: list[int] = field(default_factory=list)
-
-    def add(self, paths: Iterable[Path], label: int, domain: int = 0) -> None:
-        for path in paths:
-            self.paths.append(path)
-            self.labels.append(label)
-            self.domains.append(domain)
-
-    def samples(self, size: int | None) -> Samples:
-        """The images decoded, n x `size` x `size` x 3."""
-        images = decode_files(self.paths, size)
-        return Samples(torch.from_numpy(images), torch.tensor(self.labels, dtype=torch.int64))
+    path: Path
+    label: int
+    domain: int
+    test: bool
 
 
-def read_folder(folder: Path, size: int | None = None, also: Sequence[str] = ()) -> Dataset:
-    """The images of a folder with one folder a class; those of the folders `also` are for training, too."""
-    parts = _parts(folder)
-    if parts is None:
-        names, train, test = _class_names([folder]), Listing(), Listing()
-        _split(folder, names, 0, train, test)
-    else:
-        sources = [parts[0], *(folder / name for name in also)]
-        names = _class_names(sources)
-        train, test = Listing(), Listing()
-        for source in sources:
-            _add(source, names, 0, train)
-        _add(parts[1], names, 0, test)
-    return _content(folder, train, test, names, (), size)
+def read_own_images(spec: Spec) -> Dataset:
+    """The images below the path of `spec`; its option `size` says to how many pixels a side they are resized."""
+    size = read_size(spec)
+    spec.done()
+    assert spec.path is not None
+    folder = spec.path
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder; {spec.name}:PATH wants one.")
+
+    def make() -> Dataset:
+        return read_folders(folder, [path.name for path in _subfolders(folder)] if spec.name == "domains" else (), size)
+
+    return cached(f"{spec.name}-{folder.resolve().name}", folder, f"{spec.name} 1 {size}", _pictures(folder), make)
 
 
-def read_domains(folder: Path, domains: Sequence[str] | None = None, size: int | None = None) -> Dataset:
-    """The images of a folder with one folder a domain, of these `domains` or of all that are there."""
-    found = tuple(domains) if domains is not None else tuple(path.name for path in _subfolders(folder))
-    parts = [(folder / domain, _parts(folder / domain)) for domain in found]
-    names = _class_names([place if split is None else split[0] for place, split in parts])
-    train, test = Listing(), Listing()
-    for number, (place, split) in enumerate(parts):
-        if split is None:
-            _split(place, names, number, train, test)
-        else:
-            _add(split[0], names, number, train)
-            _add(split[1], names, number, test)
-    return _content(folder, train, test, names, found, size)
+def read_folders(folder: Path, domains: Sequence[str], size: int | None, also: Sequence[str] = ()) -> Dataset:
+    """The images of a folder with one folder a class, or of one with such a folder for each of these domains.
 
-
-def decoded(
-    train: Listing, test: Listing, names: tuple[str, ...], domains: tuple[str, ...], size: int | None
-) -> Dataset:
-    """The images of two listings with classes called `names`, and from `domains` if there are any."""
-    together = Listing(train.paths + test.paths, train.labels + test.labels)
-    samples = together.samples(size)  # at once: all must have one size
-    cut = len(train.paths)
-    marks = [np.array(part.domains, dtype=np.int64) if domains else None for part in (train, test)]
-    return Dataset(samples[:cut], samples[cut:], names, domains=marks[0], domain_names=domains, test_domains=marks[1])
-
-
-def _content(
-    folder: Path, train: Listing, test: Listing, names: tuple[str, ...], domains: tuple[str, ...], size: int | None
-) -> Dataset:
-    if not train.paths or not test.paths:
+    Those of the folders `also` are for training, too.
+    """
+    parts = [_parts(place, also) for place in ([folder / domain for domain in domains] or [folder])]
+    names = _class_names([source for sources in parts for source, test in sources if not test])
+    pictures: list[Picture] = []
+    for domain, sources in enumerate(parts):
+        for source, test in sources:
+            for path in _subfolders(source):
+                if path.name not in names:
+                    raise InputError(f"{path} is a class that the training images do not have.")
+                label = names.index(path.name)
+                for i, picture in enumerate(_pictures(path)):
+                    pictures.append(Picture(picture, label, domain, i % 5 == 2 if test is None else test))
+    held_out = sum(picture.test for picture in pictures)
+    if not 0 < held_out < len(pictures):
         raise InputError(
-            f"{folder} has {len(train.paths)} images for training and {len(test.paths)} for testing; without a folder "
+            f"{folder} has {len(pictures) - held_out} images for training and {held_out} for testing; without a folder "
             "'test' a class must have three images or more, of which every fifth is for testing."
         )
-    return decoded(train, test, names, domains, size)
+    return decoded(pictures, names, domains, size)
 
 
-def _split(folder: Path, names: tuple[str, ...], domain: int, train: Listing, test: Listing) -> None:
-    for label, name in enumerate(names):
-        paths = _pictures(folder / name)
-        held_out = set(range(2, len(paths), 5))
-        train.add((path for i, path in enumerate(paths) if i not in held_out), label, domain)
-        test.add((paths[i] for i in sorted(held_out)), label, domain)
+def decoded(pictures: Iterable[Picture], names: tuple[str, ...], domains: Sequence[str], size: int | None) -> Dataset:
+    """These images, of classes called `names`, and from `domains` if there are any."""
+    ordered = sorted(pictures, key=lambda picture: picture.test)
+    cut = sum(not picture.test for picture in ordered)
+    images = decode_files([picture.path for picture in ordered], size)  # at once: all must have one size
+    labels = torch.tensor([picture.label for picture in ordered], dtype=torch.int64)
+    samples = Samples(torch.from_numpy(images), labels)
+    marks = np.array([picture.domain for picture in ordered], dtype=np.int64)
+    return Dataset(
+        samples[:cut],
+        samples[cut:],
+        names,
+        domains=marks[:cut] if domains else None,
+        domain_names=tuple(domains),
+        test_domains=marks[cut:] if domains else None,
+    )
 
 
-def _add(folder: Path, names: tuple[str, ...], domain: int, listing: Listing) -> None:
-    for path in _subfolders(folder):
-        if path.name not in names:
-            raise InputError(f"{path} is a class that the training images do not have.")
-        listing.add(_pictures(path), names.index(path.name), domain)
-
-
-def _parts(folder: Path) -> tuple[Path, Path] | None:
-    """The folders of training and test images, where there are such."""
+def _parts(folder: Path, also: Sequence[str]) -> list[tuple[Path, bool | None]]:
+    """The folders of training images and, marked so, of test images; or one of both, which is marked None."""
     if not (folder / TRAIN).is_dir():
-        return None
+        return [(folder, None)]
     test = next((folder / name for name in TESTS if (folder / name).is_dir()), None)
     if test is None:
         raise InputError(f"{folder} has a folder 'train' but none called {' or '.join(map(repr, TESTS))}.")
-    return folder / TRAIN, test
+    return [*((folder / name, False) for name in (TRAIN, *also)), (test, True)]
 
 
 def _class_names(folders: Sequence[Path]) -> tuple[str, ...]:

@@ -19,8 +19,7 @@ from fedloom.data.columns import Texts, as_texts
 from fedloom.data.content import Dataset, positions
 from fedloom.data.features import encode
 from fedloom.data.leaf import read_json
-from fedloom.data.own_images import read_size
-from fedloom.data.pictures import decode
+from fedloom.data.pictures import decode, read_size
 from fedloom.data.samples import Samples
 from fedloom.data.spec import Spec, number
 from fedloom.data.targets import Targets, join_targets, make_owners, task_of, test_rows

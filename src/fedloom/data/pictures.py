@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.cache import scratch
+from fedloom.data.spec import Spec
 from fedloom.errors import InputError, brief
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"}
@@ -18,6 +19,8 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}
 """Eight bits a channel; what has more would be cut off where it is made RGB."""
 MOST_PIXELS = 1 << 26
+LARGEST = 1024
+"""Pixels a side to which pictures may be resized."""
 CHUNK = 256
 
 Bytes = Callable[[int], bytes]
@@ -26,6 +29,17 @@ Bytes = Callable[[int], bytes]
 
 def is_picture(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  # far cheaper than a Path
+
+
+def read_size(spec: Spec) -> int | None:
+    """The option `size`: to how many pixels a side pictures are resized."""
+    if "size" not in spec.options:
+        spec.asked.append("size")
+        return None
+    size = spec.whole("size", 1, 1)
+    if size > LARGEST:
+        raise InputError(f"size of {spec.name!r} is {size}; expected at most {LARGEST} pixels.")
+    return size
 
 
 def decode_files(paths: Sequence[Path], size: int | None) -> NDArray[np.uint8]:
