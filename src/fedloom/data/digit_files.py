@@ -8,6 +8,7 @@ import bz2
 import gzip
 import hashlib
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,16 @@ MOST_TEXT = 1 << 27
 """Bytes of text that USPS may have; it has 12 million."""
 
 
-def read_npz_pair(train: Path, test: Path) -> Both:
+def _each(read: Callable[[Path], Part]) -> Callable[[Path, Path], Both]:
+    """What reads two files that are alike, each by itself."""
+    return lambda train, test: (read(train), read(test))
+
+
+@_each
+def read_npz_pair(path: Path) -> Part:
     """x (uint8, n x H x W x 3) and y, in one file for training and one for testing."""
-
-    def read(path: Path) -> Part:
-        arrays = read_npz(path, {"x": ("u", 4), "y": ("ui", 1)})
-        return checked(arrays["x"], arrays["y"], path)
-
-    return read(train), read(test)
+    arrays = read_npz(path, {"x": ("u", 4), "y": ("ui", 1)})
+    return checked(arrays["x"], arrays["y"], path)
 
 
 def read_usps_npz(path: Path, _same: Path) -> Both:
@@ -56,19 +59,16 @@ def read_usps_npz(path: Path, _same: Path) -> Both:
     return part("train"), part("test")
 
 
-def read_32x32(train: Path, test: Path) -> Both:
+@_each
+def read_32x32(path: Path) -> Part:
     """SVHN's own format, and SynthDigits': X is 32 x 32 x 3 x n, and where y is 10 the digit is 0."""
-
-    def read(path: Path) -> Part:
-        x, y = read_mat(path, ["X", "y"])
-        if x.ndim != 4:
-            raise InputError(f"{path} has X of shape {x.shape}; expected height x width x channels x images.")
-        labels = _flat(y, path)
-        part = checked(x.transpose(3, 0, 1, 2), np.where(labels == 10, 0, labels), path)
-        verify(path, len(labels))
-        return part
-
-    return read(train), read(test)
+    x, y = read_mat(path, ["X", "y"])
+    if x.ndim != 4:
+        raise InputError(f"{path} has X of shape {x.shape}; expected height x width x channels x images.")
+    labels = _flat(y, path)
+    part = checked(x.transpose(3, 0, 1, 2), np.where(labels == 10, 0, labels), path)
+    verify(path, len(labels))
+    return part
 
 
 def read_mnist_mat(path: Path, _same: Path) -> Both:
@@ -104,49 +104,40 @@ def read_usps_mat(path: Path, _same: Path) -> Both:
     return part(*cells[0]), part(*cells[1])
 
 
-def read_libsvm(train: Path, test: Path) -> Both:
+@_each
+def read_libsvm(path: Path) -> Part:
     """LIBSVM's lines `7 1:-1 2:-0.6 ... 256:-1`, in which labels count from 1."""
-
-    def read(path: Path) -> Part:
-        rows, labels = [], []
-        for line in _text(path).splitlines():
-            first, *pairs = line.split()
-            values = [pair.split(":") for pair in pairs]
-            if [number for number, *_ in values] != [str(i) for i in range(1, 257)] or any(len(v) != 2 for v in values):
-                raise InputError(f"{path} has the line {line[:40]!r}...; expected a label and the values 1: to 256:.")
-            rows.append([value for _, value in values])
-            labels.append(first)
-        part = _usps(rows, labels, path, 1)
-        verify(path, len(labels))
-        return part
-
-    return read(train), read(test)
+    rows, labels = [], []
+    for line in _text(path).splitlines():
+        first, *pairs = line.split()
+        values = [pair.split(":") for pair in pairs]
+        if [number for number, *_ in values] != [str(i) for i in range(1, 257)] or any(len(v) != 2 for v in values):
+            raise InputError(f"{path} has the line {line[:40]!r}...; expected a label and the values 1: to 256:.")
+        rows.append([value for _, value in values])
+        labels.append(first)
+    part = _usps(rows, labels, path, 1)
+    verify(path, len(labels))
+    return part
 
 
-def read_zip_text(train: Path, test: Path) -> Both:
+@_each
+def read_zip_text(path: Path) -> Part:
     """zip.train.gz and zip.test.gz: lines of a label and 256 values of -1 to 1."""
-
-    def read(path: Path) -> Part:
-        rows = [line.split() for line in _text(path).splitlines()]
-        if wrong := next((row for row in rows if len(row) != 257), None):
-            raise InputError(f"{path} has a line of {len(wrong)} numbers; expected 257.")
-        return _usps([row[1:] for row in rows], [row[0] for row in rows], path, 0)
-
-    return read(train), read(test)
+    rows = [line.split() for line in _text(path).splitlines()]
+    if wrong := next((row for row in rows if len(row) != 257), None):
+        raise InputError(f"{path} has a line of {len(wrong)} numbers; expected 257.")
+    return _usps([row[1:] for row in rows], [row[0] for row in rows], path, 0)
 
 
-def read_mnistm_folders(train: Path, test: Path) -> Both:
+@_each
+def read_mnistm_folders(path: Path) -> Part:
     """mnist_m_train_labels.txt with lines `00000000.png 5`, and the images in mnist_m_train/ beside it."""
-
-    def read(path: Path) -> Part:
-        folder = path.with_name(path.name.removesuffix("_labels.txt"))
-        lines = [line.split() for line in _text(path).splitlines()]
-        if wrong := next((line for line in lines if len(line) != 2 or "/" in line[0] or not line[1].isdecimal()), None):
-            raise InputError(f"{path} has the line {' '.join(wrong)[:80]!r}; expected a file and its digit.")
-        images = decode_files([folder / name for name, _ in lines], None)
-        return checked(images, np.array([int(label[:9]) for _, label in lines]), path)
-
-    return read(train), read(test)
+    folder = path.with_name(path.name.removesuffix("_labels.txt"))
+    lines = [line.split() for line in _text(path).splitlines()]
+    if wrong := next((line for line in lines if len(line) != 2 or "/" in line[0] or not line[1].isdecimal()), None):
+        raise InputError(f"{path} has the line {' '.join(wrong)[:80]!r}; expected a file and its digit.")
+    images = decode_files([folder / name for name, _ in lines], None)
+    return checked(images, np.array([int(label[:9]) for _, label in lines]), path)
 
 
 def checked(x: NDArray[Any], y: NDArray[Any], path: Path) -> Part:
