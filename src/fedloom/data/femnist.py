@@ -1,6 +1,5 @@
 """FEMNIST: handwritten characters by writer, in LEAF's JSON files."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase, digits
@@ -11,13 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.content import Dataset
-from fedloom.data.leaf import leaf_files, read_leaf
+from fedloom.data.leaf import Users, leaf_files, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
 from fedloom.errors import InputError
 
 PIXELS = 28 * 28
-Users = Mapping[str, tuple[list[Any], list[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)

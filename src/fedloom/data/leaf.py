@@ -1,6 +1,7 @@
 """LEAF's JSON files: users, and for each the lists x and y."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +9,16 @@ from typing import Any
 
 from fedloom.errors import InputError
 
+Users = dict[str, tuple[list[Any], list[Any]]]
+"""Of each user the lists x and y."""
+
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a folder of LEAF's holds: of each user the pairs (x, y). `test` is None where it was not split yet."""
+    """What a folder of LEAF's holds. `test` is None where it was not split yet."""
 
-    train: dict[str, tuple[list[Any], list[Any]]]
-    test: dict[str, tuple[list[Any], list[Any]]] | None
+    train: Users
+    test: Users | None
 
 
 def leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
@@ -30,13 +34,18 @@ def leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
     return None
 
 
-def read_leaf(train: list[Path], test: list[Path]) -> Leaf:
-    """The users of these files, checked."""
-    return Leaf(_users(train), _users(test) if test else None)
+def read_leaf(train: list[Path], test: list[Path], least: int = 0) -> Leaf:
+    """The users of these files, checked; those with fewer than `least` samples are left out."""
+    parts = [_users(paths) for paths in (train, test) if paths]
+    sizes: Counter[str] = Counter()
+    for part in parts:
+        sizes.update({user: len(y) for user, (_, y) in part.items()})
+    kept = [{user: pair for user, pair in part.items() if sizes[user] >= least} for part in parts]
+    return Leaf(kept[0], kept[1] if test else None)
 
 
-def _users(paths: list[Path]) -> dict[str, tuple[list[Any], list[Any]]]:
-    users: dict[str, tuple[list[Any], list[Any]]] = {}
+def _users(paths: list[Path]) -> Users:
+    users: Users = {}
     for path in paths:
         for user, x, y in _read(path):
             if user in users:
@@ -54,7 +63,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
     except RecursionError:
-        raise InputError(f"{path} is nested too deeply to be a data set.") from None
+        raise InputError(f"{path} is nested too deeply.") from None
     except ValueError as error:  # of which bytes that are no text are one kind
         raise InputError(f"{path} is truncated, or not JSON: {error}.") from error
 

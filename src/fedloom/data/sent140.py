@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.characters import first_of_each
 from fedloom.data.content import Dataset, positions
-from fedloom.data.leaf import leaf_files, read_leaf
+from fedloom.data.leaf import Users, leaf_files, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
 from fedloom.data.spec import Spec
@@ -54,12 +53,8 @@ class Sent140Source(Source):
         found = leaf_files(folder)
         if found is None:
             raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
-        leaf = read_leaf(*found)
-        tested = leaf.test or {}
-        sizes = {user: len(y) + len(tested.get(user, ((), ()))[1]) for user, (_, y) in leaf.train.items()}
-        sizes |= {user: len(y) for user, (_, y) in tested.items() if user not in sizes}
-        chosen = {user for user, size in sizes.items() if size >= self.least}
-        names = tuple(user for user, (x, _) in leaf.train.items() if user in chosen and x)
+        leaf = read_leaf(*found, self.least)
+        names = tuple(user for user, (x, _) in leaf.train.items() if x)
         texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
         if leaf.test is None:
             first = first_of_each(owners, 1 - self.share)
@@ -70,9 +65,8 @@ class Sent140Source(Source):
             )
             texts, labels, owners = [texts[i] for i in np.flatnonzero(first)], labels[first], owners[first]
         else:
-            others = {user: tested[user] for user in tested if user in chosen}
-            test_texts, test_labels, test_owners = _flat(others, folder)
-            test_owners = positions(list(others), names)[test_owners]
+            test_texts, test_labels, test_owners = _flat(leaf.test, folder)
+            test_owners = positions(list(leaf.test), names)[test_owners]
         if not texts or not test_texts:
             raise InputError(
                 f"{folder} leaves no tweets to train or to test with, when users have {self.least} or more."
@@ -83,9 +77,7 @@ class Sent140Source(Source):
         return Dataset(train, test, NAMES, owners, names, notes=(note,), tokens=tokens, test_owners=test_owners)
 
 
-def _flat(
-    users: dict[str, tuple[list[Any], list[Any]]], folder: Path
-) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
+def _flat(users: Users, folder: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
     """All texts and labels of these users, and whose they are."""
     texts: list[str] = []
     labels: list[int] = []

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.characters import LENGTH, NAMES, Codes, encode, first_of_each, lines, next_characters
 from fedloom.data.content import Dataset, positions
-from fedloom.data.leaf import leaf_files, read_json, read_leaf
+from fedloom.data.leaf import Users, leaf_files, read_json, read_leaf
 from fedloom.data.samples import Prepare, Samples
 from fedloom.data.source import Source
 from fedloom.data.spec import Spec
@@ -86,13 +86,9 @@ def read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float 
     """The characters in `folder`; see `ShakespeareSource` for the rest."""
     leaf = None if file else leaf_files(folder)
     if leaf:
-        pairs = read_leaf(*leaf)
-        sizes = {user: len(y) for user, (_, y) in pairs.train.items()}
-        for user, (_, y) in (pairs.test or {}).items():
-            sizes[user] = sizes.get(user, 0) + len(y)
-        train = _windows({user: pair for user, pair in pairs.train.items() if sizes[user] >= least}, every, folder)
-        tested = {user: pair for user, pair in (pairs.test or {}).items() if sizes[user] >= least}
-        test = _windows(tested, every, folder) if pairs.test is not None else None
+        pairs = read_leaf(*leaf, least)
+        train = _windows(pairs.train, every, folder)
+        test = _windows(pairs.test, every, folder) if pairs.test is not None else None
     else:
         roles = {role: lines(said) for role, said in _roles(_text_file(folder, file)).items()}
         roles = {role: said for role, said in roles.items() if sum(map(len, said)) >= least}
@@ -116,7 +112,7 @@ def read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float 
     )
 
 
-def _windows(users: dict[str, tuple[list[Any], list[Any]]], every: int, folder: Path) -> Part:
+def _windows(users: Users, every: int, folder: Path) -> Part:
     """Samples as LEAF's files hold them: the window is a string, and so is the character."""
     users = {user: (xs[::every], ys[::every]) for user, (xs, ys) in users.items() if xs}
     for user, pairs in users.items():
