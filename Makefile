@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 FLOWER := .venv-flower/bin
 
-.PHONY: setup setup-flower demo test test-gpu test-flower test-flower-faults golden-cuda fuzz check format bench clean
+.PHONY: setup setup-flower demo test golden golden-cuda test-gpu test-flower test-flower-faults fuzz check format bench clean
 
 setup: .venv/ready
 
@@ -29,6 +29,11 @@ demo: setup  ## five methods on the embedded digits: a table and a report
 
 test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
 	$(BIN)/python -m pytest -q -n auto
+
+golden: setup  ## about 290 small runs: the working tree writes what the old commit writes, and draws what it draws
+	$(BIN)/python -m tests.golden
+	@if [ -e .venv-flower/ready ]; then $(FLOWER)/python -m tests.golden '*/flower'; \
+	  else echo 'scaffold/flower: skipped, there is no .venv-flower (make setup-flower)'; fi
 
 test-flower: setup-flower  ## federations of real Flower processes on this machine
 	$(FLOWER)/python -m pytest -q -m flower tests/flower
@@ -60,4 +65,4 @@ bench: setup  ## against a plain PyTorch loop, as ratios
 	$(BIN)/python benchmarks/rounds.py --out results/rounds.json
 
 clean:
-	rm -rf .venv .venv-flower .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .golden .pytest_cache .mypy_cache .ruff_cache .hypothesis
