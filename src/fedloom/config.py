@@ -57,8 +57,9 @@ class Config(Training):
 
     eval_every: int = Field(1, ge=1, le=MOST)
     """rounds between two evaluations; the last round is always evaluated"""
-    min_clients: int = Field(0, ge=0, le=MOST)
-    """stop with an error when fewer clients than this answer in a round"""
+    min_clients: int | None = Field(None, ge=0, le=MOST)
+    """stop with an error when fewer clients than this answer in a round; by default 0, and over sites more than half of
+    the clients asked"""
     lost: float = Field(0.0, ge=0, lt=1)
     """simulated probability that a client does not answer"""
 
@@ -177,7 +178,7 @@ class Config(Training):
         if self.clients is not None:  # else this is asked again when they have been counted
             if self.cohort > self.clients:
                 raise ValueError(f"per_round is {self.per_round}, but there are only {self.clients} clients.")
-            if self.min_clients > self.cohort:
+            if self.min_clients is not None and self.min_clients > self.cohort:
                 asked = f"only {self.cohort} clients are asked in a round"
                 raise ValueError(f"min_clients is {self.min_clients}, but {asked}.")
         if self.partition_sha256 is not None and self.partition_file is None:

@@ -128,9 +128,7 @@ def _some_samples(federation: Federation) -> Samples | None:
         return Samples(torch.cat([s.x for s in largest]), torch.cat([s.y for s in largest]))
     if held:
         return held[0][:2]
-    if federation.blind:
-        return None
-    for client in range(min(len(federation), 1000)):
+    for client in federation.here[:1000]:
         samples = federation.client(client)
         if len(samples):
             return samples[:2]

@@ -161,13 +161,22 @@ class Rounds:
                 self.engine.accept(answer)
                 yield answer
         # A round in which there can never be enough answers any more would hold up the run for ever.
-        hopeless = tally.for_good and len(jobs) - tally.for_good < self.config.min_clients
-        if tally.accepted < self.config.min_clients and not hopeless:
+        fewest = self._fewest_answers(len(jobs))
+        hopeless = tally.for_good and len(jobs) - tally.for_good < fewest
+        if tally.accepted < fewest and not hopeless:
             reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
             raise FedloomError(
-                f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is "
-                f"{self.config.min_clients} ({reasons or 'the others have no samples'})."
+                f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is {fewest}"
+                f"{' by default' if self.config.min_clients is None else ''} "
+                f"({reasons or 'the others have no samples'})."
             )
+
+    def _fewest_answers(self, asked: int) -> int:
+        """How many of the clients asked in a round must answer, or else the run ends."""
+        if self.config.min_clients is not None:
+            return self.config.min_clients
+        # A guarantee of privacy does not cover that a run ends, so one must ask for it.
+        return 0 if self.privacy is not None and self.privacy.noise else self.engine.fewest_answers(asked)
 
     def _select(self, round: int) -> list[int]:
         if self.privacy is not None and self.privacy.noise:

@@ -54,6 +54,11 @@ class Federation(ABC):
     def client(self, k: int) -> Samples:
         """The training samples of client `k`."""
 
+    @property
+    def here(self) -> Sequence[int]:
+        """The clients whose samples `client` can give."""
+        return () if self.blind else range(len(self))
+
     def samples(self, k: int) -> int:
         """How many training samples client `k` has; override it where that is known without making them."""
         return len(self.client(k))

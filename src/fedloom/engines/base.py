@@ -109,6 +109,10 @@ class Engine(ABC):
     def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
         """Train the clients of these jobs; answers come in the order of the jobs, each lent until the next."""
 
+    def fewest_answers(self, asked: int) -> int:
+        """How many of the clients asked in a round must answer where the settings do not say."""
+        return 0
+
     @abstractmethod
     def score(self, row: Tensor) -> Score | None:
         """How a model does on the test set; None when there is none."""

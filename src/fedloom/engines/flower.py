@@ -142,6 +142,9 @@ class FlowerEngine(Engine):
             self._nonce = answer.header["nonce"]
             yield replace(update, exchanged=exchanged)
 
+    def fewest_answers(self, asked: int) -> int:
+        return asked // 2 + 1 if asked else 0
+
     def _update(self, job: Job, answer: Parcel) -> Update:
         """The update that an answer holds, measured before it is used."""
         header, shop = answer.header, self.shop.workshop

@@ -84,6 +84,10 @@ class SiteFederation(Federation):
     def __len__(self) -> int:
         return self._clients
 
+    @property
+    def here(self) -> Sequence[int]:
+        return sorted(self._held)
+
     def samples(self, k: int) -> int:
         return len(self.client(k))
 

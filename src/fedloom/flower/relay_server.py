@@ -89,7 +89,9 @@ class SecureExchange:
         width = engine.travel.layout.dtype.itemsize
         sizes = tuple(width * sum(part.stop - part.start for part in parts) for parts in columns)
         terms = Terms(sizes, self._exchange.send_probability, self._exchange.mixed, opener.public)
-        relay = Relay(ask, engine.roster.run, round, terms, opener, max(2, self._config.min_clients))
+        needed = self._config.min_clients
+        fewest = max(2, engine.fewest_answers(len(jobs)) if needed is None else needed)
+        relay = Relay(ask, engine.roster.run, round, terms, opener, fewest)
         outcome = relay.exchange(
             {slot: _note("hello", answer) for slot, answer in trained.items() if _is_hello(answer)}
         )
