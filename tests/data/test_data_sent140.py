@@ -119,7 +119,7 @@ def test_broken_samples(tmp_path: Path, users: dict[str, list[tuple[Any, Any]]],
     [
         ("v.json", b"{", "not JSON"),
         ("v.json", b'{"vocab": [1]}', "no list of words"),
-        ("v.json", b"[" * 100_000, "not JSON"),
+        ("v.json", b"[" * 100_000, "nested too deeply"),
         ("v.txt", b"\n \n", "holds no words"),
         ("v.txt", b"\xff\xfe\n", "not UTF-8"),
         ("v.txt", b"x" * (1 << 20), "longer than"),

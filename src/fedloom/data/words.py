@@ -1,6 +1,5 @@
 """Text as words: LEAF's way to cut it, a vocabulary from the training texts or from a file, and tokens."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.leaf import read_json
 from fedloom.data.spec import Spec, home_path
 from fedloom.errors import InputError
 
@@ -108,10 +108,7 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def _from_json(path: Path) -> list[str]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {error}.") from error
+    content = read_json(path)
     words = content.get("vocab") if isinstance(content, dict) else content
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"{path} has no list of words; expected one under 'vocab', as in LEAF's embs.json.")
