@@ -16,10 +16,10 @@ import fedloom
 from fedloom import beside, playing
 from fedloom.api import resume
 from fedloom.beside import Beside, copied
-from fedloom.checkpoints import Checkpoints, Rhythm
+from fedloom.checkpoints import Checkpoints
 from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError
-from fedloom.storage import write_json, write_tensors
+from fedloom.storage import Rhythm, write_json, write_tensors
 from fedloom.watching import Silent
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import fedloom
 from fedloom import storage
-from fedloom.checkpoints import LARGEST_SHARE, Checkpoints, Rhythm
+from fedloom.checkpoints import Checkpoints
 from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError, InputError
-from fedloom.storage import read_json, read_tensors, write_json
+from fedloom.storage import LARGEST_SHARE, Rhythm, read_json, read_tensors, write_json
 
 SHAPES = {"c": (3,), "m": (2, 2)}
 

@@ -26,28 +26,6 @@ from fedloom.errors import InputError
 from fedloom.storage import join, read_json, read_tensors, split, write_json, write_tensors
 
 FORMAT = 1
-LARGEST_SHARE = 0.02
-"""The share of a run's time that its checkpoints may take."""
-
-
-class Rhythm:
-    """When the next checkpoint is due: `seconds` after the last, and later where they take long; with 0 always.
-
-    A server that caches many models may need seconds for one, while a machine hardly ever dies within minutes.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._saved_at = time.monotonic()
-
-    def due(self, took: float) -> bool:
-        """Whether it is now, where the last one took so many seconds (so far, if it is still being written)."""
-        pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
-        return time.monotonic() - self._saved_at >= pause
-
-    def saved(self) -> None:
-        """A checkpoint was just written, or will be from now on."""
-        self._saved_at = time.monotonic()
 
 
 class Checkpoints:

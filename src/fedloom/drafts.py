@@ -7,52 +7,67 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedloom.checkpoints import Checkpoints, Rhythm
-from fedloom.engines.base import Homes
 from fedloom.errors import InputError
+from fedloom.storage import Rhythm, join, read_json, read_tensors, split, write_json, write_tensors
 from fedloom.watching import Stopped
 
 PATIENCE = 5.0
 """Seconds between two drafts at least, and for which someone who wants the run to stop waits for its round to end."""
 
 
-class KeptDrafts:
-    """Drafts in a folder of the run: the last of each piece of work."""
+class Drafts:
+    """The last draft of each piece of work. Nothing is kept before `keep_in` says where."""
 
-    def __init__(self, folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> None:
-        self._folder, self._wants_stop, self._how_to_go_on = folder, wants_stop, how_to_go_on
-        self._rhythm = Rhythm(max(seconds, PATIENCE))
-        self._kept: dict[str, Checkpoints] = {}
-        self._nobody = Homes({}, torch.float32)
+    def __init__(self) -> None:
+        self._folder: Path | None = None
         self._asked: float | None = None
         self._offered: dict[str, float] = {}
 
-    def _of(self, mark: str) -> Checkpoints:
-        """Where the drafts of one piece of work lie."""
-        name = hashlib.sha256(mark.encode()).hexdigest()[:16]
-        return self._kept.setdefault(mark, Checkpoints(self._folder / name, keep=1))
+    def keep_in(self, folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> None:
+        """Keep drafts in a folder of the run, `seconds` apart."""
+        self._folder, self._wants_stop, self._how_to_go_on = folder, wants_stop, how_to_go_on
+        self._rhythm, self._took = Rhythm(max(seconds, PATIENCE)), 0.0
 
     def find(self, mark: str) -> Mapping[str, Any] | None:
-        """How far the work called `mark` had come; None where it has not begun."""
+        """The last draft of the work that `mark` stands for, a text that tells it from all other work; None: no draft.
+
+        Its tensors may lie on another device.
+        """
+        if self._folder is None:
+            return None
         try:
-            latest = self._of(mark).load_latest(self._nobody)
-        except InputError:  # damaged: it begins again
+            kept = read_json(self._folder / f"{_name(mark)}.json")
+            tensors = read_tensors(self._folder / kept["tensors"], kept["digest"])
+        except InputError:  # there is none, or a damaged one: the work begins again
             return None
-        if latest is None or latest[1]["mark"] != mark:
-            return None
-        found: Mapping[str, Any] = latest[1]["draft"]
+        found: Mapping[str, Any] | None = join(kept["draft"], tensors) if kept["mark"] == mark else None
         return found
 
     def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep what `draft` gives, if it is time to. Ends the run, if somebody has wanted that for a while."""
-        stop, kept = self._waited(mark), self._of(mark)
-        if stop or self._rhythm.due(kept.seconds):
-            kept.save(done, {"mark": mark, "draft": draft()}, self._nobody)
+        """After `done` steps; `draft` gives tensors, numbers, strings, and lists and dicts of them, if it is asked for.
+
+        Costs nothing to call often. May end the run, whose next start finds this draft.
+        """
+        if self._folder is None:
+            return
+        stop = self._waited(mark)
+        if stop or self._rhythm.due(self._took):
+            began = time.monotonic()
+            self._write(self._folder, mark, done, draft())
+            self._took = time.monotonic() - began
             self._rhythm.saved()
         if stop:
             raise Stopped(f"stopped within a round, in work of the server that goes on from here; {self._how_to_go_on}")
+
+    def _write(self, folder: Path, mark: str, done: int, draft: Mapping[str, Any]) -> None:
+        """The tensors, then the JSON that names their file: until that is written the draft before counts."""
+        tree, tensors = split(draft)
+        name = f"{_name(mark)}-{done:06d}.safetensors"
+        digest = write_tensors(folder / name, tensors)
+        write_json(folder / f"{_name(mark)}.json", {"mark": mark, "draft": tree, "tensors": name, "digest": digest})
+        for path in folder.glob(f"*{_name(mark)}-*"):  # also of a write that was cut off
+            if path.name != name:
+                path.unlink()
 
     def _waited(self, mark: str) -> bool:
         """Whether somebody wants the run to stop, and has waited for long enough, or would until the next draft."""
@@ -65,4 +80,10 @@ class KeptDrafts:
 
     def clear(self) -> None:
         """The work is done, and what came of it is kept elsewhere."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _name(mark: str) -> str:
+    """What the files of a piece of work are called."""
+    return hashlib.sha256(mark.encode()).hexdigest()[:16]

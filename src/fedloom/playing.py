@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from fedloom.checkpoints import Rhythm
-from fedloom.drafts import KeptDrafts
 from fedloom.experiment import Experiment
 from fedloom.folder import RunFolder
 from fedloom.metrics import summarise
 from fedloom.request import replace_config
 from fedloom.rows import digest
+from fedloom.storage import Rhythm
 from fedloom.watching import Stopped, Watcher
 
 
@@ -27,10 +26,9 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
         go_on = f"go on with: fedloom resume {folder.path}"
         # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
         always = experiment.engine.saves_every_round or not rounds.repeatable
-        drafts = KeptDrafts(
-            folder.path / "draft", config.checkpoint_seconds, _never if always else watcher.wants_stop, go_on
-        )
-        rounds.context.drafts.keeper, rounds.check = drafts, watcher.check
+        wants_stop = _never if always else watcher.wants_stop
+        rounds.context.drafts.keep_in(folder.path / "draft", config.checkpoint_seconds, wants_stop, go_on)
+        rounds.check = watcher.check
         shown: set[str] = set()
         for round in range(start or 0, rounds.total):
             record = rounds.play(round)
@@ -63,7 +61,7 @@ def play(folder: RunFolder, experiment: Experiment, watcher: Watcher, start: int
             "run": str(folder.path),
             "digest": digest(deployed),
         }
-        drafts.clear()
+        rounds.context.drafts.clear()
         folder.write_summary(summary)
     except KeyboardInterrupt:
         folder.checkpoints.abandon()

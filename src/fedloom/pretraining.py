@@ -23,7 +23,7 @@ from torch import Tensor
 from fedloom import data as datasets
 from fedloom._version import __version__
 from fedloom.bench import Batch, Bench, Pass, Workshop
-from fedloom.checkpoints import Checkpoints, Rhythm
+from fedloom.checkpoints import Checkpoints
 from fedloom.config import absolute_data
 from fedloom.data import Dataset, PooledFederation
 from fedloom.devices import make_device
@@ -39,7 +39,7 @@ from fedloom.precision import choose_rule, set_precision
 from fedloom.rows import Layout, digest
 from fedloom.settings import MOST, MOST_AT_ONCE, Plan, Settings, found_device, validated
 from fedloom.shortage import told_in_a_sentence
-from fedloom.storage import write_tensors
+from fedloom.storage import Rhythm, write_tensors
 from fedloom.streams import Streams
 from fedloom.training import Training
 from fedloom.watching import Silent, Stopped

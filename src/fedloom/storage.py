@@ -7,6 +7,7 @@ JSON. Files appear under their names only when whole and on the disk; nothing re
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,6 +26,9 @@ Plain = bool | int | float | str | None
 Piece = bytes | memoryview
 SMALL, LARGE = 1 << 18, 1 << 25
 """Bytes of a piece of a file: those that take longer to hand to a thread than to hash, and those at most at once."""
+
+LARGEST_SHARE = 0.02
+"""The share of a run's time that its checkpoints may take."""
 
 # By their names in a safetensors file, in the order in which its own writer sorts them.
 DTYPES = {
@@ -225,3 +229,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() != seal:
         raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
     return dict(value)
+
+
+class Rhythm:
+    """When the next checkpoint is due: `seconds` after the last, and later where they take long; with 0 always.
+
+    A server that caches many models may need seconds for one, while a machine hardly ever dies within minutes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._saved_at = time.monotonic()
+
+    def due(self, took: float) -> bool:
+        """Whether it is now, where the last one took so many seconds (so far, if it is still being written)."""
+        pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
+        return time.monotonic() - self._saved_at >= pause
+
+    def saved(self) -> None:
+        """A checkpoint was just written, or will be from now on."""
+        self._saved_at = time.monotonic()

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ from small_dynafed import convolutions, images, refiner_of
 
 import fedloom
 from fedloom import drafts
-from fedloom.checkpoints import Checkpoints
 from fedloom.config import make_config
-from fedloom.drafts import KeptDrafts
+from fedloom.drafts import Drafts
 from fedloom.experiment import build
 from fedloom.folder import RunFolder
-from fedloom.methods.base import Drafts
+from fedloom.storage import write_json
 from fedloom.watching import Silent, Stopped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,6 +48,12 @@ class Killed(BaseException):
 
 def die() -> None:
     raise Killed
+
+
+def kept_in(folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> Drafts:
+    place = Drafts()
+    place.keep_in(folder, seconds, wants_stop, how_to_go_on)
+    return place
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
         path = tmp_path / "cut" / "config.toml"
         path.write_text(path.read_text().replace("epochs = 1", "epochs = 2"))
         shutil.rmtree(tmp_path / "cut" / "checkpoints")
-    for path in (tmp_path / "cut" / "draft").glob("*/*"):
+    for path in (tmp_path / "cut" / "draft").glob("*"):
         if harm == "gone":
             path.unlink()
         elif harm == "damaged" and path.suffix == ".safetensors":
@@ -131,10 +137,11 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     assert run.digest == whole.digest
 
 
-class Noting:
+class Noting(Drafts):
     """Keeps nothing, and notes under what."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.marks: set[str] = set()
 
     def find(self, mark: str) -> None:
@@ -146,15 +153,15 @@ class Noting:
 
 def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
     def mark(seed: int = 0, models: tuple[int, int] = (0, 1), **options: Any) -> str:
-        keeper = Noting()
+        noting = Noting()
         values = {**images(**options), "method": "dynafed", "model": "mlp", "seed": seed}
         values.pop("report")
         with build(make_config(values)).engine_closed() as experiment:
             refiner = refiner_of(experiment)
-            refiner.context.drafts.keeper = keeper
+            refiner.context = replace(refiner.context, drafts=noting)
             refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
             refiner.synthesise()
-        (found,) = keeper.marks
+        (found,) = noting.marks
         return found
 
     assert mark() == mark()
@@ -163,8 +170,8 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
 
 def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = 0.0, list[int]()
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    place = KeptDrafts(tmp_path, 10.0, lambda: False, "")
+    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    place = kept_in(tmp_path, 10.0, lambda: False, "")
 
     def give(step: int) -> Mapping[str, Any]:
         asked.append(step)
@@ -176,13 +183,20 @@ def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch:
     assert asked == [10, 20]
     assert place.find("work") == {"step": 20}
     assert place.find("other work") is None
-    (folder,) = tmp_path.iterdir()
-    assert Checkpoints(folder).rounds() == [20]
+    tensors, record = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert tensors.name == f"{record.stem}-000020.safetensors"
     now = 99.0
+    left = tmp_path / f".{record.stem}-000019.safetensors.part"
+    left.touch()  # by a process that died as it wrote
     place.offer("other work", 3, lambda: {"other": 3})
     assert (place.find("work"), place.find("other work")) == ({"step": 20}, {"other": 3}), (
         "neither takes another's place"
     )
+    now = 199.0
+    place.offer("work", 30, lambda: {"step": 30})
+    assert place.find("work") == {"step": 30}
+    assert not left.exists()
+    assert len([*tmp_path.iterdir()]) == 4
     place.clear()
     assert not tmp_path.exists()
     place.clear()
@@ -193,8 +207,8 @@ def test_they_are_never_kept_more_often_than_every_few_seconds(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, kept = 0.0, list[float]()
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    place = KeptDrafts(tmp_path, seconds, lambda: False, "")
+    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    place = kept_in(tmp_path, seconds, lambda: False, "")
     for tenth in range(1000):
         now = tenth / 10
         place.offer("work", tenth, lambda now=now: kept.append(now) or {})
@@ -204,8 +218,8 @@ def test_they_are_never_kept_more_often_than_every_few_seconds(
 
 def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, kept = 0.0, list[float]()
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    place = KeptDrafts(tmp_path, 10.0, lambda: False, "")
+    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    place = kept_in(tmp_path, 10.0, lambda: False, "")
 
     def slow() -> Mapping[str, Any]:
         kept.append(now)
@@ -215,7 +229,7 @@ def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monke
         nonlocal now
         now += 4.0
 
-    monkeypatch.setattr("fedloom.checkpoints.write_json", slowly)
+    monkeypatch.setattr("fedloom.drafts.write_json", slowly)
     for second in range(500):
         now = max(now, float(second))
         place.offer("work", second, slow)
@@ -228,15 +242,14 @@ def test_a_run_keeps_drafts_as_often_as_checkpoints(
 ) -> None:
     monkeypatch.setattr(drafts, "PATIENCE", 0.0)
     made: list[Path] = []
-    save: Callable[..., None] = Checkpoints.save
 
-    def noted(self: Checkpoints, *given: Any, **named: Any) -> None:
-        made.append(self.folder)
-        save(self, *given, **named)
+    def noted(path: Path, value: Any) -> None:
+        made.append(path)
+        write_json(path, value)
 
-    monkeypatch.setattr(Checkpoints, "save", noted)
+    monkeypatch.setattr("fedloom.drafts.write_json", noted)
     fedloom.run("dynafed", out=tmp_path / "run", **{**settings(), "checkpoint_seconds": seconds})
-    assert len([folder for folder in made if folder.parent.name == "draft"]) == drafts_made
+    assert [path.parent.name for path in made] == ["draft"] * drafts_made
 
 
 def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
@@ -259,8 +272,8 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
 
 def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    place = KeptDrafts(tmp_path, 1e9, lambda: now >= 107, "go on")
+    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    place = kept_in(tmp_path, 1e9, lambda: now >= 107, "go on")
     for each in (100.0, 106.9, 107.0, 111.9):
         now = each
         place.offer("work", 1, lambda: {"n": 1})
@@ -274,8 +287,8 @@ def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, mo
 def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is longer than anybody's patience was under way when it was asked for; another would follow it."""
     now = 0.0
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    place = KeptDrafts(tmp_path, 1e9, lambda: now > 100, "go on")
+    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    place = kept_in(tmp_path, 1e9, lambda: now > 100, "go on")
     place.offer("long", 1, lambda: {"n": 1})
     now = 180.0
     place.offer("other work", 1, lambda: {"n": 1})  # its first draft: it may be short
@@ -284,10 +297,35 @@ def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, m
     assert (place.find("long"), place.find("other work")) == ({"n": 2}, None)
 
 
-def test_without_a_keeper_nothing_is_kept_or_asked_for() -> None:
+def test_without_a_folder_nothing_is_kept_or_asked_for() -> None:
     nowhere = Drafts()
     nowhere.offer("work", 1, die)
     assert nowhere.find("work") is None
+    nowhere.clear()
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("dies", "found"),
+    [("fedloom.drafts.write_tensors", 1), ("fedloom.drafts.write_json", 1), ("pathlib.Path.unlink", 2)],
+)
+def test_a_draft_whose_writing_is_cut_off_does_not_cost_the_one_before(
+    dies: str, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offer(value: int) -> None:
+        place = kept_in(tmp_path, 0.0, lambda: False, "")
+        place.offer("work", value, lambda: {"value": torch.full((3,), float(value))})
+
+    offer(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(dies, lambda *_, **__: die())
+        with pytest.raises(Killed):
+            offer(2)
+    draft = kept_in(tmp_path, 0.0, lambda: False, "").find("work")
+    assert draft is not None
+    assert draft["value"].tolist() == [found] * 3
+    offer(3)
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(

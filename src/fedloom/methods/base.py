@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedloom.banks import Bank
 from fedloom.bench import Batch, Bench, Criterion, Pass
 from fedloom.data import Prepare, Samples
+from fedloom.drafts import Drafts
 from fedloom.exchange import Job, Shapes, Update
 from fedloom.rows import Layout
 from fedloom.settings import Settings
@@ -42,39 +43,6 @@ Progress = Callable[[str, int, int], None]
 
 def nobody(what: str, done: int, total: int) -> None:
     """Progress that nobody follows."""
-
-
-class Keeper(Protocol):
-    """Keeps drafts of unfinished work."""
-
-    def find(self, mark: str) -> Mapping[str, Any] | None: ...
-
-    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None: ...
-
-
-@dataclass
-class Drafts:
-    """How far work of a part has come that takes much longer than a round.
-
-    A run that is killed or stopped meanwhile goes on from there. Without a keeper nothing is kept.
-    """
-
-    keeper: Keeper | None = None
-
-    def find(self, mark: str) -> Mapping[str, Any] | None:
-        """The last draft of the work that `mark` stands for, a text that tells it from all other work; None: no draft.
-
-        Its tensors may lie on another device.
-        """
-        return self.keeper.find(mark) if self.keeper is not None else None
-
-    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
-        """After `done` steps; `draft` gives tensors, numbers, strings, and lists and dicts of them, if it is asked for.
-
-        Costs nothing to call often. May end the run, whose next start finds this draft.
-        """
-        if self.keeper is not None:
-            self.keeper.offer(mark, done, draft)
 
 
 @dataclass(frozen=True)
