@@ -8,8 +8,9 @@ model is chosen for each participant, so that over all clients seen
 
 is small; the others keep the model chosen for them last. The global model is the uniform mean of all chosen models.
 `approximate` (Eq. 8) chooses batch by batch: participants are shuffled into B near-equal batches, and for one batch
-all combinations are tried with the batches before it fixed and those after it left out. `optimal` is B = 1. Settings
-with more than a million combinations are refused. `newest` takes each client's last model, `random` any.
+all combinations are tried with the batches before it fixed and those after it left out; where a batch would have more
+than a million, there are more batches. `optimal` is B = 1, and is refused with more than a million. `newest` takes each
+client's last model, `random` any.
 
 Where the paper is silent. Clients never seen are left out of the mean and of J. During warm-up the model is FedAvg's
 over the participants (`warmup_mode=newest`: the mean of all clients' newest models, as in code that is probably the
@@ -42,7 +43,7 @@ class FedCDAOptions(Options):
     K: int = Field(3, ge=1)
     """models cached for each client"""
     B: int = Field(3, ge=1)
-    """batches of the approximate selection"""
+    """batches of the approximate selection; more, where a batch would have more than a million combinations"""
     L: float = Field(1.0, ge=0)
     """weight of the divergence against the losses (the smoothness constant of the paper)"""
     selection: Literal["approximate", "optimal", "newest", "random"] = "approximate"
@@ -75,26 +76,39 @@ class FedCDAServer(Server[FedCDAOptions]):
         self._last: dict[str, float] = {}
 
     def _refuse_too_many_combinations(self) -> None:
-        options, asked, rounds = self.options, self.context.per_round, self.context.rounds
-        models, batch = min(options.K, rounds), -(-asked // self._batches(asked))
-        if options.selection in ("newest", "random") or rounds <= options.warmup or models == 1:
-            return
-        if batch > (largest := largest_batch(models)):
+        asked, models = self.context.per_round, min(self.options.K, self.context.rounds)
+        if self.options.selection == "optimal" and self._selects() and asked > (largest := self._largest_batch()):
             raise InputError(
-                f"fedcda.selection={options.selection} would try up to {models}^{batch} combinations of cached models, "
-                f"and {MOST:,} is the most; use fedcda.selection=approximate with fedcda.B={-(-asked // largest)} or "
-                "more."
+                f"fedcda.selection=optimal would try up to {models}^{asked} combinations of cached models, and "
+                f"{MOST:,} is the most; ask at most {largest} clients in a round, or use fedcda.selection=approximate."
             )
+
+    def _selects(self) -> bool:
+        """Whether a round of this run ever tries combinations."""
+        return self._largest_batch() > 0 and self.context.rounds > self.options.warmup
+
+    def _largest_batch(self) -> int:
+        """How many clients may be chosen for at once; 0 where there is nothing to choose from."""
+        models = min(self.options.K, self.context.rounds)
+        return 0 if models == 1 else largest_batch(models)
 
     def _batches(self, participants: int) -> int:
         """The number of batches that participants are chosen for one after the other."""
-        return 1 if self.options.selection == "optimal" else min(self.options.B, participants)
+        if self.options.selection == "optimal":
+            return 1
+        largest = self._largest_batch() or participants
+        return max(min(self.options.B, participants), -(-participants // largest))
 
     def notes(self) -> list[str]:
-        warmup, rounds = self.options.warmup, self.context.rounds
-        if rounds > warmup:
-            return []
-        return [f"fedcda selects after its warm-up of {warmup} rounds (fedcda.warmup), and this run has {rounds}."]
+        warmup, rounds, asked = self.options.warmup, self.context.rounds, self.context.per_round
+        if rounds <= warmup:
+            return [f"fedcda selects after its warm-up of {warmup} rounds (fedcda.warmup), and this run has {rounds}."]
+        if self.options.selection == "approximate" and (batches := self._batches(asked)) > self.options.B:
+            return [
+                f"fedcda selects for {asked} clients in {batches} batches instead of {self.options.B} (fedcda.B), or a "
+                f"batch would have more than {MOST:,} combinations."
+            ]
+        return []
 
     def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
         return [Job(client, self.bank.rows[0]) for client in clients]
