@@ -19,7 +19,7 @@ KEYS = {
     "changed": {"cases", "what", "why"},
 }
 """What an entry of each kind must say."""
-MAY = {"added": {"value"}}
+MAY = {"added": {"value"}, "removed": {"old"}}
 """What it may say beside that."""
 
 
@@ -91,7 +91,10 @@ class Changes:
     def _translated(self, where: str, pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         found = []
         for key, value in pairs:
-            if any(self._take(entry, entry.values["key"] == key) for entry in self._of("removed", where)):
+            if any(
+                self._take(entry, entry.values["key"] == key and entry.values.get("old", value) == value)
+                for entry in self._of("removed", where)
+            ):
                 continue
             for entry in self._of("value", where):
                 if self._take(entry, entry.values["key"] == key and entry.values["old"] == value):

@@ -147,6 +147,13 @@ def test_a_removed_key_must_be_gone() -> None:
     assert listed(copy.deepcopy(RESULT), entry) == ["run: config.engine is 'plain', not nothing"]
 
 
+def test_a_key_can_be_removed_where_it_had_one_value() -> None:
+    gone = changed(runs__run__config__engine=None)
+    assert listed(gone, ("removed", {"where": "config", "key": "engine", "old": "plain"})) == []
+    other = ("removed", {"where": "config", "key": "engine", "old": "host"})
+    assert listed(gone, other)[0] == "run: config.engine is nothing, not 'plain'"
+
+
 @pytest.mark.parametrize(("value", "fine"), [(False, True), (True, False)])
 def test_an_added_key_has_the_value_that_the_table_says(value: bool, fine: bool) -> None:
     entry = ("added", {"where": "config", "key": "ema", "value": False})
