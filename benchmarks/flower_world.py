@@ -18,7 +18,7 @@ import psutil
 
 from fedloom.config import Config, make_config, to_toml
 from fedloom.flower import certificates, commands
-from fedloom.flower.hasty import WITH_PARENT
+from fedloom.flower.flwr_patches import WITH_PARENT
 from fedloom.flower.loopback import free_ports
 from fedloom.flower.writing import write_app
 

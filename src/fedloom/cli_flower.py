@@ -11,6 +11,7 @@ from fedloom.errors import InputError
 from fedloom.flower import commands
 from fedloom.flower.agreement_command import agreement
 from fedloom.flower.certificates_command import certificates
+from fedloom.flower.flwr_patches import require_flower
 
 flower = typer.Typer(
     name="flower",
@@ -80,7 +81,7 @@ def superlink(
 
     `flwr` commands reach it on this machine alone: Flower lets whoever reaches its Control API run code at every site.
     """
-    _need_flower()
+    require_flower()
     words = commands.superlink(certificates, host, port, control_port, database)
     commands.be(words, commands.environment())
 
@@ -116,7 +117,7 @@ def supernode(
     from fedloom.flower.agreement import is_fingerprint
     from fedloom.flower.data import clients_of
 
-    _need_flower()
+    require_flower()
     node: dict[str, Any] = {}
     for pair in set_ or ():
         name, equals, value = pair.partition("=")
@@ -139,10 +140,3 @@ def supernode(
 
 flower.command()(certificates)
 flower.command()(agreement)
-
-
-def _need_flower() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("flwr") is None:
-        raise InputError("this needs Flower; install fedloom[flower].")

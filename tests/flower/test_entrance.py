@@ -10,7 +10,7 @@ pytest.importorskip("flwr")
 
 import httpx
 
-from fedloom.flower.entrance import MINUTE_SECONDS, patient
+from fedloom.flower.flwr_patches import MINUTE_SECONDS, patient
 
 pytestmark = pytest.mark.flower
 

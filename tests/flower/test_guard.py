@@ -14,7 +14,7 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 
-from fedloom.flower.guard import SPARE, Guard, reason_in, unfolded
+from fedloom.flower.flwr_patches import SPARE, Guard, reason_in, unfolded
 from fedloom.flower.parcel import Block, Parcel
 from fedloom.flower.records import from_records, to_records
 

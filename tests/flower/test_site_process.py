@@ -16,7 +16,7 @@ from fake import flat, make_run
 
 from fedloom.flower import site_socket
 from fedloom.flower.app import write_settings
-from fedloom.flower.hasty import LONGEST, SHORTEST, Starts, Waits
+from fedloom.flower.flwr_patches import LONGEST, SHORTEST, Starts, Waits
 from fedloom.flower.parcel import Parcel
 from fedloom.flower.site import Site
 from fedloom.flower.site_socket import NODE_PID, ask_process, socket_path
@@ -148,8 +148,8 @@ def test_waits_begin_short_and_grow_while_nothing_happens(monkeypatch: pytest.Mo
         now += seconds
         slept.append(seconds)
 
-    monkeypatch.setattr("fedloom.flower.hasty.time.sleep", sleep)
-    monkeypatch.setattr("fedloom.flower.hasty.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.flower.flwr_patches.time.sleep", sleep)
+    monkeypatch.setattr("fedloom.flower.flwr_patches.time.monotonic", lambda: now)
     waits = Waits([3, 0.5])
     for _ in range(40):
         waits.sleep(3)
@@ -184,6 +184,6 @@ def test_only_flowers_superexec_is_started_in_another_way() -> None:
     starts.Popen(["flower-superexec", "--insecure"], stdin=1)
     starts.Popen(["other"])
     assert starts.DEVNULL == 3
-    assert started[0][0][1:] == ["-m", "fedloom.flower.hasty", "superexec", "--insecure"]
+    assert started[0][0][1:] == ["-m", "fedloom.flower.flwr_patches", "superexec", "--insecure"]
     assert started[0][1] == {"stdin": 1}
     assert started[1] == (["other"], {})

@@ -21,7 +21,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
 from fedloom.flower.commands import environment
-from fedloom.flower.hasty import WITH_PARENT, fleet_only_except_at
+from fedloom.flower.flwr_patches import WITH_PARENT, fleet_only_except_at
 from fedloom.flower.loopback import free_ports
 
 pytestmark = pytest.mark.flower

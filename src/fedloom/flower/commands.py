@@ -42,7 +42,7 @@ def superlink(
     """
     if port == control_port:
         raise InputError(f"SuperNodes and the Control API need ports of their own, and both were given {port}.")
-    words = [sys.executable, "-m", "fedloom.flower.hasty", "superlink", host.strip("[]"), str(port)]
+    words = [sys.executable, "-m", "fedloom.flower.flwr_patches", "superlink", host.strip("[]"), str(port)]
     words += ["--host", "127.0.0.1", "--port", str(control_port)]
     if certificates is None:
         _refuse_insecure("a SuperLink", host, "--certificates")
@@ -63,7 +63,7 @@ def supernode(
     port: int = 9094,
 ) -> list[str]:
     """The command that starts a SuperNode for the SuperLink at `address`, with this configuration of the node."""
-    words = [sys.executable, "-m", "fedloom.flower.hasty", "supernode", "--superlink", address]
+    words = [sys.executable, "-m", "fedloom.flower.flwr_patches", "supernode", "--superlink", address]
     if (ca is None) != (key is None):
         missing = "--ca" if ca is None else "--key"
         raise InputError(f"{missing} is missing: a SuperNode needs both --ca and --key, or on this machine neither.")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from fedloom.flower.flwr_patches import Guard, reason_in
 from fedloom.flower.parcel import Parcel, Refused
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ class GridLink:
     """The sites behind Flower's SuperLink, or in its simulation."""
 
     def __init__(self, grid: "Grid", most: int = 1 << 20) -> None:
-        from fedloom.flower.guard import Guard
-
         self._grid = grid
         self.most = most
         """Bytes of arrays that an answer may have. What sites say of themselves is small; models come later."""
@@ -65,7 +64,6 @@ class GridLink:
         return tickets[0] if tickets and tickets[0] else None
 
     def receive(self, tickets: Sequence[str]) -> list[Answer]:
-        from fedloom.flower.guard import reason_in
         from fedloom.flower.records import from_records
 
         found = []

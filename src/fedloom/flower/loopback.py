@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from fedloom.config import Config, to_toml
@@ -28,7 +27,7 @@ from fedloom.flower.agreement import flat, readable, settled, told_by
 from fedloom.flower.app import write_settings
 from fedloom.flower.bridge import BridgeLink, listen
 from fedloom.flower.door import HERE
-from fedloom.flower.hasty import WITH_PARENT
+from fedloom.flower.flwr_patches import WITH_PARENT, require_flower
 from fedloom.flower.server import Behind, update_exchange
 from fedloom.flower.writing import write_app
 from fedloom.request import Own, replace_config
@@ -46,8 +45,7 @@ def loopback(config: Config, own: Own, path: Path, as_shipped: bool = False) -> 
 
     `as_shipped` takes SuperNodes with Flower's own waits, and a new process with torch for every message: to compare.
     """
-    if find_spec("flwr") is None:
-        raise InputError("the engine 'flower' needs Flower; install fedloom[flower].")
+    require_flower()
     if own.names:
         raise InputError(
             f"the sites of the flower engine are processes of their own: {' and '.join(own.names)} cannot be given as "

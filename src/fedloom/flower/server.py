@@ -15,6 +15,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.flower.agreement import apart, told_by, with_servers_data
 from fedloom.flower.app import SITE_DATA, ServerSettings, load_site_data, read_settings, task_of, with_task
 from fedloom.flower.data import ServerFederation, Task, described
+from fedloom.flower.flwr_patches import require_flower
 from fedloom.flower.link import GridLink, Link
 from fedloom.flower.parcel import MOST_BYTES
 from fedloom.flower.roster import LOG, Roster
@@ -65,13 +66,14 @@ class Behind:
 
 def serve(grid: "Grid", context: "Context", app: Path) -> None:
     """What the ServerApp of a written app does: play the run, or go on with it."""
-    config, settings = read_settings(context.run_config, app)
-    if settings.bridge:
-        from fedloom.flower.bridge import carry
-
-        carry(GridLink(grid, MOST_BYTES), Path(settings.bridge))
-        return
     try:
+        require_flower()
+        config, settings = read_settings(context.run_config, app)
+        if settings.bridge:
+            from fedloom.flower.bridge import carry
+
+            carry(GridLink(grid, MOST_BYTES), Path(settings.bridge))
+            return
         play(GridLink(grid), config, settings, app)
     except FedloomError as error:
         LOG.error("%s", error)
