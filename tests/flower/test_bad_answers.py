@@ -9,9 +9,9 @@ import pytest
 import torch
 from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites
+from losing import LosingSites
 
 from fedloom.flower.parcel import Block, Parcel
-from fedloom.losing import LosingSites
 from fedloom.request import replace_config
 
 BAD: dict[str, tuple[Callable[[Parcel, Parcel | None], Parcel], str]] = {}

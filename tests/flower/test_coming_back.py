@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites, reach
+from losing import LosingSites
 
 from fedloom.api import resume
 from fedloom.flower.parcel import Parcel
-from fedloom.losing import LosingSites
 
 
 def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:

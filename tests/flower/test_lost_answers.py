@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites
+from losing import LosingSites
 
 from fedloom.errors import FedloomError
 from fedloom.flower.parcel import Parcel
-from fedloom.losing import LosingSites
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedcross", "moon"])
