@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where there is a GPU, runs that do not say otherwise take it: only those tests see it that are about it."""
     if "gpu" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs like this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 FOLDERS = {"cifar10": "cifar-10-batches-bin", "cifar100": "cifar-100-binary"}
