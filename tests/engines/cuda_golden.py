@@ -116,7 +116,7 @@ def small(method: str, options: dict[str, Any] | None = None, **settings: Any) -
 
 
 def own(name: str, **settings: Any) -> Experiment:
-    register(Method("own", "", "", "", local=OWN[name]))
+    register(Method("own", "", "", local=OWN[name]))
     return small("own", **settings)
 
 
