@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from servers import context, network
 
-from fedloom.exchange import Job, Update
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.fedcda import FedCDAOptions, FedCDAServer
-from fedloom.rows import Layout
 
 PER_ROUND, CACHED = 10, 3
 
@@ -46,7 +46,7 @@ def measure(clients: int, size: int) -> dict[str, float]:
         server = FedCDAServer(context(layout, clients, PER_ROUND, Path(folder)), options)
         row = layout.empty()
         for number, members in enumerate(cohorts(clients)):
-            updates = (Update(Job(c, server.deploy()), row.normal_(), 1, 0.5, 1) for c in members)
+            updates = (ClientUpdate(ClientTask(c, server.deploy()), row.normal_(), 1, 0.5, 1) for c in members)
             server.collect(number, updates)
         server.store.close()
         assert server.store.path is not None, "it was given a folder"

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fedloom.models import build
-from fedloom.optim import SGD
-from fedloom.rows import Layout
+from fedloom.core.layout import Layout
+from fedloom.models import build_model
+from fedloom.training.optimizers import SGD
 
 
 def milliseconds(work: Callable[[], object], calls: int, repeats: int = 9) -> float:
@@ -55,7 +55,7 @@ def means() -> dict[str, float]:
 def steps(model: str, calls: int) -> dict[str, float]:
     """A training step with torch's optimiser over tensors, and with ours over the row."""
     x, y = torch.randn(50, 1, 28, 28), torch.randint(0, 10, (50,))
-    theirs, ours = build(model, (1, 28, 28), 10), build(model, (1, 28, 28), 10)
+    theirs, ours = build_model(model, (1, 28, 28), 10), build_model(model, (1, 28, 28), 10)
     layout = Layout.of(ours)
     row = layout.read(ours)
     layout.bind(ours, row)

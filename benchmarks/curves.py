@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from fedloom.report import Record, read_run
+from fedloom.report import RunRecord, read_run_record
 
 
 def spread(values: list[float]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"mean": round(statistics.mean(values), 4), "standard deviation": deviation}
 
 
-def diagnostics(record: Record) -> dict[str, float]:
+def diagnostics(record: RunRecord) -> dict[str, float]:
     """What the method says of itself, the mean of the last ten rounds that have it."""
     told: dict[str, list[float]] = defaultdict(list)
     for row in record.history:
@@ -35,7 +35,7 @@ def diagnostics(record: Record) -> dict[str, float]:
     return {name: float(f"{statistics.mean(values[-10:]):.4g}") for name, values in told.items()}
 
 
-def shares(records: list[Record]) -> dict[str, float]:
+def shares(records: list[RunRecord]) -> dict[str, float]:
     """What each part of a round takes of the time, over all rounds of all runs and the evaluation before the first."""
     spent: dict[str, float] = defaultdict(float)
     for record in records:
@@ -46,7 +46,7 @@ def shares(records: list[Record]) -> dict[str, float]:
     return {name: round(seconds / total, 4) for name, seconds in sorted(spent.items())} if total else {}
 
 
-def summary(records: list[Record]) -> dict[str, Any]:
+def summary(records: list[RunRecord]) -> dict[str, Any]:
     """Final accuracy over seeds, the last ten evaluations (their level, how much a run still moves), and the curves."""
     runs = [[float(value) for value in record.series("accuracy")[1] if value is not None] for record in records]
     length = min(len(run) for run in runs)  # of runs that are still under way, what all of them have
@@ -82,11 +82,11 @@ def summary(records: list[Record]) -> dict[str, Any]:
 
 def collected(folder: Path, names: Collection[str] | None = None) -> dict[str, Any]:
     """All runs in a folder, or those of these names; nothing where there is none with a result."""
-    groups: dict[str, list[Record]] = defaultdict(list)
+    groups: dict[str, list[RunRecord]] = defaultdict(list)
     for config in sorted(folder.glob("*/config.toml")):
         if names is not None and config.parent.name not in names:
             continue
-        record = read_run(config.parent)
+        record = read_run_record(config.parent)
         if any(value is not None for value in record.series("accuracy")[1]):
             groups[config.parent.name.rpartition("-seed")[0]].append(record)
     if not groups:

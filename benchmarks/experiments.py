@@ -29,11 +29,12 @@ from typing import Any
 from curves import collected
 
 import fedloom
-from fedloom.errors import FedloomError, InputError
-from fedloom.folder import RunFolder, is_run
-from fedloom.pretraining import pretrain
-from fedloom.request import check, replace_config
-from fedloom.watching import Silent, Stopped
+from fedloom.config import replace_config
+from fedloom.errors import FedloomError, InputError, RunStopped
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.directory import RunDirectory, is_run_directory
+from fedloom.runs.pretrain import pretrain
+from fedloom.runs.resolve import resolve_method
 
 LIST = Path(__file__).with_name("experiments.toml")
 REFRESH = 30.0
@@ -93,7 +94,7 @@ class Page:
             part.replace(self._path)
 
 
-class Deadline(Silent):
+class Deadline(SilentCallback):
     """Stops runs when the time is over, and has the results written now and then."""
 
     def __init__(self, end: float, page: Page) -> None:
@@ -175,16 +176,16 @@ def begin_after(experiment: Mapping[str, Any], before: Path, folder: Path) -> No
     That is right where these change nothing in the rounds before; a test compares with runs from the beginning.
     """
     for played in sorted(before.glob("*-seed*")):
-        place, source = folder / played.name, RunFolder.open(played)
+        place, source = folder / played.name, RunDirectory.open(played)
         if source.summary() is None:
             raise InputError(f"{played} has not finished, and is to be gone on with.")
-        if is_run(place):
+        if is_run_directory(place):
             continue
         config = replace_config(source.config, rounds=experiment["settings"]["rounds"], options=experiment["options"])
-        config = replace_config(config, options=check(config).stated())
+        config = replace_config(config, options=resolve_method(config).stated())
         part = place.with_name(f".{place.name}")
         shutil.rmtree(part, ignore_errors=True)  # of a copy that was broken off
-        RunFolder.create(part, config)
+        RunDirectory.create(part, config)
         own = shutil.ignore_patterns("config.toml", "summary.json", "model.safetensors", "report.html")
         shutil.copytree(played, part, ignore=own, dirs_exist_ok=True)
         part.rename(place)
@@ -210,7 +211,7 @@ def carry_out(experiment: Mapping[str, Any], end: float, runs: Path, results: Pa
             experiment["methods"], experiment["seeds"], options=experiment.get("options"), out=folder,
             at_once=experiment["at_once"], watcher=watcher, report=False, **settings,
         )  # fmt: skip
-    except Stopped:
+    except RunStopped:
         page.write("stopped when the time was over; the same command goes on with it")
         return "stopped"
     except InputError:

@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.similarity import inner_products
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment, build
-from fedloom.folder import RunFolder
-from fedloom.gram import inner_products
 from fedloom.methods.fedcda import FedCDAServer
-from fedloom.rows import Mean
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.directory import RunDirectory
 
 Picks = NDArray[np.intp]
 RANDOM = 10
@@ -38,7 +38,7 @@ STARTS = 20
 class Cache:
     """The models of all clients that have as many as anybody, and their inner products about the global model."""
 
-    def __init__(self, experiment: Experiment, server: FedCDAServer) -> None:
+    def __init__(self, experiment: BuiltRun, server: FedCDAServer) -> None:
         self.experiment, self.server = experiment, server
         self.depth = max(len(models) for models in server.cache.values())
         self.clients = [client for client, models in sorted(server.cache.items()) if len(models) == self.depth]
@@ -98,7 +98,7 @@ class Cache:
         signs = np.zeros(len(self.gram))
         np.add.at(signs, chosen, 1 / count)
         np.add.at(signs, self.places(np.full(count, self.depth - 1)), -1 / count)
-        mean = Mean(self.experiment.layout)
+        mean = WeightedMean(self.experiment.layout)
         for client, pick in enumerate(picks):
             mean.add(self.server.store.read(int(self.numbers[client, pick])))
         row = self.server.bank.rows[0].clone()
@@ -116,8 +116,8 @@ class Cache:
 
 def look(path: Path) -> dict[str, Any]:
     """The choices from the cache that a run ended with."""
-    folder = RunFolder.open(path)
-    with build(folder.config).engine_closed() as experiment:
+    folder = RunDirectory.open(path)
+    with build_run(folder.config).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         latest = folder.checkpoints.load_latest(experiment.engine.homes)
         if not isinstance(server, FedCDAServer) or latest is None:

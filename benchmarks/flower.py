@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedloom.api import execute
-from fedloom.config import Config, make_config
-from fedloom.finished import Run
-from fedloom.flower.loopback import loopback
-from fedloom.request import Own, replace_config
+from fedloom.config import Config, make_config, replace_config
+from fedloom.flower.local_deployment import start_local_deployment
+from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import UserObjects
+from fedloom.runs.result import RunResult
 
 WAYS = ("host", "flower", "as shipped", "secure")
 
@@ -46,13 +46,15 @@ def images(folder: Path) -> Path:
     return folder
 
 
-def play(way: str, config: Config, folder: Path) -> Run:
+def play(way: str, config: Config, folder: Path) -> RunResult:
     """One run in one of the ways."""
     if way == "host":
-        return execute(replace_config(config, engine="host"), out=folder, report=False)
+        return execute_run(replace_config(config, engine="host"), out=folder, report=False)
     with ExitStack() as stack:
-        sites = stack.enter_context(loopback(config, Own(), folder, as_shipped=way == "as shipped"))
-        return execute(config, out=folder, report=False, sites=sites)
+        sites = stack.enter_context(
+            start_local_deployment(config, UserObjects(), folder, as_shipped=way == "as shipped")
+        )
+        return execute_run(config, out=folder, report=False, sites=sites)
 
 
 def measure(way: str, nodes: int, rounds: int, data: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from flower_judge import Outcome
 from flower_scenarios import SCENARIOS
 from flower_world import Missing, a_world
 
-from fedloom.storage import write_atomically
+from fedloom.utils.storage import write_atomically
 
 
 def table(scenarios: Sequence[dict[str, Any]]) -> str:

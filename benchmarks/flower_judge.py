@@ -8,9 +8,8 @@ from pathlib import Path
 
 from flower_world import App, Missing, World, wait_until
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.request import replace_config
+from fedloom.config import Config, replace_config
+from fedloom.runs.execute import execute_run
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "flower"))
 from losing import LosingSites
@@ -60,7 +59,7 @@ def reference(settings: str, lost: frozenset[tuple[int, int]]) -> str:
     config = replace_config(Config.model_validate_json(settings), engine="plain")
     sites = LosingSites(frozenset((round - 1, client) for round, client in lost))
     with tempfile.TemporaryDirectory() as folder:
-        return execute(config, out=Path(folder) / "run", report=False, sites=sites).digest
+        return execute_run(config, out=Path(folder) / "run", report=False, sites=sites).digest
 
 
 def expect(holds: bool, otherwise: str) -> None:

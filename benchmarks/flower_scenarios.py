@@ -6,7 +6,7 @@ from collections.abc import Callable
 from flower_judge import Outcome, expect, in_log, in_process, judged, peak_memory
 from flower_world import World, make_run, wait_until
 
-from fedloom.flower import certificates
+from fedloom.flower.trust import certificates
 
 Scenario = Callable[[World], list[Outcome]]
 SCENARIOS: dict[str, Scenario] = {}
@@ -146,7 +146,7 @@ def bad_answers(world: World) -> list[Outcome]:
 
 @scenario
 def unknown_key(world: World) -> list[Outcome]:
-    from fedloom.flower.identity import Identity
+    from fedloom.flower.trust.identity import Identity
 
     key = world.folder / "stranger.key"
     key.write_bytes(Identity.new().private_bytes())
@@ -167,7 +167,7 @@ def unknown_key(world: World) -> list[Outcome]:
 @scenario
 def another_authority(world: World) -> list[Outcome]:
     other = world.folder / "other-authority"
-    certificates.make(other, ["site-0"])
+    certificates.make_certificates(other, ["site-0"])
     app = world.app(make_run(), "another-authority")
     world.start_node("misled", 2, key=world.certificates / "nodes" / "spare", ca=other / "ca.crt")
     try:

@@ -16,11 +16,13 @@ from typing import Any
 
 import psutil
 
-from fedloom.config import Config, make_config, to_toml
-from fedloom.flower import certificates, commands
+from fedloom.config import Config, make_config
+from fedloom.flower import commands
+from fedloom.flower.app import write_app
 from fedloom.flower.flwr_patches import WITH_PARENT
-from fedloom.flower.loopback import free_ports
-from fedloom.flower.writing import write_app
+from fedloom.flower.trust import certificates
+from fedloom.utils.settings import settings_to_toml
+from fedloom.utils.system import find_free_ports
 
 SITE = Path(__file__).with_name("flower_site.py")
 PATIENCE = 240.0
@@ -53,14 +55,14 @@ class World:
         self._runs = 0
         for place in (self.logs, self.faults):
             place.mkdir(parents=True, exist_ok=True)
-        certificates.make(self.certificates, [*self.names, "spare"])
-        self.port, self.control_port, *self._ports = free_ports(2 + 40)
+        certificates.make_certificates(self.certificates, [*self.names, "spare"])
+        self.port, self.control_port, *self._ports = find_free_ports(2 + 40)
 
     # Processes
 
     def start_superlink(self) -> None:
         database = self.folder / "superlink.db"
-        words = commands.superlink(self.certificates, "127.0.0.1", self.port, self.control_port, database)
+        words = commands.build_superlink_command(self.certificates, "127.0.0.1", self.port, self.control_port, database)
         self.start("superlink", words)
         wait_until(self._answers, "the SuperLink's start")
 
@@ -70,10 +72,10 @@ class World:
         key, ca = key or self.certificates / "nodes" / name, ca or self.certificates / "ca.crt"
         if client is not None:
             node["client"] = str(client)
-        self.start(name, commands.supernode(f"127.0.0.1:{self.port}", node, ca, key, self._ports.pop()))
+        self.start(name, commands.build_supernode_command(f"127.0.0.1:{self.port}", node, ca, key, self._ports.pop()))
 
     def start(self, name: str, words: Sequence[str]) -> None:
-        environ = {**commands.environment(self.folder / f"home-{name}"), WITH_PARENT: "1"}
+        environ = {**commands.flower_command_environment(self.folder / f"home-{name}"), WITH_PARENT: "1"}
         with (self.logs / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -131,7 +133,7 @@ class World:
         code += "    app(words, standalone_mode=False)\n"
         done = subprocess.run(
             [sys.executable, "-c", code, json.dumps(commands_)],
-            env=commands.environment(self.home()),
+            env=commands.flower_command_environment(self.home()),
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -148,7 +150,7 @@ class World:
             "address": f"127.0.0.1:{self.control_port}",
             "root-certificates": str(self.certificates / "ca.crt"),
         }
-        (home / "config.toml").write_text(to_toml({"superlink": {"default": "here", "here": connection}}))
+        (home / "config.toml").write_text(settings_to_toml({"superlink": {"default": "here", "here": connection}}))
         return home
 
     def app(self, config: Config, name: str) -> "App":

@@ -11,9 +11,9 @@ from gpu_setting import started, usable
 from gpu_sheet import Clock, Sheet
 from torch import nn
 
-from fedloom.engines import CudaEngine
+from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.methods import methods
-from fedloom.small_runs import small_experiment
+from fedloom.testing.fixtures import build_small_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "engines"))
 import agreement as against_loop  # what the tests hold against each other too
@@ -49,7 +49,7 @@ def every_method(options: argparse.Namespace, sheet: Sheet, clock: Clock) -> Non
         rows, replayed = [], 0
         for engine in ("plain", "cuda"):
             given = {"device": options.device, "precision": "fp32", "momentum": 0.5, "engine": usable(engine, options)}
-            experiment = small_experiment(method, {}, **given, model=small_network)
+            experiment = build_small_run(method, {}, **given, model=small_network)
             with started(experiment, engine).engine_closed():
                 lost = [experiment.rounds.play(round)["lost"] for round in range(2)]
                 rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].clone())

@@ -15,10 +15,10 @@ from gpu_profile import BATCH, LR, MOMENTUM, seconds
 from gpu_sheet import Clock, Sheet
 from torch import Tensor
 
-from fedloom.models.batch_norm import NormReLU
-from fedloom.models.fusing import triton_works
-from fedloom.models.pooling import LargestPool2d, PoolReLU
-from fedloom.optim import SGD
+from fedloom.models.layers.fused_relu import fused_kernels_available
+from fedloom.models.layers.norms import BatchNormReLUFunction
+from fedloom.models.layers.pooling import MaxPool2x2, MaxPoolReLUFunction
+from fedloom.training.optimizers import SGD
 
 AT_ONCE, REPEATS = 8, 20
 """Clients, and times that a way is recorded in a row: a launch then costs little beside it."""
@@ -98,11 +98,11 @@ def pools(device: str, channels: int, side: int, bf16: bool) -> Ways:
     def by(pool: Callable[[Tensor, Tensor], Tensor]) -> Way:
         return lambda: torch.autograd.grad(pool(x, bias), [x, bias], g)[0]
 
-    level, pool = (-1, 1, 1), LargestPool2d()
+    level, pool = (-1, 1, 1), MaxPool2x2()
     return {
         "torch's": by(lambda x, bias: F.relu(F.max_pool2d(x, 2) + bias.view(level))),
         "torch's and a scatter": by(lambda x, bias: F.relu(pool(x) + bias.view(level))),
-    } | ({"together": by(PoolReLU.apply)} if triton_works(x.device) else {})
+    } | ({"together": by(MaxPoolReLUFunction.apply)} if fused_kernels_available(x.device) else {})
 
 
 def norms(device: str, channels: int, side: int, bf16: bool) -> Ways:
@@ -124,10 +124,10 @@ def norms(device: str, channels: int, side: int, bf16: bool) -> Ways:
         return torch.autograd.grad(y, inputs, g)[0]
 
     def ours() -> Tensor:
-        y = NormReLU.apply(x, beside, weight, bias, (*running, counter), 0.1, 1e-5, True)
+        y = BatchNormReLUFunction.apply(x, beside, weight, bias, (*running, counter), 0.1, 1e-5, True)
         return torch.autograd.grad(y, inputs, g)[0]
 
-    return {"torch's": torchs} | ({"together": ours} if triton_works(x.device) else {})
+    return {"torch's": torchs} | ({"together": ours} if fused_kernels_available(x.device) else {})
 
 
 PIECES: dict[str, Callable[[str], Ways]] = {

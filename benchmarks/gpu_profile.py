@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fedloom.data import PooledFederation
-from fedloom.experiment import Experiment
-from fedloom.models import build as build_model
+from fedloom.data import PartitionedDataset
+from fedloom.models import build_model
+from fedloom.runs.build import BuiltRun
 
 BATCH, LR, MOMENTUM = 50, 0.01, 0.5
 
@@ -36,7 +36,7 @@ def seconds(device: str, work: Callable[..., object], *given: Any) -> float:
     return time.perf_counter() - start
 
 
-def play(experiment: Experiment, number: int) -> None:
+def play(experiment: BuiltRun, number: int) -> None:
     """Play a round in which everybody trains: one in which clients are lost takes less time than it should."""
     lost = experiment.rounds.play(number)["lost_clients"]
     if lost:
@@ -44,7 +44,7 @@ def play(experiment: Experiment, number: int) -> None:
 
 
 def profile(
-    experiment: Experiment, data: PooledFederation, name: tuple[str, str], number: int, ceilings: dict[str, float]
+    experiment: BuiltRun, data: PartitionedDataset, name: tuple[str, str], number: int, ceilings: dict[str, float]
 ) -> dict[str, Any]:
     """What the GPU does in round `number`, which must be a steady one."""
     (model, precision), device = name, experiment.engine.device.type
@@ -57,7 +57,7 @@ def profile(
     return found | floors(model, data, sum(steps), wall, ceilings, precision)
 
 
-def steps_of(experiment: Experiment, data: PooledFederation, number: int) -> list[int]:
+def steps_of(experiment: BuiltRun, data: PartitionedDataset, number: int) -> list[int]:
     """How many steps each client takes in round `number`."""
     clients = experiment.rounds.parts.server.select(number)
     return [experiment.config.epochs * -(-len(data.parts[c]) // BATCH) for c in clients]
@@ -143,7 +143,7 @@ def _inside(gaps: list[tuple[int, int]], low: float, high: float) -> float:
 
 
 def floors(
-    model: str, data: PooledFederation, steps: int, wall: float, ceilings: dict[str, float], precision: str
+    model: str, data: PartitionedDataset, steps: int, wall: float, ceilings: dict[str, float], precision: str
 ) -> dict[str, Any]:
     """How long a round would take at the chip's best: by arithmetic, and by the bytes of torch's own kernels, which
     are more than those of kernels that do the work of several."""
@@ -160,7 +160,7 @@ def floors(
     }
 
 
-def count_step(model: str, data: PooledFederation) -> tuple[float, float]:
+def count_step(model: str, data: PartitionedDataset) -> tuple[float, float]:
     """Floating-point operations of a step with a batch of 50, and bytes of what its operations take and give."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

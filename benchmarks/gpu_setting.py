@@ -6,37 +6,37 @@ import torch
 from gpu_profile import BATCH, LR, MOMENTUM
 
 from fedloom.config import make_config
-from fedloom.data import PooledFederation, Samples, load
-from fedloom.data.partition import partition
-from fedloom.engines import CudaEngine
+from fedloom.core.rng import RngStreams
+from fedloom.data import PartitionedDataset, Samples, load_dataset
+from fedloom.data.partitions import partition_indices
+from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment, build
-from fedloom.models import fusing
-from fedloom.request import Own
-from fedloom.streams import Streams
+from fedloom.models.layers import fused_relu
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.resolve import UserObjects
 
 CLIENTS, PER_ROUND, EPOCHS = 100, 10, 5
 
 
-def federation(options: argparse.Namespace) -> PooledFederation:
+def federation(options: argparse.Namespace) -> PartitionedDataset:
     """100 clients; where the data set is not at hand, random images of the same shape take the same time."""
     name, count = options.data, 3000 if options.tiny else 50_000
     try:
-        data = load(name, download=False)
+        data = load_dataset(name, download=False)
         pool, prepare = data.train[:count], data.prepare
     except InputError:
         draw = torch.Generator().manual_seed(0)
         x = torch.randint(0, 256, (count, 32, 32, 3), dtype=torch.uint8, generator=draw)
         pool, prepare, name = Samples(x, torch.randint(0, 10, (count,), generator=draw)), None, "made up"
-    parts = partition(
-        "iid" if options.tiny else "dirichlet:0.1", pool.y.numpy(), CLIENTS, Streams(0).numpy("partition")
+    parts = partition_indices(
+        "iid" if options.tiny else "dirichlet:0.1", pool.y.numpy(), CLIENTS, RngStreams(0).numpy("partition")
     )
-    return PooledFederation(pool, parts, classes=10, prepare=prepare, name=name, test=pool[:10_000])
+    return PartitionedDataset(pool, parts, classes=10, prepare=prepare, name=name, test=pool[:10_000])
 
 
 def experiment_of(
-    model: str, precision: str, data: PooledFederation, options: argparse.Namespace, seed: int = 0
-) -> Experiment:
+    model: str, precision: str, data: PartitionedDataset, options: argparse.Namespace, seed: int = 0
+) -> BuiltRun:
     given = {
         "seed": seed,
         "data": data.name, "partition": "own", "clients": CLIENTS, "per_round": PER_ROUND, "rounds": 10_000,
@@ -45,12 +45,14 @@ def experiment_of(
         "precision": precision if options.device == "cuda" else "fp32",
         "channels_last": options.channels_last,
     }  # fmt: skip
-    return started(build(make_config(given), Own(data=data)))
+    return started(build_run(make_config(given), UserObjects(data=data)))
 
 
 def name_of(model: str, precision: str, options: argparse.Namespace) -> str:
     """What a line of the sheet is called."""
-    fused = options.device != "cuda" or (fusing.enabled and fusing.triton_works(torch.device("cuda:0")))
+    fused = options.device != "cuda" or (
+        fused_relu.enabled and fused_relu.fused_kernels_available(torch.device("cuda:0"))
+    )
     asked = {
         "fast": options.fast,
         "channels last": options.channels_last is True,
@@ -65,7 +67,7 @@ def usable(engine: str, options: argparse.Namespace) -> str:
     return engine if options.device == "cuda" else "plain"
 
 
-def started(experiment: Experiment, engine: str = "cuda") -> Experiment:
+def started(experiment: BuiltRun, engine: str = "cuda") -> BuiltRun:
     """The experiment with the CUDA engine also where that is only tried out, on the CPU."""
     if engine == "cuda" and not isinstance(experiment.engine, CudaEngine):
         experiment.engine.close()
@@ -73,6 +75,6 @@ def started(experiment: Experiment, engine: str = "cuda") -> Experiment:
     return experiment
 
 
-def engine_of(experiment: Experiment) -> CudaEngine:
+def engine_of(experiment: BuiltRun) -> CudaEngine:
     assert isinstance(experiment.engine, CudaEngine)
     return experiment.engine

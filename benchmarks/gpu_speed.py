@@ -15,17 +15,17 @@ from gpu_profile import BATCH, LR, MOMENTUM, busy_share, measure_ceilings, play,
 from gpu_setting import engine_of, experiment_of, federation, name_of
 from gpu_sheet import Sheet
 
-from fedloom.cuda_streams import own_stream
-from fedloom.data import PooledFederation
-from fedloom.devices import make_device
-from fedloom.experiment import Experiment
-from fedloom.models import build as build_model
+from fedloom.data import PartitionedDataset
+from fedloom.devices.cuda_runtime import use_exclusive_stream
+from fedloom.devices.selection import select_device
+from fedloom.models import build_model
+from fedloom.runs.build import BuiltRun
 
 
 class Loop:
     """One client after the other."""
 
-    def __init__(self, model: str, data: PooledFederation, device: str, autocast: bool, epochs: int) -> None:
+    def __init__(self, model: str, data: PartitionedDataset, device: str, autocast: bool, epochs: int) -> None:
         torch.manual_seed(0)
         self.module = against_loop.with_torchs_layers(build_model(model, data.shape, 10)).to(device)
         self.x, self.y = data.prepare(data.pool.x.to(device)), data.pool.y.to(device)
@@ -83,7 +83,7 @@ def whole_rounds(options: argparse.Namespace, sheet: Sheet, model: str, precisio
 
 
 def speed(
-    experiment: Experiment, data: PooledFederation, options: argparse.Namespace, *, autocast: bool
+    experiment: BuiltRun, data: PartitionedDataset, options: argparse.Namespace, *, autocast: bool
 ) -> dict[str, Any]:
     """Whole rounds against a plain loop, and with `autocast` against one in bf16 too."""
     numbers, model = timed(options), experiment.config.model
@@ -116,14 +116,14 @@ def timed(options: argparse.Namespace) -> range:
     return range(1 if options.tiny else options.rounds)
 
 
-def warm(experiment: Experiment, options: argparse.Namespace) -> None:
+def warm(experiment: BuiltRun, options: argparse.Namespace) -> None:
     """Play the rounds that are to be timed, so that all their steps are recorded by then."""
     for _ in range(options.warm):
         for number in timed(options):
             play(experiment, number)
 
 
-def middle_round(experiment: Experiment, data: PooledFederation, options: argparse.Namespace) -> int:
+def middle_round(experiment: BuiltRun, data: PartitionedDataset, options: argparse.Namespace) -> int:
     """That of the timed rounds which is neither long nor short."""
     by_length = sorted((sum(steps_of(experiment, data, number)), number) for number in timed(options))
     return by_length[len(by_length) // 2][1]
@@ -137,7 +137,7 @@ def together(options: argparse.Namespace, sheet: Sheet, model: str, precision: s
     def one_run(seed: int) -> None:
         try:
             with (
-                own_stream(make_device(options.device)),
+                use_exclusive_stream(select_device(options.device)),
                 experiment_of(model, precision, data, options, seed).engine_closed() as run,
             ):
                 for times in (options.warm, 1, 1):  # recorded, timed, and seen by the profiler

@@ -37,12 +37,12 @@ from league_rows import COMMON, PARTITIONS, SLOW, TASKS, Row, Task, rows
 
 import fedloom
 from fedloom import data as datasets
-from fedloom.data import PooledFederation
+from fedloom.core.rng import RngStreams
+from fedloom.data import PartitionedDataset
 from fedloom.methods import methods
-from fedloom.methods.catalogue import BUILT_IN
-from fedloom.rounds import Rounds
-from fedloom.storage import write_atomically
-from fedloom.streams import Streams
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.round import RoundRunner
+from fedloom.utils.storage import write_atomically
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Job:
     def settings(self) -> dict[str, Any]:
         return {**COMMON, **self.task.settings, "seed": self.seed, "rounds": self.rounds}
 
-    def federation(self) -> PooledFederation:
+    def federation(self) -> PartitionedDataset:
         """The clients' data, and the server's: the same for every method."""
-        dataset, streams = datasets.load(self.task.data), Streams(self.seed)
+        dataset, streams = datasets.load_dataset(self.task.data), RngStreams(self.seed)
         order = streams.numpy("league").permutation(len(dataset.train))
         used = self.task.samples or len(order)
         server, left = order[: used // 20], order[used:]
         held = np.sort(np.concatenate([server, left]))
-        pooled = datasets.build(
+        pooled = datasets.partition_dataset(
             dataset, self.partition, self.task.settings["clients"], streams.numpy("partition"), held
         )
         pooled.server_data = dataset.train.take(np.sort(server))
@@ -109,14 +109,14 @@ def code_of(method: str) -> str:
         tree = ast.parse((METHODS / f"{name}.py").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedloom.methods."):
-                todo.add(str(node.module).rpartition(".")[2])
+                todo.add(str(node.module).removeprefix("fedloom.methods.").replace(".", "/"))
             for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
                 if isinstance(body, list):
                     body[:] = [each for each in body if not _says_something(each)]
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Method":
                 node.keywords = [each for each in node.keywords if each.arg in MATTERS]
         found[name] = ast.dump(tree)
-        todo -= {*found, "base", "catalogue"}
+        todo -= {*found, "base", "registry", "composition"}
     return digest(found)
 
 
@@ -133,7 +133,7 @@ def begin(parent: int) -> None:
     os.nice(19)
     torch.set_num_threads(1)
     methods()
-    Rounds._score_personal = at_the_end  # type: ignore[method-assign, assignment]
+    RoundRunner._score_personal = at_the_end  # type: ignore[method-assign, assignment]
     CODE.update({name: code_of(name) for name in BUILT_IN})
 
     def watch() -> None:
@@ -144,10 +144,10 @@ def begin(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-_score_personal = Rounds._score_personal
+_score_personal = RoundRunner._score_personal
 
 
-def at_the_end(rounds: Rounds, played: int, row: torch.Tensor) -> dict[str, Any]:
+def at_the_end(rounds: RoundRunner, played: int, row: torch.Tensor) -> dict[str, Any]:
     """Scores of the clients' own models after the last round alone: with fine-tuning they take longer than training."""
     return _score_personal(rounds, played, row) if played == rounds.config.rounds else {}
 

@@ -19,29 +19,38 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from fedloom.bench import Batch, Bench, Workshop
-from fedloom.data import Prepare, Samples
-from fedloom.methods.base import Context, Local, Options
-from fedloom.methods.lss import LSSLocal, LSSOptions
-from fedloom.models import build
-from fedloom.rows import Layout
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.config import TrainingConfig
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.data import InputTransform, Samples
+from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.lss import LSSClient, LSSOptions
+from fedloom.models import build_model
+from fedloom.training.batches import Batch
+from fedloom.training.context import TrainingContext
+from fedloom.training.trainer import LocalTrainer
 
 CASES = [("mlp", (1, 28, 28), 64), ("lenet", (1, 28, 28), 64), ("cnn", (1, 28, 28), 20), ("cnn", (1, 28, 28), 64)]
-NOTHING: Context = None  # type: ignore[assignment]  # these parts ask the run for nothing
+NOTHING: MethodContext = None  # type: ignore[assignment]  # these parts ask the run for nothing
 
 
-def seat(name: str, shape: tuple[int, ...], size: int) -> tuple[Bench, Batch]:
+def seat(name: str, shape: tuple[int, ...], size: int) -> tuple[LocalTrainer, Batch]:
     """A client of one batch."""
     torch.manual_seed(0)
-    module = build(name, shape, 10)
+    module = build_model(name, shape, 10)
     layout = Layout.of(module, channels_last=True)
-    training = Training(batch_size=size, lr=0.01)
-    shop = Workshop(
-        module, layout, F.cross_entropy, Prepare.identity(), training, Streams(0), classes=10, channels_last=True
+    training = TrainingConfig(batch_size=size, lr=0.01)
+    shop = TrainingContext(
+        module,
+        layout,
+        F.cross_entropy,
+        InputTransform.identity(),
+        training,
+        RngStreams(0),
+        classes=10,
+        channels_last=True,
     )
-    bench, samples = Bench(shop), Samples(torch.randn(size, *shape), torch.arange(size) % 10)
+    bench, samples = LocalTrainer(shop), Samples(torch.randn(size, *shape), torch.arange(size) % 10)
     bench.begin(0, 0, samples, layout.empty(), layout.read(module), {}, {}, {}, True)
     return bench, Batch(shop.prepare(samples.x, channels_last=True), samples.y)
 
@@ -50,7 +59,7 @@ def measure(name: str, shape: tuple[int, ...], size: int, models: int, steps: in
     """The quickest of the two steps and of the traffic."""
     plain, batch = seat(name, shape, size)
     ours, _ = seat(name, shape, size)
-    local, soup = Local(NOTHING, Options()), LSSLocal(NOTHING, LSSOptions(models=models))
+    local, soup = Client(NOTHING, Options()), LSSClient(NOTHING, LSSOptions(models=models))
     members = soup.train(ours)
     for piece in itertools.islice(members, models - 1):
         ours.run(piece)

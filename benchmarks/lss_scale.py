@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedloom
-from fedloom.bench import Bench
-from fedloom.data import Federation, Prepare, Samples, load
-from fedloom.data.partition import partition
-from fedloom.methods.lss import LSSLocal
+from fedloom.data import FederatedDataset, InputTransform, Samples, load_dataset
+from fedloom.data.partitions import partition_indices
+from fedloom.methods.lss import LSSClient
+from fedloom.training.trainer import LocalTrainer
 
 READINGS: dict[str, tuple[str, dict[str, Any], int]] = {
     "fedavg, 2 epochs": ("fedavg", {}, 2),
@@ -42,18 +42,18 @@ READINGS: dict[str, tuple[str, dict[str, Any], int]] = {
 NORMED = ["fedavg, 2 epochs", "fedavg, 8 epochs", "3, squared, relative (the default)"]
 
 
-class Part(Federation):
+class Part(FederatedDataset):
     """Some of Fashion-MNIST over five clients."""
 
     classes, shape = 10, (1, 28, 28)
 
     def __init__(self, seed: int) -> None:
-        data, draw = load("fashion-mnist"), np.random.default_rng(seed)
+        data, draw = load_dataset("fashion-mnist"), np.random.default_rng(seed)
         chosen = draw.permutation(60_000)[:6_000]
         x, y = data.prepare(data.train.x[chosen]), data.train.y[chosen]
-        self._clients = [Samples(x[part], y[part]) for part in partition("dirichlet:1.0", y.numpy(), 5, draw)]
+        self._clients = [Samples(x[part], y[part]) for part in partition_indices("dirichlet:1.0", y.numpy(), 5, draw)]
         self.test = Samples(data.prepare(data.test.x[:2_000]), data.test.y[:2_000])
-        self.prepare = Prepare.identity()
+        self.prepare = InputTransform.identity()
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -73,7 +73,7 @@ def pretrained(batch_norm: bool) -> nn.Module:
     body = [*block(1, 16), *block(16, 32), nn.Flatten(), nn.Linear(32 * 49, 64), nn.ReLU()]
     last = nn.Linear(64, 10)
     network = nn.Sequential(*body, last)
-    data, optimizer = load("mnist"), torch.optim.Adam(network.parameters(), 1e-3)
+    data, optimizer = load_dataset("mnist"), torch.optim.Adam(network.parameters(), 1e-3)
     x, y = data.prepare(data.train.x[:6_000]), data.train.y[:6_000]
     for _ in range(2):
         for batch in torch.randperm(6_000).split(64):
@@ -90,7 +90,7 @@ class Lengths:
     def __init__(self) -> None:
         self.seen: dict[int, list[tuple[float, float]]] = {}
 
-    def correct(self, local: LSSLocal, bench: Bench) -> None:
+    def correct(self, local: LSSClient, bench: LocalTrainer) -> None:
         before = bench.gradient.clone()
         PLAIN(local, bench)
         if not bench.round:
@@ -105,13 +105,13 @@ class Lengths:
         }
 
 
-PLAIN = LSSLocal.correct
+PLAIN = LSSClient.correct
 
 
 def learn(name: str, network: nn.Module, seeds: int, treatment: str) -> dict[str, Any]:
     method, options, epochs = READINGS[name]
     accuracies, lengths = [], Lengths()
-    LSSLocal.correct = lambda local, bench: lengths.correct(local, bench)  # type: ignore[method-assign]
+    LSSClient.correct = lambda local, bench: lengths.correct(local, bench)  # type: ignore[method-assign]
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             run = fedloom.run(

@@ -27,7 +27,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def learn(folder: Path, **settings: Any) -> fedloom.Run:
+def learn(folder: Path, **settings: Any) -> fedloom.RunResult:
     if (folder / "config.toml").exists():
         return fedloom.resume(folder, report=False)
     return fedloom.run("fedavg", **settings, out=folder, report=False)

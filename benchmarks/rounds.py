@@ -36,30 +36,30 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from fedloom.config import Config
-from fedloom.data import PooledFederation, Prepare, Samples, load
-from fedloom.data.partition import partition
+from fedloom.core.rng import RngStreams
+from fedloom.data import InputTransform, PartitionedDataset, Samples, load_dataset
+from fedloom.data.partitions import partition_indices
 from fedloom.errors import InputError
-from fedloom.experiment import build
-from fedloom.models import build as build_model
-from fedloom.models.pooling import PooledConv2d
-from fedloom.request import Own
-from fedloom.streams import Streams
+from fedloom.models import build_model
+from fedloom.models.layers.pooling import PooledConv2d
+from fedloom.runs.build import build_run
+from fedloom.runs.resolve import UserObjects
 
 CLIENTS, PER_ROUND, BATCH, LR, MOMENTUM = 100, 10, 50, 0.01, 0.5
 
 
-def federation() -> tuple[PooledFederation, str]:
+def federation() -> tuple[PartitionedDataset, str]:
     """100 clients with 600 images each."""
     try:
-        data = load("fashion-mnist", download=False)
+        data = load_dataset("fashion-mnist", download=False)
         pool, prepare, name = data.train, data.prepare, "fashion-mnist"
     except InputError:
         generator = torch.Generator().manual_seed(0)
         x = torch.randint(0, 256, (60_000, 28, 28, 1), dtype=torch.uint8, generator=generator)
         pool = Samples(x, torch.randint(0, 10, (60_000,), generator=generator))
-        prepare, name = Prepare((0.2860,), (0.3530,)), "made up, 28 x 28"
-    parts = partition("iid", pool.y.numpy(), CLIENTS, Streams(0).numpy("partition"))
-    return PooledFederation(pool, parts, classes=10, prepare=prepare, name=name), name
+        prepare, name = InputTransform((0.2860,), (0.3530,)), "made up, 28 x 28"
+    parts = partition_indices("iid", pool.y.numpy(), CLIENTS, RngStreams(0).numpy("partition"))
+    return PartitionedDataset(pool, parts, classes=10, prepare=prepare, name=name), name
 
 
 def as_usual(module: nn.Module) -> nn.Module:
@@ -83,7 +83,7 @@ def as_usual(module: nn.Module) -> nn.Module:
 class Loop:
     """A sequential loop."""
 
-    def __init__(self, model: str, data: PooledFederation, careful: bool) -> None:
+    def __init__(self, model: str, data: PartitionedDataset, careful: bool) -> None:
         torch.manual_seed(0)
         self.careful = careful
         self.module = build_model(model, (1, 28, 28), 10)
@@ -129,7 +129,7 @@ def compare(model: str, rounds: int, workers: int) -> dict[str, float]:
         model=model, epochs=1, batch_size=BATCH, lr=LR, momentum=MOMENTUM, engine="host", workers=workers,
     )  # fmt: skip
     times: dict[str, list[float]] = {"plain": [], "careful": [], "fedloom": []}
-    with build(config, Own(data=data)).engine_closed() as experiment:
+    with build_run(config, UserObjects(data=data)).engine_closed() as experiment:
         for number in range(rounds + 1):
             clients = experiment.rounds.parts.server.select(number)
             torch.set_num_threads(threads)
@@ -160,7 +160,7 @@ def overhead(rounds: int, workers: int) -> float:
         data=data.name, partition="own", clients=CLIENTS, per_round=PER_ROUND, rounds=1000, eval_every=1000,
         model="cnn", epochs=0, engine="host", workers=workers,
     )  # fmt: skip
-    with build(config, Own(data=data)).engine_closed() as experiment:
+    with build_run(config, UserObjects(data=data)).engine_closed() as experiment:
         times = []
         for number in range(rounds + 2):
             start = time.perf_counter()

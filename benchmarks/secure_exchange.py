@@ -26,17 +26,22 @@ import numpy as np
 import torch
 
 from fedloom.config import make_config
-from fedloom.experiment import build
-from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.notes import Note
-from fedloom.flower.relay import Relay
-from fedloom.flower.relay_site import serve
-from fedloom.flower.sealed import Opener, Terms
-from fedloom.flower.sealed_site import SealedSite
-from fedloom.methods.recombination import MOST, is_whole, mix, recombine
-from fedloom.models import build as build_model
-from fedloom.rows import Layout
-from fedloom.streams import Streams
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.flower.secure_recombination.crypto import EncryptionTerms, LayerKeyPair
+from fedloom.flower.secure_recombination.messages import RelayMessage
+from fedloom.flower.secure_recombination.participant import ExchangeParticipant
+from fedloom.flower.secure_recombination.relay import Relay
+from fedloom.flower.secure_recombination.site import serve
+from fedloom.flower.trust.identity import Identity, SiteKeys
+from fedloom.methods._support.layer_exchange import (
+    MOST,
+    exchange_layers_until_mixed,
+    exchange_model_layers,
+    layers_have_single_owner,
+)
+from fedloom.models import build_model
+from fedloom.runs.build import build_run
 
 RUN = "0" * 32
 
@@ -51,12 +56,12 @@ def sealed(clients: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     """One exchange: bytes of one client, and processor time of one site and of the server."""
     identities = [Identity.new() for _ in range(clients)]
     roster = SiteKeys.parse("".join(one.public_line(f"site-{k}") for k, one in enumerate(identities)))
-    key = Opener()
-    terms = Terms(sizes, 0.5, False, key.public)
+    key = LayerKeyPair()
+    terms = EncryptionTerms(sizes, 0.5, False, key.public)
     layers = [np.random.default_rng(0).normal(size=size // 4).astype(np.float32).tobytes() for size in sizes]
     spent = 0.0
 
-    def ask(stage: str, questions: dict[int, Note]) -> dict[int, Note]:
+    def ask(stage: str, questions: dict[int, RelayMessage]) -> dict[int, RelayMessage]:
         nonlocal spent
         start = time.process_time()
         answers = {slot: serve(sites[slot], stage, note) for slot, note in questions.items()}
@@ -64,11 +69,12 @@ def sealed(clients: int, sizes: tuple[int, ...]) -> dict[str, Any]:
         return answers
 
     sites = {
-        k: SealedSite(identity, roster, RUN, 0, k, layers, terms, fewest=2) for k, identity in enumerate(identities)
+        k: ExchangeParticipant(identity, roster, RUN, 0, k, layers, terms, fewest=2)
+        for k, identity in enumerate(identities)
     }
     relay = Relay(ask, RUN, 0, terms, key)
     begin = time.process_time()
-    outcome = relay.exchange(ask("hello", {k: Note({"attempt": 0}) for k in sites}))
+    outcome = relay.exchange(ask("hello", {k: RelayMessage({"attempt": 0}) for k in sites}))
     total = time.process_time() - begin
     assert len(outcome.models) == clients
     return {
@@ -117,12 +123,12 @@ def whole_models(clients: int, layers: int, rounds: int) -> dict[str, Any]:
 
         def draws(purpose: str, *, client: int, number: int = number, seen: set[str] = seen) -> np.random.Generator:
             seen.add(purpose)
-            return Streams(0).numpy(purpose, number, client)
+            return RngStreams(0).numpy(purpose, number, client)
 
-        once = recombine(start, draws, 0.5)
+        once = exchange_model_layers(start, draws, 0.5)
         assert once is not None, "a single exchange is never given up"
         wholes += wholes_in(once)
-        given_up += mix(start, draws, 0.5) is None
+        given_up += exchange_layers_until_mixed(start, draws, 0.5) is None
         exchanges.append(len(seen))
     return {
         "clients": clients,
@@ -134,7 +140,7 @@ def whole_models(clients: int, layers: int, rounds: int) -> dict[str, Any]:
 
 
 def wholes_in(models: Mapping[int, list[torch.Tensor]]) -> int:
-    return sum(is_whole(int(layer) for layer in model) for model in models.values())
+    return sum(layers_have_single_owner(int(layer) for layer in model) for model in models.values())
 
 
 def linked(rounds: int) -> dict[str, Any]:
@@ -144,7 +150,7 @@ def linked(rounds: int) -> dict[str, Any]:
         {**settings, "rounds": rounds, "seed": 0, "engine": "plain", "options": {"fedmr": {"secure": True}}}
     )
     right: list[float] = []
-    with build(config).engine_closed() as experiment:
+    with build_run(config).engine_closed() as experiment:
         server: Any = experiment.rounds.parts.server
         for number in range(rounds):
             sent = server.bank.rows.clone()

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.banks import Bank
-from fedloom.gram import inner_products
-from fedloom.methods import Context
+from fedloom.config import TrainingConfig
+from fedloom.core.bank import Bank
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.core.similarity import inner_products
+from fedloom.methods import MethodContext
+from fedloom.methods._support.model_selection import SelectedModelSums, enumerate_model_selections
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
-from fedloom.methods.selection import Fixed, enumerate_all
-from fedloom.rows import Layout
-from fedloom.streams import Streams
-from fedloom.training import Training
 
 
 def network(size: int, layers: int = 20) -> nn.Module:
@@ -39,10 +39,10 @@ def network(size: int, layers: int = 20) -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
-def context(layout: Layout, clients: int, per_round: int, cache_dir: Path | None = None) -> Context:
-    return Context(
-        layout=layout, initial=layout.empty(), clients=clients, per_round=per_round, rounds=10, streams=Streams(0),
-        training=Training(), samples=lambda _: 1, criterion=nn.functional.cross_entropy, make_module=nn.Identity,
+def context(layout: Layout, clients: int, per_round: int, cache_dir: Path | None = None) -> MethodContext:
+    return MethodContext(
+        layout=layout, initial=layout.empty(), clients=clients, per_round=per_round, rounds=10, streams=RngStreams(0),
+        training=TrainingConfig(), samples=lambda _: 1, criterion=nn.functional.cross_entropy, make_module=nn.Identity,
         classes=10, shape=(1,), cache_dir=cache_dir, keep_checkpoints=2, device=torch.device("cpu"),
         make_bank=lambda count, width: Bank.memory(count, width),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def search(participants: int, cached: int, size: int) -> dict[str, float]:
     gram = inner_products(rows, common, slice(0, size)).numpy()[:-1, :-1]
     products = time.perf_counter() - start
     start = time.perf_counter()
-    enumerate_all(losses, gram, np.zeros(len(gram)), Fixed(), 1.0)
+    enumerate_model_selections(losses, gram, np.zeros(len(gram)), SelectedModelSums(), 1.0)
     fast = time.perf_counter() - start
     tried = list(itertools.islice(itertools.product(range(cached), repeat=participants), 3))
     start = time.perf_counter()

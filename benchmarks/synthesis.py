@@ -26,14 +26,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedloom.banks import Bank
-from fedloom.methods import Context
+from fedloom.config import TrainingConfig
+from fedloom.core.bank import Bank
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.methods import MethodContext
+from fedloom.methods._support.trajectory_matching import SyntheticData, match_trajectory
 from fedloom.methods.dynafed import DynaFedOptions, DynaFedRefiner
-from fedloom.methods.synthesis import Synthetic, match
-from fedloom.models import build
-from fedloom.rows import Layout
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.models import build_model
 
 
 def refiner(
@@ -41,12 +41,12 @@ def refiner(
 ) -> DynaFedRefiner:
     shape = (1, 28, 28)
     torch.manual_seed(0)
-    module = build(model, shape, 10)
+    module = build_model(model, shape, 10)
     layout = Layout.of(module)
-    context = Context(
-        layout=layout, initial=layout.read(module, device), clients=80, per_round=32, rounds=200, streams=Streams(0),
-        training=Training(), samples=lambda _: 1, criterion=torch.nn.functional.cross_entropy,
-        make_module=lambda: build(model, shape, 10), classes=10, shape=shape, cache_dir=None, keep_checkpoints=2,
+    context = MethodContext(
+        layout=layout, initial=layout.read(module, device), clients=80, per_round=32, rounds=200, streams=RngStreams(0),
+        training=TrainingConfig(), samples=lambda _: 1, criterion=torch.nn.functional.cross_entropy,
+        make_module=lambda: build_model(model, shape, 10), classes=10, shape=shape, cache_dir=None, keep_checkpoints=2,
         device=device, make_bank=lambda count, width: Bank.memory(count, width),
     )  # fmt: skip
     options = DynaFedOptions(
@@ -111,9 +111,11 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
-def _iterate(made: DynaFedRefiner, data: Synthetic, n: int, checkpoint: bool) -> None:
+def _iterate(made: DynaFedRefiner, data: SyntheticData, n: int, checkpoint: bool) -> None:
     t, target = made.segment(n)
-    found = match(made._network, data, made.inner_steps(n), made.trajectory[t], target, remember=not checkpoint)
+    found = match_trajectory(
+        made._network, data, made.inner_steps(n), made.trajectory[t], target, remember=not checkpoint
+    )
     data.images.sub_(found.gradients.images)
     data.logits.sub_(found.gradients.logits)
 

@@ -19,13 +19,13 @@ def measurements(rng: np.random.Generator, low: float, high: float, count: int) 
     return x, y.astype(np.float32)
 
 
-def make_federation(sites: int = 12) -> fedloom.Federation:
+def make_federation(sites: int = 12) -> fedloom.FederatedDataset:
     """Each site has its own stretch of x and its own number of measurements; the test set covers all of it."""
     rng = np.random.default_rng(0)
     edges = np.linspace(-1, 1, sites + 1)
     clients = [measurements(rng, edges[k], edges[k + 1], int(rng.integers(20, 60))) for k in range(sites)]
     x = np.linspace(-1, 1, 400, dtype=np.float32).reshape(-1, 1)
-    return fedloom.Federation.from_arrays(clients, test=(x, np.sin(3 * x)), name="curve")
+    return fedloom.FederatedDataset.from_arrays(clients, test=(x, np.sin(3 * x)), name="curve")
 
 
 def make_network() -> nn.Module:
@@ -38,7 +38,7 @@ def robust(output: Tensor, target: Tensor) -> Tensor:
     return F.huber_loss(output, target, delta=0.3)
 
 
-def main(rounds: int = 100) -> fedloom.Compared:
+def main(rounds: int = 100) -> fedloom.ComparisonResult:
     compared = fedloom.compare(
         ["fedavg", "scaffold"],
         data=make_federation(),

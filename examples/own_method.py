@@ -13,7 +13,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom import Bench, Context, Job, Local, Mean, Method, Options, Server, Update, register
+from fedloom import (
+    Client,
+    ClientTask,
+    ClientUpdate,
+    LocalTrainer,
+    Method,
+    MethodContext,
+    Options,
+    Server,
+    WeightedMean,
+    register,
+)
 
 # A client's part: Gaussian noise on every gradient
 
@@ -23,10 +34,10 @@ class NoiseOptions(Options):
     """standard deviation of the noise on a gradient; 0 is FedAvg"""
 
 
-class NoiseLocal(Local[NoiseOptions]):
+class NoiseLocal(Client[NoiseOptions]):
     """Ordinary training; each gradient gets noise from a stream that belongs to this round, client and step."""
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         if scale := self.options.scale:
             draw = self.context.streams.pytorch(f"my-noise {bench.steps}", bench.round, bench.client, bench.device)
             g = bench.gradient
@@ -58,19 +69,19 @@ class MomentumServer(Server[MomentumOptions]):
 
     kept = ("bank", "velocity")
 
-    def __init__(self, context: Context, options: MomentumOptions) -> None:
+    def __init__(self, context: MethodContext, options: MomentumOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
         self.velocity = torch.zeros_like(self.bank.rows[0, : context.layout.trainable])
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
-        return [Job(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0]) for client in clients]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, trainable = self.bank.rows[0], self.context.layout.trainable
         old = w[:trainable].clone()
-        mean = Mean(self.context.layout)
+        mean = WeightedMean(self.context.layout)
         for update in updates:
             mean.add(update.row, update.samples)
         if not mean.into(w):  # nobody answered: the model stays, and so does the velocity

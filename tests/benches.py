@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.bench import Batch, Bench, Workshop
-from fedloom.data import Augment, Prepare, Samples
-from fedloom.rows import Layout
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.config import TrainingConfig
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.data import Augment, InputTransform, Samples
+from fedloom.training.batches import Batch
+from fedloom.training.context import TrainingContext
+from fedloom.training.trainer import LocalTrainer
 
 
 def numbered(count: int, features: int = 3) -> Samples:
@@ -21,24 +23,24 @@ def numbered(count: int, features: int = 3) -> Samples:
 
 def make_bench(
     module: nn.Module | None = None, *, seed: int = 0, augment: Augment | None = None, **options: Any
-) -> Bench:
+) -> LocalTrainer:
     torch.manual_seed(0)
     module = module or nn.Linear(3, 2)
-    return Bench(
-        Workshop(
+    return LocalTrainer(
+        TrainingContext(
             module=module,
             layout=Layout.of(module),
             criterion=F.cross_entropy,
-            prepare=Prepare.identity(),
-            training=Training(**options),
-            streams=Streams(seed),
+            prepare=InputTransform.identity(),
+            training=TrainingConfig(**options),
+            streams=RngStreams(seed),
             classes=2,
             augment=augment,
         )
     )
 
 
-def begin(bench: Bench, samples: Samples, round: int = 0, client: int = 0) -> Bench:
+def begin(bench: LocalTrainer, samples: Samples, round: int = 0, client: int = 0) -> LocalTrainer:
     """Lay out a client's work, always from the same model."""
     start = bench.layout.empty()
     start[: bench.layout.trainable] = torch.linspace(-0.5, 0.5, bench.layout.trainable)
@@ -47,7 +49,7 @@ def begin(bench: Bench, samples: Samples, round: int = 0, client: int = 0) -> Be
     return bench
 
 
-def sgd(bench: Bench, batch: Batch) -> Tensor:
+def sgd(bench: LocalTrainer, batch: Batch) -> Tensor:
     loss = bench.loss(batch)
     bench.backward(loss)
     bench.descend()

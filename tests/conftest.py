@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.methods import catalogue
+from fedloom.methods import registry
 
 try:
     from hypothesis import settings
@@ -72,7 +72,7 @@ def command(
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: object) -> Outcome:
-        from fedloom.cli import main
+        from fedloom.cli.main import main
 
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
@@ -95,7 +95,7 @@ def _cache() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
     """Methods that a test registers are forgotten after it."""
-    known = catalogue.methods()
+    known = registry.methods()
     yield
-    catalogue._methods.clear()
-    catalogue._methods.update(known)
+    registry._methods.clear()
+    registry._methods.update(known)

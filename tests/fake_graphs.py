@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fedloom.tapes import Player, Quiet, Recording, RecordingTape
+from fedloom.devices.cuda_graphs import GraphRunner, StaticGraphOwner, _CapturedGraph, _GraphOwner
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def alias(tensor: Tensor) -> Tensor:
 class Operations(TorchDispatchMode):
     """Notes every operation that is carried out."""
 
-    def __init__(self, player: Player) -> None:
+    def __init__(self, player: _GraphOwner) -> None:
         super().__init__()
         self.player = player
         self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
@@ -40,10 +40,10 @@ class Operations(TorchDispatchMode):
                         old.copy_(new)
 
 
-class FakeGraphTape(RecordingTape):
+class FakeGraphTape(GraphRunner):
     """Records every step but the first of its kind, and replays it where the key allows."""
 
-    def capture(self, body: Callable[[], None], player: Player) -> Operations:
+    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Operations:
         # A graph is not carried out while it is recorded. This is, so what it does is taken back.
         memory, drawn = player.memory(), torch.get_rng_state()
         states = [generator.get_state() for generator in self._generators]
@@ -58,18 +58,18 @@ class FakeGraphTape(RecordingTape):
             generator.set_state(state)
         return operations
 
-    def _check(self, kind: Hashable, recording: Recording, body: Callable[[], None], player: Player) -> None:
+    def _check(self, kind: Hashable, recording: _CapturedGraph, body: Callable[[], None], player: _GraphOwner) -> None:
         super()._check(kind, TakenBack(recording, player), body, player)
 
 
 class TakenBack:
     """A replay whose draws from the host's generator are taken back: those of a GPU come from the tape's own."""
 
-    def __init__(self, recording: Recording, player: Player) -> None:
+    def __init__(self, recording: _CapturedGraph, player: _GraphOwner) -> None:
         self._recording, self._player = recording, player
 
     def replay(self) -> None:
-        if isinstance(self._player, Quiet):  # it draws nothing on the host
+        if isinstance(self._player, StaticGraphOwner):  # it draws nothing on the host
             self._recording.replay()
             return
         drawn = vars(self._player)["_host_state"]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.rows import digest
+from fedloom.core.layout import model_digest
 
 
 class Odd(nn.Module):
@@ -54,7 +54,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and digest(a.reshape(-1)) == digest(b.reshape(-1))
+    return a.shape == b.shape and a.dtype == b.dtype and model_digest(a.reshape(-1)) == model_digest(b.reshape(-1))
 
 
 @st.composite

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, rounds: int, epochs: int) -> None:
@@ -12,7 +12,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for number in range(rounds):
-        draws = Streams(0).numpy("batches", number, 0)
+        draws = RngStreams(0).numpy("batches", number, 0)
         for _ in range(epochs):
             order = torch.from_numpy(draws.permutation(len(x)))
             optimizer.zero_grad()

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom
-from fedloom import Batch, Bench, Federation, InputError, Local, Method, Options, Samples, register
-from fedloom.api import _refuse_changes
+from fedloom import Batch, Client, FederatedDataset, InputError, LocalTrainer, Method, Options, Samples, register
 from fedloom.config import make_config
-from fedloom.folder import RunFolder
-from fedloom.watching import Silent
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.execute import _refuse_changes
 
 SMALL: dict[str, Any] = {"rounds": 2, "per_round": 3, "epochs": 1, "report": False}
 
 
-def arrays(clients: int = 4, n: int = 24, classes: int = 3, seed: int = 0) -> Federation:
+def arrays(clients: int = 4, n: int = 24, classes: int = 3, seed: int = 0) -> FederatedDataset:
     """Clouds of points around one centre for each class."""
     draw = np.random.default_rng(seed)
     centres = 3 * draw.normal(size=(classes, 5))
@@ -32,7 +32,7 @@ def arrays(clients: int = 4, n: int = 24, classes: int = 3, seed: int = 0) -> Fe
         y = draw.integers(0, classes, count)
         return (centres[y] + draw.normal(size=(count, 5))).astype(np.float32), y
 
-    return Federation.from_arrays([cloud(n) for _ in range(clients)], cloud(60), classes=classes)
+    return FederatedDataset.from_arrays([cloud(n) for _ in range(clients)], cloud(60), classes=classes)
 
 
 def network() -> nn.Module:
@@ -58,7 +58,7 @@ def test_everything_of_ones_own_on_worker_processes(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(torch.tanh(self.body(x)))
 
-    class OnDemand(Federation):
+    class OnDemand(FederatedDataset):
         classes, shape = 2, (4,)
         test = Samples(torch.randn(40, 4, generator=torch.Generator().manual_seed(9)), torch.arange(40) % 2)
 
@@ -190,13 +190,13 @@ def test_the_command_says_that_such_a_run_goes_on_in_python(tmp_path: Path, comm
 
 def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fedloom.methods.methods()
-    monkeypatch.setattr("fedloom.methods.catalogue._methods", dict(fedloom.methods.catalogue._methods))
+    monkeypatch.setattr("fedloom.methods.registry._methods", dict(fedloom.methods.registry._methods))
 
     class SignOptions(Options):
         size: float = 1.0
 
-    class Sign(Local[SignOptions]):
-        def step(self, bench: Bench, batch: Batch) -> Tensor:
+    class Sign(Client[SignOptions]):
+        def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
             loss = bench.loss(batch)
             bench.backward(loss)
             bench.gradient.sign_().mul_(self.options.size)
@@ -223,7 +223,7 @@ def test_regression(tmp_path: Path, engine: str) -> None:
         x = draw.normal(size=(n, 4)).astype(np.float32)
         return x, (x @ w).astype(np.float32)
 
-    data = Federation.from_arrays([line(30) for _ in range(4)], line(50))
+    data = FederatedDataset.from_arrays([line(30) for _ in range(4)], line(50))
     assert data.classes == 0
     run = fedloom.run(
         data=data, model=nn.Linear(4, 2), out=tmp_path / "r", rounds=8, epochs=5, per_round=4, engine=engine
@@ -239,7 +239,7 @@ def test_targets_of_another_shape_than_the_output_are_refused(tmp_path: Path) ->
     """(n, 1) against (n,) would be broadcast to n x n, and train towards the mean of all targets."""
     x, y = np.zeros((8, 4), np.float32), np.zeros(8, np.float32)
     with pytest.raises(InputError, match=r"shape \(2, 1\).*\(2,\)"):
-        fedloom.run(data=Federation.from_arrays([(x, y)], (x, y)), model=nn.Linear(4, 1), out=tmp_path / "r")
+        fedloom.run(data=FederatedDataset.from_arrays([(x, y)], (x, y)), model=nn.Linear(4, 1), out=tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
@@ -306,12 +306,12 @@ def test_global_generators_and_threads_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_client_without_samples_is_idle(tmp_path: Path) -> None:
     x, y = np.ones((6, 5), np.float32), np.array([0, 1, 2, 0, 1, 2])
-    data = Federation.from_arrays([(x, y), (x[:0], y[:0]), (x, y)], (x, y))
+    data = FederatedDataset.from_arrays([(x, y), (x[:0], y[:0]), (x, y)], (x, y))
     run = fedloom.run(data=data, model=network, out=tmp_path / "r", **SMALL)
     assert [(record["idle"], record["lost"]) for record in run.history[1:]] == [(1, 0), (1, 0)]
 
 
-class Million(Federation):
+class Million(FederatedDataset):
     """A million clients, each of whose samples are made when it is asked."""
 
     classes, shape = 4, (16,)
@@ -329,7 +329,7 @@ class Million(Federation):
 def test_a_million_clients(tmp_path: Path, method: str) -> None:
     seen: list[float] = []
 
-    class Watcher(Silent):
+    class Watcher(SilentCallback):
         def record(self, record: Any) -> None:
             del record
             children = psutil.Process().children(recursive=True)
@@ -354,7 +354,7 @@ def test_a_million_clients(tmp_path: Path, method: str) -> None:
     assert run.config.clients == 1_000_000
     assert len(seen) == 3
     assert max(seen) < 2 << 30
-    assert RunFolder.open(run.path).own == ("data", "model")
+    assert RunDirectory.open(run.path).own == ("data", "model")
     assert not (run.path / "partition.json").exists()
     size = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     assert size < 1 << 20

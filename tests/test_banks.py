@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.banks import ALIGN, Bank, at_address, stride_of
+from fedloom.core.bank import ALIGN, Bank, aligned_row_stride, tensor_at_address
 
 Maker = Callable[..., Bank]
 
@@ -52,7 +52,7 @@ def test_every_sort_of_bank_behaves_alike(make: Maker, count: int, width: int, d
 @given(st.integers(1, 10_000), st.sampled_from([torch.float32, torch.float64]))
 @settings(deadline=None, max_examples=50)
 def test_stride_is_the_least_aligned_one(width: int, dtype: torch.dtype) -> None:
-    stride = stride_of(width, dtype)
+    stride = aligned_row_stride(width, dtype)
     assert width <= stride < width + ALIGN // dtype.itemsize
     assert stride * dtype.itemsize % ALIGN == 0
 
@@ -97,7 +97,7 @@ def test_located_rows_are_the_same_memory(make: Maker) -> None:
         return
     assert address == row.data_ptr()
     row.copy_(torch.arange(10.0))
-    again = at_address(address, (10,), torch.float32)
+    again = tensor_at_address(address, (10,), torch.float32)
     assert torch.equal(again, row)
     again[3] = -1
     assert row[3] == -1
@@ -105,10 +105,10 @@ def test_located_rows_are_the_same_memory(make: Maker) -> None:
     assert Bank.locate(bank.rows, Bank.made()) is None, "rows with gaps between them are not one tensor"
     assert Bank.locate(row.clone(), Bank.made()) is None
     last = bank.rows[3].data_ptr()
-    beyond = at_address(last, (ALIGN // 4 + 1,), torch.float32)
+    beyond = tensor_at_address(last, (ALIGN // 4 + 1,), torch.float32)
     assert Bank.locate(beyond[:-1], Bank.made()) == last
     assert Bank.locate(beyond, Bank.made()) is None, "it ends outside of the bank"
-    square = at_address(address, (2, 5), torch.float32)
+    square = tensor_at_address(address, (2, 5), torch.float32)
     assert square.shape == (2, 5)
     assert square[1, 0] == 5
 
@@ -119,7 +119,7 @@ def test_a_child_finds_rows_by_their_address() -> None:
     assert address is not None
 
     def fill() -> bool:
-        at_address(address, (8,), torch.float32).fill_(4.0)
+        tensor_at_address(address, (8,), torch.float32).fill_(4.0)
         return True
 
     assert in_child(fill)

@@ -8,21 +8,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benches import begin, make_bench, numbered, sgd
-from fedloom import bench as bench_module
-from fedloom.bench import Batch, Bench, Pass
 from fedloom.data import Augment, Samples
+from fedloom.training import trainer as bench_module
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
-def seen(bench: Bench, **stretch: int) -> list[list[int]]:
+def seen(bench: LocalTrainer, **stretch: int) -> list[list[int]]:
     """The numbers of the samples in each batch of one pass."""
     batches: list[list[int]] = []
 
-    def look(_: Bench, batch: Batch) -> Tensor:
+    def look(_: LocalTrainer, batch: Batch) -> Tensor:
         batches.append(batch.x[:, 0].int().tolist())
         assert torch.equal(batch.y, batch.x[:, 0].long() % 2), "labels stay with their samples"
         return torch.zeros(())
 
-    bench.run(Pass(look, **stretch))
+    bench.run(LocalSteps(look, **stretch))
     return batches
 
 
@@ -88,8 +89,8 @@ def test_batches_do_not_depend_on_how_they_are_gathered(chunk: int, monkeypatch:
 
 def test_a_client_without_samples_does_nothing() -> None:
     bench = begin(make_bench(), numbered(0))
-    bench.run(Pass(sgd))
-    bench.run(Pass(sgd, steps=5))
+    bench.run(LocalSteps(sgd))
+    bench.run(LocalSteps(sgd, steps=5))
     assert bench.samples == bench.steps == 0
     assert torch.equal(bench.row, bench.received)
     assert np.isnan(bench.mean_loss)
@@ -107,9 +108,9 @@ def test_augmentation_draws_are_keyed() -> None:
         bench = make_bench(module, seed=seed, augment=Augment(crop=True, flip=True), batch_size=0, epochs=1)
         begin(bench, images(8), round, client)
         taken: list[Tensor] = []
-        bench.run(Pass(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
+        bench.run(LocalSteps(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
         bench.restart()
-        bench.run(Pass(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
+        bench.run(LocalSteps(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
         assert torch.equal(taken[0], taken[1]), "restart brings the same draws"
         assert not torch.equal(taken[0], images(8).x)
         return taken[0]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benches import begin, make_bench, normed, numbered, sgd
-from fedloom.bench import Pass, Score, score_chunks
+from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.data import Samples
+from fedloom.training.trainer import LocalSteps
 
 
 def test_score_is_what_the_model_does_in_evaluation() -> None:
@@ -54,21 +55,21 @@ def test_scores_add_up_however_the_samples_are_cut(sizes: list[int]) -> None:
 @settings(deadline=None, max_examples=30)
 def test_score_chunks_cover_the_test_set_in_order(count: int) -> None:
     test = Samples(torch.zeros(count, 1), torch.zeros(count, dtype=torch.int64))
-    covered = [index for chunk in score_chunks(test) for index in range(count)[chunk]]
+    covered = [index for chunk in evaluation_slices(test) for index in range(count)[chunk]]
     assert covered == list(range(count))
 
 
 def test_a_score_without_classes_has_no_accuracy() -> None:
     none = np.zeros(0, dtype=np.int64)
-    assert Score(6.0, 3, none, none).accuracy is None
-    assert Score(6.0, 3, none, none).loss == 2.0
+    assert EvaluationResult(6.0, 3, none, none).accuracy is None
+    assert EvaluationResult(6.0, 3, none, none).loss == 2.0
 
 
 def test_scoring_between_clients_does_not_change_training() -> None:
     bench = begin(make_bench(normed()), numbered(8), client=1)
-    bench.run(Pass(sgd))
+    bench.run(LocalSteps(sgd))
     alone = bench.row.clone()
     bench.score(torch.ones_like(alone), numbered(4))
     begin(bench, numbered(8), client=1)
-    bench.run(Pass(sgd))
+    bench.run(LocalSteps(sgd))
     assert torch.equal(bench.row[: bench.layout.floats], alone[: bench.layout.floats])

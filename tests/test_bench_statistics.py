@@ -9,39 +9,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom import bench as bench_module
-from fedloom.bench import Bench, Workshop
-from fedloom.config import command_of, make_config
-from fedloom.data import Augment, Prepare, Samples
-from fedloom.methods.base import Local, Options
-from fedloom.rows import Kind, Layout
-from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_run
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.config import TrainingConfig, config_to_command, make_config
+from fedloom.core.layout import Layout, TensorKind
+from fedloom.core.rng import RngStreams
+from fedloom.data import Augment, InputTransform, Samples
+from fedloom.methods.base import Client, Options
+from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, simple_network, small_run
+from fedloom.training import trainer as bench_module
+from fedloom.training.context import TrainingContext
+from fedloom.training.trainer import LocalTrainer
 
 
-def seat(count: int, module: nn.Module | None = None, augment: Augment | None = None, **options: Any) -> Bench:
+def seat(count: int, module: nn.Module | None = None, augment: Augment | None = None, **options: Any) -> LocalTrainer:
     """A bench with a client of `count` samples, whose first feature rises: samples lie in order, as classes do."""
     torch.manual_seed(0)
     module = module or nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    layout, training = Layout.of(module), Training(**{"batch_size": 4, "lr": 0.1, **options})
-    shop = Workshop(
-        module, layout, F.cross_entropy, Prepare.identity(), training, Streams(0), classes=2, augment=augment
+    layout, training = Layout.of(module), TrainingConfig(**{"batch_size": 4, "lr": 0.1, **options})
+    shop = TrainingContext(
+        module, layout, F.cross_entropy, InputTransform.identity(), training, RngStreams(0), classes=2, augment=augment
     )
     x = torch.stack([torch.linspace(5, 9, count), torch.randn(count)], dim=1)
-    bench = Bench(shop)
+    bench = LocalTrainer(shop)
     received = layout.read(module)
     bench.begin(0, 0, Samples(x, torch.arange(count) % 2), layout.empty(), received, {}, {}, {}, True)
     return bench
 
 
-def train(bench: Bench) -> None:
-    for piece in Local(None, Options()).train(bench):  # type: ignore[arg-type]
+def train(bench: LocalTrainer) -> None:
+    for piece in Client(None, Options()).train(bench):  # type: ignore[arg-type]
         bench.run(piece)
     bench.finish()
 
 
-def tensors(bench: Bench) -> dict[str, Tensor]:
+def tensors(bench: LocalTrainer) -> dict[str, Tensor]:
     return bench.layout.state_dict(bench.row)
 
 
@@ -89,7 +89,7 @@ def test_nothing_else_changes() -> None:
     train(estimated)
     for entry in running.layout.entries:
         a, b = tensors(running)[entry.name], tensors(estimated)[entry.name]
-        if entry.kind is Kind.BUFFER:
+        if entry.kind is TensorKind.BUFFER:
             assert not torch.equal(a, b), entry.name
         else:  # weights, and the counters of training batches
             assert torch.equal(a, b), entry.name
@@ -199,19 +199,19 @@ def test_networks_may_have_many_batch_norms() -> None:
 
 
 def test_it_is_a_setting_of_every_method_and_engine() -> None:
-    settings = {"rounds": 2, "federation": SmallFederation(sizes={0: 0, 1: 1}), "per_round": 8}
+    settings = {"rounds": 2, "federation": SmallFederatedDataset(sizes={0: 0, 1: 1}), "per_round": 8}
     for method in ("fedavg", "fedcross+fedprox"):
         running = small_run(method, {}, **settings)
         plain = small_run(method, {}, statistics="estimated", **settings)
         host = small_run(method, {}, statistics="estimated", engine="host", workers=2, **settings)
         assert plain.digest == host.digest != running.digest
         assert not any(record["lost"] for record in plain.records)
-    alike = {small_run("fedavg", {}, model=plain_network, statistics=s).digest for s in ("running", "estimated")}
+    alike = {small_run("fedavg", {}, model=simple_network, statistics=s).digest for s in ("running", "estimated")}
     assert len(alike) == 1, "without batch norm it makes no difference"
-    assert any(isinstance(module, nn.BatchNorm1d) for module in normed_network().modules())
+    assert any(isinstance(module, nn.BatchNorm1d) for module in batch_norm_network().modules())
 
 
 def test_the_command_says_it() -> None:
     config = make_config({"statistics": "estimated"})
-    assert "--statistics estimated" in command_of(config)
-    assert "--statistics" not in command_of(make_config({}))
+    assert "--statistics estimated" in config_to_command(config)
+    assert "--statistics" not in config_to_command(make_config({}))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedloom
-from fedloom import beside, playing
-from fedloom.api import resume
-from fedloom.beside import Beside, copied
-from fedloom.checkpoints import Checkpoints
-from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError
-from fedloom.storage import Rhythm, write_json, write_tensors
-from fedloom.watching import Silent
+from fedloom.runs import checkpoints as beside
+from fedloom.runs import loop
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.checkpoints import Checkpoints, _BackgroundWriter, _snapshot_tensors
+from fedloom.runs.execute import resume
+from fedloom.training.local_training import ClientStates
+from fedloom.utils.storage import Rhythm, write_json, write_safetensors
 
 CPU = torch.device("cpu")
 RUN: dict[str, Any] = {
@@ -38,12 +38,12 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go, self.waiting = threading.Event(), threading.Event()
-        patch.setattr("fedloom.checkpoints.write_tensors", self._write)
+        patch.setattr("fedloom.runs.checkpoints.write_safetensors", self._write)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], check: Callable[[], None]) -> str:
         self.waiting.set()
         assert self.go.wait(30), "nobody let it go"
-        return write_tensors(path, tensors, check=check)
+        return write_safetensors(path, tensors, check=check)
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     one.go.set()
 
 
-def homes_of(values: dict[int, float]) -> Homes:
-    homes = Homes({"c": (3,)}, torch.float32)
+def homes_of(values: dict[int, float]) -> ClientStates:
+    homes = ClientStates({"c": (3,)}, torch.float32)
     for client, value in values.items():
         homes.keep(client, {"c": torch.full((3,), value)})
     return homes
@@ -139,11 +139,13 @@ def test_what_goes_wrong_is_told_once_and_nothing_is_lost(
         if path.name == fails:
             done.set()
             raise FedloomError("cannot write: No space left on device.")
-        return write_tensors(path, *given, **named) if path.suffix == ".safetensors" else str(write_json(path, *given))
+        return (
+            write_safetensors(path, *given, **named) if path.suffix == ".safetensors" else str(write_json(path, *given))
+        )
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedloom.checkpoints.write_tensors", full)
-        patch.setattr("fedloom.checkpoints.write_json", full)
+        patch.setattr("fedloom.runs.checkpoints.write_safetensors", full)
+        patch.setattr("fedloom.runs.checkpoints.write_json", full)
         checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
         assert done.wait(30)
 
@@ -192,7 +194,7 @@ def test_any_order_of_both_ways_saves_the_same(
 
 def test_copies_are_apart_and_kept_as_they_are() -> None:
     originals = [torch.arange(6.0).view(2, 3).t(), torch.ones(1).expand(4), torch.tensor(3), torch.empty(0, 2)]
-    copies = copied(originals)
+    copies = _snapshot_tensors(originals)
     assert copies is not None
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(originals, copies, strict=True))
     originals[0].zero_()
@@ -204,9 +206,9 @@ def test_without_memory_for_copies_it_is_written_at_once(tmp_path: Path, monkeyp
 
     def noted(path: Path, tensors: dict[str, Tensor], **_: Any) -> str:
         threads.add(threading.get_ident())
-        return write_tensors(path, tensors)
+        return write_safetensors(path, tensors)
 
-    monkeypatch.setattr("fedloom.checkpoints.write_tensors", noted)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", noted)
     monkeypatch.setattr(beside, "MOST_ON_HOST", 39)
     checkpoints, homes = Checkpoints(tmp_path), homes_of({})
     checkpoints.save(1, {"model": torch.ones(10)}, homes, beside=CPU)
@@ -224,12 +226,12 @@ def test_a_device_that_has_no_room_after_all_gives_no_copies(monkeypatch: pytest
             raise torch.OutOfMemoryError("there is none")
 
     monkeypatch.setattr(Tensor, "detach", lambda self: self)
-    assert copied([torch.ones(2).as_subclass(Large)]) is None
+    assert _snapshot_tensors([torch.ones(2).as_subclass(Large)]) is None
 
 
 def test_work_is_done_one_after_the_other() -> None:
     order: list[str] = []
-    go, work = threading.Event(), Beside()
+    go, work = threading.Event(), _BackgroundWriter()
 
     def first() -> None:
         assert go.wait(30)
@@ -272,7 +274,7 @@ def aside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         save(self, round, *rest, beside=beside)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
-    monkeypatch.setattr(playing, "_beside", lambda _: CPU)
+    monkeypatch.setattr(loop, "_beside", lambda _: CPU)
     return made
 
 
@@ -291,7 +293,7 @@ def test_a_run_is_the_same_and_its_last_checkpoint_is_waited_for(
     assert files(run.path) == files(plain.path)
 
 
-class Stops(Silent):
+class Stops(SilentCallback):
     def __init__(self) -> None:
         self.left = 2
 
@@ -312,7 +314,7 @@ def test_a_run_that_is_stopped_has_its_checkpoint_on_the_disk(tmp_path: Path, mo
 def test_a_run_that_fails_ends_its_writing_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
     """Nothing is written to a run that is over, and the reason that is told is the run's."""
     aside(monkeypatch)
-    play = fedloom.rounds.Rounds.play
+    play = fedloom.runs.round.RoundRunner.play
 
     def dies(self: Any, round: int) -> dict[str, Any]:
         if round == 1:
@@ -321,7 +323,7 @@ def test_a_run_that_fails_ends_its_writing_first(tmp_path: Path, monkeypatch: py
             raise Killed
         return play(self, round)
 
-    monkeypatch.setattr(fedloom.rounds.Rounds, "play", dies)
+    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "play", dies)
     with pytest.raises(Killed):
         fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r")
     assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [1]
@@ -331,7 +333,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
     aside(monkeypatch)
-    play, ended = fedloom.rounds.Rounds.play, list[bool]()
+    play, ended = fedloom.runs.round.RoundRunner.play, list[bool]()
 
     def interrupted(self: Any, round: int) -> dict[str, Any]:
         if round == 1:
@@ -340,11 +342,11 @@ def test_ctrl_c_twice_does_not_wait_for_the_writing(
             raise KeyboardInterrupt
         return play(self, round)
 
-    class Told(Silent):
+    class Told(SilentCallback):
         def end(self) -> None:
             ended.append(True)
 
-    monkeypatch.setattr(fedloom.rounds.Rounds, "play", interrupted)
+    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "play", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", watcher=Told())
     assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [], "it was broken off"
@@ -355,7 +357,7 @@ def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside(monkeypatch)
-    play, played, failed = fedloom.rounds.Rounds.play, list[int](), threading.Event()
+    play, played, failed = fedloom.runs.round.RoundRunner.play, list[int](), threading.Event()
 
     def full(path: Path, *_: Any, **__: Any) -> str:
         failed.set()
@@ -367,8 +369,8 @@ def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
         time.sleep(0.01)
         return play(self, round)
 
-    monkeypatch.setattr("fedloom.checkpoints.write_tensors", full)
-    monkeypatch.setattr(fedloom.rounds.Rounds, "play", counted)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", full)
+    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "play", counted)
     with pytest.raises(FedloomError, match=r"cannot write .*round-000001\.safetensors: No space left on device"):
         fedloom.run("fedavg", **{**RUN, "rounds": 99}, checkpoint_seconds=1e-9, out=tmp_path / "r")
     assert len(played) < 99, "not only in the end"
@@ -385,7 +387,7 @@ def test_on_a_gpu_what_is_written_beside_is_what_is_written_at_once(
     found = []
     for device in (torch.device("cuda"), None):
         with monkeypatch.context() as patch:
-            patch.setattr(playing, "_beside", lambda _, device=device: device)
+            patch.setattr(loop, "_beside", lambda _, device=device: device)
             run = fedloom.run(method, **settings, out=tmp_path / str(device))
         files = {p.name: p.read_bytes() for p in (run.path / "checkpoints").glob("*.safetensors")}
         found.append((run.digest, files))

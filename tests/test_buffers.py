@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import fedloom
 from benches import Counting, begin, make_bench, numbered, sgd
-from fedloom.bench import Pass
 from fedloom.errors import FedloomError
+from fedloom.training.trainer import LocalSteps
 
 
-def played(out: Path, model: Callable[[], nn.Module], engine: str) -> fedloom.Run:
+def played(out: Path, model: Callable[[], nn.Module], engine: str) -> fedloom.RunResult:
     few = {"clients": 5, "per_round": 4, "rounds": 3, "steps": 7, "engine": engine, "workers": 2}
     return fedloom.run(model=model, out=out, report=False, **few)
 
@@ -39,13 +39,13 @@ def test_a_score_depends_on_the_row_alone_and_training_goes_on_as_before(write: 
 
     def trained(scored: bool) -> tuple[Tensor, Tensor]:
         bench = begin(make_bench(Counting(write, persistent, 3, 2), batch_size=4), samples)
-        bench.run(Pass(sgd, steps=3))
+        bench.run(LocalSteps(sgd, steps=3))
         if scored:
             other = bench.layout.empty()
             first, again = bench.score(other, samples), bench.score(other, samples)
             assert first.loss == again.loss
             assert not other.any()
-        bench.run(Pass(sgd, steps=2))
+        bench.run(LocalSteps(sgd, steps=2))
         return bench.row.clone(), bench.module.get_buffer("count").clone()
 
     (row, count), (undisturbed, counted) = trained(scored=True), trained(scored=False)
@@ -56,10 +56,10 @@ def test_a_score_depends_on_the_row_alone_and_training_goes_on_as_before(write: 
 
 def test_a_client_that_starts_again_does_not_find_what_it_left_there() -> None:
     bench = begin(make_bench(Counting("anew", False, 3, 2), batch_size=4), numbered(12))
-    bench.run(Pass(sgd, steps=3))
+    bench.run(LocalSteps(sgd, steps=3))
     first = bench.row.clone()
     bench.restart()
-    bench.run(Pass(sgd, steps=3))
+    bench.run(LocalSteps(sgd, steps=3))
     assert torch.equal(bench.row, first)
 
 
@@ -84,9 +84,9 @@ def test_a_buffer_that_changes_its_shape_is_refused_where_it_is_part_of_the_mode
     with pytest.raises(
         FedloomError, match=r"one of shape \(4, 1\) in the place of its buffer places, which has shape \(1, 1\)"
     ):
-        bench.run(Pass(sgd, steps=1))
+        bench.run(LocalSteps(sgd, steps=1))
     bench = begin(make_bench(Longer(persistent=False), batch_size=4), numbered(12))
-    bench.run(Pass(sgd, steps=3))
+    bench.run(LocalSteps(sgd, steps=3))
     assert bench.module.get_buffer("places").shape == (4, 1)
     bench.restart()
     assert bench.module.get_buffer("places").shape == (1, 1)

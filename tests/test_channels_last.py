@@ -12,19 +12,18 @@ from torch import nn
 
 import fedloom
 from fedloom.config import make_config
-from fedloom.data import Federation
-from fedloom.engines import PlainEngine
-from fedloom.errors import InputError
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment, build
-from fedloom.fitting import spoilt_by_channels_last
-from fedloom.ground import build_shop, lay_ground
-from fedloom.models import build as build_network
-from fedloom.request import Own
-from fedloom.watching import Silent, Stopped
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.data import FederatedDataset
+from fedloom.engines.sequential import SequentialEngine
+from fedloom.errors import InputError, RunStopped
+from fedloom.models import build_model as build_network
+from fedloom.runs.build import BuiltRun, _prepare_run, build_run, build_run_for_site
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.check_model import check_channels_last
+from fedloom.runs.resolve import UserObjects
 
 
-class Stopping(Silent):
+class Stopping(SilentCallback):
     """Wants the run to stop after its first round."""
 
     def wants_stop(self) -> bool:
@@ -37,17 +36,17 @@ GIVEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def images() -> Federation:
+def images() -> FederatedDataset:
     draw = np.random.default_rng(0)
     clients = [(draw.normal(size=(4, 3, 16, 16)).astype(np.float32), np.arange(4) % 3) for _ in range(2)]
-    return Federation.from_arrays(clients, classes=3, name="images")
+    return FederatedDataset.from_arrays(clients, classes=3, name="images")
 
 
-def experiment(network: Callable[[], nn.Module], **settings: Any) -> Experiment:
-    return build(make_config({**GIVEN, "engine": "plain", **settings}), Own(images(), network))
+def experiment(network: Callable[[], nn.Module], **settings: Any) -> BuiltRun:
+    return build_run(make_config({**GIVEN, "engine": "plain", **settings}), UserObjects(images(), network))
 
 
-def ordered(experiment: Experiment) -> bool:
+def ordered(experiment: BuiltRun) -> bool:
     experiment.engine.close()
     return any(entry.channels_last for entry in experiment.layout.entries)
 
@@ -60,7 +59,7 @@ def narrow(channels: int = 4, stride: int | tuple[int, int] = 2, size: int = 1, 
 
 @pytest.mark.parametrize("name", ["cnn", "lenet", "vgg16", "resnet20", "resnet18", "resnet50", "convnet"])
 def test_networks_as_wide_as_the_papers_have_them_are_kept_so_on_a_cpu(name: str) -> None:
-    assert spoilt_by_channels_last(build_network(name, (3, 32, 32), 10)) is None
+    assert check_channels_last(build_network(name, (3, 32, 32), 10)) is None
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,8 @@ def test_a_step_of_such_a_network_is_right(channels: int) -> None:
         F.cross_entropy(network(prepared), samples.y).backward()  # a batch of all samples, in whatever order
         expected = [parameter.grad for parameter in network.parameters()]
         for _ in range(20):  # what is written beyond its room need not hit something at once
-            (answer,) = made.engine.train(0, [Job(0, start)])
-            assert isinstance(answer, Update)
+            (answer,) = made.engine.train(0, [ClientTask(0, start)])
+            assert isinstance(answer, ClientUpdate)
             both = zip(layout.views(answer.row), layout.views(start), strict=True)
             ours = [(before - after).double() / made.config.lr for after, before in both]
             for found, right in zip(ours, expected, strict=True):
@@ -113,9 +112,9 @@ def test_models_of_sites_with_other_devices_lie_alike(
     """They travel as they lie: another order would be taken for other weights."""
     layouts = []
     for device in ("cpu", "meta"):  # which is not a CPU either, and needs no GPU
-        monkeypatch.setattr("fedloom.ground.make_device", lambda _, device=device: torch.device(device))
-        own = Own(images(), lambda: narrow(channels))
-        _, shop = build_shop(make_config({**GIVEN, "engine": "plain"}), own)
+        monkeypatch.setattr("fedloom.runs.build.select_device", lambda _, device=device: torch.device(device))
+        own = UserObjects(images(), lambda: narrow(channels))
+        _, shop = build_run_for_site(make_config({**GIVEN, "engine": "plain"}), own)
         layouts.append(shop.workshop.layout)
     assert layouts[0].entries == layouts[1].entries
     assert any(entry.channels_last for entry in layouts[0].entries) is kept
@@ -134,7 +133,7 @@ def test_models_of_sites_with_other_devices_lie_alike(
 def test_elsewhere_it_depends_on_the_network_and_the_precision(
     settings: dict[str, Any], ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.ground.make_device", lambda _: torch.device("meta"))  # which is not a CPU either
+    monkeypatch.setattr("fedloom.runs.build.select_device", lambda _: torch.device("meta"))  # which is not a CPU either
 
     def wide() -> nn.Module:
         return nn.Sequential(
@@ -142,7 +141,7 @@ def test_elsewhere_it_depends_on_the_network_and_the_precision(
         )
 
     config = make_config({**GIVEN, "engine": "plain", "device": "cuda", **settings})
-    ground = lay_ground(config, Own(images(), wide), PlainEngine)
+    ground = _prepare_run(config, UserObjects(images(), wide), SequentialEngine)
     assert ground.channels_last is ordered
     assert any(entry.channels_last for entry in ground.layout.entries) is ordered
 
@@ -155,9 +154,9 @@ def test_models_in_another_order_are_not_taken_up(tmp_path: Path, monkeypatch: p
 
     given = {"rounds": 3, "steps": 1, "engine": "plain", "report": False, "checkpoint_seconds": 0}
     out = tmp_path / "run"
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         fedloom.run("fedavg", images(), wide, out=out, watcher=Stopping(), **given)
-    monkeypatch.setattr("fedloom.ground.spoilt_by_channels_last", lambda module: "1")
+    monkeypatch.setattr("fedloom.runs.build.check_channels_last", lambda module: "1")
     with pytest.raises(InputError, match="lie in another order, than the network"):
         fedloom.resume(out, data=images(), model=wide, report=False)
     monkeypatch.undo()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedloom
-from fedloom import storage
-from fedloom.checkpoints import Checkpoints
-from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError, InputError
-from fedloom.storage import LARGEST_SHARE, Rhythm, read_json, read_tensors, write_json
+from fedloom.runs.checkpoints import Checkpoints
+from fedloom.training.local_training import ClientStates
+from fedloom.utils import storage
+from fedloom.utils.storage import LARGEST_SHARE, Rhythm, read_json, read_safetensors, write_json
 
 SHAPES = {"c": (3,), "m": (2, 2)}
 
@@ -35,16 +35,16 @@ def value_of(round: int, client: int) -> dict[str, Tensor]:
     return {"c": torch.full((3,), round + client / 100), "m": torch.full((2, 2), float(client))}
 
 
-def keep(homes: Homes, round: int, clients: list[int]) -> None:
+def keep(homes: ClientStates, round: int, clients: list[int]) -> None:
     for client in clients:
         homes.keep(client, value_of(round, client))
 
 
-def empty_homes() -> Homes:
-    return Homes(SHAPES, torch.float32)
+def empty_homes() -> ClientStates:
+    return ClientStates(SHAPES, torch.float32)
 
 
-def snapshot(state: dict[str, Any], homes: Homes) -> str:
+def snapshot(state: dict[str, Any], homes: ClientStates) -> str:
     """State and homes as text that is equal exactly when they are."""
     server = state["server"]
     kept = {c: {name: tensor.tolist() for name, tensor in homes.get(c).items()} for c in homes.clients()}
@@ -76,7 +76,7 @@ def test_homes_copy_what_they_keep_and_remember_what_changed() -> None:
     assert homes.clients() == [2, 4]
     assert len(homes) == 2
     assert homes.changed == {2, 4}
-    nothing = Homes({}, torch.float32)
+    nothing = ClientStates({}, torch.float32)
     nothing.keep(1, {})
     assert len(nothing) == 0
     assert not nothing.changed
@@ -125,7 +125,7 @@ def test_only_changed_clients_are_written(tmp_path: Path) -> None:
     before = (tmp_path / "clients-000001.safetensors").read_bytes()
     keep(homes, 2, [3, 7])
     checkpoints.save(2, state_of(2), homes)
-    assert {name.partition("/")[0] for name in read_tensors(tmp_path / "clients-000002.safetensors")} == {"3", "7"}
+    assert {name.partition("/")[0] for name in read_safetensors(tmp_path / "clients-000002.safetensors")} == {"3", "7"}
     assert (tmp_path / "clients-000001.safetensors").read_bytes() == before
     checkpoints.save(3, state_of(3), homes)
     assert not (tmp_path / "clients-000003.safetensors").exists(), "nothing changed"
@@ -348,7 +348,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_take_little_of_the_time(
 ) -> None:
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
+        patch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
         rhythm, saved_at, last = Rhythm(seconds), 0.0, 0.0
         for each in took:
             rounds = 0
@@ -374,7 +374,7 @@ def test_a_run_whose_checkpoints_take_long_writes_few(
         time.sleep(0.3)  # so that the next is due after 15 s, when this run is over
         write_json(path, value)
 
-    monkeypatch.setattr("fedloom.checkpoints.write_json", slow)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_json", slow)
     fedloom.run("fedavg", model="logreg", clients=4, per_round=2, rounds=6, engine="plain", report=False,
                 checkpoint_seconds=seconds, out=tmp_path / "run")  # fmt: skip
     assert len(saved) == times

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom import folder as folders
 from fedloom.errors import InputError
-from fedloom.folder import RunFolder, alone, claimed, refuse_occupied
+from fedloom.runs import directory as folders
+from fedloom.runs.directory import RunDirectory, claimed, lock_directory, refuse_occupied
+from fedloom.utils import system
 from tiny_runs import TINY, TINY_OPTIONS, tiny
 
 WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "plain", "--quiet")))
 CLEAN = multiprocessing.get_context("forkserver")  # a process that has trained cannot be forked and train again
-CLEAN.set_forkserver_preload(["fedloom.cli", "fedloom.api", "fedloom.comparing", "fedloom.pretraining"])
+CLEAN.set_forkserver_preload(
+    ["fedloom.cli.main", "fedloom.runs.execute", "fedloom.runs.compare", "fedloom.runs.pretrain"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(*words: str) -> None:
     """The command; where it fails, its exit code and what it said are the error."""
-    from fedloom.cli import main
+    from fedloom.cli.main import main
 
     said = io.StringIO()
     try:
@@ -45,12 +48,12 @@ def command(*words: str) -> None:
 def slow_command(*words: str) -> None:
     """The command with a pause before it writes config.toml, for others to come in between; it waits for nobody."""
 
-    def slow(*given: Any, to_toml: Callable[..., str] = folders.to_toml) -> str:
+    def slow(*given: Any, to_toml: Callable[..., str] = folders.settings_to_toml) -> str:
         time.sleep(1)
         return to_toml(*given)
 
-    folders.to_toml = slow  # type: ignore[assignment]
-    folders.PATIENCE = 1
+    folders.settings_to_toml = slow  # type: ignore[assignment]
+    system.PATIENCE = 1
     command(*words)
 
 
@@ -94,7 +97,7 @@ def test_of_several_processes_one_gets_a_folder(tmp_path: Path) -> None:
         assert text.count("\n") == 1
         assert "r is not empty; choose another --out" in text or "another process is at work on r;" in text
     winner = said.index("")
-    run = RunFolder.open(tmp_path / "r")
+    run = RunDirectory.open(tmp_path / "r")
     assert run.config.seed == winner
     assert [record["round"] for record in run.history()] == [0, 1, 2, 3]
     assert fedloom.verify(tmp_path / "r") == (run.summary()["digest"],) * 2  # type: ignore[index]
@@ -104,7 +107,7 @@ def test_ten_commands_started_together_make_ten_runs(tmp_path: Path) -> None:
     assert at_once(command, [("run", "fedavg", *WORDS, "--rounds", "1")] * 10) == [""] * 10
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert names == [f"fedavg-digits-seed0-{number:03d}" for number in range(1, 11)]
-    digests = {RunFolder.open(tmp_path / "runs" / name).summary()["digest"] for name in names}  # type: ignore[index]
+    digests = {RunDirectory.open(tmp_path / "runs" / name).summary()["digest"] for name in names}  # type: ignore[index]
     assert len(digests) == 1
 
 
@@ -176,7 +179,7 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
     """The lock it waited for is removed, and so may the folder be: it must not believe that it holds a lock then."""
     (tmp_path / "there").mkdir()
     path, held = tmp_path / name, list[bool]()
-    monkeypatch.setattr(folders, "PATIENCE", 100)
+    monkeypatch.setattr(system, "PATIENCE", 100)
 
     def take() -> None:
         with claimed(path, refuse_occupied):
@@ -189,8 +192,8 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
         time.sleep(0.2)
     while not held:
         time.sleep(0.01)
-    monkeypatch.setattr(folders, "PATIENCE", 1)
-    with pytest.raises(InputError, match="another process is at work"), alone(path):
+    monkeypatch.setattr(system, "PATIENCE", 1)
+    with pytest.raises(InputError, match="another process is at work"), lock_directory(path):
         raise AssertionError("the lock was given twice")
     thread.join()
     assert path.exists() == (name == "there")

@@ -14,11 +14,11 @@ import torch
 
 import fedloom
 from fedloom.config import Config
-from fedloom.experiment import build
-from fedloom.folder import RunFolder
-from fedloom.pretraining import Pretraining
-from fedloom.rows import Layout, digest
-from fedloom.storage import read_tensors
+from fedloom.core.layout import Layout, model_digest
+from fedloom.runs.build import build_run
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.pretrain import PretrainConfig
+from fedloom.utils.storage import read_safetensors
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
@@ -37,14 +37,14 @@ class _Page(HTMLParser):
 
 def row_digest(folder: Path) -> str:
     """The digest of the model in a run's folder, worked out from its file alone."""
-    config = RunFolder.open(folder).config
-    experiment = build(Config(**{**config.model_dump(), "engine": "plain"}))
+    config = RunDirectory.open(folder).config
+    experiment = build_run(Config(**{**config.model_dump(), "engine": "plain"}))
     experiment.engine.close()
-    tensors, layout = read_tensors(folder / "model.safetensors"), experiment.layout
+    tensors, layout = read_safetensors(folder / "model.safetensors"), experiment.layout
     row = layout.empty()
     for entry in layout.entries:
         entry.view(row).copy_(tensors[entry.name])
-    return digest(row)
+    return model_digest(row)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold"])
@@ -107,7 +107,7 @@ def test_runs_are_numbered_and_never_overwritten(command: Command, tmp_path: Pat
 
 def test_eval_every_scores_the_last_round_whatever_it_is(command: Command, tmp_path: Path) -> None:
     command("run", "fedavg", *TINY, "--rounds", 5, "--eval-every", 3, "--out", "r", "--json").result  # noqa: B018
-    scored = [r["round"] for r in RunFolder.open(tmp_path / "r").history() if "accuracy" in r]
+    scored = [r["round"] for r in RunDirectory.open(tmp_path / "r").history() if "accuracy" in r]
     assert scored == [0, 3, 5]
 
 
@@ -115,7 +115,7 @@ def test_a_run_can_be_described_by_its_own_config(command: Command, tmp_path: Pa
     """Every setting that was given is in config.toml, defaults included, and reads back as it was."""
     options = ("--set", "fedprox.mu=0.25", "--lr", 0.125, "--clip", 3, "--momentum", 0.5, "--nesterov")
     command("run", "fedprox", *TINY, *options, "--out", "r", "--json").result  # noqa: B018
-    config = RunFolder.open(tmp_path / "r").config
+    config = RunDirectory.open(tmp_path / "r").config
     assert config.options["fedprox"] == {"mu": 0.25}
     assert (config.lr, config.clip, config.momentum, config.nesterov) == (0.125, 3.0, 0.5, True)
 
@@ -169,7 +169,7 @@ def test_help_and_version(command: Command) -> None:
 
 
 def test_help_speaks_of_options_as_they_are_typed(command: Command) -> None:
-    names = [name for name in {**Config.model_fields, **Pretraining.model_fields} if "_" in name]
+    names = [name for name in {**Config.model_fields, **PretrainConfig.model_fields} if "_" in name]
     for words in ("run", "compare", "resume", "pretrain"):
         text = command(words, "--help").out
         assert [name for name in names if name in text] == []
@@ -221,7 +221,7 @@ def test_options_of_one_method_go_to_that_method(command: Command, tmp_path: Pat
     ended = command("compare", "fedavg", "fedprox", *TINY, "--set", "fedprox.mu=0.0", "--out", "c", "--json")
     first, second = ended.result["runs"]
     assert first["digest"] == second["digest"]
-    assert "fedprox" not in RunFolder.open(tmp_path / "c" / "fedavg-seed0").config.options
+    assert "fedprox" not in RunDirectory.open(tmp_path / "c" / "fedavg-seed0").config.options
 
 
 def test_compare_goes_on_and_does_not_redo_what_is_done(command: Command, tmp_path: Path) -> None:
@@ -335,11 +335,11 @@ def test_a_moved_run_is_still_a_run(command: Command, tmp_path: Path) -> None:
 def test_a_method_of_ones_own_by_import(command: Command, tmp_path: Path) -> None:
     """A file registers a method; it runs, is listed, composes, is resumed and verified without --import."""
     (tmp_path / "mine.py").write_text(
-        "from fedloom import Local, Method, Options, register\n"
+        "from fedloom import Client, Method, Options, register\n"
         "class MyOptions(Options):\n"
         "    factor: float = 1.0\n"
         "    '''factor on the gradient'''\n"
-        "class Mine(Local[MyOptions]):\n"
+        "class Mine(Client[MyOptions]):\n"
         "    def correct(self, bench):\n"
         "        bench.gradient.mul_(self.options.factor)\n"
         "register(Method(name='mine', summary='my own', reference='', options=MyOptions,"
@@ -372,7 +372,7 @@ def test_the_layout_of_a_row_is_the_state_dict(command: Command, tmp_path: Path)
     command("run", "fedavg", *TINY, "--model", "mlp", "--out", "r", "--json").result  # noqa: B018
     from fedloom import models
 
-    module = models.build("mlp", (1, 8, 8), 10)
-    module.load_state_dict(read_tensors(tmp_path / "r" / "model.safetensors"))
+    module = models.build_model("mlp", (1, 8, 8), 10)
+    module.load_state_dict(read_safetensors(tmp_path / "r" / "model.safetensors"))
     assert Layout.of(module).size == sum(tensor.numel() for tensor in module.state_dict().values())
     assert all(torch.isfinite(tensor).all() for tensor in module.state_dict().values())

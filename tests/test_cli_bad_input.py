@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.data import cifar
-from fedloom.methods import catalogue
+from fedloom.data.sources import cifar
+from fedloom.methods import registry
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
@@ -33,7 +33,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run FedProx2", ("'fedprox'",)),
     ("run fedprox+scaffold", ("fedprox", "scaffold", "local")),
     ("run fedprox+fedprox", ("twice",)),
-    ("run +", ("there are: " + ", ".join(sorted(catalogue.BUILT_IN)) + ".",)),
+    ("run +", ("there are: " + ", ".join(sorted(registry.BUILT_IN)) + ".",)),
     ("run", ("method",)),
     ("rnu fedavg", ("rnu",)),
     ("run fedavg --data digitz", ("'digitz'", "'digits'")),
@@ -168,8 +168,8 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_is_writte
         ("raise ValueError('two\\nlines')", ("ValueError: two lines",)),
         ("1 / 0", ("ZeroDivisionError",)),
         ("import a_module_that_nobody_has", ("a_module_that_nobody_has",)),
-        ("from fedloom import *\nregister(Method('fedavg', '', '', '', local=Local))", ("'fedavg'",)),
-        ("from fedloom import *\nregister(Method('a b', '', '', '', local=Local))", ("'a b'",)),
+        ("from fedloom import *\nregister(Method('fedavg', '', '', '', local=Client))", ("'fedavg'",)),
+        ("from fedloom import *\nregister(Method('a b', '', '', '', local=Client))", ("'a b'",)),
     ],
 )
 def test_a_broken_file_to_import(command: Command, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

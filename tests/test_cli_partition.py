@@ -12,9 +12,9 @@ import pytest
 
 import fedloom
 from fedloom import data
-from fedloom.config import command_of, make_config
+from fedloom.config import config_to_command, make_config
 from fedloom.errors import InputError
-from fedloom.folder import RunFolder
+from fedloom.runs.directory import RunDirectory
 
 Command = Callable[..., Any]
 TINY = ("--rounds", 1, "--model", "logreg", "--epochs", 1, "--engine", "plain", "--json")
@@ -23,12 +23,12 @@ TINY = ("--rounds", 1, "--model", "logreg", "--epochs", 1, "--engine", "plain", 
 @pytest.fixture
 def with_writers(monkeypatch: pytest.MonkeyPatch) -> data.Dataset:
     """Digits that say who wrote them: twelve writers, and three domains."""
-    digits = data.load("digits")
+    digits = data.load_dataset("digits")
     writers = np.arange(len(digits.train)) % 12
     known = replace(
         digits, owners=writers, owner_names=tuple("abcdefghijkl"), domains=writers % 3, domain_names=("x", "y", "z")
     )
-    monkeypatch.setattr(data, "load", lambda *_, **__: known)
+    monkeypatch.setattr(data, "load_dataset", lambda *_, **__: known)
     return known
 
 
@@ -46,7 +46,7 @@ def test_the_table_is_of_the_split_that_a_run_would_have(command: Command, tmp_p
     }
     command("run", "fedavg", *TINY, "--partition", "dirichlet:0.5", "--clients", 6, "--seed", 3, "--out", "r").result  # noqa: B018
     counts = np.array(json.loads((tmp_path / "r" / "partition.json").read_text())["counts"])
-    labels = data.load("digits").train.y.numpy()
+    labels = data.load_dataset("digits").train.y.numpy()
     assert [np.bincount(labels[part], minlength=10).tolist() for part in written["clients"]] == counts.tolist()
 
 
@@ -71,7 +71,7 @@ def test_a_written_split_is_run_again_exactly(command: Command, tmp_path: Path) 
     command("partition", "digits", "shards:2", *shape, "--out", "split.npz", "--json").result  # noqa: B018
     read = command("run", "fedavg", *TINY, "--partition", "file:split.npz", "--seed", 2, "--out", "read").result
     assert drawn["digest"] == read["digest"]
-    config = RunFolder.open(tmp_path / "read").config
+    config = RunDirectory.open(tmp_path / "read").config
     assert (config.partition, config.clients) == (f"file:{tmp_path / 'split.npz'}", 5)
     assert command("verify", "read").code == 0
     (tmp_path / "split.npz").unlink()
@@ -108,7 +108,7 @@ def test_a_run_has_the_clients_that_the_data_bring(
     command: Command, tmp_path: Path, with_writers: data.Dataset, partition: str, clients: int
 ) -> None:
     command("run", "fedavg", *TINY, "--partition", partition, "--out", "r").result  # noqa: B018
-    config = RunFolder.open(tmp_path / "r").config
+    config = RunDirectory.open(tmp_path / "r").config
     assert (config.clients, config.cohort) == (clients, min(10, clients))
     assert command("verify", "r").code == 0
     counts = json.loads((tmp_path / "r" / "partition.json").read_text())["counts"]
@@ -117,7 +117,7 @@ def test_a_run_has_the_clients_that_the_data_bring(
 
 def test_some_of_the_owners_may_be_asked_for(command: Command, tmp_path: Path, with_writers: data.Dataset) -> None:
     command("run", "fedavg", *TINY, "--partition", "natural", "--clients", 4, "--out", "r").result  # noqa: B018
-    assert RunFolder.open(tmp_path / "r").config.clients == 4
+    assert RunDirectory.open(tmp_path / "r").config.clients == 4
     refused = command("run", "fedavg", *TINY, "--partition", "natural", "--per-round", 13)
     assert (refused.code, refused.err) == (2, "fedloom: per_round is 13, but there are only 12 clients.\n")
 
@@ -131,9 +131,9 @@ def test_a_comparison_of_natural_clients_goes_on(tmp_path: Path, with_writers: d
 
 
 def test_the_command_of_a_run_says_how_many_clients_where_it_matters() -> None:
-    assert "--clients" not in command_of(make_config({}))
-    assert "--clients" not in command_of(make_config({"partition": "natural"}))
-    assert "--clients 20" in command_of(make_config({"partition": "natural", "clients": 20}))
+    assert "--clients" not in config_to_command(make_config({}))
+    assert "--clients" not in config_to_command(make_config({"partition": "natural"}))
+    assert "--clients 20" in config_to_command(make_config({"partition": "natural", "clients": 20}))
     assert make_config({"partition": "iid"}).clients == 20
     assert make_config({"partition": "natural,min=3"}).clients is None
 

@@ -10,24 +10,24 @@ import pytest
 import torch
 
 import fedloom
-from fedloom import Bench, Layout, Local, Method, Options, Pass, register
-from fedloom.engines import HostEngine
-from fedloom.experiment import build
-from fedloom.folder import RunFolder
-from fedloom.methods.scaffold import ScaffoldCompanion, ScaffoldLocal, ScaffoldOptions
+from fedloom import Client, Layout, LocalSteps, LocalTrainer, Method, Options, register
+from fedloom.engines.multiprocess.engine import MultiprocessEngine
+from fedloom.methods.scaffold import ScaffoldClient, ScaffoldExtras, ScaffoldOptions
+from fedloom.runs.build import build_run
+from fedloom.runs.directory import RunDirectory
 from tiny_runs import TINY, TINY_OPTIONS, Command, tiny
 
 FAULTY = (2, 3, 4, 5)
 
 
-class Faulty(Local[Options]):
+class Faulty(Client[Options]):
     """Clients 2 to 5 each do something else wrong."""
 
     def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         return {"greeting": (3,)}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         if bench.client == 2:
             raise RuntimeError("the disk of this site\nis on fire")
         if bench.client == 3:
@@ -38,61 +38,61 @@ class Faulty(Local[Options]):
             bench.uploads["greeting"] = torch.zeros(4)
 
 
-class Hopeless(Local[Options]):
+class Hopeless(Client[Options]):
     """Nobody ever answers."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         raise ValueError(f"client {bench.client} is out of order")
 
 
-class Suicidal(Local[Options]):
+class Suicidal(Client[Options]):
     """Client 3 takes its whole process with it."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         if bench.client == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Quitter(Local[Options]):
+class Quitter(Client[Options]):
     """Client 3 ends its process as if all were well."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         if bench.client == 3:
             os._exit(0)
 
 
-class Raiser(Local[Options]):
+class Raiser(Client[Options]):
     """Client 3 fails in the ordinary way."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         if bench.client == 3:
             raise OSError("no")
 
 
-class Poisoned(ScaffoldLocal):
+class Poisoned(ScaffoldClient):
     """SCAFFOLD whose client 3 sends NaN in odd rounds, after having changed what it keeps at home."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         yield from super().train(bench)
         if bench.client == 3 and bench.round % 2:
             bench.home["c"].fill_(1e6)
             bench.row[0] = float("nan")
 
 
-class Silent(ScaffoldLocal):
+class Silent(ScaffoldClient):
     """SCAFFOLD whose client 3 raises in odd rounds."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         yield from super().train(bench)
         if bench.client == 3 and bench.round % 2:
             raise OSError("no")
 
 
-LOCALS: dict[str, type[Local[Any]]] = {
+LOCALS: dict[str, type[Client[Any]]] = {
     "test-faulty": Faulty,
     "test-hopeless": Hopeless,
     "test-suicidal": Suicidal,
@@ -114,7 +114,7 @@ def methods() -> None:
                 reference="",
                 options=ScaffoldOptions,
                 local=local,
-                companion=ScaffoldCompanion,
+                companion=ScaffoldExtras,
             )
         )
 
@@ -141,7 +141,7 @@ def test_the_rest_is_averaged_as_if_nobody_else_had_been_asked(tmp_path: Path) -
     """The survivors are clients 0 and 1: their mean by hand."""
     run = tiny(tmp_path / "r", "test-faulty", rounds=1)
     config = fedloom.config.make_config({k: v for k, v in TINY.items() if k != "report"} | {"engine": "plain"})
-    with build(config).engine_closed() as experiment:
+    with build_run(config).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         jobs = [job for job in server.dispatch(0, server.select(0)) if job.client not in FAULTY]
         rows = [(u.row.double().clone(), u.samples) for u in experiment.engine.train(0, jobs)]
@@ -157,11 +157,11 @@ def test_a_round_without_a_survivor_keeps_the_model(command: Command, tmp_path: 
     assert ended.code == 0
     assert ended.err.count("no client answered, so the model was kept as it was") == 3
     assert "18 answers of clients" in ended.out
-    history = RunFolder.open(tmp_path / "r").history()
+    history = RunDirectory.open(tmp_path / "r").history()
     assert len({record["loss"] for record in history}) == 1
     assert all("note" in record and record["train_loss"] is None for record in history[1:])
     untouched = tiny(tmp_path / "untouched", "fedavg", rounds=1, epochs=0)
-    assert RunFolder.open(tmp_path / "r").summary()["digest"] == untouched.digest  # type: ignore[index]
+    assert RunDirectory.open(tmp_path / "r").summary()["digest"] == untouched.digest  # type: ignore[index]
 
 
 def test_too_few_survivors_end_the_run_with_a_sentence(command: Command) -> None:
@@ -176,9 +176,9 @@ def test_too_few_survivors_end_the_run_with_a_sentence(command: Command) -> None
 def test_a_client_that_kills_its_process_is_given_up_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, how: str
 ) -> None:
-    engines: list[HostEngine] = []
-    real = HostEngine.__init__
-    monkeypatch.setattr(HostEngine, "__init__", lambda self, *a: (engines.append(self), real(self, *a))[1])
+    engines: list[MultiprocessEngine] = []
+    real = MultiprocessEngine.__init__
+    monkeypatch.setattr(MultiprocessEngine, "__init__", lambda self, *a: (engines.append(self), real(self, *a))[1])
     run = tiny(tmp_path / "r", method, workers=2)
     for record in run.history[1:]:
         assert record["lost_clients"] == {"3": f"its worker died 3 times ({how})"}

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fedloom.config import RESULT_FREE, Config, command_of, make_config, parse_settings, read_toml, to_toml
-from fedloom.errors import FedloomError, InputError, unknown
-from fedloom.request import replace_config
+from fedloom.config import RESULT_FREE, Config, config_to_command, make_config, parse_config_overrides, replace_config
+from fedloom.errors import FedloomError, InputError, unknown_name_error
+from fedloom.utils.settings import read_settings_toml, settings_to_toml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 VALUES = st.one_of(
@@ -86,9 +86,9 @@ def test_any_value_makes_a_config_or_one_sentence(name: str, value: Any) -> None
 
 
 def test_unknown_names_get_the_nearest_or_all() -> None:
-    assert "did you mean 'fedprox'?" in str(unknown("method", "fedporx", ["fedavg", "fedprox"]))
-    assert str(unknown("thing", "zzz", ["b", "a"])) == "unknown thing 'zzz'; there are: a, b."
-    assert isinstance(unknown("x", "y", []), FedloomError)
+    assert "did you mean 'fedprox'?" in str(unknown_name_error("method", "fedporx", ["fedavg", "fedprox"]))
+    assert str(unknown_name_error("thing", "zzz", ["b", "a"])) == "unknown thing 'zzz'; there are: a, b."
+    assert isinstance(unknown_name_error("x", "y", []), FedloomError)
     with pytest.raises(InputError, match=r"unknown setting 'learning_rate'; there are: .*, lr, "):  # not clip_update
         make_config({"learning_rate": 0.1})
 
@@ -111,18 +111,18 @@ def test_cohort(clients: int, per_round: int | None, cohort: int) -> None:
 
 def test_settings_are_toml_and_what_is_not_is_a_string() -> None:
     pairs = ["a.x=0.1", "a.y = true", "b.x=3", "a.z=flat", 'a.q="0.1"', "b.list=[1, 2]", "b.e=1e-3", "b.none=", "a.x=2"]
-    assert parse_settings(pairs) == {
+    assert parse_config_overrides(pairs) == {
         "a": {"x": 2, "y": True, "z": "flat", "q": "0.1"},
         "b": {"x": 3, "list": [1, 2], "e": 1e-3, "none": ""},
     }
-    assert parse_settings([]) == {}
-    assert parse_settings(["fed-x.rule=a=b"]) == {"fed-x": {"rule": "a=b"}}
+    assert parse_config_overrides([]) == {}
+    assert parse_config_overrides(["fed-x.rule=a=b"]) == {"fed-x": {"rule": "a=b"}}
 
 
 @pytest.mark.parametrize("pair", ["", "x", "x=1", ".x=1", "a.=1", "=1", "a.b", "fedprox.mu:1"])
 def test_other_settings_are_refused(pair: str) -> None:
     with pytest.raises(InputError, match=r"--set takes METHOD\.OPTION=VALUE, such as fedprox\.mu=0\.1, not"):
-        parse_settings([pair])
+        parse_config_overrides([pair])
 
 
 # TOML
@@ -132,12 +132,12 @@ def test_other_settings_are_refused(pair: str) -> None:
 @settings(deadline=None, max_examples=50)
 def test_options_survive_toml(tmp_path_factory: pytest.TempPathFactory, options: dict[str, dict[str, Any]]) -> None:
     path = tmp_path_factory.mktemp("toml") / "c.toml"
-    path.write_text(to_toml({"options": options}), encoding="utf-8")
-    assert read_toml(path) == {"options": options}
+    path.write_text(settings_to_toml({"options": options}), encoding="utf-8")
+    assert read_settings_toml(path) == {"options": options}
 
 
 def test_toml_leaves_out_what_is_none() -> None:
-    assert to_toml({"a": None, "b": {"c": None, "d": 1}, "e": "x"}) == 'e = "x"\n\n[b]\nd = 1\n'
+    assert settings_to_toml({"a": None, "b": {"c": None, "d": 1}, "e": "x"}) == 'e = "x"\n\n[b]\nd = 1\n'
 
 
 @pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe", b"a = 1\na = 2"])
@@ -145,9 +145,9 @@ def test_files_that_are_not_toml_are_refused(content: bytes, tmp_path: Path) -> 
     path = tmp_path / "c.toml"
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"c\.toml is not TOML"):
-        read_toml(path)
+        read_settings_toml(path)
     with pytest.raises(InputError, match=r"cannot read .*: No such file"):
-        read_toml(tmp_path / "missing.toml")
+        read_settings_toml(tmp_path / "missing.toml")
 
 
 # the command
@@ -156,18 +156,18 @@ def test_files_that_are_not_toml_are_refused(content: bytes, tmp_path: Path) -> 
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, st.one_of(OPTION, st.none()), max_size=3), max_size=2))
 @settings(deadline=None, max_examples=80)
 def test_the_command_sets_the_same_options(options: dict[str, dict[str, Any]]) -> None:
-    words = shlex.split(command_of(Config(options=options)))
+    words = shlex.split(config_to_command(Config(options=options)))
     pairs = [word for flag, word in pairwise(words) if flag == "--set"]
     stated = {method: {k: v for k, v in given.items() if v is not None} for method, given in options.items()}
-    assert parse_settings(pairs) == {method: given for method, given in stated.items() if given}
+    assert parse_config_overrides(pairs) == {method: given for method, given in stated.items() if given}
 
 
 def test_the_command_names_what_is_not_a_default() -> None:
-    assert command_of(Config()) == "fedloom run fedavg --device cpu"
+    assert config_to_command(Config()) == "fedloom run fedavg --device cpu"
     config = Config(
         method="scaffold", lr=0.1, per_round=3, channels_last=False, imports=["/my file.py"], options={"m": {"x": 0.5}}
     )
-    assert command_of(config) == (
+    assert config_to_command(config) == (
         "fedloom run scaffold --lr 0.1 --per-round 3 --device cpu --channels-last no --import '/my file.py' "
         "--set m.x=0.5"
     )
@@ -202,7 +202,7 @@ def test_a_gpu_is_taken_where_there_is_one_and_the_engine_may_use_it(
     for said in ({}, {"device": "auto"}):
         config = make_config({"engine": engine, **said})
         assert config.device == expected
-        assert f"--device {expected}" in command_of(config)  # elsewhere it would be another one
+        assert f"--device {expected}" in config_to_command(config)  # elsewhere it would be another one
     for device in ("cpu", "cuda:1"):
         assert make_config({"device": device}).device == device
 

@@ -8,7 +8,7 @@ import pytest
 
 import fedloom
 from fedloom.errors import InputError
-from fedloom.watching import Silent
+from fedloom.runs.callback import SilentCallback
 from test_cli_bad_input import TINY, Command, refused
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_is_gone_is_written_again(command: Command, tmp_path: Path,
     assert command("resume", "r", "--json").err == ""
 
 
-class Gone(Silent):
+class Gone(SilentCallback):
     """Somebody who deletes a file as soon as it was written."""
 
     def __init__(self, file: Path) -> None:

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 import fedloom
-from fedloom.cli import main
+from fedloom.cli.main import main
+from fedloom.cli.output import _list_datasets, _list_methods, _list_models, _list_partitions
 from fedloom.config import RESULT_FREE, Config
-from fedloom.data import datasets as named_data
-from fedloom.data.partition import partition
-from fedloom.data.partitions.request import Pool
-from fedloom.listing import list_datasets, list_methods, list_models, list_partitions
-from fedloom.methods import catalogue
-from fedloom.models import networks
-from fedloom.pretraining import Pretraining
-from fedloom.request import check
+from fedloom.data import registry as named_data
+from fedloom.data.partitions import partition_indices
+from fedloom.data.partitions.base import PartitionPool
+from fedloom.methods import registry
+from fedloom.models import registry as networks
+from fedloom.runs.pretrain import PretrainConfig
+from fedloom.runs.resolve import resolve_method
 from fedloom.testing import check_method
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,8 +71,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the examples in it, and a catalogue that forgets what was registered there."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    catalogue.methods()
-    monkeypatch.setattr(catalogue, "_methods", dict(catalogue._methods))
+    registry.methods()
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
@@ -111,19 +111,19 @@ class Understood(Exception):
 
 def assert_known(data: str) -> None:
     """A data set that there is, perhaps with options or a path."""
-    names = {entry["name"] for entry in list_datasets()}
+    names = {entry["name"] for entry in _list_datasets()}
     assert data.partition(":")[0] in names or f"{data.partition(':')[0]}:PATH" in names
 
 
 def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
     """In place of a run: everything in its config names something that there is."""
-    check(config)
+    resolve_method(config)
     assert_known(config.data)
     assert config.model.partition(":")[0] in networks.NETWORKS
     whose = np.arange(60_000) // 200
-    pool = Pool(np.arange(60_000) % 10, owners=whose, domains=whose // 60)
+    pool = PartitionPool(np.arange(60_000) % 10, owners=whose, domains=whose // 60)
     if config.partition_file is None:
-        partition(config.partition, pool, config.clients, np.random.default_rng(0))
+        partition_indices(config.partition, pool, config.clients, np.random.default_rng(0))
     raise Understood
 
 
@@ -133,7 +133,7 @@ def understand_folder(*_: Any, watcher: Any = None, **changes: Any) -> NoReturn:
 
 
 def understand_pretraining(data: str, out: Path, watcher: Any = None, **settings: Any) -> NoReturn:
-    plan = Pretraining(data=data, **settings)
+    plan = PretrainConfig(data=data, **settings)
     assert_known(plan.data)
     assert plan.model.partition(":")[0] in networks.NETWORKS
     raise Understood
@@ -151,13 +151,13 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
         assert (ROOT / words[1]).exists()
     if not words or words[0].rpartition("/")[2] != "fedloom":
         return
-    importlib.import_module("fedloom.comparing")  # it takes `execute` from the other: first the true one
-    monkeypatch.setattr("fedloom.api.execute", understand)
-    monkeypatch.setattr("fedloom.comparing.execute", understand)
-    monkeypatch.setattr("fedloom.api.resume", understand_folder)
-    monkeypatch.setattr("fedloom.api.verify", understand_folder)
-    monkeypatch.setattr("fedloom.cli._runs_in", understand_folder)
-    monkeypatch.setattr("fedloom.pretraining.pretrain", understand_pretraining)
+    importlib.import_module("fedloom.runs.compare")  # it takes `execute` from the other: first the true one
+    monkeypatch.setattr("fedloom.runs.execute.execute_run", understand)
+    monkeypatch.setattr("fedloom.runs.compare.execute_run", understand)
+    monkeypatch.setattr("fedloom.runs.execute.resume", understand_folder)
+    monkeypatch.setattr("fedloom.runs.execute.verify", understand_folder)
+    monkeypatch.setattr("fedloom.cli.main._runs_in", understand_folder)
+    monkeypatch.setattr("fedloom.runs.pretrain.pretrain", understand_pretraining)
     for option, value in pairwise(words):
         if option == "--init":
             (place / value).parent.mkdir(exist_ok=True)
@@ -224,14 +224,14 @@ def test_the_parts_of_every_method_are_in_the_table_of_parts() -> None:
     rows = re.findall(r"^\| ([a-z, ]+) \| (`[^|]+`) \|", _page("combining.md"), flags=re.MULTILINE)
     said = {(brings, name) for brings, names in rows for name in re.findall(r"`([\w-]+)`", names)}
     plain = {("server, local", "fedavg")}  # what is there without any of them
-    own = {m["name"]: ", ".join(m["brings"]) for m in list_methods() if m["name"] in catalogue.BUILT_IN}
+    own = {m["name"]: ", ".join(m["brings"]) for m in _list_methods() if m["name"] in registry.BUILT_IN}
     assert said | plain == {(brings, name) for name, brings in own.items()}
 
 
 def test_everything_that_can_be_chosen_is_listed() -> None:
     methods, data = _page("methods.md"), _page("data.md")
-    for method in list_methods():
-        if method["name"] in catalogue.BUILT_IN:
+    for method in _list_methods():
+        if method["name"] in registry.BUILT_IN:
             costs = ("models a round", "year", "client keeps", "server keeps", "extra compute", "server data")
             row = [f"`{method['name']}`", ", ".join(method["brings"]), *(str(method[cost]) for cost in costs)]
             assert f"\n| {' | '.join(row)} |\n" in methods
@@ -245,18 +245,18 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
             pages = methods + (own.read_text() if own.exists() else "")
             for option in method["options"]:
                 assert f"| `{method['name']}.{option['name']}` | `{option['default']}` |" in pages
-    for entry in list_datasets():
+    for entry in _list_datasets():
         shape = " x ".join(map(str, entry["shape"])) or "any"
         counts = ["varies" if entry[part] is None else f"{entry[part]:,}" for part in ("training", "test")]
         assert re.search(rf"\| `{entry['name']}` .*\| {shape} \| {counts[0]} \| {counts[1]} \|", data), entry["name"]
-    for entry in list_models():
+    for entry in _list_models():
         counts = [f"{value:,}" for key, value in entry.items() if key.startswith("parameters, ") and value is not None]
         assert counts
         assert re.search(rf"^\| `{entry['name']}` .* {re.escape('| ' + ' | '.join(counts))} \|$", data, re.MULTILINE)
         page = _page("pretrained.md") if entry["name"].startswith("vit") else data
         for option in entry["options"]:
             assert re.search(rf"^\| [^|]*`{option['name']}`[^|]*\|", page, flags=re.MULTILINE), option["name"]
-    for entry in list_partitions():
+    for entry in _list_partitions():
         assert f"\n| `{entry['name'].partition('[')[0]}` |" in data
     assert named_data.cache_folder().name in data
 

@@ -18,18 +18,19 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.api import execute, resume
 from fedloom.config import make_config
-from fedloom.engines import HostEngine, host
-from fedloom.engines.worker import ScoreOrder
-from fedloom.finished import Run
+from fedloom.engines.multiprocess import engine
+from fedloom.engines.multiprocess.engine import MultiprocessEngine
+from fedloom.engines.multiprocess.worker import WorkerEvaluateRequest
+from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.result import RunResult
 
 Command = Callable[..., Any]
 TINY: dict[str, Any] = {"clients": 6, "per_round": 4, "rounds": 3, "model": "logreg", "epochs": 1, "report": False}
 TINY_OPTIONS = ("--clients", 6, "--per-round", 4, "--rounds", 3, "--model", "logreg", "--epochs", 1)
 
 
-def tiny(folder: Path, method: str = "fedavg", **settings: Any) -> Run:
+def tiny(folder: Path, method: str = "fedavg", **settings: Any) -> RunResult:
     """A small run in `folder`."""
     return fedloom.run(method, out=folder, **{**TINY, **settings})
 
@@ -82,7 +83,7 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
     undisturbed = tiny(tmp_path / "a", method, **settings)
     rng, engines, kills = random.Random(method), [], Counter[object]()
 
-    class Watched(HostEngine):
+    class Watched(MultiprocessEngine):
         scores = 0
 
         def __init__(self, *arguments: Any) -> None:
@@ -94,21 +95,23 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
             return super().score(row)
 
     def deadly_wait(pipes: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        scoring = any(isinstance(order, ScoreOrder) for worker in engines[0]._workers for order in worker.orders)
+        scoring = any(
+            isinstance(order, WorkerEvaluateRequest) for worker in engines[0]._workers for order in worker.orders
+        )
         ready = real_wait(pipes, 0 if scoring else rng.uniform(0, 0.003))
         busy = [w for w in engines[0]._workers if w.orders and w.pipe not in ready]
         for worker in busy[:1]:
             order = worker.orders[0]
-            key = ("score", Watched.scores) if isinstance(order, ScoreOrder) else (order.round, order.index)
-            if kills[key] < host.LIVES - 1:  # once more and the client would be given up, rightly
+            key = ("score", Watched.scores) if isinstance(order, WorkerEvaluateRequest) else (order.round, order.index)
+            if kills[key] < engine.LIVES - 1:  # once more and the client would be given up, rightly
                 kills[key] += 1
                 assert worker.process.pid in engines[0].worker_pids()
                 os.kill(worker.process.pid, signal.SIGKILL)
         return real_wait(pipes, timeout)
 
-    real_wait = host.wait
-    monkeypatch.setattr(host, "wait", deadly_wait)
-    monkeypatch.setattr("fedloom.devices.HostEngine", Watched)
+    real_wait = engine.wait
+    monkeypatch.setattr(engine, "wait", deadly_wait)
+    monkeypatch.setattr("fedloom.engines.registry.MultiprocessEngine", Watched)
     run = tiny(tmp_path / "b", method, **settings)
     # One that was killed just after its reply is found dead when it gets its next order, or never.
     assert 3 < engines[0].deaths <= sum(kills.values())
@@ -124,7 +127,7 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
 
 def in_a_process(*words: object) -> "multiprocessing.process.BaseProcess":
     """`fedloom WORDS` in a process of its own, forked: no two seconds of imports."""
-    from fedloom.cli import main
+    from fedloom.cli.main import main
 
     def child() -> None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
@@ -244,12 +247,12 @@ def test_dying_at_any_file_operation_loses_nothing(
     operations: FileOperations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: torch.device | None
 ) -> None:
     """Also where checkpoints are written beside the next rounds, as on a GPU."""
-    monkeypatch.setattr("fedloom.playing._beside", lambda _: beside)
+    monkeypatch.setattr("fedloom.runs.loop._beside", lambda _: beside)
     settings = {key: value for key, value in TINY.items() if key != "report"}
     config = make_config(
         {**settings, "method": "scaffold", "checkpoint_seconds": 0, "engine": "plain", "keep_checkpoints": 1}
     )
-    whole = execute(config, out=tmp_path / "whole", report=False)
+    whole = execute_run(config, out=tmp_path / "whole", report=False)
     total, reference = operations.count, measured(whole.path)
     assert total > 60
     rng = random.Random(1)
@@ -258,12 +261,12 @@ def test_dying_at_any_file_operation_loses_nothing(
         folder = tmp_path / f"{n}-{after}"
         operations.count, operations.fatal, operations.after = 0, n, after
         with pytest.raises(Killed):
-            execute(config, out=folder, report=False)
+            execute_run(config, out=folder, report=False)
         operations.fatal = -1
         if (folder / "config.toml").exists():
             run = resume(folder, report=False)
         else:
-            run = execute(config, out=folder, report=False)
+            run = execute_run(config, out=folder, report=False)
         assert run.digest == whole.digest, (n, after)
         assert measured(folder) == reference, (n, after)
 

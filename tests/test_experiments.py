@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom.config import make_config
+from fedloom.config import make_config, replace_config
 from fedloom.methods import compose
-from fedloom.pretraining import Pretraining
-from fedloom.request import replace_config
-from fedloom.settings import validated
+from fedloom.runs.pretrain import PretrainConfig
+from fedloom.utils.settings import validate_settings
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -69,7 +68,7 @@ def test_the_list_makes_sense(experiment: dict[str, Any], driver: ModuleType) ->
             composition = compose(method, {name: given for name, given in options.items() if name == method})
             assert replace_config(config, method=method, options=composition.stated()).method == method
         if "pretrain" in plan:
-            before = validated(Pretraining, plan["pretrain"])
+            before = validate_settings(PretrainConfig, plan["pretrain"])
             assert before.model == plan["settings"]["model"]
             assert before.normalize == plan["settings"]["normalize"]
     names = [one["name"] for one in LISTED]

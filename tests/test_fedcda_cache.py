@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.engines.base import Homes
-from fedloom.folder import RunFolder
+from fedloom.runs.directory import RunDirectory
+from fedloom.training.local_training import ClientStates
 
 TOOL = Path(__file__).parent.parent / "benchmarks" / "fedcda_cache.py"
 
@@ -21,7 +21,7 @@ def look(*words: Path | str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOL), *map(str, words)], capture_output=True, text=True, check=False)
 
 
-def play(out: Path, **settings: Any) -> fedloom.Run:
+def play(out: Path, **settings: Any) -> fedloom.RunResult:
     few = {"data": "digits", "partition": "dirichlet:0.1", "model": "logreg", "clients": 5, "per_round": 5}
     return fedloom.run(**{**few, "rounds": 6, "epochs": 1, "engine": "plain", "out": out, "report": False, **settings})
 
@@ -39,7 +39,7 @@ def test_choices_are_those_of_the_run_and_their_figures_follow_from_the_models(t
     assert choices["newest"]["older models"] == choices["newest"]["distance of the mean from that of the newest"] == 0
     assert choices["oldest"]["older models"] == 1
 
-    loaded = RunFolder.open(run.path).checkpoints.load_latest(Homes({}, torch.float32))
+    loaded = RunDirectory.open(run.path).checkpoints.load_latest(ClientStates({}, torch.float32))
     assert loaded is not None
     server = loaded[1]["parts"]["server"]
     rows = server["store"]["rows"]

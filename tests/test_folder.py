@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from fedloom.config import Config
 from fedloom.errors import FedloomError, InputError
-from fedloom.folder import RunFolder, claimed, name_of, refuse_occupied
-from fedloom.storage import read_tensors
+from fedloom.runs.directory import RunDirectory, claimed, name_of, refuse_occupied
+from fedloom.utils.storage import read_safetensors
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 OPTION = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False), TEXT)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path / "run", Config())
+def folder(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", Config())
 
 
-def claim(path: Path) -> RunFolder:
+def claim(path: Path) -> RunDirectory:
     with claimed(path, refuse_occupied):
-        return RunFolder.create(path, Config())
+        return RunDirectory.create(path, Config())
 
 
 @given(
@@ -59,15 +59,15 @@ def test_every_config_is_read_back_as_it_was(
 ) -> None:
     path = tmp_path_factory.mktemp("run")
     config = Config(**values)
-    RunFolder.create(path, config, own)
-    opened = RunFolder.open(path)
+    RunDirectory.create(path, config, own)
+    opened = RunDirectory.open(path)
     assert opened.config == config
     assert opened.own == own
     assert opened.path == path
 
 
 def test_a_new_folder_holds_its_config_alone(tmp_path: Path) -> None:
-    made = RunFolder.create(tmp_path / "a" / "b", Config(keep_checkpoints=5))
+    made = RunDirectory.create(tmp_path / "a" / "b", Config(keep_checkpoints=5))
     assert [p.name for p in made.path.iterdir()] == ["config.toml"]
     assert made.checkpoints.keep == 5
     assert made.history() == []
@@ -82,7 +82,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path)
     with pytest.raises(InputError, match=r"is not empty; choose another --out\.$"):  # nothing that can go on
         claim(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
-    RunFolder.create(tmp_path / "run", Config())
+    RunDirectory.create(tmp_path / "run", Config())
     with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with: fedloom resume .*run$"):
         claim(tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.toml"]
@@ -125,18 +125,18 @@ def test_a_name_that_is_too_long_is_said(tmp_path: Path) -> None:
 def test_what_is_not_a_run_is_said(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(InputError, match=r"is not a run: there is no config\.toml in it\."):
-            RunFolder.open(path)
+            RunDirectory.open(path)
 
 
 @pytest.mark.parametrize("found", ["2", '"one"'])
-def test_a_run_of_another_format_is_said(found: str, folder: RunFolder) -> None:
+def test_a_run_of_another_format_is_said(found: str, folder: RunDirectory) -> None:
     config = folder.path / "config.toml"
     config.write_text(config.read_text().replace("format = 1", f"format = {found}"))
     with pytest.raises(InputError, match=r"is a run of format .* \(made by fedloom .*\); .* reads format 1\."):
-        RunFolder.open(folder.path)
+        RunDirectory.open(folder.path)
     config.write_text("")
     with pytest.raises(InputError, match=r"format None \(made by fedloom unknown\)"):
-        RunFolder.open(folder.path)
+        RunDirectory.open(folder.path)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_a_run_of_another_format_is_said(found: str, folder: RunFolder) -> None:
         ("rounds = ", r"config\.toml is not TOML"),
     ],
 )
-def test_a_spoilt_config_is_said(change: str, complaint: str, folder: RunFolder) -> None:
+def test_a_spoilt_config_is_said(change: str, complaint: str, folder: RunDirectory) -> None:
     config = folder.path / "config.toml"
     config.write_text(config.read_text().replace("rounds = 30", change))
     with pytest.raises(InputError, match=complaint):
-        RunFolder.open(folder.path)
+        RunDirectory.open(folder.path)
 
 
 # metrics
@@ -160,14 +160,14 @@ def test_a_spoilt_config_is_said(change: str, complaint: str, folder: RunFolder)
 RECORDS = [{"round": n, "loss": 0.1 * n, "é": None} for n in range(4)]
 
 
-def test_records_are_read_back_in_order(folder: RunFolder) -> None:
+def test_records_are_read_back_in_order(folder: RunDirectory) -> None:
     for record in RECORDS:
         folder.append(record)
     assert folder.history() == RECORDS
-    assert RunFolder.open(folder.path).history() == RECORDS
+    assert RunDirectory.open(folder.path).history() == RECORDS
 
 
-def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunFolder) -> None:
+def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunDirectory) -> None:
     for record in RECORDS:
         folder.append(record)
     path = folder.path / "metrics.jsonl"
@@ -183,7 +183,7 @@ def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunFolder) ->
 
 
 @pytest.mark.parametrize("line", [b"{", b"", b"3", b"[]", b"{}", b'{"round": "x"}', b"\xff"])
-def test_a_spoilt_line_in_the_middle_is_said(line: bytes, folder: RunFolder) -> None:
+def test_a_spoilt_line_in_the_middle_is_said(line: bytes, folder: RunDirectory) -> None:
     (folder.path / "metrics.jsonl").write_bytes(b'{"round": 0}\n' + line + b'\n{"round": 2}\n')
     with pytest.raises(InputError, match=r"line 2 of .*metrics\.jsonl is"):
         folder.history()
@@ -192,7 +192,7 @@ def test_a_spoilt_line_in_the_middle_is_said(line: bytes, folder: RunFolder) -> 
 @given(count=st.integers(0, 5), round=st.integers(-1, 6))
 @settings(deadline=None, max_examples=12)
 def test_rewind_forgets_later_rounds_alone(count: int, round: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = RunFolder.create(tmp_path_factory.mktemp("run"), Config())
+    folder = RunDirectory.create(tmp_path_factory.mktemp("run"), Config())
     records = [{"round": number, "x": number / 3} for number in range(count)]
     for record in records:
         folder.append(record)
@@ -200,7 +200,7 @@ def test_rewind_forgets_later_rounds_alone(count: int, round: int, tmp_path_fact
     assert folder.history() == [record for record in records if record["round"] <= round]
 
 
-def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunFolder) -> None:
+def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunDirectory) -> None:
     for record in RECORDS[:2]:
         folder.append(record)
     folder.rewind(2, RECORDS[2])
@@ -209,7 +209,7 @@ def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunFolder) -> None:
     assert folder.history() == RECORDS[:3], "a record that is there already stays"
 
 
-def test_metrics_that_cannot_be_written_or_read_are_said(folder: RunFolder) -> None:
+def test_metrics_that_cannot_be_written_or_read_are_said(folder: RunDirectory) -> None:
     (folder.path / "metrics.jsonl").mkdir()
     with pytest.raises(FedloomError, match=r"cannot write .*metrics\.jsonl: Is a directory\."):
         folder.append({"round": 0})
@@ -220,15 +220,15 @@ def test_metrics_that_cannot_be_written_or_read_are_said(folder: RunFolder) -> N
 # beside them
 
 
-def test_the_model_is_stored_under_its_names(folder: RunFolder) -> None:
+def test_the_model_is_stored_under_its_names(folder: RunDirectory) -> None:
     weight = torch.arange(6.0).view(2, 3)
     folder.write_model({"a.weight": weight, "tied.weight": weight, "steps": torch.tensor(3)})
-    back = read_tensors(folder.path / "model.safetensors")
+    back = read_safetensors(folder.path / "model.safetensors")
     assert torch.equal(back["tied.weight"], weight)
     assert back["steps"].item() == 3
 
 
-def test_the_partition_is_stored_where_it_is_known(folder: RunFolder) -> None:
+def test_the_partition_is_stored_where_it_is_known(folder: RunDirectory) -> None:
     folder.write_partition(None, ())
     assert not (folder.path / "partition.json").exists()
     folder.write_partition(np.array([[1, 2, 3], [0, 0, 9]]), ("a", "b", "c"))
@@ -236,7 +236,7 @@ def test_the_partition_is_stored_where_it_is_known(folder: RunFolder) -> None:
     assert stored == {"classes": 3, "class_names": ["a", "b", "c"], "counts": [[1, 2, 3], [0, 0, 9]]}
 
 
-def test_the_summary_is_read_back_or_refused(folder: RunFolder) -> None:
+def test_the_summary_is_read_back_or_refused(folder: RunDirectory) -> None:
     summary = {"accuracy": 0.5, "digest": "abc", "loss": None}
     folder.write_summary(summary)
     assert folder.summary() == summary
@@ -252,14 +252,14 @@ def test_numbered_folders_are_new_and_their_names_safe(tmp_path: Path) -> None:
     (tmp_path / f"{name}-002").write_text("")
     with claimed(tmp_path / name, numbered=True) as first, claimed(tmp_path / name, numbered=True) as second:
         assert [first.name, second.name] == [f"{name}-001", f"{name}-003"]
-        RunFolder.create(second, Config())
+        RunDirectory.create(second, Config())
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}-002", f"{name}-003"]
 
 
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.folder.PATIENCE", 2)
-    folder = RunFolder.create(tmp_path / "run", Config())
-    again = RunFolder.open(folder.path)
+    monkeypatch.setattr("fedloom.utils.system.PATIENCE", 2)
+    folder = RunDirectory.create(tmp_path / "run", Config())
+    again = RunDirectory.open(folder.path)
     with folder.alone(), pytest.raises(InputError, match="another process is at work"), again.alone():
         raise AssertionError("the lock was given twice")
     with again.alone():

@@ -15,7 +15,7 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_goes_on_later(command: Comma
     """Files may not grow beyond 2,500 bytes: the model's checkpoint does."""
     code = (
         "import resource, signal, sys\n"
-        "from fedloom.cli import main\n"
+        "from fedloom.cli.main import main\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
         "main(sys.argv[1:])\n"

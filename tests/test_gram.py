@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedloom import gram
-from fedloom.gram import cosine_gaps, inner_products
+from fedloom.core import similarity
+from fedloom.core.similarity import cosine_distances, inner_products
 
 COUNTS = st.integers(1, 6)
 WIDTHS = st.integers(3, 40)
@@ -25,7 +25,7 @@ def rows_of(seed: int, count: int, width: int) -> Tensor:
 
 
 def gaps_of(rows: Tensor, reference: int = 0) -> Tensor:
-    return torch.from_numpy(cosine_gaps(inner_products(rows, rows[reference], slice(0, rows.shape[1])).numpy()))
+    return torch.from_numpy(cosine_distances(inner_products(rows, rows[reference], slice(0, rows.shape[1])).numpy()))
 
 
 def true_gaps(rows: Tensor) -> np.ndarray:
@@ -56,7 +56,7 @@ def test_long_rows_are_taken_in_pieces(width: int, monkeypatch: pytest.MonkeyPat
     for vector in (None, last):
         whole = inner_products(rows, rows[1], columns, vector)
         with monkeypatch.context() as patch:
-            patch.setitem(gram.BLOCK_BYTES, "cpu", 0)  # as little as it ever takes
+            patch.setitem(similarity.BLOCK_BYTES, "cpu", 0)  # as little as it ever takes
             pieces = inner_products(rows, rows[1], columns, vector)
         torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
 
@@ -79,7 +79,7 @@ class Products(TorchDispatchMode):
 
 def test_pieces_are_added_up_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """FedCDA has hundreds of rows, and networks hundreds of pieces: all products together would be gigabytes."""
-    monkeypatch.setitem(gram.BLOCK_BYTES, "cpu", 0)
+    monkeypatch.setitem(similarity.BLOCK_BYTES, "cpu", 0)
     rows = rows_of(0, 3, 256 * 10)
     with Products() as products:
         inner_products(rows, rows[0], slice(0, 256 * 10))
@@ -176,7 +176,9 @@ def test_stacked_products_give_the_gaps_of_each() -> None:
     grams = [
         inner_products(rows, rows[0], slice(0, 30)).numpy() for rows in (rows_of(seed, 4, 30) for seed in range(3))
     ]
-    np.testing.assert_array_equal(cosine_gaps(np.stack(grams)), np.stack([cosine_gaps(gram) for gram in grams]))
+    np.testing.assert_array_equal(
+        cosine_distances(np.stack(grams)), np.stack([cosine_distances(gram) for gram in grams])
+    )
 
 
 def test_rows_of_zeros_are_alike_and_unlike_all_others() -> None:

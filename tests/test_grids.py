@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom import Local, Method, register
+from fedloom import Client, Method, register
 from fedloom.config import make_config
-from fedloom.errors import InputError
-from fedloom.folder import RunFolder
-from fedloom.grids import make_grid, parse
-from fedloom.methods.base import Context, Options, Refiner, Server
-from fedloom.report import read_grid
-from fedloom.watching import Silent, Stopped
+from fedloom.errors import InputError, RunStopped
+from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.report import read_effect_grid
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.compare import _make_grid, _parse_grid
+from fedloom.runs.directory import RunDirectory
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
@@ -29,10 +29,10 @@ class Halves(Refiner[Options]):
         server.models().mul_(0.5)
 
 
-class Picky(Local[Options]):
+class Picky(Client[Options]):
     """Refuses any network but a large one."""
 
-    def __init__(self, context: Context, options: Options) -> None:
+    def __init__(self, context: MethodContext, options: Options) -> None:
         super().__init__(context, options)
         if context.layout.size < 10_000:
             raise InputError("picky wants a larger network.")
@@ -44,11 +44,11 @@ def halves() -> None:
 
 
 def test_levels_that_bring_nothing_are_the_baselines_and_come_first() -> None:
-    server, local = parse("fedcross , fedavg x  fedprox,sgd")
+    server, local = _parse_grid("fedcross , fedavg x  fedprox,sgd")
     assert (server.name, server.levels, server.baseline) == ("server", ("fedavg", "fedcross"), "fedavg")
     assert (local.name, local.levels) == ("local", ("sgd", "fedprox"))
-    assert parse([["fedmr", "fedcross"], "sgd"])[0].baseline == "fedmr"
-    assert parse("fedavg,fedcross × sgd,fedprox") == (server, local)
+    assert _parse_grid([["fedmr", "fedcross"], "sgd"])[0].baseline == "fedmr"
+    assert _parse_grid("fedavg,fedcross × sgd,fedprox") == (server, local)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_levels_that_bring_nothing_are_the_baselines_and_come_first() -> None:
 )
 def test_a_grid_that_makes_no_sense_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        parse(text)
+        _parse_grid(text)
 
 
 def test_every_combination_is_run_or_refused_by_name(halves: None) -> None:
-    grid = make_grid("fedavg,fedcross,scaffold x sgd,fedprox x none,halves", make_config(SMALL))
+    grid = _make_grid("fedavg,fedcross,scaffold x sgd,fedprox x none,halves", make_config(SMALL))
     assert [cell.method for cell in grid.cells] == [
         *("fedavg", "halves", "fedprox", "fedprox+halves"),
         *("fedcross", "fedcross+halves", "fedcross+fedprox", "fedcross+fedprox+halves"),
@@ -87,19 +87,19 @@ def test_every_combination_is_run_or_refused_by_name(halves: None) -> None:
 
 def test_a_part_that_refuses_the_task_is_left_out_in_its_own_words() -> None:
     register(Method("picky", "a test", "nobody", local=Picky))
-    grid = make_grid("fedavg,scaffold x sgd,picky", make_config(SMALL))
+    grid = _make_grid("fedavg,scaffold x sgd,picky", make_config(SMALL))
     assert grid.refused["picky"] == "'picky' cannot be run: picky wants a larger network."
     assert "both bring a local" in grid.refused["scaffold+picky"]
-    assert make_grid("fedavg x sgd,picky", make_config({**SMALL, "model": "mlp", "data": "digits"})).refused == {}
+    assert _make_grid("fedavg x sgd,picky", make_config({**SMALL, "model": "mlp", "data": "digits"})).refused == {}
     with pytest.raises(InputError, match=r"no combination of the grid can be run; .*picky wants"):
-        make_grid("fedavg x picky", make_config(SMALL))
+        _make_grid("fedavg x picky", make_config(SMALL))
 
 
 def test_what_is_wrong_without_any_method_is_no_refusal() -> None:
     with pytest.raises(InputError, match="dirichlet"):
-        make_grid("fedavg x sgd,fedprox", make_config({**SMALL, "partition": "dirichle:1"}))
+        _make_grid("fedavg x sgd,fedprox", make_config({**SMALL, "partition": "dirichle:1"}))
     with pytest.raises(InputError, match=r"fedprox\.mu must be greater"):
-        make_grid("fedavg x sgd,fedprox", make_config(SMALL), {"fedprox": {"mu": -1}})
+        _make_grid("fedavg x sgd,fedprox", make_config(SMALL), {"fedprox": {"mu": -1}})
 
 
 def test_from_python(tmp_path: Path, halves: None) -> None:
@@ -120,7 +120,7 @@ def test_from_python(tmp_path: Path, halves: None) -> None:
     pairs = [("halves", "fedavg"), ("fedcross+halves", "fedcross")]
     expected = [sum(scores[a, seed] - scores[b, seed] for a, b in pairs) / 2 for seed in (0, 1)]
     assert effect.values == pytest.approx(expected)
-    assert read_grid(tmp_path / "g") == effects.grid
+    assert read_effect_grid(tmp_path / "g") == effects.grid
     assert '"grid":{' in (tmp_path / "g" / "report.html").read_text(encoding="utf-8")
 
 
@@ -132,7 +132,7 @@ def test_methods_or_a_grid(given: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_grid_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    class StopIn(Silent):
+    class StopIn(SilentCallback):
         """Asks to stop in the first round of the third run."""
 
         begun = 0
@@ -145,9 +145,9 @@ def test_a_grid_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
     words: dict[str, Any] = {"grid": "fedavg,fedcross x sgd,fedprox", **SMALL}
     whole = fedloom.compare(out=tmp_path / "whole", **words)
-    with pytest.raises(Stopped, match="go on with the same command"):
+    with pytest.raises(RunStopped, match="go on with the same command"):
         fedloom.compare(out=tmp_path / "g", watcher=StopIn(), **words)
-    assert read_grid(tmp_path / "g") is not None
+    assert read_effect_grid(tmp_path / "g") is not None
     done = tmp_path / "g" / "fedavg-seed0" / "summary.json"
     before = done.stat().st_mtime_ns
     again = fedloom.compare(out=tmp_path / "g", **words)
@@ -228,4 +228,4 @@ def test_the_grid_on_disk_is_plain_json(command: Command, tmp_path: Path) -> Non
     assert command("compare", "--grid", "fedavg,scaffold x sgd,fedprox", *TINY, "--out", "g", "-q").code == 0
     table = json.loads((tmp_path / "g" / "grid.json").read_text())
     assert [cell["refused"] is None for cell in table["cells"]] == [True, True, True, False]
-    assert RunFolder.open(tmp_path / "g" / "scaffold-seed0").config.method == "scaffold"
+    assert RunDirectory.open(tmp_path / "g" / "scaffold-seed0").config.method == "scaffold"

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fedloom
+from fedloom.core.rng import RngStreams
 from fedloom.errors import InputError
-from fedloom.initial import Beginning, begin_with, read_source
-from fedloom.models import build
-from fedloom.report import compare, read_run
-from fedloom.streams import Streams
-from fedloom.watching import Silent
+from fedloom.models import build_model
+from fedloom.models.initial_weights import InitialWeights, load_initial_weights, read_initial_weights
+from fedloom.report import make_comparison_table, read_run_record
+from fedloom.runs.callback import SilentCallback
 
 Command = Callable[..., Any]
 TINY = ("--clients", 4, "--rounds", 2, "--epochs", 1, "--workers", 1)
@@ -28,11 +28,11 @@ SETTINGS: dict[str, Any] = {"clients": 4, "rounds": 2, "epochs": 1, "engine": "p
 
 def network(classes: int = 10, seed: int = 1, name: str = "mlp") -> nn.Module:
     torch.manual_seed(seed)
-    return build(name, (1, 8, 8), classes)
+    return build_model(name, (1, 8, 8), classes)
 
 
-def begin(module: nn.Module, path: Path, **options: Any) -> Beginning:
-    return begin_with(module, read_source(path), Streams(0), **options)
+def begin(module: nn.Module, path: Path, **options: Any) -> InitialWeights:
+    return load_initial_weights(module, read_initial_weights(path), RngStreams(0), **options)
 
 
 def same(one: nn.Module, other: nn.Module, *, but: tuple[str, ...] = ()) -> bool:
@@ -118,7 +118,7 @@ def test_a_classifier_for_other_classes_is_made_new_by_the_keyed_stream(file: Pa
     assert torch.equal(one.get_parameter("fc2.weight"), network().get_parameter("fc2.weight"))
     begin(other, file)
     assert same(one, other), "whatever the network held before"
-    begin_with(third, read_source(file), Streams(1))
+    load_initial_weights(third, read_initial_weights(file), RngStreams(1))
     assert same(one, third, but=("head.weight", "head.bias")), "and another seed draws another"
 
 
@@ -190,7 +190,7 @@ def test_a_pickle_with_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     torch.save(network(), tmp_path / "module.pt")
     for name in ("zip.pt", "plain.pt", "module.pt"):
         with pytest.raises(InputError, match="could execute code"):
-            read_source(tmp_path / name)
+            read_initial_weights(tmp_path / name)
     assert not exploded.exists()
 
 
@@ -257,7 +257,7 @@ def test_a_run_in_runs_goes_by_its_name(command: Command, tmp_path: Path) -> Non
     by_path = command("run", "fedavg", *TINY, "--init", "runs/first", "--out", "a", "--quiet", "--json").result
     by_name = command("run", "fedavg", *TINY, "--init", "first", "--out", "b", "--quiet", "--json").result
     assert by_name["digest"] == by_path["digest"] != first["digest"]
-    assert fedloom.api.RunFolder.open(tmp_path / "b").config.init == str(tmp_path / "runs" / "first")
+    assert fedloom.runs.execute.RunDirectory.open(tmp_path / "b").config.init == str(tmp_path / "runs" / "first")
     save_file(network().state_dict(), tmp_path / "first")
     by_file = command("run", "fedavg", *TINY, "--init", "first", "--out", "c", "--quiet", "--json").result
     assert by_file["digest"] != by_name["digest"]
@@ -275,7 +275,7 @@ def test_a_run_starts_there_and_says_what_it_took(command: Command, file: Path, 
     record = json.loads((tmp_path / "r" / "initial.json").read_text())
     assert record["matched"] == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
     assert record["replaced"] == ["head.weight", "head.bias"]
-    config = fedloom.api.RunFolder.open(tmp_path / "r").config
+    config = fedloom.runs.execute.RunDirectory.open(tmp_path / "r").config
     assert config.init == str(file)
     assert config.init_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     start = load_file(tmp_path / "r" / "initial.safetensors")
@@ -309,7 +309,7 @@ def test_your_own_module_starts_there_and_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(tensors["1.weight"], own(1).state_dict()["1.weight"]), "the frozen layer comes from the file"
 
 
-class StopsAfter(Silent):
+class StopsAfter(SilentCallback):
     """Asks a run to stop after some rounds, and keeps the notes."""
 
     def __init__(self, rounds: int) -> None:
@@ -387,7 +387,7 @@ def test_the_report_tells_starts_and_tasks_apart(command: Command, file: Path, t
     assert "head.weight and head.bias" in page
     assert "Starting models" not in (tmp_path / "a" / "report.html").read_text()
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    table = compare([read_run(tmp_path / name) for name in "abc"], None)
+    table = make_comparison_table([read_run_record(tmp_path / name) for name in "abc"], None)
     labels = [group.label for group in table.groups]
     assert len(set(labels)) == 3
     assert f"init=start.safetensors {sha256[:8]}" in labels[1]

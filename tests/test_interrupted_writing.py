@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import fedloom
-from fedloom.beside import Beside
-from fedloom.checkpoints import Checkpoints
-from fedloom.engines.base import Homes
 from fedloom.errors import FedloomError
-from fedloom.rounds import Rounds
-from fedloom.storage import write_tensors
+from fedloom.runs.checkpoints import Checkpoints, _BackgroundWriter
+from fedloom.runs.round import RoundRunner
+from fedloom.training.local_training import ClientStates
+from fedloom.utils.storage import write_safetensors
 
 CPU = torch.device("cpu")
 
@@ -26,10 +25,10 @@ def test_an_interrupt_is_told_where_nothing_was_ever_written_beside(
 ) -> None:
     """So it is on a CPU, where each round looks all the same whether something went wrong with it."""
 
-    def interrupted(_: Beside) -> None:
+    def interrupted(_: _BackgroundWriter) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Beside, "settle", interrupted)
+    monkeypatch.setattr(_BackgroundWriter, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Checkpoints(tmp_path).settle(wait=False)
 
@@ -37,13 +36,13 @@ def test_an_interrupt_is_told_where_nothing_was_ever_written_beside(
 def test_what_was_broken_off_does_not_break_off_one_that_is_written_at_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.abandon()
-    checkpoints.save(1, {"model": torch.ones(2)}, Homes({}, torch.float32))
+    checkpoints.save(1, {"model": torch.ones(2)}, ClientStates({}, torch.float32))
     assert checkpoints.rounds() == [1]
 
 
 def test_who_was_interrupted_while_waiting_can_wait_again() -> None:
     """Nothing is written to a run that is over."""
-    work, go, done = Beside(), threading.Event(), list[bool]()
+    work, go, done = _BackgroundWriter(), threading.Event(), list[bool]()
 
     def slow() -> None:
         assert go.wait(30), "nobody let it go"
@@ -60,7 +59,7 @@ def test_who_was_interrupted_while_waiting_can_wait_again() -> None:
 
 
 def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints, homes = Checkpoints(tmp_path), Homes({"c": (3,)}, torch.float32)
+    checkpoints, homes = Checkpoints(tmp_path), ClientStates({"c": (3,)}, torch.float32)
     homes.keep(1, {"c": torch.ones(3)})
     reached, go = threading.Event(), threading.Event()
 
@@ -68,9 +67,9 @@ def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monke
         if path.name.startswith("clients"):
             reached.set()
             assert go.wait(30), "nobody let it go"
-        return write_tensors(path, tensors, check=check)
+        return write_safetensors(path, tensors, check=check)
 
-    monkeypatch.setattr("fedloom.checkpoints.write_tensors", held)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", held)
     checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
     assert reached.wait(30)
     threading.Timer(0.05, go.set).start()
@@ -82,21 +81,21 @@ def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monke
 def test_what_ended_a_run_is_told_and_not_what_became_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, over = Rounds.play, threading.Event()
+    play, over = RoundRunner.play, threading.Event()
 
     def full(path: Path, *_: Any, **__: Any) -> str:
         assert over.wait(30), "the run does not end"
         raise FedloomError(f"cannot write {path}: No space left on device.")
 
-    def fails(self: Rounds, round: int) -> dict[str, Any]:
+    def fails(self: RoundRunner, round: int) -> dict[str, Any]:
         if round == 1:
             threading.Timer(0.1, over.set).start()
             raise FedloomError("round 2: nobody answered.")
         return play(self, round)
 
-    monkeypatch.setattr("fedloom.playing._beside", lambda _: CPU)
-    monkeypatch.setattr("fedloom.checkpoints.write_tensors", full)
-    monkeypatch.setattr(Rounds, "play", fails)
+    monkeypatch.setattr("fedloom.runs.loop._beside", lambda _: CPU)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", full)
+    monkeypatch.setattr(RoundRunner, "play", fails)
     with pytest.raises(FedloomError, match="nobody answered"):
         fedloom.run("fedavg", model="logreg", clients=4, per_round=2, rounds=3, steps=1, engine="plain", report=False,
                     checkpoint_seconds=0, out=tmp_path / "run")  # fmt: skip

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from fedloom import Bench, Local, Method, Options, Pass, register
-from fedloom.folder import RunFolder
+from fedloom import Client, LocalSteps, LocalTrainer, Method, Options, register
+from fedloom.runs.directory import RunDirectory
 from tiny_runs import TINY_OPTIONS, Command
 
 
-def _signals(signals: int) -> type[Local[Options]]:
-    class Signals(Local[Options]):
+def _signals(signals: int) -> type[Client[Options]]:
+    class Signals(Client[Options]):
         """Client 2 presses Ctrl-C in round 1 (from 0), this many times."""
 
-        def train(self, bench: Bench) -> Iterator[Pass]:
-            yield Pass(self.step)
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+            yield LocalSteps(self.step)
             if bench.client == 2 and bench.round == 1:
                 for _ in range(signals):
                     os.kill(os.getpid(), signal.SIGINT)
@@ -54,7 +54,7 @@ def test_an_interrupt_stops_after_the_round_and_the_run_goes_on(command: Command
     assert not (tmp_path / "r" / "summary.json").exists()
     resumed = command("resume", "r", "--json").result
     assert resumed["digest"] == command("run", "fedavg", *TINY_OPTIONS, "--json").result["digest"]
-    rounds = [record["round"] for record in RunFolder.open(tmp_path / "r").history()]
+    rounds = [record["round"] for record in RunDirectory.open(tmp_path / "r").history()]
     assert rounds == [0, 1, 2, 3]
 
 
@@ -63,7 +63,7 @@ def test_a_second_interrupt_stops_at_once(command: Command, tmp_path: Path) -> N
     assert (ended.code, ended.out) == (130, "")
     assert ended.err.splitlines()[-1] == "fedloom: interrupted; go on with: fedloom resume r"
     assert "Traceback" not in ended.err
-    assert [record["round"] for record in RunFolder.open(tmp_path / "r").history()] == [0, 1]
+    assert [record["round"] for record in RunDirectory.open(tmp_path / "r").history()] == [0, 1]
 
 
 def test_an_interrupt_before_the_run_begins(command: Command, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_real_process_stops_and_goes_on(command: Command, tmp_path: Path, numb
     assert "go on with: fedloom resume r" in err.splitlines()[-1]
     assert "Traceback" not in err
     # three more rounds, and the same bits as without the stop
-    history = RunFolder.open(tmp_path / "r").history()
+    history = RunDirectory.open(tmp_path / "r").history()
     rounds = history[-1]["round"] + 3
     config = tmp_path / "r" / "config.toml"
     config.write_text(config.read_text().replace("rounds = 3000", f"rounds = {rounds}"))

@@ -9,14 +9,14 @@ import torch
 
 import fedloom
 import one_client
-from fedloom.data import Federation
-from fedloom.engines import CudaEngine
+from fedloom.core.layout import model_digest
+from fedloom.data import FederatedDataset
+from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import InputError
 from fedloom.methods import methods
-from fedloom.optim import SGD, Adam
-from fedloom.rows import digest
-from fedloom.small_runs import SETTINGS, plain_network, small_experiment, small_run
 from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import SETTINGS, build_small_run, simple_network, small_run
+from fedloom.training.optimizers import SGD, Adam
 
 WAYS = [{"optimizer": "adam", "lr": 0.01}, {"momentum": 0.9, "lr": 0.05}]
 
@@ -24,8 +24,8 @@ WAYS = [{"optimizer": "adam", "lr": 0.01}, {"momentum": 0.9, "lr": 0.05}]
 @pytest.mark.parametrize("way", WAYS)
 def test_one_client_is_one_long_training_bit_for_bit(way: dict[str, Any], tmp_path: Path) -> None:
     x, y = torch.randn(30, 64), torch.randint(0, 10, (30,))
-    federation = Federation.from_arrays([(x, y)], test=(x, y), classes=10)
-    module = plain_network()
+    federation = FederatedDataset.from_arrays([(x, y)], test=(x, y), classes=10)
+    module = simple_network()
     given = {"rounds": 3, "epochs": 2, "batch_size": 0, "report": False, "engine": "plain", **way}
     ours = fedloom.run("fedavg", federation, module, out=tmp_path / "run", keep_optimizer=True, **given).model()
     anew = fedloom.run("fedavg", federation, module, out=tmp_path / "anew", **given).model()
@@ -80,13 +80,13 @@ def test_every_engine_keeps_it(way: dict[str, Any]) -> None:
     assert small_run("fedavg", {}, **way).digest != plain.digest
     assert small_run("fedavg", {}, keep_optimizer=True, engine="host", workers=2, **way).digest == plain.digest
     # Without batch norm: a bias before it has no gradient but rounding, whose sign Adam would follow.
-    given: dict[str, Any] = {"keep_optimizer": True, "model": plain_network, **way}
-    with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+    given: dict[str, Any] = {"keep_optimizer": True, "model": simple_network, **way}
+    with build_small_run("fedavg", {}, **given).engine_closed() as experiment:
         experiment.engine = experiment.rounds.engine = CudaEngine(experiment.engine.shop, "cpu", 3)
         for number in range(SETTINGS["rounds"]):
             experiment.rounds.play(number)
         cuda = experiment.rounds.deployed()
-    with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, **given).engine_closed() as experiment:
         for number in range(SETTINGS["rounds"]):
             experiment.rounds.play(number)
         torch.testing.assert_close(cuda, experiment.rounds.deployed(), rtol=1e-4, atol=1e-5)
@@ -114,26 +114,26 @@ def test_a_neutral_method_that_trains_in_pieces_is_fedavg_with_it(method: str, w
 
 def test_of_a_soup_the_first_model_goes_on_with_it_and_the_others_begin_anew() -> None:
     """What is kept is therefore FedAvg's in the first round, whatever the others do."""
-    given: dict[str, Any] = {"keep_optimizer": True, "momentum": 0.5, "model": plain_network, "rounds": 2}
+    given: dict[str, Any] = {"keep_optimizer": True, "momentum": 0.5, "model": simple_network, "rounds": 2}
     kept = []
     for method, options in (("fedavg", {}), ("soups", {"models": 3}), ("soups", {"models": 3, "lr_factors": [0.3]})):
-        with small_experiment(method, {method: options}, **given).engine_closed() as experiment:
+        with build_small_run(method, {method: options}, **given).engine_closed() as experiment:
             experiment.rounds.play(0)
             homes = experiment.engine.homes
-            kept.append({client: digest(homes.get(client)["@optimizer velocity"]) for client in homes.clients()})
+            kept.append({client: model_digest(homes.get(client)["@optimizer velocity"]) for client in homes.clients()})
     assert kept[0] == kept[1] == kept[2]
     assert len(set(kept[0].values())) == len(kept[0]) == 4
 
 
 def test_of_lss_it_is_the_first_member_too_unless_one_optimiser_trains_them_all() -> None:
-    given: dict[str, Any] = {"keep_optimizer": True, "momentum": 0.5, "model": plain_network, "rounds": 2}
+    given: dict[str, Any] = {"keep_optimizer": True, "momentum": 0.5, "model": simple_network, "rounds": 2}
     alone = {"include_init": False, "affinity": 0.0, "diversity": 0.0}
 
     def kept(method: str, **options: Any) -> dict[int, str]:
-        with small_experiment(method, {method: options}, **given).engine_closed() as experiment:
+        with build_small_run(method, {method: options}, **given).engine_closed() as experiment:
             experiment.rounds.play(0)
             homes = experiment.engine.homes
-            return {client: digest(homes.get(client)["@optimizer velocity"]) for client in homes.clients()}
+            return {client: model_digest(homes.get(client)["@optimizer velocity"]) for client in homes.clients()}
 
     first = kept("fedavg")
     assert first == kept("lss", models=1, **alone) == kept("lss", models=3, **alone)
@@ -145,7 +145,7 @@ def test_of_lss_it_is_the_first_member_too_unless_one_optimiser_trains_them_all(
 def test_the_body_of_fedbabu_goes_on_with_it_and_its_fine_tuning_does_not(way: dict[str, Any]) -> None:
     anew, kept = (small_run("fedbabu", {}, keep_optimizer=keep, **way) for keep in (False, True))
     assert anew.digest != kept.digest
-    with small_experiment("fedbabu", {}, keep_optimizer=True, **way).engine_closed() as experiment:
+    with build_small_run("fedbabu", {}, keep_optimizer=True, **way).engine_closed() as experiment:
         experiment.rounds.play(0)
         bench, homes = experiment.engine._bench, experiment.engine.homes
         client = homes.clients()[0]
@@ -159,7 +159,7 @@ def test_the_body_of_fedbabu_goes_on_with_it_and_its_fine_tuning_does_not(way: d
 
 def test_a_method_that_makes_new_ones_says_so() -> None:
     for keep in (False, True):
-        with small_experiment("fedrep", {}, keep_optimizer=keep, momentum=0.5).engine_closed() as experiment:
+        with build_small_run("fedrep", {}, keep_optimizer=keep, momentum=0.5).engine_closed() as experiment:
             assert any("fedrep makes a new optimiser" in note for note in experiment.notes) == keep
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.methods.catalogue import BUILT_IN
+from fedloom.methods.registry import BUILT_IN
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "league.md", ROOT / "results" / "league.json"
@@ -124,7 +124,7 @@ def test_runs_of_other_settings_or_other_code_are_made_again(
     change("fedasam.py", "\nclass ", "\n# a word\nclass ")
     change("lss.py", "1", "2")
     assert league.finished(job, tmp_path) is not None
-    change("fedsam.py", "class FedSAMLocal", "x = 1\n\n\nclass FedSAMLocal")  # fedasam is built on it
+    change("fedsam.py", "class FedSAMClient", "x = 1\n\n\nclass FedSAMClient")  # fedasam is built on it
     assert league.finished(job, tmp_path) is None
 
 

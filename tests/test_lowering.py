@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.lowering import cast_at_once, lower
-from fedloom.models import build
+from fedloom.models import build_model
+from fedloom.training.mixed_precision import _cast_parameters, apply_mixed_precision
 
 
 def tied() -> nn.Module:
@@ -27,11 +27,11 @@ def partly_frozen() -> nn.Module:
 
 
 def channels_last() -> nn.Module:
-    return build("lenet", (3, 32, 32), 10).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    return build_model("lenet", (3, 32, 32), 10).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "lenet": (lambda: build("lenet", (1, 28, 28), 10), (4, 1, 28, 28)),
+    "lenet": (lambda: build_model("lenet", (1, 28, 28), 10), (4, 1, 28, 28)),
     "channels last": (channels_last, (4, 3, 32, 32)),
     "tied": (tied, (4, 8)),
     "partly frozen": (partly_frozen, (4, 8)),
@@ -52,7 +52,7 @@ def test_it_computes_what_the_network_in_that_type_computes(name: str, monkeypat
         if not weight.requires_grad:
             weight.data = weight.data.double()  # what is frozen is left to autocast
     twin = copy.deepcopy(module).double()
-    with cast_at_once(module, torch.float64):
+    with _cast_parameters(module, torch.float64):
         output = module(x)
     assert torch.equal(output, twin(x))
     ours, theirs = gradients(module, output), gradients(twin, twin(x))
@@ -68,7 +68,7 @@ def test_weights_are_themselves_again_afterwards_also_when_the_network_fails() -
     inside: dict[str, Any] = {}
 
     def fail() -> None:
-        with cast_at_once(module, torch.float64):
+        with _cast_parameters(module, torch.float64):
             inside.update((name, value.dtype) for name, value in module.named_parameters(remove_duplicate=False))
             inside["0.weight"], inside["0.bias"] = module[0].weight.dtype, module[0].bias.dtype
             raise RuntimeError("no way")
@@ -83,13 +83,13 @@ def test_weights_are_themselves_again_afterwards_also_when_the_network_fails() -
 
 def test_a_network_without_such_layers_is_left_alone() -> None:
     module = nn.BatchNorm1d(3)
-    with cast_at_once(module, torch.float64):
+    with _cast_parameters(module, torch.float64):
         assert module.weight.dtype is torch.float32
 
 
 def test_only_training_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-    module = lower(nn.Linear(3, 2), torch.device("cpu"), torch.float64)
+    module = apply_mixed_precision(nn.Linear(3, 2), torch.device("cpu"), torch.float64)
     x = torch.ones(1, 3, dtype=torch.float64)
     assert module(x).dtype is torch.float32, "the output has the usual type"
     module.eval()
@@ -98,7 +98,7 @@ def test_only_training_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_of_a_network_in_a_lower_type_computes_with_its_own_weights() -> None:
-    module = lower(nn.Linear(3, 2), torch.device("cpu"), torch.bfloat16)
+    module = apply_mixed_precision(nn.Linear(3, 2), torch.device("cpu"), torch.bfloat16)
     other = copy.deepcopy(module)
     with torch.no_grad():
         other.weight.zero_()  # type: ignore[union-attr, operator]
@@ -127,7 +127,7 @@ class Telling(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_several_outputs_have_the_usual_type_too(training: bool) -> None:
-    module = lower(Telling(), torch.device("cpu"), torch.bfloat16).train(training)
+    module = apply_mixed_precision(Telling(), torch.device("cpu"), torch.bfloat16).train(training)
     found = module(torch.randn(4, 8), inside=True)
     assert found["output"].dtype is found["inside"][0].dtype is torch.float32
     assert found["inside"][1] == 4

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.bench import Score
-from fedloom.metrics import Clock, client_accuracy, summarise
+from fedloom.core.evaluation import EvaluationResult
+from fedloom.runs.metrics import RoundTimer, client_accuracy_metrics, summarize_run_metrics
 
 
-def score(hits: list[int], seen: list[int]) -> Score:
-    return Score(1.0, sum(seen), np.array(hits, dtype=np.int64), np.array(seen, dtype=np.int64))
+def score(hits: list[int], seen: list[int]) -> EvaluationResult:
+    return EvaluationResult(1.0, sum(seen), np.array(hits, dtype=np.int64), np.array(seen, dtype=np.int64))
 
 
 def test_client_accuracy_by_hand() -> None:
     # By class 1/2, 3/4, 1; the clients have all of class 0, half and half of 1 and 2, and one of each.
     counts = np.array([[4, 0, 0], [0, 3, 3], [1, 1, 1]])
-    among = client_accuracy(score([1, 3, 5], [2, 4, 5]), counts)
+    among = client_accuracy_metrics(score([1, 3, 5], [2, 4, 5]), counts)
     assert among is not None
     mean, worst = among
     assert mean == pytest.approx((0.5 + 0.875 + 0.75) / 3)
@@ -30,13 +30,13 @@ def test_client_accuracy_by_hand() -> None:
 def test_the_worst_tenth_is_rounded_up() -> None:
     # Eleven clients: the worst two. Client k has k of the class that is always right, of 10.
     counts = np.array([[10 - k, k] for k in range(11)])
-    among = client_accuracy(score([0, 7], [3, 7]), counts)
+    among = client_accuracy_metrics(score([0, 7], [3, 7]), counts)
     assert among == (pytest.approx(0.5), pytest.approx((0.0 + 0.1) / 2))
 
 
 def test_classes_that_were_not_tested_do_not_count() -> None:
     counts = np.array([[5, 5, 90], [0, 0, 8], [10, 0, 0]])
-    among = client_accuracy(score([1, 4, 0], [2, 4, 0]), counts)
+    among = client_accuracy_metrics(score([1, 4, 0], [2, 4, 0]), counts)
     assert among == (pytest.approx((0.75 + 0.5) / 2), pytest.approx(0.5)), "a client with untested classes only is out"
 
 
@@ -47,12 +47,12 @@ def test_clients_with_test_samples_of_their_own_are_counted_by_them(tested: list
     one_class = np.array([int(right.sum())]), np.array([len(right)])
     each = sorted(right[owners == owner].mean() for owner in set(owners.tolist()))
     worst = each[: -(-len(each) // 10)]
-    found = client_accuracy(Score(1.0, len(right), *one_class, right), np.zeros((13, 1)), owners)
+    found = client_accuracy_metrics(EvaluationResult(1.0, len(right), *one_class, right), np.zeros((13, 1)), owners)
     assert found == (pytest.approx(np.mean(each)), pytest.approx(np.mean(worst)))
 
 
 def test_a_regression_with_owners_has_no_accuracy() -> None:
-    assert client_accuracy(score([], []), None, np.array([0, 1])) is None
+    assert client_accuracy_metrics(score([], []), None, np.array([0, 1])) is None
 
 
 def test_the_accuracy_for_a_mixture_by_hand() -> None:
@@ -64,7 +64,7 @@ def test_the_accuracy_for_a_mixture_by_hand() -> None:
 
 def test_empty_clients_are_left_out() -> None:
     counts = np.array([[0, 0], [2, 0], [0, 0]])
-    assert client_accuracy(score([1, 1], [2, 1]), counts) == (0.5, 0.5)
+    assert client_accuracy_metrics(score([1, 1], [2, 1]), counts) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_empty_clients_are_left_out() -> None:
     ],
 )
 def test_nothing_known_is_none(hits: list[int], seen: list[int], counts: Any) -> None:
-    assert client_accuracy(score(hits, seen), None if counts is None else np.array(counts)) is None
+    assert client_accuracy_metrics(score(hits, seen), None if counts is None else np.array(counts)) is None
 
 
 @given(
@@ -94,7 +94,7 @@ def test_client_accuracy_matches_the_definition(classes: list[tuple[int, int]], 
         total = sum(held[k] for k in tested)
         if total:
             each.append(sum(held[k] * hits[k] / seen[k] for k in tested) / total)
-    among = client_accuracy(score(hits, seen), np.array(counts))
+    among = client_accuracy_metrics(score(hits, seen), np.array(counts))
     if not each:
         assert among is None
         return
@@ -107,7 +107,7 @@ def test_client_accuracy_matches_the_definition(classes: list[tuple[int, int]], 
 
 
 def test_the_clock_adds_up_parts_and_waiting() -> None:
-    clock = Clock()
+    clock = RoundTimer()
     with clock.part("a"):
         time.sleep(0.01)
     with pytest.raises(KeyError), clock.part("a"):
@@ -158,7 +158,7 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
         ),
         record(4),
     ]
-    assert summarise(history) == {
+    assert summarize_run_metrics(history) == {
         "rounds": 4,
         "accuracy": 0.6,
         "loss": 0.9,
@@ -177,13 +177,13 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
 
 
 def test_totals_of_nothing_and_of_a_run_without_scores() -> None:
-    nothing = summarise([])
+    nothing = summarize_run_metrics([])
     assert nothing["rounds"] == 0
     assert nothing["accuracy"] is nothing["loss"] is nothing["best_accuracy"] is None
-    unscored = summarise([record(0), record(1)])
+    unscored = summarize_run_metrics([record(0), record(1)])
     assert (unscored["rounds"], unscored["bytes_up"], unscored["accuracy"]) == (1, 10, None)
 
 
 def test_totals_of_a_regression_have_a_loss_and_no_accuracy() -> None:
-    totals = summarise([record(0, accuracy=None, loss=4.0), record(1, accuracy=None, loss=3.0)])
+    totals = summarize_run_metrics([record(0, accuracy=None, loss=4.0), record(1, accuracy=None, loss=3.0)])
     assert (totals["loss"], totals["accuracy"], totals["best_accuracy"]) == (3.0, None, None)

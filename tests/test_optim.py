@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.optim import MOST_PIECES, SGD, Adam, Optimizer, clip_, pieces
-from fedloom.training import Training
+from fedloom.config import TrainingConfig
+from fedloom.training.optimizers import MOST_PIECES, SGD, Adam, Optimizer, clip_gradient_, split_row_for_foreach
 
 SIZES = [1, 7, 64, 1003]
 
@@ -80,7 +80,7 @@ def test_clip_equals_torch(values: list[float], largest: float) -> None:
     parameter = torch.zeros_like(gradient, requires_grad=True)
     parameter.grad = gradient.clone()
     torch.nn.utils.clip_grad_norm_([parameter], largest)
-    clip_(gradient, largest)
+    clip_gradient_(gradient, largest)
     assert torch.equal(gradient, parameter.grad)
 
 
@@ -89,7 +89,7 @@ def test_clip_equals_torch(values: list[float], largest: float) -> None:
 def test_clip_never_lengthens_and_bounds_the_norm(values: list[float], largest: float) -> None:
     gradient = torch.tensor(values)
     before = gradient.clone()
-    clip_(gradient, largest)
+    clip_gradient_(gradient, largest)
     assert float(gradient.norm()) <= largest * (1 + 1e-5)
     assert bool((gradient.abs() <= before.abs()).all())
     if float(before.norm()) < largest * 0.99:
@@ -111,17 +111,17 @@ def test_state_is_the_optimisers_own(make: Callable[[], Optimizer]) -> None:
 
 
 def test_training_makes_the_optimizer_it_names() -> None:
-    adam = Training(optimizer="adam", weight_decay=0.2).make_optimizer()
+    adam = TrainingConfig(optimizer="adam", weight_decay=0.2).make_optimizer()
     assert isinstance(adam, Adam)
     assert adam.weight_decay == 0.2
-    sgd = Training(momentum=0.9, nesterov=True, weight_decay=0.1).make_optimizer()
+    sgd = TrainingConfig(momentum=0.9, nesterov=True, weight_decay=0.1).make_optimizer()
     assert isinstance(sgd, SGD)
     assert (sgd.momentum, sgd.nesterov, sgd.weight_decay) == (0.9, True, 0.1)
-    assert Training().make_optimizer() is not Training().make_optimizer()
+    assert TrainingConfig().make_optimizer() is not TrainingConfig().make_optimizer()
 
 
 def test_learning_rate_decays_by_the_round() -> None:
-    training = Training(lr=0.5, lr_decay=0.5)
+    training = TrainingConfig(lr=0.5, lr_decay=0.5)
     assert [training.lr_at(round) for round in (0, 1, 3)] == [0.5, 0.25, 0.0625]
 
 
@@ -129,7 +129,7 @@ def test_learning_rate_decays_by_the_round() -> None:
 @settings(max_examples=60, deadline=None)
 def test_pieces_are_the_whole_row_and_begin_where_a_gpu_reads_four_numbers_at_once(size: int, lists: int) -> None:
     row = torch.arange(size)
-    found = pieces(row, lists)
+    found = split_row_for_foreach(row, lists)
     assert torch.equal(torch.cat(found), row)
     assert len(found) <= MOST_PIECES[lists]
     assert all(int(piece[0]) % 4 == 0 for piece in found)

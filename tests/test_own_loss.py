@@ -5,17 +5,17 @@ import torch
 from torch import nn
 
 from fedloom.config import make_config
-from fedloom.ground import build_shop
-from fedloom.request import Own
-from fedloom.small_runs import SmallFederation, plain_network
+from fedloom.runs.build import build_run_for_site
+from fedloom.runs.resolve import UserObjects
+from fedloom.testing.fixtures import SmallFederatedDataset, simple_network
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # which is not a CPU either, and needs no GPU
 def test_a_loss_with_weights_is_on_the_device_of_the_run(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.ground.make_device", lambda _: torch.device(device))
-    given, data = nn.CrossEntropyLoss(weight=torch.ones(10)), SmallFederation()
+    monkeypatch.setattr("fedloom.runs.build.select_device", lambda _: torch.device(device))
+    given, data = nn.CrossEntropyLoss(weight=torch.ones(10)), SmallFederatedDataset()
     config = make_config({"data": "small", "partition": "own", "model": "own", "clients": len(data), "engine": "plain"})
-    _, shop = build_shop(config, Own(data, plain_network, given))
+    _, shop = build_run_for_site(config, UserObjects(data, simple_network, given))
     used = shop.workshop.criterion
     assert isinstance(used, nn.CrossEntropyLoss)
     assert used.weight is not None

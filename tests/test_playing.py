@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fedloom
-from fedloom import playing
-from fedloom.checkpoints import Checkpoints
-from fedloom.rounds import Rounds
-from fedloom.watching import Silent
+from fedloom.runs import loop
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.checkpoints import Checkpoints
+from fedloom.runs.round import RoundRunner
 
 RUN: dict[str, Any] = {
     "model": "logreg", "clients": 4, "per_round": 2, "rounds": 8, "steps": 1, "engine": "plain", "report": False,
@@ -21,15 +21,15 @@ RUN: dict[str, Any] = {
 def test_checkpoints_are_as_many_seconds_apart_as_was_asked(
     seconds: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, saved, play = 0.0, list[int](), Rounds.play
+    now, saved, play = 0.0, list[int](), RoundRunner.play
 
-    def one_second(self: Rounds, round: int) -> dict[str, Any]:
+    def one_second(self: RoundRunner, round: int) -> dict[str, Any]:
         nonlocal now
         now += 1.0
         return play(self, round)
 
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    monkeypatch.setattr(Rounds, "play", one_second)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr(RoundRunner, "play", one_second)
     monkeypatch.setattr(Checkpoints, "save", lambda self, round, *_, **__: saved.append(round))
     fedloom.run("fedavg", **RUN, checkpoint_seconds=seconds, out=tmp_path / "run")
     assert saved == expected
@@ -41,14 +41,14 @@ def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(
     """Ctrl-C once more, while what was broken off is waited for: a display gives the terminal back all the same."""
     ended: list[bool] = []
 
-    class Told(Silent):
+    class Told(SilentCallback):
         def end(self) -> None:
             ended.append(True)
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Rounds, "play", interrupted)
+    monkeypatch.setattr(RoundRunner, "play", interrupted)
     monkeypatch.setattr(Checkpoints, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fedloom.run("fedavg", **RUN, out=tmp_path / "run", watcher=Told())
@@ -63,7 +63,7 @@ def test_on_a_cpu_and_with_models_on_the_disk_nothing_is_written_beside() -> Non
         experiment: Any = Of()
         experiment.engine, experiment.config = Of(), Of()
         experiment.engine.device, experiment.config.cache_dir = torch.device(device), cache_dir
-        return playing._beside(experiment)
+        return loop._beside(experiment)
 
     assert chosen("cpu", None) is None
     assert chosen("cuda", "somewhere") is None

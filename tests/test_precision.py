@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom import precision
-from fedloom.models import build
-from fedloom.precision import SECOND_RULE, choose_rule, is_narrow, wants_channels_last
+from fedloom.devices import precision
+from fedloom.devices.precision import (
+    SECOND_RULE,
+    _has_narrow_convolutions,
+    choose_cudnn_heuristic,
+    prefers_channels_last,
+)
+from fedloom.models import build_model
 
 GPU = torch.device("cuda")
 
@@ -35,7 +40,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     [("lenet", False), ("cnn", True), ("resnet20", True), ("vgg16", False), ("resnet18", False), ("mlp", False)],
 )
 def test_which_networks_are_narrow(model: str, narrow: bool) -> None:
-    assert is_narrow(build(model, (3, 32, 32), 10)) is narrow
+    assert _has_narrow_convolutions(build_model(model, (3, 32, 32), 10)) is narrow
 
 
 @pytest.mark.parametrize(
@@ -53,13 +58,13 @@ def test_which_networks_are_narrow(model: str, narrow: bool) -> None:
     ],
 )
 def test_a_gpu_has_images_in_the_order_in_which_it_was_faster(model: str, faster: bool) -> None:
-    module = build(model, (3, 32, 32), 10)
-    found = {bits: wants_channels_last(module, bits) for bits in ("fp32", "tf32", "bf16")}
+    module = build_model(model, (3, 32, 32), 10)
+    found = {bits: prefers_channels_last(module, bits) for bits in ("fp32", "tf32", "bf16")}
     assert found == {"fp32": False, "tf32": faster, "bf16": True}
 
 
 def test_torch_looks_while_the_second_rule_is_asked_for(seen: list[str | None]) -> None:
-    choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    choose_cudnn_heuristic(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
     assert seen == ["1"]
     assert SECOND_RULE not in os.environ, "other processes decide for themselves"
 
@@ -78,7 +83,7 @@ def test_torch_looks_while_the_second_rule_is_asked_for(seen: list[str | None]) 
 def test_elsewhere_torch_finds_the_environment_as_it_is(
     seen: list[str | None], module: nn.Module, device: torch.device, bits: str, deterministic: bool
 ) -> None:
-    choose_rule(module, device, bits, deterministic)
+    choose_cudnn_heuristic(module, device, bits, deterministic)
     assert not seen
     assert SECOND_RULE not in os.environ
 
@@ -103,10 +108,10 @@ def test_the_first_run_of_a_process_decides(
     second: tuple[nn.Module, str],
     noted: bool,
 ) -> None:
-    choose_rule(first[0], GPU, first[1], deterministic=True)
+    choose_cudnn_heuristic(first[0], GPU, first[1], deterministic=True)
     before = len(seen)
     assert not caplog.messages
-    choose_rule(second[0], GPU, second[1], deterministic=True)
+    choose_cudnn_heuristic(second[0], GPU, second[1], deterministic=True)
     assert len(seen) == before
     assert any("first run of this process" in said for said in caplog.messages) is noted
 
@@ -114,7 +119,7 @@ def test_the_first_run_of_a_process_decides(
 @pytest.mark.parametrize("said", ["0", "1"])
 def test_the_environment_has_the_last_word(said: str, seen: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECOND_RULE, said)
-    choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    choose_cudnn_heuristic(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
     assert not seen
     assert os.environ[SECOND_RULE] == said
 
@@ -125,7 +130,7 @@ def test_nothing_is_left_behind_when_the_gpu_cannot(seen: list[str | None], monk
 
     monkeypatch.setattr(precision.F, "conv2d", fails)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+        choose_cudnn_heuristic(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
     assert SECOND_RULE not in os.environ
     assert precision._second is None, "the next run is to make torch look"
 
@@ -135,8 +140,8 @@ def test_a_run_that_lets_torch_look_by_itself_decides_too(
     seen: list[str | None], caplog: pytest.LogCaptureFixture, deterministic: bool
 ) -> None:
     """With `--fast`, or with no convolution over images, torch looks all the same."""
-    choose_rule(nn.Conv1d(3, 16, 3) if deterministic else nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic)
-    choose_rule(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
+    choose_cudnn_heuristic(nn.Conv1d(3, 16, 3) if deterministic else nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic)
+    choose_cudnn_heuristic(nn.Conv2d(3, 16, 3), GPU, "bf16", deterministic=True)
     assert not seen
     assert "first run of this process" in caplog.text
 
@@ -152,9 +157,9 @@ def test_runs_at_once_do_not_take_each_others_choice_for_somebodys_word(
 
     monkeypatch.setattr(precision.F, "conv2d", slow)
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(choose_rule, nn.Conv2d(3, 16, 3), GPU, "bf16", True)
+        one = pool.submit(choose_cudnn_heuristic, nn.Conv2d(3, 16, 3), GPU, "bf16", True)
         assert looking.wait(30)
-        other = pool.submit(choose_rule, nn.Conv2d(3, 65, 3), GPU, "bf16", True)
+        other = pool.submit(choose_cudnn_heuristic, nn.Conv2d(3, 65, 3), GPU, "bf16", True)
         with pytest.raises(TimeoutError):
             other.result(0.2)
         go_on.set()

@@ -18,18 +18,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedloom
-from fedloom.data import keep_classes, load
+from fedloom.core.rng import RngStreams
+from fedloom.data import load_dataset, select_classes
 from fedloom.errors import FedloomError, InputError
-from fedloom.models import build
-from fedloom.pretraining import Pretraining
-from fedloom.storage import write_json
-from fedloom.streams import Streams
-from fedloom.watching import Silent
+from fedloom.models import build_model
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.pretrain import PretrainConfig
+from fedloom.utils.storage import write_json
 
 Command = Callable[..., Any]
 
 
-class StopsAfter(Silent):
+class StopsAfter(SilentCallback):
     """Asks to stop after some epochs."""
 
     def __init__(self, epochs: int) -> None:
@@ -46,7 +46,7 @@ class StopsAfter(Silent):
         return self.left <= 0
 
 
-def pretrain(out: Path, **settings: Any) -> fedloom.Pretrained:
+def pretrain(out: Path, **settings: Any) -> fedloom.PretrainResult:
     return fedloom.pretrain("digits", out, **{"model": "logreg", "epochs": 3, **settings})
 
 
@@ -54,9 +54,9 @@ def test_it_is_ordinary_training(tmp_path: Path) -> None:
     """The same as a loop with torch.optim: the optimiser lives on between epochs and the rate follows the cosine."""
     settings = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "lr": 0.1}
     made = pretrain(tmp_path / "m.safetensors", **settings)
-    dataset, streams = load("digits"), Streams(0)
+    dataset, streams = load_dataset("digits"), RngStreams(0)
     with streams.globally("init"):
-        module = build("logreg", (1, 8, 8), 10)
+        module = build_model("logreg", (1, 8, 8), 10)
     steps = torch.optim.SGD(module.parameters(), **settings)
     x, y = dataset.prepare(dataset.train.x), dataset.train.y
     for epoch in range(3):
@@ -74,9 +74,9 @@ def test_it_is_ordinary_training(tmp_path: Path) -> None:
 
 
 def test_the_schedules() -> None:
-    constant = Pretraining(data="digits", lr=0.3, schedule="constant", epochs=7).training()
+    constant = PretrainConfig(data="digits", lr=0.3, schedule="constant", epochs=7).training()
     assert {constant.lr_at(epoch) for epoch in range(7)} == {0.3}
-    cosine = [Pretraining(data="digits", lr=0.3, epochs=8).training().lr_at(epoch) for epoch in range(8)]
+    cosine = [PretrainConfig(data="digits", lr=0.3, epochs=8).training().lr_at(epoch) for epoch in range(8)]
     assert cosine[0] == 0.3
     assert cosine[4] == pytest.approx(0.15)
     assert cosine == sorted(cosine, reverse=True)
@@ -93,7 +93,7 @@ def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path: Path) -
 def test_a_gpu_is_told_to_compute_the_same_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make test-gpu` makes a file twice; this holds where there is no GPU."""
     told: list[Any] = []
-    monkeypatch.setattr("fedloom.pretraining.set_precision", lambda *given, **named: told.append((given, named)))
+    monkeypatch.setattr("fedloom.runs.pretrain.set_precision", lambda *given, **named: told.append((given, named)))
     pretrain(tmp_path / "m.safetensors", epochs=1)
     assert told == [((torch.device("cpu"), "tf32"), {"deterministic": True})]
 
@@ -151,7 +151,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_l
 ) -> None:
     now, saved = 0.0, list[int]()
 
-    class EpochsOfASecond(Silent):
+    class EpochsOfASecond(SilentCallback):
         def record(self, record: Any) -> None:
             nonlocal now
             now += 1.0
@@ -162,8 +162,8 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_l
         saved.append(record["round"])
         write_json(path, record)
 
-    monkeypatch.setattr("fedloom.checkpoints.time.monotonic", lambda: now)
-    monkeypatch.setattr("fedloom.checkpoints.write_json", write)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_json", write)
     pretrain(tmp_path / "m.safetensors", epochs=8, checkpoint_seconds=3, watcher=EpochsOfASecond())
     assert saved == expected
 
@@ -216,7 +216,7 @@ def test_progress_and_result_for_people(command: Command, tmp_path: Path) -> Non
     assert ended.out.startswith("accuracy  9")
     assert "10 classes of digits" in ended.out
     everything = command("pretrain", "--help").out
-    for name in Pretraining.model_fields:
+    for name in PretrainConfig.model_fields:
         if name != "data":
             assert f"-{name.replace('_', '-')} " in everything
 
@@ -277,18 +277,18 @@ def test_a_model_that_blows_up_is_said_to(tmp_path: Path) -> None:
 
 
 def test_classes_are_kept_renumbered_and_named() -> None:
-    everything = load("digits")
-    part = keep_classes(everything, "7, 2-3")
+    everything = load_dataset("digits")
+    part = select_classes(everything, "7, 2-3")
     assert (part.classes, part.class_names) == (3, ("2", "3", "7"))
     for samples, before in ((part.train, everything.train), (part.test, everything.test)):
         kept = torch.isin(before.y, torch.tensor([2, 3, 7]))
         assert torch.equal(samples.x, before.x[kept])
         assert torch.equal(torch.tensor([2, 3, 7])[samples.y], before.y[kept])
-    assert keep_classes(everything, None) is everything
+    assert select_classes(everything, None) is everything
 
 
 def test_classes_of_your_own_data_cannot_be_picked() -> None:
     x, y = torch.randn(20, 4), torch.arange(20) % 4
-    mine = fedloom.Federation.from_arrays([(x, y)], test=(x, y))
+    mine = fedloom.FederatedDataset.from_arrays([(x, y)], test=(x, y))
     with pytest.raises(InputError, match="known by name"):
         fedloom.run(data=mine, model="logreg", classes="0-1")

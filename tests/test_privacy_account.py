@@ -13,7 +13,7 @@ from scipy.special import gammaln, logsumexp
 from scipy.stats import norm
 
 from fedloom.errors import InputError
-from fedloom.privacy import Account
+from fedloom.privacy import PrivacyAccountant
 
 # McMahan et al., ICLR 2018, table 1: users, users in a round, noise z, and epsilon after 1, 10, ... 10^6 rounds at
 # delta = 1 / users^1.1.
@@ -38,7 +38,7 @@ def test_the_published_table_is_met_and_bettered(
     users: float, asked: float, z: float, table: tuple[float, ...]
 ) -> None:
     """The paper's moments accountant gives its figures; the account, by a later and tighter bound, a little less."""
-    delta, account = users**-1.1, Account(z, asked / users, users**-1.1)
+    delta, account = users**-1.1, PrivacyAccountant(z, asked / users, users**-1.1)
     orders = range(2, 33)
     cost = np.array([moments(asked / users, z, order) for order in orders])
     for power, published in enumerate(table):
@@ -56,7 +56,7 @@ def test_epsilon_is_that_of_the_divergences_worked_out_by_hand(q: float, z: floa
         rounds * moments(q, z, order) + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
         for order in range(2, 64)
     ]
-    epsilon = Account(z, q, delta).epsilon(rounds)
+    epsilon = PrivacyAccountant(z, q, delta).epsilon(rounds)
     assert epsilon <= min(bounds) * (1 + 1e-9)
     assert epsilon >= 0.97 * min(bounds)  # orders that are no whole numbers may be a little better
 
@@ -71,30 +71,30 @@ def test_where_all_take_part_epsilon_is_no_less_than_the_exact_one(z: float, rou
         return float(exact) - delta
 
     exact = brentq(excess, 0, 100)
-    assert exact <= Account(z, 1.0, delta).epsilon(rounds) <= 1.15 * exact
+    assert exact <= PrivacyAccountant(z, 1.0, delta).epsilon(rounds) <= 1.15 * exact
 
 
 @settings(max_examples=5)
 @given(st.floats(0.4, 20), st.floats(0.001, 1), st.integers(1, 500))
 def test_more_rounds_cost_more_and_more_noise_costs_less(z: float, q: float, rounds: int) -> None:
-    account = Account(z, q, 1e-5)
+    account = PrivacyAccountant(z, q, 1e-5)
     spent = [account.epsilon(rounds + more) for more in range(3)]
     assert spent == sorted(spent)
-    assert Account(2 * z, q, 1e-5).epsilon(rounds) <= spent[0]
-    assert Account(z, q / 2, 1e-5).epsilon(rounds) <= spent[0] * (1 + 1e-9)
-    assert Account(z, q, 1e-3).epsilon(rounds) <= spent[0]
+    assert PrivacyAccountant(2 * z, q, 1e-5).epsilon(rounds) <= spent[0]
+    assert PrivacyAccountant(z, q / 2, 1e-5).epsilon(rounds) <= spent[0] * (1 + 1e-9)
+    assert PrivacyAccountant(z, q, 1e-3).epsilon(rounds) <= spent[0]
 
 
 def test_nothing_is_spent_before_the_first_round_and_nothing_guaranteed_without_noise() -> None:
-    assert Account(1.0, 0.1, 1e-5).epsilon(0) == 0
-    assert Account(0.0, 0.1, 1e-5).epsilon(0) == 0
-    assert Account(0.0, 0.1, 1e-5).epsilon(1) == math.inf
+    assert PrivacyAccountant(1.0, 0.1, 1e-5).epsilon(0) == 0
+    assert PrivacyAccountant(0.0, 0.1, 1e-5).epsilon(0) == 0
+    assert PrivacyAccountant(0.0, 0.1, 1e-5).epsilon(1) == math.inf
 
 
 @settings(max_examples=10)
 @given(st.floats(0.5, 5), st.floats(0.01, 1), st.floats(0.1, 30), st.integers(1, 200))
 def test_as_many_rounds_as_can_be_afforded_and_not_one_more(z: float, q: float, most: float, planned: int) -> None:
-    account = Account(z, q, 1e-4)
+    account = PrivacyAccountant(z, q, 1e-4)
     rounds = account.rounds_within(most, planned)
     assert 0 <= rounds <= planned
     assert account.epsilon(rounds) <= most
@@ -102,18 +102,18 @@ def test_as_many_rounds_as_can_be_afforded_and_not_one_more(z: float, q: float, 
 
 
 def test_extreme_noise_gives_a_number_and_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    assert Account(1e-3, 0.5, 1e-5).epsilon(10) > 1e4
-    assert Account(1e6, 0.5, 1e-5).epsilon(10) < 1e-2
+    assert PrivacyAccountant(1e-3, 0.5, 1e-5).epsilon(10) > 1e4
+    assert PrivacyAccountant(1e6, 0.5, 1e-5).epsilon(10) < 1e-2
     assert capfd.readouterr().err == ""
 
 
 def test_without_the_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(InputError, match=r"pip install 'fedloom\[privacy\]'"):
-        Account(1.0, 0.1, 1e-5).epsilon(1)
-    assert Account(0.0, 0.1, 1e-5).epsilon(1) == math.inf  # no noise, no account
+        PrivacyAccountant(1.0, 0.1, 1e-5).epsilon(1)
+    assert PrivacyAccountant(0.0, 0.1, 1e-5).epsilon(1) == math.inf  # no noise, no account
 
 
 def test_the_library_is_loaded_only_where_it_is_used() -> None:
-    code = "import sys, fedloom.api, fedloom.privacy; print('dp_accounting' in sys.modules)"
+    code = "import sys; import fedloom.runs.execute; import fedloom.privacy; print('dp_accounting' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

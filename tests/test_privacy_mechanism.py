@@ -14,26 +14,25 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from torch import Tensor
 
-from fedloom.exchange import Job, Update
-from fedloom.privacy import Account, Privacy, clipped
-from fedloom.privacy.mechanism import base_of, default_delta
-from fedloom.privacy.sources import FromSeed, FromSystem
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.privacy import PrivacyAccountant, PrivacyMechanism, _clip_update
+from fedloom.privacy.mechanism import _default_delta, _SeededNoise, _SystemNoise, common_base_model
 
 WIDTH = 6
 ROWS = arrays(np.float32, WIDTH, elements=st.floats(-1e4, 1e4, width=32)).map(torch.from_numpy)
 CLIPS = st.floats(1e-3, 1e3)
 
 
-def make(**values: Any) -> Privacy:
-    settings = {"clip": 1.0, "noise": 0.0, "clients": 20, "per_round": 4, "source": FromSeed(Streams(0))}
-    settings |= {"account": Account(0.0, 0.2, 1e-3)} | values
-    return Privacy(**settings)
+def make(**values: Any) -> PrivacyMechanism:
+    settings = {"clip": 1.0, "noise": 0.0, "clients": 20, "per_round": 4, "source": _SeededNoise(RngStreams(0))}
+    settings |= {"account": PrivacyAccountant(0.0, 0.2, 1e-3)} | values
+    return PrivacyMechanism(**settings)
 
 
-def mean_of(privacy: Privacy, base: Tensor, rows: list[Tensor], round: int = 0) -> Tensor:
+def mean_of(privacy: PrivacyMechanism, base: Tensor, rows: list[Tensor], round: int = 0) -> Tensor:
     """The private mean of these models, in float64 so that nothing is rounded away."""
-    updates = iter([Update(Job(client, base), row, 3 + client, 1.0, 2) for client, row in enumerate(rows)])
+    updates = iter([ClientUpdate(ClientTask(client, base), row, 3 + client, 1.0, 2) for client, row in enumerate(rows)])
     return next(privacy.mean(round, base.double(), updates)).row
 
 
@@ -42,12 +41,12 @@ def mean_of(privacy: Privacy, base: Tensor, rows: list[Tensor], round: int = 0) 
 
 @given(ROWS, ROWS, CLIPS)
 def test_no_update_is_longer_than_the_clip(row: Tensor, received: Tensor, clip: float) -> None:
-    assert float(clipped(row, received, clip).norm()) <= clip * (1 + 1e-12)
+    assert float(_clip_update(row, received, clip).norm()) <= clip * (1 + 1e-12)
 
 
 @given(ROWS, ROWS, CLIPS)
 def test_the_direction_of_an_update_is_kept(row: Tensor, received: Tensor, clip: float) -> None:
-    way, cut = row.double() - received.double(), clipped(row, received, clip)
+    way, cut = row.double() - received.double(), _clip_update(row, received, clip)
     assert torch.allclose(cut * way.norm(), way * cut.norm(), rtol=1e-9, atol=1e-9 * clip)
     assert float(cut @ way) >= 0
     if float(way.norm()) > clip:
@@ -57,12 +56,12 @@ def test_the_direction_of_an_update_is_kept(row: Tensor, received: Tensor, clip:
 @given(ROWS, ROWS)
 def test_an_update_within_the_clip_is_not_touched(row: Tensor, received: Tensor) -> None:
     way = row.double() - received.double()
-    assert torch.equal(clipped(row, received, float(way.norm()) + 1e-6), way)
+    assert torch.equal(_clip_update(row, received, float(way.norm()) + 1e-6), way)
 
 
 def test_the_rows_themselves_are_left_alone() -> None:
     row, received = torch.ones(WIDTH) * 5, torch.ones(WIDTH)
-    clipped(row, received, 0.1)
+    _clip_update(row, received, 0.1)
     assert torch.equal(row, torch.ones(WIDTH) * 5)
     assert torch.equal(received, torch.ones(WIDTH))
 
@@ -94,7 +93,8 @@ def test_one_client_more_or_less_moves_the_mean_by_no_more_than_its_share(
 def test_samples_do_not_count() -> None:
     base, row = torch.zeros(2), torch.tensor([0.5, 0.0])
     means = [
-        next(make().mean(0, base, iter([Update(Job(0, base), row, samples, 1.0, 2)]))).row for samples in (1, 1000)
+        next(make().mean(0, base, iter([ClientUpdate(ClientTask(0, base), row, samples, 1.0, 2)]))).row
+        for samples in (1, 1000)
     ]
     assert torch.equal(*means)
     assert means[0].tolist() == [0.125, 0.0]
@@ -103,7 +103,7 @@ def test_samples_do_not_count() -> None:
 def test_the_server_is_handed_as_many_copies_as_clients_were_expected() -> None:
     for answers in (0, 2, 9):
         base = torch.zeros(3)
-        updates = iter([Update(Job(client, base), torch.ones(3), 1, 1.0, 1) for client in range(answers)])
+        updates = iter([ClientUpdate(ClientTask(client, base), torch.ones(3), 1, 1.0, 1) for client in range(answers)])
         copies = list(make(noise=1.0).mean(0, base, updates))
         assert len(copies) == 4
         assert all(copy.row is copies[0].row and copy.samples == 1 and copy.client < 0 for copy in copies)
@@ -114,26 +114,26 @@ def test_the_mean_is_rounded_once_at_its_end() -> None:
     """In float32 the small update of the second client would vanish beside the large weight."""
     base = torch.tensor([2.0**24], dtype=torch.float32)
     rows = [base + 2.0, base + 2.0, base + 2.0, base + 2.0]
-    updates = iter([Update(Job(client, base), row, 1, 1.0, 1) for client, row in enumerate(rows)])
+    updates = iter([ClientUpdate(ClientTask(client, base), row, 1, 1.0, 1) for client, row in enumerate(rows)])
     assert next(make(clip=1.0).mean(0, base, updates)).row.item() == 2.0**24  # + 1, which float32 does not have
     assert mean_of(make(clip=1.0), base, rows).item() == 2.0**24 + 1
 
 
 def test_where_nobody_is_asked_the_model_at_hand_is_the_base() -> None:
     models = torch.arange(6.0).view(2, 3)
-    assert base_of([], models).tolist() == [0.0, 1.0, 2.0]
-    assert base_of([Job(3, models[1]), Job(4, models[1])], models).tolist() == [3.0, 4.0, 5.0]
+    assert common_base_model([], models).tolist() == [0.0, 1.0, 2.0]
+    assert common_base_model([ClientTask(3, models[1]), ClientTask(4, models[1])], models).tolist() == [3.0, 4.0, 5.0]
 
 
 # Noise
 
 
-def noise_in(privacy: Privacy, answers: list[Tensor], width: int, round: int = 0) -> Tensor:
+def noise_in(privacy: PrivacyMechanism, answers: list[Tensor], width: int, round: int = 0) -> Tensor:
     base = torch.zeros(width, dtype=torch.float64)
     return mean_of(privacy, base, answers, round)
 
 
-@pytest.mark.parametrize("source", [FromSeed(Streams(3)), FromSystem()], ids=["seed", "system"])
+@pytest.mark.parametrize("source", [_SeededNoise(RngStreams(3)), _SystemNoise()], ids=["seed", "system"])
 def test_the_noise_of_the_server_has_the_deviation_that_was_asked_for(source: Any) -> None:
     privacy = make(noise=1.5, clip=0.2, source=source)
     for rows in ([], [torch.zeros(40_000, dtype=torch.float64)] * 3):  # also where nobody answers
@@ -146,8 +146,8 @@ def test_the_noise_of_the_server_has_the_deviation_that_was_asked_for(source: An
 
 
 SOURCES: list[Callable[[int], np.ndarray]] = [
-    lambda count: FromSeed(Streams(1)).normal(0, count),
-    lambda count: FromSystem().normal(0, count),
+    lambda count: _SeededNoise(RngStreams(1)).normal(0, count),
+    lambda count: _SystemNoise().normal(0, count),
 ]
 
 
@@ -159,27 +159,27 @@ def test_noise_is_normal(draw: Callable[[int], np.ndarray]) -> None:
 
 
 def test_draws_of_the_system_are_uniform_and_never_one() -> None:
-    drawn = FromSystem().uniform(0, 50_000)
+    drawn = _SystemNoise().uniform(0, 50_000)
     assert drawn.min() >= 0
     assert drawn.max() < 1
     assert stats.kstest(drawn, "uniform").pvalue > 1e-4
 
 
 def test_draws_of_the_seed_repeat_and_belong_to_one_round() -> None:
-    source = FromSeed(Streams(5))
+    source = _SeededNoise(RngStreams(5))
     drawn = [tuple(source.normal(round, 3)) for round in range(4)]
-    assert drawn == [tuple(FromSeed(Streams(5)).normal(round, 3)) for round in range(4)]
+    assert drawn == [tuple(_SeededNoise(RngStreams(5)).normal(round, 3)) for round in range(4)]
     assert len(set(drawn)) == 4
 
 
 def test_draws_of_the_system_never_repeat() -> None:
-    assert not np.array_equal(FromSystem().normal(0, 4), FromSystem().normal(0, 4))
-    assert not make(noise=1.0, source=FromSystem()).repeatable
+    assert not np.array_equal(_SystemNoise().normal(0, 4), _SystemNoise().normal(0, 4))
+    assert not make(noise=1.0, source=_SystemNoise()).repeatable
     assert make(noise=1.0).repeatable
-    assert make(noise=0.0, source=FromSystem()).repeatable  # nothing is drawn
+    assert make(noise=0.0, source=_SystemNoise()).repeatable  # nothing is drawn
 
 
-@pytest.mark.parametrize("source", [FromSeed(Streams(2)), FromSystem()], ids=["seed", "system"])
+@pytest.mark.parametrize("source", [_SeededNoise(RngStreams(2)), _SystemNoise()], ids=["seed", "system"])
 def test_every_client_takes_part_on_its_own_with_the_same_chance(source: Any) -> None:
     privacy = make(noise=1.0, clients=10, per_round=3, source=source)
     cohorts = [privacy.select(round) for round in range(3000)]
@@ -198,5 +198,5 @@ def test_all_are_asked_where_all_are_wanted() -> None:
 
 
 def test_delta_is_less_than_one_client() -> None:
-    assert default_delta(1000) == pytest.approx(1000**-1.1)
-    assert 0 < default_delta(1) < 1
+    assert _default_delta(1000) == pytest.approx(1000**-1.1)
+    assert 0 < _default_delta(1) < 1

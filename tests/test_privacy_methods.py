@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import fedloom
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
 from fedloom.methods import Method, methods
-from fedloom.methods.catalogue import BUILT_IN, register
 from fedloom.methods.fedavg import FedAvgServer
-from fedloom.small_runs import SmallFederation, plain_network, small_run
-from fedloom.testing import alike, all_the_mean, as_they_are, state_after
+from fedloom.methods.registry import BUILT_IN, register
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, simple_network, small_run
+from fedloom.testing.method_checks import _keep_updates, server_sees_only_mean, state_after_rounds, states_agree
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "privacy.md"
 OURS = [method for method in methods().values() if method.name in BUILT_IN]
@@ -35,7 +35,7 @@ QUICK = {"feddf": {"feddf": {"steps": 5}}}
 """Options that make a method's server quick."""
 
 
-def far_apart(experiment: Experiment, jobs: list[Job]) -> list[Update]:
+def far_apart(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate]:
     """Answers that have little in common."""
     answers, layout = [], experiment.layout
     for job in jobs:
@@ -43,7 +43,7 @@ def far_apart(experiment: Experiment, jobs: list[Job]) -> list[Update]:
         row[: layout.trainable] += 0.5 * torch.randn(layout.trainable, generator=draw)
         uploads = experiment.rounds.parts.local.uploads(layout)
         extras = {name: torch.randint(1, 9, shape, generator=draw).float() for name, shape in uploads.items()}
-        answers.append(Update(job, row, 5, 1.0, 2, extras))
+        answers.append(ClientUpdate(job, row, 5, 1.0, 2, extras))
     return answers
 
 
@@ -60,9 +60,10 @@ def test_every_method_says_what_its_server_does_with_single_answers(method: Meth
 def test_what_it_says_is_true(method: Method) -> None:
     """A server that needs a mean alone makes the same of copies of it, and any other server something else."""
     of_each, of_mean = (
-        state_after(method.name, QUICK.get(method.name, {}), far_apart, shown) for shown in (as_they_are, all_the_mean)
+        state_after_rounds(method.name, QUICK.get(method.name, {}), far_apart, shown)
+        for shown in (_keep_updates, server_sees_only_mean)
     )
-    assert alike(of_each, of_mean) == method.needs_mean_only
+    assert states_agree(of_each, of_mean) == method.needs_mean_only
 
 
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
@@ -70,10 +71,10 @@ def test_a_method_runs_privately_or_says_why_not(method: Method, tmp_path: Path)
     settings: dict[str, Any] = {"clip_update": 0.5, "noise": 1.0, "rounds": 1, "engine": "plain"}
     reason = method.needs_each or REFUSED.get(method.name)
     if reason is None:
-        assert small_run(method.name, {}, model=plain_network, **settings).records[0]["epsilon"] > 0
+        assert small_run(method.name, {}, model=simple_network, **settings).records[0]["epsilon"] > 0
         return
     with pytest.raises(InputError, match=rf"^{method.name} cannot be run with clip_update: .*{reason}.*\.$"):
-        fedloom.run(method.name, SmallFederation(), plain_network, out=tmp_path / "run", **settings)
+        fedloom.run(method.name, SmallFederatedDataset(), simple_network, out=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
 
 
@@ -97,9 +98,9 @@ def test_a_method_of_ones_own_must_say_that_a_mean_is_enough(tmp_path: Path) -> 
         run = fedloom.run("mine-mean", clip_update=1.0, rounds=1, out=tmp_path / "b", report=False)
         assert run.config.options["mine-mean"]["weighting"] == "uniform"
     finally:
-        from fedloom.methods import catalogue
+        from fedloom.methods import registry
 
-        del catalogue._methods["mine-silent"], catalogue._methods["mine-mean"]
+        del registry._methods["mine-silent"], registry._methods["mine-mean"]
 
 
 # The documentation

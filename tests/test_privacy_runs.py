@@ -10,15 +10,21 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.checkpoints import Checkpoints
-from fedloom.cli_options import PANELS
+from fedloom.cli.options import PANELS
 from fedloom.config import Config
-from fedloom.errors import InputError
-from fedloom.privacy import Account, Privacy
-from fedloom.privacy.mechanism import default_delta
-from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment, small_run
-from fedloom.storage import read_tensors
-from fedloom.watching import Silent, Stopped
+from fedloom.errors import InputError, RunStopped
+from fedloom.privacy import PrivacyAccountant, PrivacyMechanism
+from fedloom.privacy.mechanism import _default_delta
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.checkpoints import Checkpoints
+from fedloom.testing.fixtures import (
+    SmallFederatedDataset,
+    batch_norm_network,
+    build_small_run,
+    simple_network,
+    small_run,
+)
+from fedloom.utils.storage import read_safetensors
 
 PRIVATE: dict[str, Any] = {"clip_update": 0.5, "noise": 0.8}
 CHOICES = {
@@ -32,7 +38,7 @@ FEW = ("--clients", 12, "--per-round", 4, "--rounds", 4, "--epochs", 1, "--model
 
 
 def models(folder: Path) -> dict[str, torch.Tensor]:
-    return read_tensors(folder / "model.safetensors")
+    return read_safetensors(folder / "model.safetensors")
 
 
 # The model
@@ -46,7 +52,7 @@ def test_with_a_clip_that_nothing_reaches_it_is_fedavg_with_uniform_weights(tmp_
         "clipped": {"clip_update": 1e6},
     }.items():
         run = fedloom.run(
-            "fedavg", SmallFederation(), plain_network, out=tmp_path / name, report=False, rounds=4, per_round=4,
+            "fedavg", SmallFederatedDataset(), simple_network, out=tmp_path / name, report=False, rounds=4, per_round=4,
             engine="plain", **settings,
         )  # fmt: skip
         rows[name] = models(run.path)
@@ -56,7 +62,7 @@ def test_with_a_clip_that_nothing_reaches_it_is_fedavg_with_uniform_weights(tmp_
 
 def test_one_round_is_the_mean_worked_out_by_hand() -> None:
     """The engine's own answers, clipped and averaged in the plainest way, are what the server has afterwards."""
-    with small_experiment("fedavg", {}, model=plain_network, clip_update=0.05).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, model=simple_network, clip_update=0.05).engine_closed() as experiment:
         rounds = experiment.rounds
         server, w = rounds.parts.server, rounds.context.initial.double()
         total = torch.zeros_like(w)
@@ -70,8 +76,8 @@ def test_one_round_is_the_mean_worked_out_by_hand() -> None:
 def test_clients_that_do_not_answer_make_the_step_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     for lost in (set[int](), {0, 1, 2, 3, 4, 5}):
-        with small_experiment(
-            "fedavg", {}, model=plain_network, clip_update=0.01, per_round=8, rounds=1
+        with build_small_run(
+            "fedavg", {}, model=simple_network, clip_update=0.01, per_round=8, rounds=1
         ).engine_closed() as experiment:
             rounds, gone = experiment.rounds, lost
             monkeypatch.setattr(rounds, "_goes_missing", lambda round, job, gone=gone: job.client in gone)
@@ -82,7 +88,7 @@ def test_clients_that_do_not_answer_make_the_step_smaller(monkeypatch: pytest.Mo
 
 
 def test_engines_and_workers_give_the_same_bits() -> None:
-    settings = {**PRIVATE, "model": plain_network}
+    settings = {**PRIVATE, "model": simple_network}
     plain = small_run("fedavg", {}, **settings).digest
     for workers in (1, 3):
         assert small_run("fedavg", {}, engine="host", workers=workers, **settings).digest == plain
@@ -94,8 +100,8 @@ def test_engines_and_workers_give_the_same_bits() -> None:
 def test_a_gpu_draws_the_same_noise_as_a_cpu() -> None:
     rows = []
     for given in ({"device": "cpu"}, {"device": "cuda", "engine": "plain"}, {"device": "cuda", "engine": "cuda"}):
-        settings = {**PRIVATE, **given, "precision": "fp32", "model": plain_network}
-        with small_experiment("fedavg", {}, **settings).engine_closed() as experiment:
+        settings = {**PRIVATE, **given, "precision": "fp32", "model": simple_network}
+        with build_small_run("fedavg", {}, **settings).engine_closed() as experiment:
             experiment.rounds.play(0)
             rows.append(experiment.rounds.parts.server.deploy().cpu())
     for row in rows[1:]:
@@ -109,9 +115,9 @@ def test_the_noise_of_a_round_does_not_tell_how_many_took_part(
     """With clients that change nothing, the noise alone is left. This holds for every choice that a user has."""
     drawn = {}
     for taking_part in (0, 1, 2, 8):
-        monkeypatch.setattr(Privacy, "select", lambda self, round, count=taking_part: list(range(count)))
+        monkeypatch.setattr(PrivacyMechanism, "select", lambda self, round, count=taking_part: list(range(count)))
         settings = {**PRIVATE, **choices, "per_round": 2, "clients": 8, "lr": 1e-30}
-        with small_experiment("fedavg", {}, model=plain_network, **settings).engine_closed() as experiment:
+        with build_small_run("fedavg", {}, model=simple_network, **settings).engine_closed() as experiment:
             assert experiment.rounds.play(0)["clients"] == taking_part
             drawn[taking_part] = experiment.rounds.parts.server.deploy() - experiment.rounds.context.initial
     for taking_part, noise in drawn.items():
@@ -121,8 +127,8 @@ def test_the_noise_of_a_round_does_not_tell_how_many_took_part(
 
 
 def test_a_round_that_nobody_takes_part_in_is_as_noisy_as_any() -> None:
-    with small_experiment(
-        "fedavg", {}, model=plain_network, **PRIVATE, per_round=1, rounds=40
+    with build_small_run(
+        "fedavg", {}, model=simple_network, **PRIVATE, per_round=1, rounds=40
     ).engine_closed() as experiment:
         rounds = experiment.rounds
         assert rounds.privacy is not None
@@ -138,16 +144,16 @@ def test_a_round_that_nobody_takes_part_in_is_as_noisy_as_any() -> None:
     "method", ["fedprox", "feddyn", "moon", "fedsam", "fedasam-swa", "swa", "soups", "lss", "dynafed+fedprox"]
 )
 def test_methods_that_need_a_mean_alone_run(method: str) -> None:
-    finished = small_run(method, {}, model=plain_network, **PRIVATE, lost=0.3)
+    finished = small_run(method, {}, model=simple_network, **PRIVATE, lost=0.3)
     assert [record["epsilon"] for record in finished.records] == sorted(
         record["epsilon"] for record in finished.records
     )
-    assert small_run(method, {}, model=plain_network, **PRIVATE, lost=0.3, engine="host").digest == finished.digest
+    assert small_run(method, {}, model=simple_network, **PRIVATE, lost=0.3, engine="host").digest == finished.digest
 
 
 def test_an_update_that_is_not_finite_does_not_reach_the_mean() -> None:
     finished = small_run(
-        "fedavg", {}, federation=SmallFederation(poisoned=3), model=plain_network, per_round=8, **PRIVATE
+        "fedavg", {}, federation=SmallFederatedDataset(poisoned=3), model=simple_network, per_round=8, **PRIVATE
     )
     assert all("refused" in record["lost_clients"]["3"] for record in finished.records)
 
@@ -157,7 +163,7 @@ def test_an_update_that_is_not_finite_does_not_reach_the_mean() -> None:
 
 def test_every_record_tells_what_is_spent_so_far(tmp_path: Path) -> None:
     run = fedloom.run("fedavg", clients=12, per_round=3, rounds=5, out=tmp_path / "run", delta=1e-3, **PRIVATE)
-    account = Account(0.8, 3 / 12, 1e-3)
+    account = PrivacyAccountant(0.8, 3 / 12, 1e-3)
     assert [record["epsilon"] for record in run.history] == [account.epsilon(rounds) for rounds in range(6)]
     assert {record["delta"] for record in run.history} == {1e-3}
     assert run.summary["epsilon"] == account.epsilon(5)
@@ -169,7 +175,7 @@ def test_every_record_tells_what_is_spent_so_far(tmp_path: Path) -> None:
 def test_without_noise_nothing_is_guaranteed_and_the_records_say_so(tmp_path: Path) -> None:
     run = fedloom.run("fedavg", clients=12, rounds=2, out=tmp_path / "run", clip_update=1.0)
     assert [record["epsilon"] for record in run.history] == [0.0, None, None]
-    assert run.summary["delta"] == default_delta(12)
+    assert run.summary["delta"] == _default_delta(12)
     assert "<td>none</td>" in (run.path / "report.html").read_text()
 
 
@@ -179,7 +185,7 @@ def test_runs_that_are_not_private_say_nothing_of_it(tmp_path: Path) -> None:
     assert "privacy" not in (run.path / "report.html").read_text().split("<script", 1)[0].split("Settings", 1)[0]
 
 
-class StopAfter(Silent):
+class StopAfter(SilentCallback):
     def __init__(self, rounds: int) -> None:
         self.left = rounds
 
@@ -193,7 +199,7 @@ class StopAfter(Silent):
 def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path) -> None:
     settings = {"rounds": 5, "per_round": 3, "clients": 12, "report": False, **PRIVATE}
     whole = fedloom.run("fedavg", out=tmp_path / "whole", **settings)
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         fedloom.run("fedavg", out=tmp_path / "run", watcher=StopAfter(2), **settings)
     resumed = fedloom.resume(tmp_path / "run", report=False)
     assert resumed.digest == whole.digest
@@ -203,14 +209,14 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path) ->
 
 def test_a_run_ends_before_it_spends_too_much(tmp_path: Path) -> None:
     settings = {"per_round": 3, "clients": 12, "report": False, **PRIVATE}
-    account = Account(0.8, 3 / 12, default_delta(12))
+    account = PrivacyAccountant(0.8, 3 / 12, _default_delta(12))
     most = (account.epsilon(3) + account.epsilon(4)) / 2
     run = fedloom.run("fedavg", out=tmp_path / "run", rounds=30, max_epsilon=most, **settings)
     assert [record["round"] for record in run.history] == [0, 1, 2, 3]
     assert run.summary["epsilon"] == account.epsilon(3) <= most
     assert run.config.rounds == 30
     assert run.digest == fedloom.run("fedavg", out=tmp_path / "three", rounds=3, **settings).digest
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         fedloom.run("fedavg", out=tmp_path / "cut", rounds=30, max_epsilon=most, watcher=StopAfter(2), **settings)
     assert fedloom.resume(tmp_path / "cut", report=False).digest == run.digest
 
@@ -237,7 +243,7 @@ def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monk
         save(self, round, *rest)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
-    monkeypatch.setattr("fedloom.playing._beside", lambda _: torch.device("cpu"))  # as on a GPU
+    monkeypatch.setattr("fedloom.runs.loop._beside", lambda _: torch.device("cpu"))  # as on a GPU
     settings = {**PRIVATE, "clients": 12, "rounds": 3, "report": False}
     fedloom.run("fedavg", out=tmp_path / "seed", **settings)
     assert saved == [3]
@@ -247,7 +253,7 @@ def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monk
 
 def test_a_damaged_checkpoint_is_not_gone_behind_where_rounds_would_be_revealed_twice(tmp_path: Path) -> None:
     settings = {**PRIVATE, "noise_source": "system", "clients": 12, "rounds": 5, "report": False}
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         fedloom.run("fedavg", out=tmp_path / "run", watcher=StopAfter(3), **settings)
     newest = sorted((tmp_path / "run" / "checkpoints").glob("round-*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
@@ -260,7 +266,7 @@ def test_a_damaged_checkpoint_is_not_gone_behind_where_rounds_would_be_revealed_
 
 def test_the_command_tells_what_was_spent(command: Callable[..., Any], tmp_path: Path) -> None:
     done = command("run", "fedprox", *FEW, "--clip-update", 0.5, "--noise", 1.1, "--delta", 0.01, "--out", "a")
-    spent = Account(1.1, 4 / 12, 0.01).epsilon(4)
+    spent = PrivacyAccountant(1.1, 4 / 12, 0.01).epsilon(4)
     assert done.code == 0
     line = (
         f"privacy   epsilon {spent:.2f} at delta 0.01, for one client more or less (simulated: the noise is the seed's)"
@@ -371,5 +377,5 @@ def test_the_weighting_that_a_private_run_has_is_noted_down(tmp_path: Path) -> N
 
 def test_a_network_with_statistics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"1\.running_mean is a statistic and not a weight"):
-        fedloom.run("fedavg", SmallFederation(), normed_network, out=tmp_path / "run", clip_update=1.0)
+        fedloom.run("fedavg", SmallFederatedDataset(), batch_norm_network, out=tmp_path / "run", clip_update=1.0)
     assert not (tmp_path / "run").exists()

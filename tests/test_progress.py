@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.cli.progress import ProgressDisplay
 from fedloom.config import make_config
-from fedloom.progress import Display
 
 
 def shown(capfd: pytest.CaptureFixture[str], quiet: bool = False) -> str:
-    display = Display(quiet)
+    display = ProgressDisplay(quiet)
     display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
     try:
         for done in range(101):
@@ -35,8 +35,8 @@ def test_the_time_left_is_from_the_pace_so_far(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 1000.0
-    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
-    display = Display()
+    monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
+    display = ProgressDisplay()
     display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
     display.work("synthesis", 0, 100)
     clock += 20
@@ -49,8 +49,8 @@ def test_work_that_goes_on_from_where_it_was_is_judged_by_what_is_new(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 1000.0
-    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
-    display = Display()
+    monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
+    display = ProgressDisplay()
     for start in (50, 0, 75):  # runs of one comparison, two of which were cut off
         display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
         clock += 100
@@ -71,8 +71,8 @@ def test_work_that_goes_on_from_where_it_was_is_judged_by_what_is_new(
 
 def test_runs_at_once_have_a_pace_each(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 1000.0
-    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
-    display = Display()
+    monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
+    display = ProgressDisplay()
     display.begin(Path("runs"), make_config({"method": "dynafed", "rounds": 3}), [])
     for done in (0, 10, 20):
         display.work("one: synthesis", done, 100)
@@ -89,8 +89,8 @@ def test_work_that_begins_anew_under_the_same_name_has_a_pace_of_its_own(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 1000.0
-    monkeypatch.setattr("fedloom.progress.time.monotonic", lambda: clock)
-    display = Display()
+    monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
+    display = ProgressDisplay()
     display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
     for done in (0, 100, 0, 10):
         display.work("synthesis", done, 100)
@@ -100,7 +100,7 @@ def test_work_that_begins_anew_under_the_same_name_has_a_pace_of_its_own(
 
 
 def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
-    display = Display()
+    display = ProgressDisplay()
     display.begin(Path("run"), make_config({"rounds": 1}), [])
     display.end()
     assert capfd.readouterr().err.endswith(": 1 round\n")
@@ -115,7 +115,7 @@ def test_names_are_shown_as_they_are(
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "200")
-    display = Display()
+    display = ProgressDisplay()
     display.download(name, 0, 10)
     display.begin(Path("run"), make_config({"data": f"table:/{name},label=y", "rounds": 2}), [])
     display.note(f"about {name}")
@@ -133,7 +133,7 @@ def test_a_long_path_leaves_room_for_the_rounds(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    display = Display()
+    display = ProgressDisplay()
     data = f"table:/{'a/long/way/' * 9}people.csv,label=income,owner=site"
     display.begin(Path("run"), make_config({"data": data, "rounds": 200}), [])
     display.record({"round": 17, "accuracy": 0.5, "loss": 1.0})
@@ -144,7 +144,7 @@ def test_a_long_path_leaves_room_for_the_rounds(
 
 
 def test_a_run_that_begins_again_is_counted_once(capfd: pytest.CaptureFixture[str]) -> None:
-    display = Display(runs=2)
+    display = ProgressDisplay(runs=2)
     for folder in ("a", "a", "b"):  # the first has found no memory, and goes on with fewer clients at once
         display.begin(Path(folder), make_config({"rounds": 3}), [])
         display.end()

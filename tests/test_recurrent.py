@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from benches import make_bench
-from fedloom.recurrent import unstack
-from fedloom.rows import Layout
+from fedloom.core.layout import Layout
+from fedloom.models.layers.recurrent import split_recurrent_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights", "ignore:LSTM with projections")
 GPU = torch.device("cuda")
@@ -37,7 +37,7 @@ def both(kind: type[nn.RNNBase], **given: Any) -> tuple[nn.RNNBase, nn.RNNBase]:
     """The network as it is, and a copy that is computed layer by layer."""
     torch.manual_seed(0)
     network = kind(5, 4, **{"num_layers": 3, "dropout": 0.5, **given})
-    ours: Any = unstack(copy.deepcopy(network), GPU)
+    ours: Any = split_recurrent_layers(copy.deepcopy(network), GPU)
     return network, ours
 
 
@@ -114,17 +114,17 @@ def test_weights_that_are_made_for_each_step_are_left_alone() -> None:
     del network.weight_hh_l0
     network.raw = raw
     vars(network)["weight_hh_l0"] = raw * 0.5
-    assert "forward" not in vars(unstack(network, GPU))
+    assert "forward" not in vars(split_recurrent_layers(network, GPU))
 
 
 def test_on_a_cpu_all_are_left_alone_and_every_bench_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     network, asked = nn.LSTM(5, 4, 2, dropout=0.5), list[tuple[nn.Module, torch.device]]()
-    assert "forward" not in vars(unstack(network, torch.device("cpu")))
+    assert "forward" not in vars(split_recurrent_layers(network, torch.device("cpu")))
 
     def noted(module: nn.Module, device: torch.device) -> nn.Module:
         asked.append((module, device))
         return module
 
-    monkeypatch.setattr("fedloom.bench.unstack", noted)
+    monkeypatch.setattr("fedloom.training.trainer.split_recurrent_layers", noted)
     bench = make_bench()
     assert asked == [(bench.module, torch.device("cpu"))]

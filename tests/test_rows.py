@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.rows import Kind, Layout
 from networks_to_lay_out import Odd, Tied, networks, randomise, same_bits
 
 # layouts
@@ -19,10 +19,10 @@ from networks_to_lay_out import Odd, Tied, networks, randomise, same_bits
 def test_layout_holds_every_kind_in_its_block() -> None:
     module = Odd()
     layout = Layout.of(module)
-    by_kind = {kind: [e.name for e in layout.entries if e.kind is kind] for kind in Kind}
-    assert by_kind[Kind.PARAMETER] == ["scale", "body.weight", "body.bias", "norm.weight", "norm.bias"]
-    assert by_kind[Kind.BUFFER] == ["norm.running_mean", "norm.running_var"]
-    assert sorted(by_kind[Kind.INTEGER]) == ["byte", "mask", "norm.num_batches_tracked", "small", "void"]
+    by_kind = {kind: [e.name for e in layout.entries if e.kind is kind] for kind in TensorKind}
+    assert by_kind[TensorKind.PARAMETER] == ["scale", "body.weight", "body.bias", "norm.weight", "norm.bias"]
+    assert by_kind[TensorKind.BUFFER] == ["norm.running_mean", "norm.running_var"]
+    assert sorted(by_kind[TensorKind.INTEGER]) == ["byte", "mask", "norm.num_batches_tracked", "small", "void"]
     assert layout.frozen == ("frozen",)
     assert layout.trainable == 1 + 15 + 5 + 5 + 5
     assert layout.floats == layout.trainable + 10
@@ -38,10 +38,10 @@ def test_entries_do_not_overlap_and_fill_the_row_in_order(module: nn.Module) -> 
     for entry in layout.entries:
         gap = entry.columns.start - end
         assert 0 <= gap < 2
-        assert gap == 0 or entry.kind is Kind.INTEGER
+        assert gap == 0 or entry.kind is TensorKind.INTEGER
         assert 0 <= entry.gap < 4
-        assert entry.gap == 0 or entry.kind is Kind.BUFFER
-        assert entry.kind is not Kind.BUFFER or entry.size % 4 or entry.offset % 4 == 0
+        assert entry.gap == 0 or entry.kind is TensorKind.BUFFER
+        assert entry.kind is not TensorKind.BUFFER or entry.size % 4 or entry.offset % 4 == 0
         end = entry.columns.stop
     assert layout.size == max(end, layout.floats)
     assert 0 < layout.trainable <= layout.floats <= layout.size

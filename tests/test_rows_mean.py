@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.rows import Kind, Layout, Mean, digest
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import Layout, TensorKind, model_digest
 from networks_to_lay_out import Odd, randomise, same_bits
 
 # checking and naming rows
@@ -40,12 +41,12 @@ def test_digest_changes_with_one_bit(bit: int, place: int) -> None:
     row = torch.arange(9, dtype=torch.float32)
     other = row.clone()
     other.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(1 << 31)
-    assert digest(row) == digest(row.clone())
-    assert digest(other) != digest(row)
+    assert model_digest(row) == model_digest(row.clone())
+    assert model_digest(other) != model_digest(row)
 
 
 def test_digest_is_pinned() -> None:
-    assert digest(torch.zeros(2)) == "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc"
+    assert model_digest(torch.zeros(2)) == "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc"
 
 
 # the mean
@@ -62,7 +63,7 @@ def model_rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) ->
 
 
 def mean_of(layout: Layout, rows: list[Tensor], weights: list[float]) -> Tensor:
-    mean = Mean(layout)
+    mean = WeightedMean(layout)
     for row, weight in zip(rows, weights, strict=True):
         mean.add(row, weight)
     target = layout.empty()
@@ -95,7 +96,9 @@ def test_mean_matches_float64_in_any_order(weights: list[int], random: object, s
     random.shuffle(order)  # type: ignore[attr-defined]
     other = mean_of(layout, [rows[i] for i in order], [float(weights[i]) for i in order])
     assert torch.allclose(other[: layout.floats], got[: layout.floats], rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(layout.views(got, Kind.INTEGER), layout.views(other, Kind.INTEGER), strict=True):
+    for mine, theirs in zip(
+        layout.views(got, TensorKind.INTEGER), layout.views(other, TensorKind.INTEGER), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -125,7 +128,7 @@ def test_integers_of_one_type_are_seen_together(dtype: torch.dtype) -> None:
     row = layout.read(module)
     found = layout.integers(row)
     assert [view.dtype for view in found] == [torch.int64, torch.bool, torch.int32, torch.uint8, torch.int64]
-    expected = [view.flatten() for view in layout.views(row, Kind.INTEGER)]
+    expected = [view.flatten() for view in layout.views(row, TensorKind.INTEGER)]
     assert found[0].tolist() == torch.cat(expected[:5]).tolist(), "the counters of the first norms"
     assert found[1].tolist() == [*expected[5].tolist(), *[False] * 5], "filled up to eight bytes"
     assert found[4].tolist() == torch.cat(expected[-2:]).tolist()
@@ -136,14 +139,14 @@ def test_integers_of_one_type_are_seen_together(dtype: torch.dtype) -> None:
 def test_weight_zero_is_ignored_even_when_not_finite() -> None:
     layout, (first, second, bad) = model_rows(3)
     bad[: layout.floats] = float("nan")
-    layout.views(bad, Kind.INTEGER)[0].fill_(1)
+    layout.views(bad, TensorKind.INTEGER)[0].fill_(1)
     assert same_bits(mean_of(layout, [bad, first, second], [0, 1, 3]), mean_of(layout, [first, second], [1, 3]))
 
 
 def test_no_weight_leaves_the_target_untouched() -> None:
     layout, (row, target) = model_rows(2)
     before = target.clone()
-    mean = Mean(layout)
+    mean = WeightedMean(layout)
     assert not mean.into(target)
     mean.add(row, 0.0)
     assert not mean.into(target)
@@ -153,13 +156,13 @@ def test_no_weight_leaves_the_target_untouched() -> None:
 def test_negative_weights_are_refused() -> None:
     layout, (row,) = model_rows(1)
     with pytest.raises(ValueError, match="0 or more"):
-        Mean(layout).add(row, -1.0)
+        WeightedMean(layout).add(row, -1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_mean_may_be_read_twice_and_go_on(dtype: torch.dtype) -> None:
     layout, (a, b, c) = model_rows(3, dtype=dtype)
-    mean = Mean(layout)
+    mean = WeightedMean(layout)
     mean.add(a, 2.0)
     mean.add(b, 1.0)
     first, second, third = (layout.empty() for _ in range(3))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fedloom
+from fedloom.cli.output import _list_methods
 from fedloom.config import make_config
-from fedloom.data import Dataset, Federation, Samples
+from fedloom.data import Dataset, FederatedDataset, Samples
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment, build
-from fedloom.listing import list_methods
-from fedloom.watching import Silent
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.callback import SilentCallback
 
 Command = Callable[..., Any]
 TINY: dict[str, Any] = {"clients": 4, "per_round": 3, "rounds": 2, "model": "logreg", "epochs": 1, "engine": "plain"}
@@ -23,7 +23,7 @@ WORDS = ("--clients", 4, "--per-round", 3, "--rounds", 2, "--model", "logreg", "
 QUICK = ("--set", "feddf.steps=20")
 
 
-class Noted(Silent):
+class Noted(SilentCallback):
     """Remembers what was said."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Noted(Silent):
         self.said.append(text)
 
 
-def experiment(**settings: Any) -> Experiment:
-    made = build(make_config({**TINY, **settings}))
+def experiment(**settings: Any) -> BuiltRun:
+    made = build_run(make_config({**TINY, **settings}))
     made.engine.close()
     return made
 
@@ -106,9 +106,9 @@ def test_a_grid_with_such_a_method_gives_it_to_all(tmp_path: Path) -> None:
 def test_a_report_of_runs_that_differ_in_it_says_so(tmp_path: Path) -> None:
     one = fedloom.run("fedavg", out=tmp_path / "one", **TINY)
     two = fedloom.run("abavg", out=tmp_path / "two", **TINY)
-    from fedloom.report import compare, read_run
+    from fedloom.report import make_comparison_table, read_run_record
 
-    notes = compare([read_run(one.path), read_run(two.path)]).notes
+    notes = make_comparison_table([read_run_record(one.path), read_run_record(two.path)]).notes
     assert any("differ in server_data" in note for note in notes)
 
 
@@ -122,10 +122,10 @@ def test_the_report_names_all_who_used_it_in_one_sentence(tmp_path: Path) -> Non
     )
 
 
-def own(server_data: bool = True) -> Federation:
+def own(server_data: bool = True) -> FederatedDataset:
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(60, 5)).astype(np.float32), draw.integers(0, 3, 60)
-    made = Federation.from_arrays([(x[:20], y[:20]), (x[20:40], y[20:40])], classes=3, name="mine")
+    made = FederatedDataset.from_arrays([(x[:20], y[:20]), (x[20:40], y[20:40])], classes=3, name="mine")
     if server_data:
         made.server_data = Samples(torch.from_numpy(x[40:]), torch.from_numpy(y[40:]))
     return made
@@ -148,9 +148,9 @@ def test_a_federation_of_ones_own_brings_its_own(tmp_path: Path) -> None:
 
 def test_another_data_set_and_when_its_labels_matter(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only methods that use labels care how many classes there are; `drop` of feddf does too."""
-    from fedloom.data import datasets
+    from fedloom.data import registry
 
-    real = datasets.load
+    real = registry.load_dataset
 
     def load(name: str, **options: Any) -> Dataset:
         if name != "other":
@@ -159,7 +159,7 @@ def test_another_data_set_and_when_its_labels_matter(command: Command, monkeypat
         samples = Samples(x, torch.arange(40) % 7)
         return Dataset(samples, samples, tuple("abcdefg"), name=name, prepare=real("digits").prepare)
 
-    monkeypatch.setattr("fedloom.data.load", load)
+    monkeypatch.setattr("fedloom.data.load_dataset", load)
     distilled = command("run", "feddf", *WORDS, *QUICK, "--server-data", "other", "--json")
     assert distilled.result["method"] == "feddf"
     for method, *more in (["abavg"], ["fedlaw"], ["feddf", *QUICK, "--set", "feddf.drop=true"]):
@@ -170,7 +170,7 @@ def test_another_data_set_and_when_its_labels_matter(command: Command, monkeypat
 
 
 def test_the_list_says_who_needs_it(command: Command) -> None:
-    needs = {method["name"]: method["server data"] for method in list_methods()}
+    needs = {method["name"]: method["server data"] for method in _list_methods()}
     assert {name: need for name, need in needs.items() if need != "no"} == {
         "abavg": "labels",
         "fedbe": "inputs",

@@ -9,17 +9,19 @@ import pytest
 import torch
 
 import fedloom
-from fedloom import cli
-from fedloom.api import execute, resume
+from fedloom.cli import main
 from fedloom.config import make_config
-from fedloom.engines import CudaEngine, Engine, Shop
-from fedloom.errors import ShortOfMemory
-from fedloom.finished import Run
+from fedloom.engines.base import Engine
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.errors import InsufficientMemoryError
 from fedloom.methods.fedavg import FedAvgServer
-from fedloom.rounds import Rounds
-from fedloom.shortage import persevere, told_in_a_sentence
-from fedloom.together import Job, carry_out
-from fedloom.watching import Silent, Watcher
+from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.concurrent import Job, run_concurrently
+from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
+from fedloom.runs.result import RunResult
+from fedloom.runs.round import RoundRunner
+from fedloom.training.local_training import EngineContext
 from test_together import Eye
 
 RUN: dict[str, Any] = {
@@ -36,11 +38,11 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
     """All engines that are made, which are those of a GPU, with slots."""
     made: list[CudaEngine] = []
 
-    def make(chosen: type[Engine], shop: Shop, config: Any) -> Engine:
+    def make(chosen: type[Engine], shop: EngineContext, config: Any) -> Engine:
         made.append(CudaEngine(shop, "cpu", config.slots))
         return made[-1]
 
-    monkeypatch.setattr("fedloom.experiment.make_engine", make)
+    monkeypatch.setattr("fedloom.runs.build.make_engine", make)
     return made
 
 
@@ -66,15 +68,15 @@ def test_the_server_has_more_room_where_fewer_clients_train_at_once(
     expected = fedloom.run("fedavg", out=tmp_path / "a", report=False, **RUN)
     out = tmp_path / "b"
     if again:
-        with pytest.raises(fedloom.watching.Stopped):
-            execute(make_config({**RUN, "method": "fedavg"}), out=out, watcher=Eye(stop_after=2), report=False)
+        with pytest.raises(fedloom.errors.RunStopped):
+            execute_run(make_config({**RUN, "method": "fedavg"}), out=out, watcher=Eye(stop_after=2), report=False)
     engines.clear()
     held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].at_once > 2)
     eye = Eye()
     if again:
         found = resume(out, watcher=eye, report=False, checkpoint_seconds=7.0)
     else:
-        found = execute(make_config({**RUN, "method": "fedavg"}), out=out, watcher=eye, report=False)
+        found = execute_run(make_config({**RUN, "method": "fedavg"}), out=out, watcher=eye, report=False)
     assert found.digest == expected.digest
     assert [record["round"] for record in found.history] == [0, 1, 2, 3, 4]
     assert [note.partition("; ")[2] for note in eye.notes] == [
@@ -116,10 +118,10 @@ def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
     def attempt(slots: int | None) -> None:
         alive.extend(ref() is not None for ref in held)
         if slots is None:
-            with told_in_a_sentence("cuda", Slots()):  # type: ignore[arg-type]
+            with explain_out_of_memory("cuda", Slots()):  # type: ignore[arg-type]
                 work()
 
-    persevere(attempt, Silent())
+    retry_with_fewer_slots(attempt, SilentCallback())
     assert alive == [False]
 
 
@@ -131,7 +133,7 @@ def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
         (MemoryError(), "this machine has not enough memory"),
     ],
 )
-@pytest.mark.parametrize("where", ["fedloom.experiment.lay_ground", "fedloom.rounds.Rounds.play"])
+@pytest.mark.parametrize("where", ["fedloom.runs.build._prepare_run", "fedloom.runs.round.RoundRunner.play"])
 def test_a_user_is_told_in_a_sentence(
     error: BaseException, words: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -141,27 +143,29 @@ def test_a_user_is_told_in_a_sentence(
 
     monkeypatch.setattr(where, fail)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "fedavg", "--rounds", "2", "--engine", "plain", "--out", str(tmp_path / "run")])
+        main.main(["run", "fedavg", "--rounds", "2", "--engine", "plain", "--out", str(tmp_path / "run")])
     assert ended.value.code == 1
     told = capsys.readouterr().err
     assert words in told
     assert "Traceback" not in told
-    assert (tmp_path / "run").exists() is (where == "fedloom.rounds.Rounds.play")
+    assert (tmp_path / "run").exists() is (where == "fedloom.runs.round.RoundRunner.play")
 
 
 def test_so_is_one_who_pretrains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    for where in ("PlainEngine.score", "try_out"):
-        monkeypatch.setattr(f"fedloom.pretraining.{where}", fail)
-        with pytest.raises(ShortOfMemory, match="cpu has not enough memory to train this network; use a smaller"):
+    for where in ("SequentialEngine.score", "check_forward_pass"):
+        monkeypatch.setattr(f"fedloom.runs.pretrain.{where}", fail)
+        with pytest.raises(
+            InsufficientMemoryError, match="cpu has not enough memory to train this network; use a smaller"
+        ):
             fedloom.pretrain("digits", tmp_path / "start.safetensors", epochs=1)
     assert not (tmp_path / "start.safetensors").exists()
 
 
 def test_other_failures_are_not_taken_for_it() -> None:
-    with pytest.raises(RuntimeError, match="shapes do not match"), told_in_a_sentence("cuda"):
+    with pytest.raises(RuntimeError, match="shapes do not match"), explain_out_of_memory("cuda"):
         raise RuntimeError("shapes do not match")
 
 
@@ -169,25 +173,25 @@ def job(folder: Path, name: str, seed: int, short: Callable[[], bool]) -> Job:
     """A run that finds no memory as long as `short` says so, after its second round and the ones that follow."""
     config, place = make_config({**RUN, "method": "fedavg", "seed": seed, "checkpoint_seconds": 0}), folder / name
 
-    class After(Silent):
-        def __init__(self, eye: Watcher) -> None:
+    class After(SilentCallback):
+        def __init__(self, eye: Callback) -> None:
             self.begin, self.note, self._eye = eye.begin, eye.note, eye  # type: ignore[method-assign]
 
         def record(self, record: Mapping[str, Any]) -> None:
             self._eye.record(record)
             if record["round"] >= 2 and short():
-                raise ShortOfMemory("the GPU has not enough memory.")
+                raise InsufficientMemoryError("the GPU has not enough memory.")
 
-    def run(eye: Watcher) -> Run:
+    def run(eye: Callback) -> RunResult:
         if (place / "config.toml").exists():
             return resume(place, watcher=After(eye), report=False)
-        return execute(config, out=place, watcher=After(eye), report=False)
+        return execute_run(config, out=place, watcher=After(eye), report=False)
 
     return place, config, run
 
 
 def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: Path) -> None:
-    alone = [job(tmp_path / "alone", f"{n}", n, lambda: False)[2](Silent()).digest for n in range(3)]
+    alone = [job(tmp_path / "alone", f"{n}", n, lambda: False)[2](SilentCallback()).digest for n in range(3)]
     others: list[str] = []
 
     def short() -> bool:
@@ -197,14 +201,14 @@ def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: P
     for n in (1, 2):
         place, config, run = made[n]
 
-        def noting(eye: Watcher, run: Callable[[Watcher], Run] = run) -> Run:
+        def noting(eye: Callback, run: Callable[[Callback], RunResult] = run) -> RunResult:
             finished = run(eye)
             others.append(finished.digest)
             return finished
 
         made[n] = (place, config, noting)
     eye = Eye()
-    together = carry_out(made, 1, eye, tmp_path)
+    together = run_concurrently(made, 1, eye, tmp_path)
     assert [run.digest for run in together] == alone
     assert eye.rounds == list(range(1, 13))
     assert [note.partition(": ")[0] for note in eye.notes] == ["0"]
@@ -213,8 +217,8 @@ def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: P
 def test_one_that_has_no_memory_even_alone_ends_in_its_sentence(tmp_path: Path) -> None:
     made = [job(tmp_path, f"{n}", n, (lambda: True) if n == 0 else (lambda: False)) for n in range(2)]
     eye = Eye()
-    with pytest.raises(ShortOfMemory, match="not enough memory"):
-        carry_out(made, 2, eye, tmp_path)
+    with pytest.raises(InsufficientMemoryError, match="not enough memory"):
+        run_concurrently(made, 2, eye, tmp_path)
     assert (tmp_path / "1" / "summary.json").exists()
     assert eye.ended
 
@@ -226,7 +230,7 @@ def test_on_a_gpu_that_is_really_full_a_run_goes_on_with_fewer_slots(
 ) -> None:
     given = {**RUN, "engine": "cuda", "device": "cuda"}
     expected = fedloom.run("fedavg", out=tmp_path / "a", report=False, **given)
-    play, counts = Rounds.play, list[int]()
+    play, counts = RoundRunner.play, list[int]()
 
     def greedy(self: Any, round: int) -> dict[str, Any]:
         record: dict[str, Any] = play(self, round)
@@ -235,6 +239,6 @@ def test_on_a_gpu_that_is_really_full_a_run_goes_on_with_fewer_slots(
             torch.empty(1 << 42 if self.engine.at_once > 2 else 1, dtype=torch.uint8, device="cuda")
         return record
 
-    monkeypatch.setattr(Rounds, "play", greedy)
+    monkeypatch.setattr(RoundRunner, "play", greedy)
     assert fedloom.run("fedavg", out=tmp_path / "b", report=False, **given).digest == expected.digest
     assert counts == [8, 4, 2]

@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save as save_by_the_library
 from torch import Tensor
 
-from fedloom import storage
 from fedloom.errors import FedloomError, InputError
-from fedloom.storage import join, read_json, read_tensors, split, write_atomically, write_json, write_tensors
+from fedloom.utils import storage
+from fedloom.utils.storage import (
+    join_state_tensors,
+    read_json,
+    read_safetensors,
+    split_state_tensors,
+    write_atomically,
+    write_json,
+    write_safetensors,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -65,10 +73,12 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def round_trip(state: Any, folder: Path) -> Any:
-    tree, found = split(state)
+    tree, found = split_state_tensors(state)
     write_json(folder / "tree.json", {"state": tree})
-    digest = write_tensors(folder / "tensors.safetensors", found)
-    return join(read_json(folder / "tree.json")["state"], read_tensors(folder / "tensors.safetensors", digest))
+    digest = write_safetensors(folder / "tensors.safetensors", found)
+    return join_state_tensors(
+        read_json(folder / "tree.json")["state"], read_safetensors(folder / "tensors.safetensors", digest)
+    )
 
 
 @given(state=STATES)
@@ -114,12 +124,12 @@ def test_views_and_arrays_of_any_stride_are_stored(tmp_path: Path) -> None:
 )
 def test_unsupported_values_are_refused(value: Any) -> None:
     with pytest.raises(TypeError):
-        split({"part": [value]})
+        split_state_tensors({"part": [value]})
 
 
 def test_the_refusal_names_the_place() -> None:
     with pytest.raises(TypeError, match=r"/server/models/1 of a state is a set, which cannot be saved"):
-        split({"server": {"models": [1, {2}]}})
+        split_state_tensors({"server": {"models": [1, {2}]}})
 
 
 # damage
@@ -136,7 +146,7 @@ def json_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def tensor_file(tmp_path: Path) -> Path:
     path = tmp_path / "whole.safetensors"
-    write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor([True]), "c": torch.zeros(0, 2)})
+    write_safetensors(path, {"a": torch.arange(5.0), "b": torch.tensor([True]), "c": torch.zeros(0, 2)})
     return path
 
 
@@ -156,17 +166,17 @@ def attempt(read: Callable[[Path], dict[str, Any]], path: Path) -> tuple[dict[st
 
 def test_any_damage_of_a_tensor_file_is_refused_by_its_digest(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    digest = write_tensors(path, {"a": torch.arange(5.0), "b": torch.tensor(True)})
+    digest = write_safetensors(path, {"a": torch.arange(5.0), "b": torch.tensor(True)})
     content = path.read_bytes()
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
         with pytest.raises(InputError, match=r"t\.safetensors is damaged"):
-            read_tensors(path, digest)
+            read_safetensors(path, digest)
         path.write_bytes(content[:place])
         with pytest.raises(InputError, match=r"t\.safetensors is damaged"):
-            read_tensors(path, digest)
+            read_safetensors(path, digest)
     path.write_bytes(content)
-    assert torch.equal(read_tensors(path, digest)["a"], torch.arange(5.0))
+    assert torch.equal(read_safetensors(path, digest)["a"], torch.arange(5.0))
 
 
 @given(place=st.integers(0, 10_000), mask=st.integers(1, 255), cut=st.booleans())
@@ -176,7 +186,7 @@ def test_a_damaged_file_without_digest_gives_tensors_or_a_sentence(
 ) -> None:
     path = tmp_path / "t.safetensors"
     path.write_bytes(damaged(tensor_file.read_bytes(), place, mask, cut))
-    found, sentence = attempt(read_tensors, path)
+    found, sentence = attempt(read_safetensors, path)
     if found is None:
         assert "t.safetensors is not a whole safetensors file" in sentence
     else:
@@ -207,7 +217,7 @@ def test_other_json_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
-    for read in (read_json, read_tensors):
+    for read in (read_json, read_safetensors):
         with pytest.raises(InputError, match=r"cannot read .*missing: No such file or directory\."):
             read(tmp_path / "missing")
         with pytest.raises(InputError, match=r"cannot read .*: Is a directory\."):
@@ -295,7 +305,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
 @given(tensors=named_tensors(), about=st.none() | st.fixed_dictionaries({"fedloom": st.text(max_size=5)}))
 def test_files_are_what_the_library_would_write(tensors: dict[str, Tensor], about: dict[str, str] | None) -> None:
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    assert b"".join(storage.safetensors_pieces(tensors, about)) == save_by_the_library(whole, about)
+    assert b"".join(storage._safetensors_pieces(tensors, about)) == save_by_the_library(whole, about)
 
 
 @given(tensors=named_tensors(), small=st.integers(0, 9), large=st.integers(1, 40))
@@ -306,7 +316,7 @@ def test_the_size_of_the_pieces_changes_neither_file_nor_digest(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "SMALL", small)
         patch.setattr(storage, "LARGE", large)
-        digest = write_tensors(path, tensors)
+        digest = write_safetensors(path, tensors)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert path.read_bytes() == save_by_the_library(whole)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -346,15 +356,15 @@ def test_tensors_of_a_gpu_are_written_as_those_of_the_host(tmp_path: Path, monke
     host = {f"{size} {dtype}": torch.randn(size).mul(99).to(dtype) for size in sizes for dtype in DTYPES}
     host["turned"] = torch.randn(3 * step, 5).t()
     device = {name: tensor.cuda() for name, tensor in host.items()}
-    assert write_tensors(tmp_path / "device", device) == write_tensors(tmp_path / "host", host)
-    read = read_tensors(tmp_path / "device")
+    assert write_safetensors(tmp_path / "device", device) == write_safetensors(tmp_path / "host", host)
+    read = read_safetensors(tmp_path / "device")
     assert all(torch.equal(read[name], tensor) for name, tensor in host.items())
 
 
 @pytest.mark.parametrize("strides", [(0,), (1,), (7,)])
 def test_tensors_without_numbers_are_written_whatever_their_strides(tmp_path: Path, strides: tuple[int, ...]) -> None:
-    write_tensors(tmp_path / "file", {"none": torch.empty(4).as_strided((0,), strides), "one": torch.ones(1)})
-    read = read_tensors(tmp_path / "file")
+    write_safetensors(tmp_path / "file", {"none": torch.empty(4).as_strided((0,), strides), "one": torch.ones(1)})
+    read = read_safetensors(tmp_path / "file")
     assert read["none"].shape == (0,)
     assert torch.equal(read["one"], torch.ones(1))
 
@@ -362,32 +372,32 @@ def test_tensors_without_numbers_are_written_whatever_their_strides(tmp_path: Pa
 def test_parts_of_tensors_are_written_whatever_their_strides(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     written = {"repeated": whole[:1, 3].expand(5), "column": whole[:, 2], "one": whole[1:2, 3], "last": whole[3, 5]}
-    write_tensors(tmp_path / "file", written)
-    read = read_tensors(tmp_path / "file")
+    write_safetensors(tmp_path / "file", written)
+    read = read_safetensors(tmp_path / "file")
     assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
 
 
 def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     whole = torch.arange(12.0)
     written = {"whole": whole, "part": whole[3:9], "same": whole, "rows": whole.view(3, 4)}
-    write_tensors(tmp_path / "file", written)
-    read = read_tensors(tmp_path / "file")
+    write_safetensors(tmp_path / "file", written)
+    read = read_safetensors(tmp_path / "file")
     assert read.keys() == written.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
 
 
 def test_a_write_that_breaks_off_between_two_tensors_leaves_what_was_there(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    write_safetensors(tmp_path / "file", {"a": torch.ones(3)})
     with pytest.raises(FedloomError, match="cannot write"):
         write_atomically(tmp_path / "file", (_raise(OSError(errno.ENOSPC, "No space left")) for _ in range(2)))
-    assert torch.equal(read_tensors(tmp_path / "file")["a"], torch.ones(3))
+    assert torch.equal(read_safetensors(tmp_path / "file")["a"], torch.ones(3))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_numbers_that_cannot_be_stored_are_told_and_nothing_is_left(tmp_path: Path) -> None:
     wrong = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.complex128)}
     with pytest.raises(FedloomError, match=r"b cannot be stored: .* no numbers of type torch\.complex128\."):
-        write_tensors(tmp_path / "file", wrong)
+        write_safetensors(tmp_path / "file", wrong)
     assert not list(tmp_path.iterdir())
 
 

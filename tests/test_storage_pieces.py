@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom import storage
 from fedloom.errors import FedloomError
+from fedloom.utils import storage
 
 
 class Slow:
@@ -42,8 +42,8 @@ def test_a_piece_is_hashed_before_the_next_takes_its_place(small: int, monkeypat
 
 def test_tensors_that_were_read_lie_where_torch_puts_its_own(tmp_path: Path) -> None:
     """Or a run that goes on might round otherwise: products depend on it on some processors."""
-    storage.write_tensors(tmp_path / "t", {f"{size}": torch.randn(size) for size in (1, 3, 101, 7, 64, 5)})
-    read = storage.read_tensors(tmp_path / "t")
+    storage.write_safetensors(tmp_path / "t", {f"{size}": torch.randn(size) for size in (1, 3, 101, 7, 64, 5)})
+    read = storage.read_safetensors(tmp_path / "t")
     assert all(tensor.shape == (int(name),) for name, tensor in read.items())
     assert {tensor.data_ptr() % 64 for tensor in read.values()} == {torch.randn(5).data_ptr() % 64}
 
@@ -57,5 +57,5 @@ def test_whoever_is_asked_between_pieces_may_end_it(tmp_path: Path) -> None:
             raise FedloomError("enough")
 
     with pytest.raises(FedloomError, match="enough"):
-        storage.write_tensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check=check)
+        storage.write_safetensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check=check)
     assert not list(tmp_path.iterdir())

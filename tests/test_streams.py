@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedloom
-from fedloom.streams import PURPOSES, Streams
+from fedloom.core.rng import PURPOSES, RngStreams
 
 SOME = ["batches", "noise", "select"]
 KEYS = st.tuples(st.integers(0, 2**63 - 1), st.sampled_from(SOME), st.integers(0, 9999), st.integers(0, 10**6))
@@ -23,7 +23,7 @@ Key = tuple[int, str, int, int]
 
 def draws(key: Key) -> tuple[int, list[int], list[float]]:
     seed, *rest = key
-    streams = Streams(seed)
+    streams = RngStreams(seed)
     numbers = streams.numpy(*rest).integers(0, 2**62, 4).tolist()
     return streams.key(*rest), numbers, torch.rand(4, generator=streams.pytorch(*rest)).tolist()
 
@@ -45,13 +45,13 @@ def test_any_changed_component_changes_every_draw(key: Key, place: int, by: int)
 
 
 def test_neighbouring_components_do_not_run_together() -> None:
-    streams = Streams(1)
-    keys = [Streams(11).key("p", 1, 1), streams.key("1p", 1, 1), streams.key("p", 11, 1), streams.key("p", 1, 11)]
+    streams = RngStreams(1)
+    keys = [RngStreams(11).key("p", 1, 1), streams.key("1p", 1, 1), streams.key("p", 11, 1), streams.key("p", 1, 11)]
     assert len({*keys, streams.key("p1", 1, 1), streams.key("p", 1, 1)}) == 6
 
 
 def test_streams_do_not_depend_on_the_order_of_calls() -> None:
-    streams = Streams(7)
+    streams = RngStreams(7)
     forward = [streams.numpy("x", r, c).random() for r in range(3) for c in range(3)]
     backward = [streams.numpy("x", r, c).random() for r in (2, 1, 0) for c in (2, 1, 0)]
     assert forward == backward[::-1]
@@ -63,7 +63,7 @@ def test_streams_do_not_depend_on_the_order_of_calls() -> None:
 
 def test_making_and_using_streams_leaves_global_generators_alone() -> None:
     torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    streams = Streams(3)
+    streams = RngStreams(3)
     streams.numpy("a").random(5)
     torch.rand(5, generator=streams.pytorch("a"))
     assert torch.equal(torch.get_rng_state(), torch_before)
@@ -71,7 +71,7 @@ def test_making_and_using_streams_leaves_global_generators_alone() -> None:
 
 
 def test_globally_gives_keyed_draws_to_code_that_knows_no_generator() -> None:
-    dropout, x, streams = nn.Dropout(0.5), torch.ones(64), Streams(5)
+    dropout, x, streams = nn.Dropout(0.5), torch.ones(64), RngStreams(5)
 
     def masked(round: int, client: int) -> torch.Tensor:
         with streams.globally("noise", round, client):
@@ -91,12 +91,12 @@ def test_globally_restores_the_global_state_also_after_an_error() -> None:
     torch.manual_seed(123)
     torch.rand(5)
     before = torch.get_rng_state()
-    with Streams(0).globally("noise"), Streams(0).globally("other"):
+    with RngStreams(0).globally("noise"), RngStreams(0).globally("other"):
         torch.rand(100)
     assert torch.equal(torch.get_rng_state(), before)
 
     def fail() -> None:
-        with Streams(0).globally("noise"):
+        with RngStreams(0).globally("noise"):
             torch.rand(1)
             raise RuntimeError("inside")
 
@@ -107,7 +107,7 @@ def test_globally_restores_the_global_state_also_after_an_error() -> None:
 
 def test_known_answers_so_that_draws_never_change_silently() -> None:
     """Were these to change, no stored run could be resumed or verified any more."""
-    streams = Streams(42)
+    streams = RngStreams(42)
     assert streams.key("batches", 3, 17) == 0x476642877D8F6356D33CD29B3F6A0331
     assert streams.numpy("batches", 3, 17).permutation(8).tolist() == [4, 6, 7, 2, 0, 3, 5, 1]
     assert torch.randint(1000, (4,), generator=streams.pytorch("batches", 3, 17)).tolist() == [249, 112, 74, 645]
@@ -122,7 +122,7 @@ soup, statistics, validation
 """
 """Copied by hand: a rename across the source must not reach these words, which are inside one string."""
 
-METHODS = inspect.getmembers(Streams, inspect.isfunction)
+METHODS = inspect.getmembers(RngStreams, inspect.isfunction)
 DRAWING = {name for name, method in METHODS if "purpose" in inspect.signature(method).parameters}
 """Methods of `Streams` that take a purpose."""
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fake_graphs import FakeGraphTape, Operations
-from fedloom import cuda_streams, tapes
-from fedloom.tapes import Player, Quiet, Tape
+from fedloom.devices import cuda_graphs, cuda_runtime
+from fedloom.devices.cuda_graphs import EagerRunner, StaticGraphOwner, _GraphOwner
 
 
-class Counter(Quiet):
+class Counter(StaticGraphOwner):
     """A player with one tensor, and a number on the host that nobody watches."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Counter(Quiet):
         self.total.add_(torch.rand(3, generator=self.noise))
 
 
-def play(tape: Tape, body: Callable[[], None], player: Counter, times: int, kind: Hashable = "k") -> None:
+def play(tape: EagerRunner, body: Callable[[], None], player: Counter, times: int, kind: Hashable = "k") -> None:
     for _ in range(times):
         tape.play(kind, "key", body, player)
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_recorded_leaves_the_generators_as_they_were(
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_one_check_for_each_kind_or_for_each_recording(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "CHECK_ALL", everything)
+    monkeypatch.setattr(cuda_graphs, "CHECK_ALL", everything)
     player, tape = Counter(), FakeGraphTape()
     for key in ("a", "b", "a", "b", "a", "b", "a", "b"):
         tape.play("k", key, player.add_one, player)
@@ -146,7 +146,7 @@ def test_a_check_that_found_no_memory_is_made_later(caplog: pytest.LogCaptureFix
 
 
 def test_a_slot_keeps_no_more_recordings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "MOST_RECORDINGS", 3)
+    monkeypatch.setattr(cuda_graphs, "MOST_RECORDINGS", 3)
     player, tape = Counter(), FakeGraphTape()
     keys = [number // 4 for number in range(40)] + [0, 0]
     for key in keys:
@@ -159,7 +159,7 @@ def test_a_slot_keeps_no_more_recordings_than_it_may(monkeypatch: pytest.MonkeyP
 def test_a_last_bit_is_told_where_every_recording_is_checked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tapes, "CHECK_ALL", True)
+    monkeypatch.setattr(cuda_graphs, "CHECK_ALL", True)
     player, tape = Counter(), FakeGraphTape()
     small = [1.0, 1.0, 1.0 + 2**-20]
 
@@ -173,9 +173,9 @@ def test_a_last_bit_is_told_where_every_recording_is_checked(
 
 def test_not_a_number_is_no_difference_where_both_have_it() -> None:
     nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
-    assert tapes._distance(one, nan, nan.clone()) == 0.0
-    assert tapes._distance(one, nan, one) == float("inf")
-    assert tapes._distance(torch.tensor([1]), torch.tensor([1]), torch.tensor([2])) == float("inf")
+    assert cuda_graphs._distance(one, nan, nan.clone()) == 0.0
+    assert cuda_graphs._distance(one, nan, one) == float("inf")
+    assert cuda_graphs._distance(torch.tensor([1]), torch.tensor([1]), torch.tensor([2])) == float("inf")
 
 
 # The tape of a GPU, with everything of CUDA replaced by something that notes its name
@@ -229,15 +229,15 @@ class Noting:
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch, "Generator", Generator)
-        monkeypatch.setattr(cuda_streams, "_spare", {})
-        monkeypatch.setattr(cuda_streams, "_made", {})
+        monkeypatch.setattr(cuda_runtime, "_spare", {})
+        monkeypatch.setattr(cuda_runtime, "_made", {})
         self.generator = Generator()
 
 
 def test_a_graph_is_recorded_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
     player = Counter()
     cuda = Noting(monkeypatch)
-    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
+    tape = cuda_graphs._CudaGraphRunner(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     play(tape, player.add_one, player, 2)
     assert cuda.noted == ["register", "begin in pool 0, thread_local", "end", "replay"]
     tape.close()
@@ -247,7 +247,7 @@ def test_a_graph_is_recorded_in_the_right_order(monkeypatch: pytest.MonkeyPatch)
 def test_after_a_graph_that_failed_nothing_believes_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     player = Counter()
     cuda = Noting(monkeypatch)
-    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
+    tape = cuda_graphs._CudaGraphRunner(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     calls = list[int]()
 
     def second_fails() -> None:
@@ -270,28 +270,28 @@ def test_after_a_graph_that_failed_nothing_believes_to_be_recorded(monkeypatch: 
 def test_streams_are_used_by_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Noting(monkeypatch)
     device = torch.device("cuda")
-    held = [cuda_streams.SpareStream(device) for _ in range(40)]
+    held = [cuda_runtime.ExclusiveCudaStream(device) for _ in range(40)]
     names = [spare.stream.name for spare in held]  # type: ignore[attr-defined]
     assert names == ["cuda:0 0"] * 32 + ["cuda:0 -1"] * 8
     stream = held[3].stream
     held[3].close()
-    taken = cuda_streams.SpareStream(torch.device("cuda", 0))
+    taken = cuda_runtime.ExclusiveCudaStream(torch.device("cuda", 0))
     assert taken.stream is stream
     forgotten = held.pop().stream
     gc.collect()
-    assert cuda_streams.SpareStream(device).stream is forgotten
+    assert cuda_runtime.ExclusiveCudaStream(device).stream is forgotten
 
 
 def test_urgent_work_has_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     Noting(monkeypatch)
     device = torch.device("cuda")
-    held = [cuda_streams.SpareStream(device, urgency) for urgency in (3, 2, 1, 0, 9)]
+    held = [cuda_runtime.ExclusiveCudaStream(device, urgency) for urgency in (3, 2, 1, 0, 9)]
     names = [spare.stream.name for spare in held]  # type: ignore[attr-defined]
     assert names == ["cuda:0 -3", "cuda:0 -2", "cuda:0 -1", "cuda:0 0", "cuda:0 -3"]
     urgent = held[0].stream
     held[0].close()
-    assert cuda_streams.SpareStream(device).stream is not urgent
-    assert cuda_streams.SpareStream(device, 3).stream is urgent
+    assert cuda_runtime.ExclusiveCudaStream(device).stream is not urgent
+    assert cuda_runtime.ExclusiveCudaStream(device, 3).stream is urgent
 
 
 def test_draws_of_torch_on_the_host_are_not_recorded(
@@ -300,7 +300,7 @@ def test_draws_of_torch_on_the_host_are_not_recorded(
     """A GPU would repeat what followed from the number that was drawn then."""
     player = Counter()
     cuda = Noting(monkeypatch)
-    tape = tapes.GraphTape(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
+    tape = cuda_graphs._CudaGraphRunner(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     before, drawn = torch.get_rng_state(), list[float]()
     with caplog.at_level(logging.WARNING, "fedloom"):
         play(tape, lambda: drawn.append(float(torch.rand(()))), player, 4)
@@ -323,7 +323,7 @@ class FailingTape(FakeGraphTape):
         self.error, self.left = error, times
         self.begun: weakref.ref[Graph] | None = None
 
-    def capture(self, body: Callable[[], None], player: Player) -> Operations:
+    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Operations:
         if not self.left:
             return super().capture(body, player)
         self.left -= 1

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedloom import Bench, Job, Local, Method, Pass, Update, register
+from fedloom import Client, ClientTask, ClientUpdate, LocalSteps, LocalTrainer, Method, register
 from fedloom.methods import methods
 from fedloom.methods.base import Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
@@ -55,7 +55,7 @@ QUICK = {"feddf": {"feddf": {"steps": 20, "check_every": 5}}}
 
 
 def test_all_built_in_methods_are_checked() -> None:
-    from fedloom.methods.catalogue import BUILT_IN
+    from fedloom.methods.registry import BUILT_IN
 
     assert set(NAMES) == set(BUILT_IN)
 
@@ -74,7 +74,7 @@ def test_conformance_with_other_options(options: dict) -> None:
 class DividesByAll(FedAvgServer):
     """Divides by all clients instead of by those that answered."""
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, total = self.bank.rows[0], torch.zeros_like(self.bank.rows[0])
         for update in updates:
             total += update.row / self.context.clients
@@ -84,7 +84,7 @@ class DividesByAll(FedAvgServer):
 class AveragesIntegers(FedAvgServer):
     """Averages whole rows, counters and all."""
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         rows = [update.row.clone() for update in updates]
         if rows:
             layout = self.context.layout
@@ -98,7 +98,7 @@ class AveragesIntegers(FedAvgServer):
 class TakesTheLast(FedAvgServer):
     """Keeps whatever came last."""
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         for update in updates:
             self.bank.rows[0].copy_(update.row)
 
@@ -108,44 +108,44 @@ class Forgetful(FedAvgServer):
 
     rounds_seen = 0
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         super().collect(round, updates)
         self.rounds_seen += 1
         self.bank.rows[0, 0] += 0.001 * self.rounds_seen
 
 
-class TrainsInPlace(Local[Options]):
+class TrainsInPlace(Client[Options]):
     """Changes the model it received."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         bench.received.copy_(bench.row)
 
 
-class DrawsGlobally(Local[Options]):
+class DrawsGlobally(Client[Options]):
     """Draws from a generator that is not keyed."""
 
     generator = torch.Generator().manual_seed(0)
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         bench.gradient.add_(torch.randn(bench.gradient.numel(), generator=self.generator), alpha=0.01)
 
 
 class SendsMore(FedAvgServer):
     """Sends twice the model it says it sends."""
 
-    def dispatch(self, round: int, clients: list[int]) -> list[Job]:
-        return [Job(client, self.bank.rows[0], 0, {"again": self.bank.rows[0]}) for client in clients]
+    def dispatch(self, round: int, clients: list[int]) -> list[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0], 0, {"again": self.bank.rows[0]}) for client in clients]
 
 
 class Undocumented(FedAvgOptions):
     secret: int = 0
 
 
-class AlmostFedAvg(Local[Options]):
+class AlmostFedAvg(Client[Options]):
     """Is not FedAvg where it claims to be."""
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         bench.gradient.mul_(1.0001)
 
 
@@ -193,7 +193,7 @@ def test_clients_that_are_seldom_asked_are_judged_when_they_are(monkeypatch: pyt
     check("seldom", {})
     with pytest.raises(AssertionError, match="client 3 of 8 was not asked in 16 rounds"):
         check("never", {})
-    monkeypatch.setattr("fedloom.rounds.fault_of", lambda *_: None)
+    monkeypatch.setattr("fedloom.runs.round._find_update_fault", lambda *_: None)
     for name in ("seldom", "fedcluster", "fedavg"):
         with pytest.raises(AssertionError, match="was not refused"):
             check(name, {})

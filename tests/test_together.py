@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom.api import execute, resume
 from fedloom.config import make_config
-from fedloom.errors import InputError
-from fedloom.finished import Run
-from fedloom.folder import RunFolder
-from fedloom.together import Job, carry_out
-from fedloom.watching import Silent, Stopped, Watcher
+from fedloom.errors import InputError, RunStopped
+from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.concurrent import Job, run_concurrently
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.result import RunResult
 
 SETTINGS = {"data": "digits", "model": "logreg", "rounds": 4, "clients": 5, "engine": "plain"}
 
 
-class Eye(Silent):
+class Eye(SilentCallback):
     """Notes what it is shown."""
 
     def __init__(self, stop_after: int | None = None) -> None:
@@ -56,16 +56,16 @@ def jobs(folder: Path, methods: list[str], **settings: Any) -> list[Job]:
     def job(number: int, method: str) -> Job:
         config = make_config({**SETTINGS, "method": method, "seed": number, **settings})
         place = folder / f"{method}-seed{number}"
-        return place, config, lambda watcher: execute(config, out=place, watcher=watcher, report=False)
+        return place, config, lambda watcher: execute_run(config, out=place, watcher=watcher, report=False)
 
     return [job(number, method) for number, method in enumerate(methods)]
 
 
 def test_they_are_what_they_would_be_alone(tmp_path: Path) -> None:
     methods = ["fedavg", "scaffold", "fedcross", "lss", "fedmr"]
-    alone = [run(Silent()).digest for _, _, run in jobs(tmp_path / "alone", methods)]
+    alone = [run(SilentCallback()).digest for _, _, run in jobs(tmp_path / "alone", methods)]
     eye = Eye()
-    together = carry_out(jobs(tmp_path / "together", methods), 3, eye, tmp_path)
+    together = run_concurrently(jobs(tmp_path / "together", methods), 3, eye, tmp_path)
     assert [run.digest for run in together] == alone
     assert eye.rounds == list(range(1, 21))
     assert eye.plan.rounds == 20
@@ -83,7 +83,7 @@ def test_dropout_is_each_runs_own(tmp_path: Path) -> None:
         def job(seed: int) -> Job:
             place = folder / f"fedavg-seed{seed}"
 
-            def run(watcher: Watcher) -> Run:
+            def run(watcher: Callback) -> RunResult:
                 return fedloom.run("fedavg", "digits", network, out=place, watcher=watcher, report=False, seed=seed,
                                    rounds=3, clients=5, engine="plain")  # fmt: skip
 
@@ -91,34 +91,34 @@ def test_dropout_is_each_runs_own(tmp_path: Path) -> None:
 
         return [job(seed) for seed in range(4)]
 
-    alone = [run(Silent()).digest for _, _, run in made(tmp_path / "alone")]
-    assert [run.digest for run in carry_out(made(tmp_path / "together"), 4, None, tmp_path)] == alone
+    alone = [run(SilentCallback()).digest for _, _, run in made(tmp_path / "alone")]
+    assert [run.digest for run in run_concurrently(made(tmp_path / "together"), 4, None, tmp_path)] == alone
     assert len(set(alone)) == 4
 
 
 def test_one_that_fails_stops_the_others_and_is_named(tmp_path: Path) -> None:
     made = jobs(tmp_path, ["fedavg", "fedavg", "fedavg"], rounds=200)
 
-    def fail(watcher: Watcher) -> Run:
+    def fail(watcher: Callback) -> RunResult:
         raise InputError("out of luck.")
 
     made[1] = (made[1][0], made[1][1], fail)
     eye = Eye()
     with pytest.raises(InputError, match="out of luck"):
-        carry_out(made, 2, eye, tmp_path)
+        run_concurrently(made, 2, eye, tmp_path)
     assert len(eye.rounds) < 400
     assert eye.ended
 
 
 def test_a_stop_is_heard_by_all(tmp_path: Path) -> None:
-    with pytest.raises(Stopped):
-        carry_out(jobs(tmp_path, ["fedavg", "scaffold", "fedavg"], rounds=100), 2, Eye(stop_after=5), tmp_path)
+    with pytest.raises(RunStopped):
+        run_concurrently(jobs(tmp_path, ["fedavg", "scaffold", "fedavg"], rounds=100), 2, Eye(stop_after=5), tmp_path)
     assert not (tmp_path / "fedavg-seed2").exists()
 
 
 def test_notes_say_whose_they_are(tmp_path: Path) -> None:
     eye = Eye()
-    carry_out(jobs(tmp_path, ["fedavg"], lost=0.9, clients=3, rounds=20), 1, eye, tmp_path)
+    run_concurrently(jobs(tmp_path, ["fedavg"], lost=0.9, clients=3, rounds=20), 1, eye, tmp_path)
     assert eye.notes
     assert all(note.startswith("fedavg-seed0: ") for note in eye.notes)
 
@@ -146,13 +146,13 @@ def test_who_interrupts_does_not_wait_for_the_rounds(tmp_path: Path) -> None:
     """Ctrl-C reaches the main thread, which only waits for the others."""
     begun, ended = list[str](), list[str]()
 
-    def endless(name: str, watcher: Watcher) -> Run:
+    def endless(name: str, watcher: Callback) -> RunResult:
         begun.append(name)
         while True:
             try:
                 watcher.check()
                 watcher.work("distillation", 1, 2)
-            except Stopped:
+            except RunStopped:
                 ended.append(name)
                 raise
             time.sleep(0.01)
@@ -163,33 +163,33 @@ def test_who_interrupts_does_not_wait_for_the_rounds(tmp_path: Path) -> None:
     eye = Eye()
     press(threading.get_ident(), lambda: len({*begun}) == 2)
     with pytest.raises(KeyboardInterrupt):
-        carry_out([job("one"), job("two"), job("three")], 2, eye, tmp_path)
+        run_concurrently([job("one"), job("two"), job("three")], 2, eye, tmp_path)
     assert sorted(ended) == sorted(begun) == ["one", "two"], "the third does not begin"
     assert eye.ended
 
 
 def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
     begun, heard, released = threading.Event(), threading.Event(), threading.Event()
-    ended: list[Watcher] = []
+    ended: list[Callback] = []
 
-    def deaf(watcher: Watcher) -> Run:
+    def deaf(watcher: Callback) -> RunResult:
         begun.set()
         while not watcher.wants_stop():
             time.sleep(0.001)
         heard.set()
         released.wait(60)
         ended.append(watcher)
-        raise Stopped("at last")
+        raise RunStopped("at last")
 
     press(threading.get_ident(), begun.is_set, heard.is_set)
     with pytest.raises(KeyboardInterrupt):
-        carry_out([(tmp_path, make_config({**SETTINGS, "method": "fedavg"}), deaf)], 1, None, tmp_path)
+        run_concurrently([(tmp_path, make_config({**SETTINGS, "method": "fedavg"}), deaf)], 1, None, tmp_path)
     assert not ended
     released.set()
 
 
 def test_a_run_looks_for_interrupts_after_each_answer(tmp_path: Path) -> None:
-    class Third(Silent):
+    class Third(SilentCallback):
         """Ends the run after the third client of the second round."""
 
         asked = 0
@@ -197,13 +197,13 @@ def test_a_run_looks_for_interrupts_after_each_answer(tmp_path: Path) -> None:
         def check(self) -> None:
             self.asked += 1
             if self.asked == 8:
-                raise Stopped("stopped within a round")
+                raise RunStopped("stopped within a round")
 
     (place, _, run) = jobs(tmp_path, ["scaffold"], checkpoint_seconds=0)[0]
-    with pytest.raises(Stopped, match="within a round"):
+    with pytest.raises(RunStopped, match="within a round"):
         run(Third())
-    assert [record["round"] for record in RunFolder.open(place).history()] == [0, 1]
-    alone = jobs(tmp_path / "alone", ["scaffold"])[0][2](Silent())
+    assert [record["round"] for record in RunDirectory.open(place).history()] == [0, 1]
+    alone = jobs(tmp_path / "alone", ["scaffold"])[0][2](SilentCallback())
     assert resume(place, report=False).digest == alone.digest
 
 
@@ -229,10 +229,10 @@ def test_a_second_interrupt_ends_the_process(number: int, tmp_path: Path) -> Non
 DEAF = """
 import sys, threading, time
 from pathlib import Path
-import fedloom.comparing
-from fedloom.cli import main
+import fedloom.runs.compare
+from fedloom.cli.main import main
 from fedloom.config import make_config
-from fedloom.together import carry_out
+from fedloom.runs.concurrent import run_concurrently
 
 barrier = threading.Barrier(2, action=lambda: print("two began", file=sys.stderr, flush=True))
 
@@ -243,8 +243,8 @@ def endless(watcher):
 
 def compare(*_, watcher, **__):
     config = make_config({"method": "fedavg"})
-    carry_out([(Path(name), config, endless) for name in ("one", "two")], 2, watcher, Path("c"))
+    run_concurrently([(Path(name), config, endless) for name in ("one", "two")], 2, watcher, Path("c"))
 
-fedloom.comparing.compare = compare
+fedloom.runs.compare.compare = compare
 main()
 """

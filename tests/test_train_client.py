@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from benches import make_bench, numbered, sgd
-from fedloom.bench import Bench, Pass
-from fedloom.data import Federation
-from fedloom.engines.base import Homes, Shop, train_client
-from fedloom.rows import digest
+from fedloom.core.layout import model_digest
+from fedloom.data import FederatedDataset
+from fedloom.training.local_training import ClientStates, EngineContext, train_client
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
-def train(bench: Bench) -> Iterator[Pass]:
-    yield Pass(sgd)
+def train(bench: LocalTrainer) -> Iterator[LocalSteps]:
+    yield LocalSteps(sgd)
 
 
 def client_row(round: int, client: int, before: int = 0, **options: Any) -> str:
@@ -26,14 +26,14 @@ def client_row(round: int, client: int, before: int = 0, **options: Any) -> str:
     """
     bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)), **options)
     part = (torch.ones(12, 3), torch.zeros(12, dtype=torch.int64))
-    federation = Federation.from_arrays([part] * 4, classes=2)
-    shop = Shop(bench._shop, federation, train, Homes({}, torch.float32))
+    federation = FederatedDataset.from_arrays([part] * 4, classes=2)
+    shop = EngineContext(bench._shop, federation, train, ClientStates({}, torch.float32))
     received = torch.linspace(-0.5, 0.5, bench.layout.size)
     row = bench.layout.empty()
     torch.rand(before + 1)
     for other in [*range(before), client]:
         train_client(bench, shop, round, other, row, received, {}, {}, {}, True)
-    return digest(row)
+    return model_digest(row)
 
 
 def test_dropout_is_keyed_through_train_client() -> None:
@@ -46,8 +46,8 @@ def test_dropout_is_keyed_through_train_client() -> None:
 
 def test_train_client_leaves_the_global_generator_alone() -> None:
     bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
-    federation = Federation.from_arrays([(numbered(12).x, numbered(12).y)], classes=2)
-    shop = Shop(bench._shop, federation, train, Homes({}, torch.float32))
+    federation = FederatedDataset.from_arrays([(numbered(12).x, numbered(12).y)], classes=2)
+    shop = EngineContext(bench._shop, federation, train, ClientStates({}, torch.float32))
     received = torch.linspace(-0.5, 0.5, bench.layout.size)
     kept, row, before = received.clone(), bench.layout.empty(), torch.get_rng_state()
     samples, loss, steps = train_client(bench, shop, 0, 0, row, received, {}, {}, {}, True)
@@ -58,15 +58,15 @@ def test_train_client_leaves_the_global_generator_alone() -> None:
 
 
 def test_results_put_elsewhere_are_brought_to_their_place() -> None:
-    def replacing(bench: Bench) -> Iterator[Pass]:
-        yield Pass(sgd)
+    def replacing(bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(sgd)
         bench.row = torch.full_like(bench.row, 3.0)
         bench.home = {"h": torch.ones(2)}
         bench.uploads["u"] = torch.full((1,), 5.0)
 
     bench = make_bench()
-    federation = Federation.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
-    shop = Shop(bench._shop, federation, replacing, Homes({}, torch.float32))
+    federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
+    shop = EngineContext(bench._shop, federation, replacing, ClientStates({}, torch.float32))
     row, home, uploads = bench.layout.empty(), {"h": torch.zeros(2)}, {"u": torch.zeros(1)}
     kept_home, kept_upload = home["h"], uploads["u"]
     train_client(bench, shop, 0, 0, row, torch.zeros(bench.layout.size), {}, home, uploads, True)
@@ -84,13 +84,13 @@ def test_results_put_elsewhere_are_brought_to_their_place() -> None:
     ],
 )
 def test_results_of_another_shape_are_refused(group: str, value: Any, complaint: str) -> None:
-    def misplacing(bench: Bench) -> Iterator[Pass]:
-        yield Pass(sgd)
+    def misplacing(bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(sgd)
         setattr(bench, group, value)
 
     bench = make_bench()
-    federation = Federation.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
-    shop = Shop(bench._shop, federation, misplacing, Homes({}, torch.float32))
+    federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
+    shop = EngineContext(bench._shop, federation, misplacing, ClientStates({}, torch.float32))
     start, home = torch.zeros(bench.layout.size), {"h": torch.zeros(2)}
     with pytest.raises(ValueError, match=complaint):
         train_client(bench, shop, 0, 0, bench.layout.empty(), start, {}, home, {}, True)

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.bench import SCORE_BATCH, Batch, Bench, Pass, Workshop
-from fedloom.config import command_of, make_config
-from fedloom.data import Prepare, Samples
+from fedloom.config import TrainingConfig, config_to_command, make_config
+from fedloom.core.evaluation import SCORE_BATCH
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.data import InputTransform, Samples
 from fedloom.errors import InputError
-from fedloom.rows import Layout
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from fedloom.training.batches import Batch
+from fedloom.training.context import TrainingContext
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 def numbered(count: int) -> Samples:
@@ -27,26 +29,28 @@ def numbered(count: int) -> Samples:
     return Samples(x, torch.arange(count) % 2)
 
 
-def make_bench(count: int, client: int = 0, round: int = 0, seed: int = 0, **options: Any) -> Bench:
+def make_bench(count: int, client: int = 0, round: int = 0, seed: int = 0, **options: Any) -> LocalTrainer:
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    training, streams = Training(**options), Streams(seed)
-    shop = Workshop(module, Layout.of(module), F.cross_entropy, Prepare.identity(), training, streams, classes=2)
-    bench = Bench(shop)
+    training, streams = TrainingConfig(**options), RngStreams(seed)
+    shop = TrainingContext(
+        module, Layout.of(module), F.cross_entropy, InputTransform.identity(), training, streams, classes=2
+    )
+    bench = LocalTrainer(shop)
     start = torch.linspace(-0.5, 0.5, bench.layout.size)
     bench.begin(round, client, numbered(count), bench.layout.empty(), start, {}, {}, {}, True)
     return bench
 
 
-def seen(bench: Bench, **stretch: int) -> list[list[int]]:
+def seen(bench: LocalTrainer, **stretch: int) -> list[list[int]]:
     """The numbers of the samples in each batch of one pass."""
     batches: list[list[int]] = []
 
-    def look(_: Bench, batch: Batch) -> Tensor:
+    def look(_: LocalTrainer, batch: Batch) -> Tensor:
         batches.append(batch.x[:, 0].int().tolist())
         return torch.zeros(())
 
-    bench.run(Pass(look, **stretch))
+    bench.run(LocalSteps(look, **stretch))
     return batches
 
 
@@ -87,15 +91,15 @@ def test_without_a_share_nothing_is_held_out() -> None:
 def test_held_out_samples_reach_no_model() -> None:
     """Those of client 0 are made into something that no model would survive."""
 
-    class Poisoned(SmallFederation):
+    class Poisoned(SmallFederatedDataset):
         def client(self, k: int) -> Samples:
             samples = super().client(k)
             x = samples.x.clone()
             x[held[k]] = torch.nan
             return Samples(x, samples.y)
 
-    clean, held = SmallFederation(), {}
-    with small_experiment("fedavg", {}, validation=0.3).engine_closed() as experiment:
+    clean, held = SmallFederatedDataset(), {}
+    with build_small_run("fedavg", {}, validation=0.3).engine_closed() as experiment:
         for k in range(8):
             samples = clean.client(k)
             _, held[k] = bench_of(experiment, k, samples)._split(len(samples))
@@ -105,17 +109,17 @@ def test_held_out_samples_reach_no_model() -> None:
     assert small_run("fedavg", {}, federation=clean, per_round=8).digest != usual.digest
 
 
-def bench_of(experiment: Any, client: int, samples: Samples) -> Bench:
+def bench_of(experiment: Any, client: int, samples: Samples) -> LocalTrainer:
     bench, start = experiment.engine._bench, experiment.rounds.context.initial
     bench.begin(0, client, samples, start.clone(), start, {}, {}, {}, True)
     return bench
 
 
 def test_clients_count_by_what_they_train_on() -> None:
-    with small_experiment("fedavg", {}, validation=0.5).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, validation=0.5).engine_closed() as experiment:
         jobs = list(experiment.rounds.parts.server.dispatch(0, [0, 1]))
         counts = [update.samples for update in experiment.engine.train(0, jobs)]
-    everything = [len(SmallFederation().client(k)) for k in (0, 1)]
+    everything = [len(SmallFederatedDataset().client(k)) for k in (0, 1)]
     assert counts == [n - int(0.5 * n + 0.5) for n in everything]
 
 
@@ -131,7 +135,7 @@ def test_other_shares_are_refused(share: float) -> None:
 
 
 def test_the_command_says_it() -> None:
-    assert command_of(make_config({"validation": 0.25})) == "fedloom run fedavg --validation 0.25 --device cpu"
+    assert config_to_command(make_config({"validation": 0.25})) == "fedloom run fedavg --validation 0.25 --device cpu"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_the_command_says_it() -> None:
 def test_a_methods_own_share_holds_where_the_run_names_none(
     method: str, options: Any, run: float, share: float
 ) -> None:
-    with small_experiment(method, options, validation=run).engine_closed() as experiment:
+    with build_small_run(method, options, validation=run).engine_closed() as experiment:
         samples = experiment.federation.client(0)
         held = len(bench_of(experiment, 0, samples).validation)
     assert held == int(share * len(samples) + 0.5)
@@ -185,7 +189,7 @@ def test_validating_does_not_change_training() -> None:
     def trained(looks: bool) -> Tensor:
         bench = make_bench(30, validation=0.2, momentum=0.9)
         for _ in range(5):
-            bench.run(Pass(sgd, steps=1))
+            bench.run(LocalSteps(sgd, steps=1))
             if looks:
                 bench.validate(torch.randn(bench.layout.size))
         return bench.row.clone()
@@ -193,7 +197,7 @@ def test_validating_does_not_change_training() -> None:
     assert torch.equal(trained(True), trained(False))
 
 
-def sgd(bench: Bench, batch: Batch) -> Tensor:
+def sgd(bench: LocalTrainer, batch: Batch) -> Tensor:
     loss = bench.loss(batch)
     bench.backward(loss)
     bench.descend()
@@ -223,7 +227,7 @@ def test_the_length_of_a_pass_is_what_it_takes() -> None:
         for stretch in ({}, {"epochs": 3}, {"steps": 5}):
             for options in ({"epochs": 2}, {"steps": 3}, {"batch_size": 0}):
                 bench = make_bench(count, **{"batch_size": 4, **options})
-                length = bench.length(Pass(sgd, **stretch))
+                length = bench.length(LocalSteps(sgd, **stretch))
                 assert length == len(seen(bench, **stretch)), (count, stretch, options)
 
 
@@ -241,10 +245,10 @@ def test_other_settings_hold_for_one_client() -> None:
 
 
 def test_a_rate_set_between_passes_is_the_one_that_is_used() -> None:
-    def rates(bench: Bench) -> Iterator[float]:
+    def rates(bench: LocalTrainer) -> Iterator[float]:
         for lr in (0.1, 0.0, 0.2):
             before, bench.lr = bench.weights.clone(), lr
-            bench.run(Pass(sgd, steps=1))
+            bench.run(LocalSteps(sgd, steps=1))
             yield float((before - bench.weights).norm() / bench.gradient.norm())
 
     assert list(rates(make_bench(12, batch_size=4))) == pytest.approx([0.1, 0.0, 0.2], rel=1e-3)

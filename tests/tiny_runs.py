@@ -11,5 +11,5 @@ TINY: dict[str, Any] = {"clients": 6, "per_round": 6, "rounds": 3, "model": "log
 TINY_OPTIONS = ("--clients", 6, "--per-round", 6, "--rounds", 3, "--model", "logreg", "--epochs", 1)
 
 
-def tiny(folder: Path, method: str, **settings: Any) -> fedloom.Run:
+def tiny(folder: Path, method: str, **settings: Any) -> fedloom.RunResult:
     return fedloom.run(method, out=folder, **{**TINY, **settings})

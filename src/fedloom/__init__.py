@@ -6,28 +6,32 @@ from typing import TYPE_CHECKING, Any
 from fedloom._version import __version__
 
 if TYPE_CHECKING:
-    from fedloom.api import resume, run, verify
-    from fedloom.bench import Batch, Bench, Pass
-    from fedloom.comparing import Compared, compare
-    from fedloom.data import Federation, Samples
+    from fedloom.core.averaging import WeightedMean
+    from fedloom.core.layout import Layout
+    from fedloom.core.tasks import ClientTask, ClientUpdate
+    from fedloom.data import FederatedDataset, Samples
     from fedloom.errors import FedloomError, InputError
-    from fedloom.exchange import Job, Update
-    from fedloom.finished import Run
-    from fedloom.methods import Companion, Context, Local, Method, Options, Refiner, Server, register
-    from fedloom.pretraining import Pretrained, pretrain
-    from fedloom.rows import Layout, Mean
+    from fedloom.methods import Client, Extras, Method, MethodContext, Options, Refiner, Server, register
+    from fedloom.runs.compare import ComparisonResult, compare
+    from fedloom.runs.execute import resume, run, verify
+    from fedloom.runs.pretrain import PretrainResult, pretrain
+    from fedloom.runs.result import RunResult
+    from fedloom.training.batches import Batch
+    from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 _FILES = {
-    "fedloom.api": ("resume", "run", "verify"),
-    "fedloom.bench": ("Batch", "Bench", "Pass"),
-    "fedloom.comparing": ("Compared", "compare"),
-    "fedloom.data": ("Federation", "Samples"),
+    "fedloom.core.averaging": ("WeightedMean",),
+    "fedloom.core.layout": ("Layout",),
+    "fedloom.core.tasks": ("ClientTask", "ClientUpdate"),
+    "fedloom.data": ("FederatedDataset", "Samples"),
     "fedloom.errors": ("FedloomError", "InputError"),
-    "fedloom.exchange": ("Job", "Update"),
-    "fedloom.finished": ("Run",),
-    "fedloom.methods": ("Companion", "Context", "Local", "Method", "Options", "Refiner", "Server", "register"),
-    "fedloom.pretraining": ("Pretrained", "pretrain"),
-    "fedloom.rows": ("Layout", "Mean"),
+    "fedloom.methods": ("Client", "Extras", "Method", "MethodContext", "Options", "Refiner", "Server", "register"),
+    "fedloom.runs.compare": ("ComparisonResult", "compare"),
+    "fedloom.runs.execute": ("resume", "run", "verify"),
+    "fedloom.runs.pretrain": ("PretrainResult", "pretrain"),
+    "fedloom.runs.result": ("RunResult",),
+    "fedloom.training.batches": ("Batch",),
+    "fedloom.training.trainer": ("LocalSteps", "LocalTrainer"),
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
 
@@ -46,26 +50,26 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Batch",
-    "Bench",
-    "Companion",
-    "Compared",
-    "Context",
-    "Federation",
+    "Client",
+    "ClientTask",
+    "ClientUpdate",
+    "ComparisonResult",
+    "Extras",
+    "FederatedDataset",
     "FedloomError",
     "InputError",
-    "Job",
     "Layout",
-    "Local",
-    "Mean",
+    "LocalSteps",
+    "LocalTrainer",
     "Method",
+    "MethodContext",
     "Options",
-    "Pass",
-    "Pretrained",
+    "PretrainResult",
     "Refiner",
-    "Run",
+    "RunResult",
     "Samples",
     "Server",
-    "Update",
+    "WeightedMean",
     "__version__",
     "compare",
     "pretrain",

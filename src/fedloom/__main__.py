@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Load the command and run it."""
     try:
-        from fedloom.cli import main as command
+        from fedloom.cli.main import main as command
     except KeyboardInterrupt:
         print("fedloom: interrupted", file=sys.stderr)
         sys.exit(130)

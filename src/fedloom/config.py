@@ -1,4 +1,7 @@
-"""What a run is: every setting that a person may give, with its default and its help text, in one place."""
+"""What a run is: every setting that a person may give, with its default and its help text, in one place.
+
+How a client trains: the options of ordinary local training.
+"""
 
 import re
 import shlex
@@ -8,15 +11,64 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
-from fedloom.settings import MOST, MOST_AT_ONCE, found_device, validated
-from fedloom.training import Training
+from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
+from fedloom.utils.settings import MOST, MOST_AT_ONCE, Settings, settings_to_toml, validate_settings
 
 
-class Config(Training):
+class TrainingConfig(Settings):
+    """Ordinary local training."""
+
+    epochs: int = Field(2, ge=0, le=MOST)
+    """passes of a client over its own samples in one round"""
+    steps: int | None = Field(None, ge=0, le=MOST)
+    """steps of a client in one round, instead of epochs"""
+    batch_size: int = Field(20, ge=0, le=MOST)
+    """samples in a batch; 0 takes all of a client's samples at once"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """sgd or adam; a new one for each client and round, unless --keep-optimizer is given"""
+    keep_optimizer: bool = False
+    """each client continues with the momentum (sgd) or moments (adam) of the last round that it took part in"""
+    lr: float = Field(0.05, ge=0)
+    """learning rate of the clients"""
+    lr_decay: float = Field(1.0, gt=0)
+    """factor on the learning rate after every round"""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """momentum of sgd"""
+    nesterov: bool = False
+    """Nesterov's form of momentum"""
+    weight_decay: float = Field(0.0, ge=0)
+    """weight decay, added to the gradient"""
+    clip: float | None = Field(None, gt=0)
+    """largest norm of a gradient; longer ones are scaled down"""
+    augment: str = "none"
+    """random changes of training images: none, flip, crop, crop+flip"""
+    statistics: Literal["running", "estimated"] = "running"
+    """batch norm's statistics that a client sends: as training left them, or estimated anew from its samples"""
+    validation: float = Field(0.0, ge=0, lt=1)
+    """share of each client's samples kept out of training, for methods that use it to choose models"""
+
+    @model_validator(mode="after")
+    def _remembers(self) -> "TrainingConfig":
+        if self.keep_optimizer and self.optimizer == "sgd" and not self.momentum:
+            raise ValueError("keep_optimizer needs something to keep: optimizer adam, or a momentum above 0, not 0.0.")
+        return self
+
+    def make_optimizer(self) -> StatefulOptimizer:
+        """A new optimiser as these options ask for."""
+        if self.optimizer == "adam":
+            return Adam(weight_decay=self.weight_decay)
+        return SGD(self.momentum, self.nesterov, self.weight_decay)
+
+    def lr_at(self, round: int) -> float:
+        """The learning rate in round `round` (from 0)."""
+        return float(self.lr * self.lr_decay**round)
+
+
+class Config(TrainingConfig):
     """A run. Its fields are the command's options and the entries of `config.toml`."""
 
     method: str = "fedavg"
@@ -109,12 +161,12 @@ class Config(Training):
         if not isinstance(values, dict) or values.get("clients") is not None:
             return values
         spec = values.get("partition", cls.model_fields["partition"].default)
-        return {**values, "clients": default_clients(spec)}
+        return {**values, "clients": _default_client_count(spec)}
 
     @field_validator("device")
     @classmethod
     def _found(cls, device: str, info: ValidationInfo) -> str:
-        return found_device(device, info.data.get("engine", "auto"))
+        return select_auto_device(device, info.data.get("engine", "auto"))
 
     @field_validator("partition", "cache_dir")
     @classmethod
@@ -139,12 +191,12 @@ class Config(Training):
     @field_validator("data")
     @classmethod
     def _absolute_data(cls, name: str) -> str:
-        return absolute_data(name)  # a run may be resumed from another folder
+        return absolute_data_path(name)  # a run may be resumed from another folder
 
     @field_validator("server_data")
     @classmethod
     def _absolute_server_data(cls, name: str | None) -> str | None:
-        return None if name is None else absolute_data(name)
+        return None if name is None else absolute_data_path(name)
 
     @field_validator("imports")
     @classmethod
@@ -229,7 +281,7 @@ BRING_CLIENTS = ("natural", "domain", "file")
 """Partitions that say by themselves how many clients there are; the config says it once the data are read."""
 
 
-def default_clients(spec: object) -> int | None:
+def _default_client_count(spec: object) -> int | None:
     """How many clients there are where nobody says it; None where the partition does."""
     name = spec.partition(":")[0].partition(",")[0].strip() if isinstance(spec, str) else ""
     return None if name in BRING_CLIENTS else 20
@@ -245,7 +297,7 @@ PATHS = {
 """Data sets that are named with paths: behind the colon, which is '' here, or as these options."""
 
 
-def absolute_data(name: str) -> str:
+def absolute_data_path(name: str) -> str:
     """A data set's name with absolute paths, `table:/data/people.csv,label=income`."""
     kind, _, rest = name.partition(":")
     if kind not in PATHS or not rest or "\0" in rest:
@@ -261,26 +313,21 @@ def absolute_data(name: str) -> str:
     return f"{kind}:{','.join(pieces)}"
 
 
-def on_gpus(device: str) -> bool:
-    """Whether a run with this setting computes on one GPU or several."""
-    return all(name.strip().partition(":")[0] == "cuda" for name in device.split(","))
-
-
 RESULT_FREE = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
 """Settings that change how a run is carried out but not one bit of its result."""
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
     """A validated config; what is wrong with the values is said in one sentence."""
-    return validated(Config, values)
+    return validate_settings(Config, values)
 
 
-def command_of(config: Config) -> str:
+def config_to_command(config: Config) -> str:
     """The command that makes the same run again: everything that is not a default."""
     words = ["fedloom", "run", config.method]
     for name, field in Config.model_fields.items():
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
-        default = default_clients(config.partition) if name == "clients" else field.default
+        default = _default_client_count(config.partition) if name == "clients" else field.default
         if name in ("method", "options", "imports") or value == default:
             continue
         if isinstance(value, bool) and field.default is None:
@@ -300,14 +347,14 @@ def command_of(config: Config) -> str:
 
 def _setting(value: Any) -> str:
     """A value as `parse_settings` reads it: TOML, without the quotes where they are not needed."""
-    if isinstance(value, str) and parse_settings([f"method.option={value}"])["method"]["option"] == value:
+    if isinstance(value, str) and parse_config_overrides([f"method.option={value}"])["method"]["option"] == value:
         return value
     if isinstance(value, list):  # on one line, where TOML's writer would take one for each element
-        return f"[{', '.join(to_toml({'value': each}).removeprefix('value = ').rstrip() for each in value)}]"
-    return to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
+        return f"[{', '.join(settings_to_toml({'value': each}).removeprefix('value = ').rstrip() for each in value)}]"
+    return settings_to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
-def parse_settings(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
+def parse_config_overrides(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
     """`fedprox.mu=0.1` and the like, as options by method. Values are TOML; what is not TOML is a string."""
     options: dict[str, dict[str, Any]] = {}
     for pair in pairs:
@@ -323,24 +370,6 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
     return options
 
 
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Plain values as TOML, without those that are None (TOML has no such value)."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): clean(item) for key, item in value.items() if item is not None}
-        if isinstance(value, list | tuple):
-            return [clean(item) for item in value]
-        return value
-
-    return tomli_w.dumps(clean(values))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}.") from error
+def replace_config(config: Config, **values: Any) -> Config:
+    """A config with some values changed, validated again."""
+    return make_config({**config.model_dump(), **values})

@@ -16,7 +16,7 @@ class InputError(FedloomError):
     exit_code = 2
 
 
-class ShortOfMemory(FedloomError):
+class InsufficientMemoryError(FedloomError):
     """There is not enough memory, on a GPU or on this machine."""
 
     def __init__(self, text: str, at_once: int = 1) -> None:
@@ -25,7 +25,7 @@ class ShortOfMemory(FedloomError):
         """Clients that were trained at once: with fewer there may be enough."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> InputError:
     """The error for a `name` that no `kind` has, with the nearest known name suggested."""
     names = sorted(known)
     # One letter of nu and mu is half of them; of long names half is chance, as in learning_rate and clip_update.
@@ -34,13 +34,19 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {name!r}; {hint}")
 
 
-def brief_repr(value: object) -> str:
-    """A value that somebody gave, for a sentence: as Python writes it where that is short, else its type."""
-    text = repr(value)
-    return text if len(text) <= 60 and text.isprintable() else f"a {type(value).__name__}"
-
-
-def brief(error: BaseException) -> str:
+def shorten_error_message(error: BaseException) -> str:
     """What another library says is wrong, as the end of a sentence: in one line, and not a page of it."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def describe_error(error: BaseException) -> str:
+    """A client's failure in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+class RunStopped(FedloomError):
+    """The run was stopped on request and can be resumed."""
+
+    exit_code = 130

@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.cache import LARGE, MARKS, cache_folder, cached, scratch
-from fedloom.data.content import NOBODY, Dataset
+from fedloom.data.cache import MARKS, cache_folder, load_through_cache
+from fedloom.data.dataset import NOBODY, Dataset
+from fedloom.data.readers.images import LARGE, _allocate_images
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
@@ -57,7 +58,7 @@ class Reader:
         return content(self.seed)
 
     def get(self, recipe: str = "set 1") -> Dataset:
-        return cached("set", self.place, recipe, sorted(self.place.iterdir()), self.make)
+        return load_through_cache("set", self.place, recipe, sorted(self.place.iterdir()), self.make)
 
 
 @pytest.fixture
@@ -103,9 +104,9 @@ def test_what_cannot_be_read_leaves_nothing(reader: Reader) -> None:
         raise InputError("a is broken.")
 
     with pytest.raises(InputError, match="a is broken"):
-        cached("set", reader.place, "set 1", [reader.place / "a"], fail)
+        load_through_cache("set", reader.place, "set 1", [reader.place / "a"], fail)
     with pytest.raises(InputError, match=r"cannot read .*absent: No such file"):
-        cached("set", reader.place, "set 1", [reader.place / "absent"], fail)
+        load_through_cache("set", reader.place, "set 1", [reader.place / "absent"], fail)
     assert same(reader.get(), content())
 
 
@@ -133,7 +134,7 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_data_cache import content, same
-from fedloom.data.cache import cached
+from fedloom.data.cache import load_through_cache
 place = Path(sys.argv[2])
 def make():
     with (place.parent / "made").open("a") as log:
@@ -145,7 +146,7 @@ def make():
 (place.parent / f"ready-{os.getpid()}").touch()
 while not (place.parent / "go").exists():
     time.sleep(0.001)
-assert same(cached("set", place, "set 1", [place / "a"], make), content())
+assert same(load_through_cache("set", place, "set 1", [place / "a"], make), content())
 """
 
 
@@ -180,8 +181,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(reader: Reader, monkeypa
 
 
 def test_large_arrays_are_decoded_into_a_file(reader: Reader) -> None:
-    assert isinstance(scratch((LARGE + 1, 1)), np.memmap)
-    assert not isinstance(scratch((10, 1)), np.memmap)
+    assert isinstance(_allocate_images((LARGE + 1, 1)), np.memmap)
+    assert not isinstance(_allocate_images((10, 1)), np.memmap)
     assert not list(cache_folder().iterdir()), "which has no name"
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom
-from fedloom import Federation
-from fedloom.data import Dataset, PooledFederation, Samples, hold_out, merge
-from fedloom.data import build as build_federation
-from fedloom.data.content import NOBODY
+from fedloom import FederatedDataset
+from fedloom.data import Dataset, PartitionedDataset, Samples, merge_train_and_test, split_client_tests
+from fedloom.data import partition_dataset as build_federation
+from fedloom.data.dataset import NOBODY
 from fedloom.errors import InputError
-from fedloom.experiment import build
+from fedloom.runs.build import build_run
 
 
 def numbered(first: int, count: int) -> Samples:
@@ -29,7 +29,7 @@ def dataset(**more: Any) -> Dataset:
 
 
 def test_merged_samples_are_all_there_once() -> None:
-    merged = merge(dataset())
+    merged = merge_train_and_test(dataset())
     assert merged.train.x.flatten().tolist() == list(range(12))
     assert torch.equal(merged.train.y, torch.arange(12) % 3)
     assert len(merged.test) == 0
@@ -38,7 +38,7 @@ def test_merged_samples_are_all_there_once() -> None:
 def test_merged_samples_keep_their_owners_and_domains() -> None:
     owners = {"owners": np.arange(8) % 2, "test_owners": np.array([1, 0, 1, 1]), "owner_names": ("a", "b")}
     domains = {"domains": np.arange(8) // 4, "test_domains": np.array([0, 0, 1, 1]), "domain_names": ("p", "q")}
-    merged = merge(dataset(**owners, **domains))
+    merged = merge_train_and_test(dataset(**owners, **domains))
     assert merged.train.x.flatten().tolist() == list(range(12))
     assert merged.owners is not None
     assert merged.domains is not None
@@ -49,7 +49,7 @@ def test_merged_samples_keep_their_owners_and_domains() -> None:
 
 @pytest.mark.parametrize("test_owners", [None, np.array([0, 1, NOBODY, 0])])
 def test_test_samples_of_nobody_are_left_out(test_owners: np.ndarray | None) -> None:
-    merged = merge(dataset(owners=np.arange(8) % 2, owner_names=("a", "b"), test_owners=test_owners))
+    merged = merge_train_and_test(dataset(owners=np.arange(8) % 2, owner_names=("a", "b"), test_owners=test_owners))
     assert len(merged.train) == 8
     assert len(merged.test) == 0
     assert merged.notes == ("the 4 test samples of 'numbers' are left out: whose they are is not known.",)
@@ -60,13 +60,13 @@ def test_test_samples_of_nobody_are_left_out(test_owners: np.ndarray | None) -> 
 def test_every_client_holds_out_its_share(sizes: list[int], share: float, seed: int) -> None:
     pool = numbered(0, sum(sizes))
     parts = np.split(np.random.default_rng(seed).permutation(sum(sizes)), np.cumsum(sizes)[:-1])
-    whole = PooledFederation(pool, parts, classes=3)
+    whole = PartitionedDataset(pool, parts, classes=3)
     held = [min(int(share * size + 0.5), max(0, size - 1)) for size in sizes]
     if not sum(held):
         with pytest.raises(InputError, match="no client has enough samples"):
-            hold_out(whole, share, np.random.default_rng(seed))
+            split_client_tests(whole, share, np.random.default_rng(seed))
         return
-    made = hold_out(whole, share, np.random.default_rng(seed))
+    made = split_client_tests(whole, share, np.random.default_rng(seed))
     assert made.test is not None
     tested = made.test.x.flatten().int().tolist()
     start = 0
@@ -76,7 +76,7 @@ def test_every_client_holds_out_its_share(sizes: list[int], share: float, seed: 
         assert made.samples(k) == size - held[k]
         assert sorted(own + made.client(k).x.flatten().int().tolist()) == sorted(parts[k].tolist())
     assert start == len(tested)
-    again = hold_out(whole, share, np.random.default_rng(seed))
+    again = split_client_tests(whole, share, np.random.default_rng(seed))
     assert again.test is not None
     assert torch.equal(again.test.x, made.test.x)
 
@@ -143,7 +143,7 @@ def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Pat
         "workers": 2,
     }
     run = fedloom.run("fedavg", engine=engine, out=tmp_path / "run", report=False, **settings_)
-    with build(run.config).engine_closed() as experiment:
+    with build_run(run.config).engine_closed() as experiment:
         federation = experiment.federation
     module, owners = run.model(), federation.test_owners
     assert owners is not None
@@ -168,7 +168,7 @@ def test_from_the_command_line(command: Callable[..., Any], tmp_path: Path) -> N
     )
     assert outcome.result["accuracy"] > 0.2
     assert "client_test = 0.25" in (tmp_path / "run" / "config.toml").read_text()
-    experiment = build(fedloom.resume(tmp_path / "run").config)
+    experiment = build_run(fedloom.resume(tmp_path / "run").config)
     experiment.engine.close()
     held = [experiment.federation.samples(k) for k in range(5)]
     assert experiment.federation.test is not None
@@ -177,7 +177,7 @@ def test_from_the_command_line(command: Callable[..., Any], tmp_path: Path) -> N
 
 
 def test_own_data_bring_their_own_test_samples(tmp_path: Path) -> None:
-    own = Federation.from_arrays([(np.zeros((4, 2)), np.array([0, 1, 0, 1]))])
+    own = FederatedDataset.from_arrays([(np.zeros((4, 2)), np.array([0, 1, 0, 1]))])
     with pytest.raises(InputError, match="client_test divides a data set known by name, and 'own' is your own"):
         fedloom.run(data=own, model="logreg", client_test=0.25, out=tmp_path / "run")
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.data import Dataset, datasets, load
-from fedloom.data.digits import read_digits
-from fedloom.data.sources import CIFAR10, FASHION_MNIST, MNIST, SOURCES, Source
+from fedloom.data import Dataset, load_dataset, registry
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources.base import DatasetSource
+from fedloom.data.sources.cifar import CIFAR10
+from fedloom.data.sources.mnist import FASHION_MNIST, MNIST, read_sklearn_digits
 from fedloom.errors import InputError
 
 
@@ -24,7 +26,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
         (np.rint(image * 255 / 16).astype(np.uint8).tobytes(), int(label))
         for image, label in zip(theirs.images, theirs.target, strict=True)
     }
-    digits = load("digits")
+    digits = load_dataset("digits")
     ours = [
         (x.numpy().tobytes(), int(y))
         for part in (digits.train, digits.test)
@@ -35,8 +37,8 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 
 def test_the_split_of_digits_is_stratified_and_fixed() -> None:
-    digits = load("digits")
-    assert (len(digits.train), len(digits.test)) == (datasets.DIGITS.samples, datasets.DIGITS.test_samples)
+    digits = load_dataset("digits")
+    assert (len(digits.train), len(digits.test)) == (registry.DIGITS.samples, registry.DIGITS.test_samples)
     counts = torch.bincount(digits.train.y), torch.bincount(digits.test.y)
     share = counts[1] / (counts[0] + counts[1])
     assert ((share - 0.2).abs() < 0.005).all()
@@ -46,7 +48,7 @@ def test_the_split_of_digits_is_stratified_and_fixed() -> None:
 
 
 def test_prepared_digits_are_standardised() -> None:
-    digits = load("digits")
+    digits = load_dataset("digits")
     x = digits.prepare(digits.train.x)
     assert x.shape == (1438, *digits.shape)
     assert float(x.mean()) == pytest.approx(0, abs=1e-4)
@@ -54,21 +56,23 @@ def test_prepared_digits_are_standardised() -> None:
 
 
 def test_digits_do_not_import_scikit_learn() -> None:
-    code = "import sys; from fedloom.data import load; load('digits'); assert 'sklearn' not in sys.modules"
+    code = (
+        "import sys; from fedloom.data import load_dataset; load_dataset('digits'); assert 'sklearn' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_digits_come_from_scikit_learn_where_its_file_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    direct = read_digits()
-    monkeypatch.setattr("fedloom.data.digits.find_spec", lambda _name: None)
-    for ours, theirs in zip(direct, read_digits(), strict=True):
+    direct = read_sklearn_digits()
+    monkeypatch.setattr("fedloom.data.sources.mnist.find_spec", lambda _name: None)
+    for ours, theirs in zip(direct, read_sklearn_digits(), strict=True):
         assert torch.equal(ours.x, theirs.x)
         assert torch.equal(ours.y, theirs.y)
 
 
 def test_an_unknown_name() -> None:
     with pytest.raises(InputError, match="unknown data set 'cifar'; did you mean 'cifar10'"):
-        load("cifar")
+        load_dataset("cifar")
 
 
 def test_a_path_alone_is_told_how_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,20 +80,20 @@ def test_a_path_alone_is_told_how_it_is_named(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "imgs").mkdir()  # near 'digits', which nobody means who has such a folder
     (tmp_path / "people.csv").touch()
     with pytest.raises(InputError, match=r"^'imgs' is a folder; name it as folder:imgs "):
-        load("imgs")
+        load_dataset("imgs")
     with pytest.raises(InputError, match=r"^'people.csv' is a file; name it as table:people.csv,label=COLUMN or"):
-        load("people.csv")
+        load_dataset("people.csv")
     for name in ("", "x" * 5000, "\0"):
         with pytest.raises(InputError, match="unknown data set"):
-            load(name)
+            load_dataset(name)
 
 
 def test_nothing_is_downloaded_where_fedloom_data_is_misspelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "dta"))
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fedloom.data.source.Source.download", None)
+    monkeypatch.setattr("fedloom.data.sources.base.DatasetSource.download", None)
     with pytest.raises(InputError, match=r"^FEDLOOM_DATA names '.*dta', which is no folder, so 'mnist' was not found"):
-        load("mnist")
+        load_dataset("mnist")
 
 
 def touch(folder: Path, names: tuple[str, ...]) -> Path:
@@ -100,9 +104,9 @@ def touch(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("source", [MNIST, FASHION_MNIST, CIFAR10], ids=lambda source: source.name)
-def test_where_data_sets_are_found(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_data_sets_are_found(source: DatasetSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Path | None:
-        info = next(info for info in datasets.catalogue() if info.name == source.name)
+        info = next(info for info in registry.available_datasets() if info.name == source.name)
         assert info.state == ("at hand" if info.found else "can be downloaded")
         return info.found
 
@@ -127,7 +131,7 @@ def test_where_data_sets_are_found(source: Source, tmp_path: Path, monkeypatch: 
 def test_a_folder_of_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDLOOM_DATA", str(touch(tmp_path / "mnist", MNIST.files)))
-    found = {info.name: info.found for info in datasets.catalogue()}
+    found = {info.name: info.found for info in registry.available_datasets()}
     assert found["mnist"] == tmp_path / "mnist"
     assert found["fashion-mnist"] in (None, *FASHION_MNIST.system)
 
@@ -145,23 +149,23 @@ def check_published(dataset: Dataset, train: int, test_counts: list[int]) -> Non
 
 @pytest.mark.data("mnist")
 def test_mnist() -> None:
-    mnist = load("mnist", download=False)
+    mnist = load_dataset("mnist", download=False)
     check_published(mnist, 60_000, [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009])
     assert mnist.train.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
 
 
 @pytest.mark.data("fashion-mnist")
 def test_fashion_mnist() -> None:
-    check_published(load("fashion-mnist", download=False), 60_000, [1000] * 10)
+    check_published(load_dataset("fashion-mnist", download=False), 60_000, [1000] * 10)
 
 
 @pytest.mark.data("cifar10")
 def test_cifar10() -> None:
-    cifar10 = load("cifar10", download=False)
+    cifar10 = load_dataset("cifar10", download=False)
     check_published(cifar10, 50_000, [1000] * 10)
     assert cifar10.train.y[:5].tolist() == [6, 9, 9, 4, 1]
     started = time.perf_counter()
-    again = load("cifar10", download=False)
+    again = load_dataset("cifar10", download=False)
     assert time.perf_counter() - started < 15, "decoded once, it is only mapped into memory"
     assert torch.equal(again.test.y, cifar10.test.y)
     # The first pixel of the first training image, a frog, as anyone can look it up.

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from PIL import Image
 from scipy.io import savemat
 
-from fedloom.data import digit5, digit_files, load
-from fedloom.data.npz import read_npz
+from fedloom.data import load_dataset
+from fedloom.data.readers.arrays import read_npz_arrays
+from fedloom.data.sources import digit5, digit5_files
 from fedloom.errors import InputError
 
 N, M = 6, 3
@@ -213,7 +214,7 @@ def test_every_form_of_every_domain(form: str, together: bool, tmp_path: Path, m
         write_mnist(root)
         other, first = "mnist", slice(N, 2 * N)
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
-    data = load("digit5")
+    data = load_dataset("digit5")
     assert data.domain_names == tuple(sorted({domain, other}))
     assert data.domains is not None
     assert data.domains.tolist() == [0] * N + [1] * N
@@ -242,7 +243,7 @@ def test_mnist_m_as_images_with_lists(tmp_path: Path, monkeypatch: pytest.Monkey
         if part == "train":
             shuffled = images(n, 32, 3)[order]
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
-    data = load("digit5")
+    data = load_dataset("digit5")
     assert data.domain_names == ("mnist", "mnist-m")
     assert np.array_equal(data.train.x[N:].numpy(), shuffled)
 
@@ -251,7 +252,7 @@ def test_one_domain_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_mnist(tmp_path)
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
     with pytest.raises(InputError, match="'digit5' is not on this machine"):
-        load("digit5", download=False)
+        load_dataset("digit5", download=False)
 
 
 @pytest.mark.parametrize(
@@ -282,27 +283,27 @@ def test_files_with_something_wrong(
     write(tmp_path / domain, {**files, **beside})
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
     with pytest.raises(InputError, match=message):
-        load("digit5")
+        load_dataset("digit5")
 
 
 def test_a_published_count_means_the_published_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"train_32x32.mat": svhn(N), "test_32x32.mat": svhn(M)})
-    monkeypatch.setitem(digit_files.PUBLISHED, "train_32x32.mat", (N, "0" * 32))
+    monkeypatch.setitem(digit5_files.PUBLISHED, "train_32x32.mat", (N, "0" * 32))
     with pytest.raises(InputError, match=r"train_32x32.mat has 6 images but is not the published file"):
-        digit_files.read_32x32(tmp_path / "train_32x32.mat", tmp_path / "test_32x32.mat")
+        digit5_files.read_digit5_svhn_mat(tmp_path / "train_32x32.mat", tmp_path / "test_32x32.mat")
 
 
 FUZZED = {
-    "npz": (lambda: npz(x=images(4, 8, 3), y=labels(4).astype(np.uint8)), digit_files.read_npz_pair),
-    "mat": (lambda: svhn(4), digit_files.read_32x32),
+    "npz": (lambda: npz(x=images(4, 8, 3), y=labels(4).astype(np.uint8)), digit5_files.read_npz_pair),
+    "mat": (lambda: svhn(4), digit5_files.read_digit5_svhn_mat),
     "cells": (
         lambda: mat(dataset=cells(planes(4), labels(4)[:, None], planes(4), labels(4)[:, None])),
-        digit_files.read_usps_mat,
+        digit5_files.read_digit5_usps_mat,
     ),
-    "libsvm.bz2": (lambda: bz2.compress(libsvm(4)), digit_files.read_libsvm),
-    "libsvm": (lambda: libsvm(4), digit_files.read_libsvm),
-    "zip.gz": (lambda: gzip.compress(zipped(4)), digit_files.read_zip_text),
-    "zip": (lambda: zipped(4), digit_files.read_zip_text),
+    "libsvm.bz2": (lambda: bz2.compress(libsvm(4)), digit5_files.read_digit5_usps_libsvm),
+    "libsvm": (lambda: libsvm(4), digit5_files.read_digit5_usps_libsvm),
+    "zip.gz": (lambda: gzip.compress(zipped(4)), digit5_files.read_digit5_usps_text),
+    "zip": (lambda: zipped(4), digit5_files.read_digit5_usps_text),
 }
 
 
@@ -314,7 +315,7 @@ def test_broken_files_are_refused_in_one_sentence(kind: str, tmp_path: Path, cha
     make, read = FUZZED[kind]
     path = tmp_path / f"it.{kind.rpartition('.')[2]}"
     path.write_bytes(change(make()))
-    found: list[digit_files.Both] = []
+    found: list[digit5_files.Both] = []
     said = attempt(lambda: found.append(read(path, path)))
     assert said is None or "it." in said
     for both in found:  # and what is read is at least made of digits
@@ -333,7 +334,7 @@ def test_a_broken_npz_is_never_taken_for_another(tmp_path: Path, change: Callabl
     path = tmp_path / "it.npz"
     path.write_bytes(change(npz(x=whole)))
     found: list[np.ndarray] = []
-    if attempt(lambda: found.append(read_npz(path, {"x": ("u", 4)})["x"])) is None:
+    if attempt(lambda: found.append(read_npz_arrays(path, {"x": ("u", 4)})["x"])) is None:
         assert np.array_equal(found[0], whole)
 
 
@@ -344,7 +345,7 @@ def test_npz_files_are_never_unpickled(tmp_path: Path) -> None:
 
     np.savez(tmp_path / "it.npz", x=np.array([Trap()], dtype=object))
     with pytest.raises(InputError, match="'x' of type object"):
-        read_npz(tmp_path / "it.npz", {"x": ("u", 1)})
+        read_npz_arrays(tmp_path / "it.npz", {"x": ("u", 1)})
     assert not (tmp_path / "sprung").exists()
 
 
@@ -354,7 +355,7 @@ def test_a_lying_npz_header_costs_no_memory(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "it.npz", "w") as archive:
         archive.writestr("x.npy", buffer.getvalue().replace(b"(10,), }           ", b"(9999999999999,), }"))
     with pytest.raises(InputError, match=r"says that 'x' has shape \(9999999999999,\), but it holds only"):
-        read_npz(tmp_path / "it.npz", {"x": ("u", 1)})
+        read_npz_arrays(tmp_path / "it.npz", {"x": ("u", 1)})
 
 
 @pytest.mark.data("mnist")
@@ -362,7 +363,7 @@ def test_a_lying_npz_header_costs_no_memory(tmp_path: Path) -> None:
 @pytest.mark.data("svhn")
 @pytest.mark.data("usps")
 def test_the_real_domains() -> None:
-    data = load("digit5", download=False)
+    data = load_dataset("digit5", download=False)
     assert data.domain_names == ("mnist", "mnist-m", "svhn", "usps")
     assert data.domains is not None
     assert np.bincount(data.domains).tolist() == [60_000, 7_438, 7_438, 7_291]

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.data import datasets, download
-from fedloom.data.download import fetch, unpack
-from fedloom.data.sources import MNIST, SOURCES, CifarSource
+from fedloom.data import cache, registry
+from fedloom.data.cache import download_to_cache, extract_to_cache
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources.cifar import CifarSource
+from fedloom.data.sources.mnist import MNIST
 from fedloom.errors import InputError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -85,7 +87,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_a_file_comes_whole_and_is_not_fetched_twice(server: Server, tmp_path: Path) -> None:
     target, steps = tmp_path / "deep" / "down" / "file", []
     for _ in range(2):
-        fetch(f"{server.home}/file", target, MD5, lambda *step: steps.append(step))
+        download_to_cache(f"{server.home}/file", target, MD5, lambda *step: steps.append(step))
     assert target.read_bytes() == CONTENT
     assert names(target.parent) == ["file"]
     assert server.ranges == [None]
@@ -95,31 +97,31 @@ def test_a_file_comes_whole_and_is_not_fetched_twice(server: Server, tmp_path: P
 
 def test_a_broken_connection_is_taken_up_where_it_broke(server: Server, tmp_path: Path) -> None:
     server.break_after = [100_000, 50_000]
-    fetch(f"{server.home}/file", tmp_path / "file", MD5)
+    download_to_cache(f"{server.home}/file", tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=100000-", "bytes=150000-"]
 
 
 def test_a_later_call_goes_on(server: Server, tmp_path: Path) -> None:
-    server.break_after = [1000] * download.ATTEMPTS
+    server.break_after = [1000] * cache.ATTEMPTS
     with pytest.raises(InputError, match="the connection broke"):
-        fetch(f"{server.home}/file", tmp_path / "file", MD5)
+        download_to_cache(f"{server.home}/file", tmp_path / "file", MD5)
     assert names(tmp_path) == ["file.part"]
-    fetch(f"{server.home}/file", tmp_path / "file", MD5)
+    download_to_cache(f"{server.home}/file", tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
-    assert server.ranges[-1] == f"bytes={1000 * download.ATTEMPTS}-"
+    assert server.ranges[-1] == f"bytes={1000 * cache.ATTEMPTS}-"
 
 
 def test_a_part_that_is_whole_already_is_recognised(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT)
-    fetch(f"{server.home}/file", tmp_path / "file", MD5)
+    download_to_cache(f"{server.home}/file", tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
 def test_a_server_without_ranges_starts_over(server: Server, tmp_path: Path) -> None:
     server.knows_ranges = False
     (tmp_path / "file.part").write_bytes(CONTENT[:1000])
-    fetch(f"{server.home}/file", tmp_path / "file", MD5)
+    download_to_cache(f"{server.home}/file", tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
@@ -128,24 +130,27 @@ def test_a_wrong_checksum_leaves_nothing_behind(server: Server, tmp_path: Path, 
     server.files["file"] = CONTENT if start else CONTENT[:-1] + b"?"
     (tmp_path / "file.part").write_bytes(start)
     with pytest.raises(InputError, match=f"expected {MD5}; it was discarded"):
-        fetch(f"{server.home}/file", tmp_path / "file", MD5)
+        download_to_cache(f"{server.home}/file", tmp_path / "file", MD5)
     assert names(tmp_path) == []
 
 
 def test_an_absent_file_is_said_to_be_absent(server: Server, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the server answers 404"):
-        fetch(f"{server.home}/nothing", tmp_path / "nothing", MD5)
+        download_to_cache(f"{server.home}/nothing", tmp_path / "nothing", MD5)
     assert len(server.ranges) == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(InputError, match="cannot make the folder"):
-        fetch("http://127.0.0.1:1/x", tmp_path / "file" / "x", MD5)
+        download_to_cache("http://127.0.0.1:1/x", tmp_path / "file" / "x", MD5)
 
 
 def test_many_at_once_fetch_only_once(server: Server, tmp_path: Path) -> None:
-    threads = [threading.Thread(target=fetch, args=(f"{server.home}/file", tmp_path / "file", MD5)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=download_to_cache, args=(f"{server.home}/file", tmp_path / "file", MD5))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -173,14 +178,14 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
         checksums[name] = (count, digest, hashlib.md5(content).hexdigest())
     monkeypatch.setitem(SOURCES, "mnist", replace(MNIST, home=server.home, checksums=checksums))
     with pytest.raises(InputError, match="'mnist' is not on this machine; allow its download or put train-images"):
-        datasets.load("mnist", download=False)
+        registry.load_dataset("mnist", download=False)
     seen = []
-    loaded = datasets.load("mnist", progress=lambda name, *_: seen.append(name))
+    loaded = registry.load_dataset("mnist", progress=lambda name, *_: seen.append(name))
     assert loaded.train.y.tolist() == loaded.test.y.tolist() == [0, 1, 2, 3]
     assert set(seen) == {f"{name}.gz" for name in checksums}
-    info = next(info for info in datasets.catalogue() if info.name == "mnist")
+    info = next(info for info in registry.available_datasets() if info.name == "mnist")
     assert (info.state, info.found) == ("at hand", empty_machine / "mnist")
-    assert len(datasets.load("mnist", download=False).train) == 4
+    assert len(registry.load_dataset("mnist", download=False).train) == 4
     assert len(server.ranges) == 4
 
 
@@ -191,7 +196,7 @@ def test_without_a_network_the_error_says_what_to_do(empty_machine: Path, monkey
         home = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setitem(SOURCES, "mnist", replace(MNIST, home=home))
         with pytest.raises(InputError) as caught:
-            datasets.load("mnist")
+            registry.load_dataset("mnist")
     message = str(caught.value)
     assert f"cannot download {home}/train-images-idx3-ubyte.gz: Connection refused; " in message
     assert f"into {empty_machine / 'mnist'}" in message
@@ -215,7 +220,7 @@ def archive(members: dict[str, bytes], link: str | None = None) -> bytes:
 def test_only_expected_members_are_unpacked(tmp_path: Path) -> None:
     packed = tmp_path / "a.tar.gz"
     packed.write_bytes(archive({"d/a.bin": b"1234", "../../b.bin": b"5678", "d/c.bin": b"99"}))
-    unpack(packed, tmp_path / "out", ["a.bin", "b.bin"], 4)
+    extract_to_cache(packed, tmp_path / "out", ["a.bin", "b.bin"], 4)
     found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert found == {"a.bin": b"1234", "b.bin": b"5678"}
 
@@ -234,7 +239,7 @@ def test_only_expected_members_are_unpacked(tmp_path: Path) -> None:
 def test_archives_that_will_not_do(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.tar.gz").write_bytes(content)
     with pytest.raises(InputError, match=message):
-        unpack(tmp_path / "a.tar.gz", tmp_path, ["a.bin", "b.bin"], 4)
+        extract_to_cache(tmp_path / "a.tar.gz", tmp_path, ["a.bin", "b.bin"], 4)
 
 
 def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Path) -> None:
@@ -271,8 +276,8 @@ def test_three_domains_of_digit5_can_be_downloaded(tmp_path: Path, monkeypatch: 
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
 
-    for module in ("digit5", "sources"):
-        monkeypatch.setattr(f"fedloom.data.{module}.fetch", pretend)
+    for module in ("digit5", "mnist", "cifar"):
+        monkeypatch.setattr(f"fedloom.data.sources.{module}.download_to_cache", pretend)
     source = SOURCES["digit5"]
     source.download(tmp_path, None)
     assert source.complete(tmp_path)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from fedloom.data import Federation, PooledFederation, Prepare, Samples
+from fedloom.data import FederatedDataset, InputTransform, PartitionedDataset, Samples
 from fedloom.errors import InputError
 
 
-class Million(Federation):
+class Million(FederatedDataset):
     """Clients that make their samples when asked."""
 
     classes = 3
@@ -41,7 +41,7 @@ def test_a_subclass_needs_no_more_than_four_things() -> None:
 def test_a_pool_gives_each_client_its_own(owners: list[int]) -> None:
     owner = np.array(owners)
     pool = Samples(torch.arange(len(owner)).float().unsqueeze(1), torch.arange(len(owner)) % 3)
-    federation = PooledFederation(pool, [np.flatnonzero(owner == k) for k in range(5)], classes=3)
+    federation = PartitionedDataset(pool, [np.flatnonzero(owner == k) for k in range(5)], classes=3)
     counts = federation.label_counts()
     assert counts is not None
     assert counts.shape == (5, 3)
@@ -64,20 +64,20 @@ def test_a_pool_gives_each_client_its_own(owners: list[int]) -> None:
 def test_a_pool_refuses_wrong_parts(parts: list[list[int]], message: str) -> None:
     pool = Samples(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(InputError, match=message):
-        PooledFederation(pool, [np.array(part) for part in parts], classes=2)
+        PartitionedDataset(pool, [np.array(part) for part in parts], classes=2)
 
 
 def test_a_pool_refuses_labels_beyond_its_classes() -> None:
     pool = Samples(torch.zeros(4, 2), torch.arange(4))
     with pytest.raises(InputError, match="labels from 0 to 3; expected labels from 0 to 2"):
-        PooledFederation(pool, [np.arange(4)], classes=3)
+        PartitionedDataset(pool, [np.arange(4)], classes=3)
 
 
 def test_label_counts_stop_at_two_thousand_clients() -> None:
     pool = Samples(torch.zeros(2001, 1), torch.zeros(2001, dtype=torch.int64))
     parts = [np.array([k]) for k in range(2001)]
-    assert PooledFederation(pool, parts, classes=1).label_counts() is None
-    assert PooledFederation(pool, parts[:2000], classes=1).label_counts() is not None
+    assert PartitionedDataset(pool, parts, classes=1).label_counts() is None
+    assert PartitionedDataset(pool, parts[:2000], classes=1).label_counts() is not None
 
 
 def test_arrays_of_numpy_and_torch_together() -> None:
@@ -88,7 +88,7 @@ def test_arrays_of_numpy_and_torch_together() -> None:
         (frozen, np.array([0, 2, 1], np.uint8)),
         (torch.ones(1, 2), torch.tensor([4])),
     ]
-    federation = Federation.from_arrays(clients, test=(np.zeros((2, 2)), [1, 3]))
+    federation = FederatedDataset.from_arrays(clients, test=(np.zeros((2, 2)), [1, 3]))
     assert [federation.samples(k) for k in range(3)] == [0, 3, 1]
     assert (federation.classes, federation.shape, federation.name) == (5, (2,), "own")
     assert federation.client(0).x.shape == (0, 2)
@@ -104,15 +104,15 @@ def test_arrays_of_numpy_and_torch_together() -> None:
 
 def test_arrays_of_images_are_scaled() -> None:
     x = np.full((2, 5, 4, 3), 255, np.uint8)
-    federation = Federation.from_arrays([(x, np.array([0, 1]))])
+    federation = FederatedDataset.from_arrays([(x, np.array([0, 1]))])
     assert federation.shape == (3, 5, 4)
     assert torch.equal(federation.prepare(federation.client(0).x), torch.ones(2, 3, 5, 4))
-    own = Prepare((0.5,) * 3, (0.5,) * 3)
-    assert Federation.from_arrays([(x, np.array([0, 1]))], prepare=own).prepare is own
+    own = InputTransform((0.5,) * 3, (0.5,) * 3)
+    assert FederatedDataset.from_arrays([(x, np.array([0, 1]))], prepare=own).prepare is own
 
 
 def test_float_labels_make_a_regression() -> None:
-    federation = Federation.from_arrays([(np.zeros((2, 3)), np.array([0.5, 1.5]))])
+    federation = FederatedDataset.from_arrays([(np.zeros((2, 3)), np.array([0.5, 1.5]))])
     assert federation.classes == 0
     assert federation.client(0).y.dtype == torch.float32
     assert federation.label_counts() is None
@@ -139,43 +139,43 @@ GOOD = (np.zeros((2, 3)), np.array([0, 1]))
 )
 def test_arrays_that_cannot_be_used(bad: tuple[np.ndarray, np.ndarray], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Federation.from_arrays([GOOD, bad])
+        FederatedDataset.from_arrays([GOOD, bad])
     with pytest.raises(InputError, match=message.replace("client 1", "the test set")):
-        Federation.from_arrays([GOOD], test=bad)
+        FederatedDataset.from_arrays([GOOD], test=bad)
 
 
 def test_clients_are_pairs() -> None:
     x, y = np.zeros((3, 4)), np.zeros(3, int)
     with pytest.raises(InputError, match=r"^client 0 is a ndarray; expected a pair \(x, y\)"):
-        Federation.from_arrays((x, y))  # type: ignore[arg-type]  # one pair in place of a list of them
+        FederatedDataset.from_arrays((x, y))  # type: ignore[arg-type]  # one pair in place of a list of them
     with pytest.raises(InputError, match="the test set is a ndarray; expected a pair"):
-        Federation.from_arrays([(x, y)], test=x)  # type: ignore[arg-type]
+        FederatedDataset.from_arrays([(x, y)], test=x)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("classes", [-2, "3", 2.5])
 def test_classes_are_counted(classes: Any) -> None:
     with pytest.raises(InputError, match=f"classes must be a whole number, 0 or more, not {classes!r}"):
-        Federation.from_arrays([(np.zeros((2, 4)), np.array([0, 1]))], classes=classes)
+        FederatedDataset.from_arrays([(np.zeros((2, 4)), np.array([0, 1]))], classes=classes)
 
 
 def test_labels_that_are_no_classes_are_not_believed() -> None:
     clients = [(np.zeros((3, 4)), np.array([0, 1, 10**12]))]
     with pytest.raises(InputError, match="the largest label is 1000000000000, so there would be 1,000,000,000,001 cl"):
-        Federation.from_arrays(clients)
-    assert Federation.from_arrays(clients, classes=10**12 + 1).classes == 10**12 + 1
+        FederatedDataset.from_arrays(clients)
+    assert FederatedDataset.from_arrays(clients, classes=10**12 + 1).classes == 10**12 + 1
 
 
 def test_labels_must_fit_the_classes_given() -> None:
     with pytest.raises(InputError, match="client 1 has the label 5; expected labels from 0 to 3"):
-        Federation.from_arrays([GOOD, (np.zeros((1, 3)), np.array([5]))], classes=4)
+        FederatedDataset.from_arrays([GOOD, (np.zeros((1, 3)), np.array([5]))], classes=4)
     with pytest.raises(InputError, match="expected integers from 0 to 3"):
-        Federation.from_arrays([(np.zeros((1, 3)), np.array([0.5]))], classes=4)
+        FederatedDataset.from_arrays([(np.zeros((1, 3)), np.array([0.5]))], classes=4)
 
 
 @pytest.mark.parametrize("clients", [[], [(np.zeros((0, 3)), np.array([]))]])
 def test_somebody_must_hold_something(clients: list[tuple[np.ndarray, np.ndarray]]) -> None:
     with pytest.raises(InputError, match="no samples; expected at least one"):
-        Federation.from_arrays(clients)
+        FederatedDataset.from_arrays(clients)
 
 
 class Counting(Dataset):
@@ -194,7 +194,7 @@ class Counting(Dataset):
 
 def test_datasets_are_read_when_wanted() -> None:
     sets = [Counting(0, 0), Counting(3, 1), Counting(4, 2)]
-    federation = Federation.from_datasets(sets, classes=3)
+    federation = FederatedDataset.from_datasets(sets, classes=3)
     assert [federation.samples(k) for k in range(3)] == [0, 3, 4]
     assert (federation.shape, sets[2].reads) == ((2, 2), 0)
     assert federation.label_counts() is None
@@ -206,7 +206,7 @@ def test_datasets_are_read_when_wanted() -> None:
 
 def test_datasets_can_be_read_anew() -> None:
     sets = [Counting(3, 1)]
-    federation = Federation.from_datasets(sets, classes=3, keep=False)
+    federation = FederatedDataset.from_datasets(sets, classes=3, keep=False)
     before = sets[0].reads
     federation.client(0), federation.client(0)
     assert sets[0].reads == before + 6
@@ -214,7 +214,7 @@ def test_datasets_can_be_read_anew() -> None:
 
 def test_datasets_tell_their_classes() -> None:
     sets = [TensorDataset(torch.zeros(2, 3), torch.tensor([0, k])) for k in (1, 4)]
-    federation = Federation.from_datasets(sets, test=sets[0])
+    federation = FederatedDataset.from_datasets(sets, test=sets[0])
     assert federation.classes == 5
     counts = federation.label_counts()
     assert counts is not None
@@ -246,4 +246,4 @@ class Ragged(Dataset):
 )
 def test_datasets_that_cannot_be_used(data: Dataset, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Federation.from_datasets([data], classes=3).client(0)
+        FederatedDataset.from_datasets([data], classes=3).client(0)

@@ -10,8 +10,8 @@ import pytest
 from broken import attempt, damage
 from hypothesis import HealthCheck, given, settings
 
-from fedloom.data import load
-from fedloom.data.femnist import FEMNIST
+from fedloom.data import load_dataset
+from fedloom.data.sources.femnist import FEMNIST
 from fedloom.errors import InputError
 
 
@@ -48,7 +48,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_writers_are_owners(root: Path) -> None:
-    data = load("femnist")
+    data = load_dataset("femnist")
     assert (data.classes, data.shape, len(data.train), len(data.test)) == (62, (1, 28, 28), 9, 3)
     assert data.owner_names == ("f00001_05", "f00002_07", "f00003_10")
     assert data.owners is not None
@@ -103,13 +103,13 @@ def user(content: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_wrong_is_said(root: Path, part: str, edit: Callable[[dict[str, Any]], object], message: str) -> None:
     change(root, edit, part)
     with pytest.raises(InputError, match=message):
-        load("femnist")
+        load_dataset("femnist")
 
 
 def test_it_must_be_fetched_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
     with pytest.raises(InputError, match=r"'femnist' must be fetched by hand: clone .*leaf and run .*preprocess.sh"):
-        load("femnist")
+        load_dataset("femnist")
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

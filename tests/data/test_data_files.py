@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import cifar
-from fedloom.data.idx import read_idx, read_pair
+from fedloom.data.sources import cifar
+from fedloom.data.sources.mnist import _read_idx_file, _read_idx_samples
 from fedloom.errors import InputError
 
 
@@ -32,7 +32,7 @@ def put(path: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_idx_round_trip(tmp_path: Path, suffix: str) -> None:
     x = pixels(5)
-    assert np.array_equal(read_idx(put(tmp_path / f"images{suffix}", idx(x)), (28, 28)), x)
+    assert np.array_equal(_read_idx_file(put(tmp_path / f"images{suffix}", idx(x)), (28, 28)), x)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -43,7 +43,7 @@ def test_a_truncated_idx_file_is_refused(tmp_path: Path, suffix: str, cut: int) 
     found = 2 * 784 - cut
     message = f"{found} bytes found after its header, 1568 expected" if found >= 0 else "16 expected in its header"
     with pytest.raises(InputError, match=f"{path.name} is truncated.*{message}"):
-        read_idx(path, (28, 28))
+        _read_idx_file(path, (28, 28))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -53,7 +53,7 @@ def test_a_lying_header_costs_no_memory(tmp_path: Path, suffix: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InputError, match=f"10000 bytes found after its header, {(2**32 - 1) * 784} expected"):
-            read_idx(path, (28, 28))
+            _read_idx_file(path, (28, 28))
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
@@ -70,7 +70,7 @@ def test_a_lying_header_costs_no_memory(tmp_path: Path, suffix: str) -> None:
 )
 def test_other_broken_idx_files(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_idx(put(tmp_path / "images", content), (28, 28))
+        _read_idx_file(put(tmp_path / "images", content), (28, 28))
 
 
 def test_unreadable_idx_files(tmp_path: Path) -> None:
@@ -78,12 +78,12 @@ def test_unreadable_idx_files(tmp_path: Path) -> None:
         if path.suffix:
             path.write_bytes(b"not gzip at all")
         with pytest.raises(InputError, match=f"cannot read .*{path.name}"):
-            read_idx(path, (28, 28))
+            _read_idx_file(path, (28, 28))
     whole = gzip.compress(idx(pixels(2)))
     for content in (whole[:-5], whole[:40] + b"\xff\xff\xff" + whole[43:]):
         (tmp_path / "cut.gz").write_bytes(content)
         with pytest.raises(InputError, match=r"cut\.gz"):
-            read_idx(tmp_path / "cut.gz", (28, 28))
+            _read_idx_file(tmp_path / "cut.gz", (28, 28))
 
 
 def pair(tmp_path: Path, x: np.ndarray, y: np.ndarray) -> tuple[Path, Path]:
@@ -92,7 +92,7 @@ def pair(tmp_path: Path, x: np.ndarray, y: np.ndarray) -> tuple[Path, Path]:
 
 def test_images_and_labels_become_samples(tmp_path: Path) -> None:
     x, y = pixels(3), np.array([2, 0, 9], np.uint8)
-    samples = read_pair(*pair(tmp_path, x, y), 10, {"images": (60_000, ""), "labels": (60_000, "")})
+    samples = _read_idx_samples(*pair(tmp_path, x, y), 10, {"images": (60_000, ""), "labels": (60_000, "")})
     assert samples.x.shape == (3, 28, 28, 1)
     assert np.array_equal(samples.x.numpy()[..., 0], x)
     assert samples.y.tolist() == [2, 0, 9]
@@ -109,16 +109,16 @@ def test_images_and_labels_become_samples(tmp_path: Path) -> None:
 def test_pairs_that_do_not_fit(tmp_path: Path, n: int, labels: list[int], message: str) -> None:
     paths = pair(tmp_path, pixels(n), np.array(labels, np.uint8))
     with pytest.raises(InputError, match=message):
-        read_pair(*paths, 10, {"images": (60_000, ""), "labels": (60_000, "")})
+        _read_idx_samples(*paths, 10, {"images": (60_000, ""), "labels": (60_000, "")})
 
 
 def test_a_file_of_the_published_length_must_be_the_published_one(tmp_path: Path) -> None:
     x, y = pixels(3), np.array([2, 0, 9], np.uint8)
     official = {"images": (3, sha256(idx(x)).hexdigest()), "labels": (3, sha256(idx(y)).hexdigest())}
-    assert len(read_pair(*pair(tmp_path, x, y), 10, official)) == 3
+    assert len(_read_idx_samples(*pair(tmp_path, x, y), 10, official)) == 3
     x[1, 5, 5] ^= 1
     with pytest.raises(InputError, match="images has 3 items but is not the published file"):
-        read_pair(*pair(tmp_path, x, y), 10, official)
+        _read_idx_samples(*pair(tmp_path, x, y), 10, official)
 
 
 def test_cifar_planes_become_pixels() -> None:

@@ -11,9 +11,9 @@ from broken import attempt, damage
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
 
-from fedloom.data import datasets, load
-from fedloom.data.folder_sources import CINIC10, DOMAINNET, PACS
+from fedloom.data import load_dataset, registry
 from fedloom.data.sources import SOURCES
+from fedloom.data.sources.image_folders import CINIC10, DOMAINNET, PACS
 from fedloom.errors import InputError
 
 Root = Path
@@ -46,25 +46,25 @@ def cinic(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cinic10(cinic: Path) -> None:
-    data = load("cinic10")
+    data = load_dataset("cinic10")
     assert (len(data.train), len(data.test), data.shape) == (20, 20, (3, 32, 32))
     assert data.train.y.tolist() == [label for label in range(10) for _ in range(2)]
-    more = load("cinic10:valid=train")
+    more = load_dataset("cinic10:valid=train")
     assert (len(more.train), len(more.test)) == (40, 20)
     assert data.train.x.equal(more.train.x[:20])
-    assert load("cinic10:size=16").shape == (3, 16, 16)
+    assert load_dataset("cinic10:size=16").shape == (3, 16, 16)
 
 
 def test_cinic10_must_be_whole(cinic: Path) -> None:
     (cinic / "test" / "cat" / "cifar10-test-0.png").unlink()
     with pytest.raises(InputError, match="has 19 test images; CINIC-10 has 20"):
-        load("cinic10")
+        load_dataset("cinic10")
     for part in ("train", "test"):
         (cinic / part / "cat").rename(cinic / part / "tiger")
     with pytest.raises(InputError, match=r"tiger.*; expected those of CIFAR-10"):
-        load("cinic10")
+        load_dataset("cinic10")
     with pytest.raises(InputError, match="'test'"):
-        load("cinic10:valid=test")
+        load_dataset("cinic10:valid=test")
 
 
 DOMAINS = ("clipart", "real")
@@ -91,7 +91,7 @@ def domainnet(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_domainnet_by_its_lists(domainnet: Path) -> None:
-    data = load("domainnet")
+    data = load_dataset("domainnet")
     assert data.class_names == ("axe", "The_Eiffel_Tower", "zebra")
     assert data.domain_names == DOMAINS
     assert data.domains is not None
@@ -102,13 +102,13 @@ def test_domainnet_by_its_lists(domainnet: Path) -> None:
     assert data.test_domains.tolist() == [0, 0, 0, 1, 1, 1]
     assert data.shape == (3, 8, 8)
     assert "without infograph, painting, quickdraw, sketch" in data.notes[0]
-    assert load("domainnet:size=4").shape == (3, 4, 4)
+    assert load_dataset("domainnet:size=4").shape == (3, 4, 4)
 
 
 def test_domainnet_without_lists_is_split(domainnet: Path) -> None:
     for path in domainnet.glob("*.txt"):
         path.unlink()
-    data = load("domainnet")
+    data = load_dataset("domainnet")
     assert data.class_names == CLASSES
     assert (len(data.train), len(data.test)) == (15, 6)
 
@@ -131,7 +131,7 @@ def test_domainnet_without_lists_is_split(domainnet: Path) -> None:
 def test_lists_that_are_wrong(domainnet: Path, file: str, text: str | None, message: str) -> None:
     (domainnet / file).unlink() if text is None else (domainnet / file).write_text(text)
     with pytest.raises(InputError, match=message):
-        load("domainnet")
+        load_dataset("domainnet")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,7 +169,7 @@ def pacs(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_pacs_in_one_file(pacs: Path) -> None:
     labels = np.repeat(np.arange(3), 4).astype(np.uint8)
     pacs.write_bytes(packed(y=np.zeros_like(labels)))
-    data = load("pacs")
+    data = load_dataset("pacs")
     assert data.domain_names == PACS.domains
     assert data.domains is not None
     assert np.bincount(data.domains).tolist() == [2, 2, 2, 2]
@@ -194,7 +194,7 @@ def test_pacs_in_one_file(pacs: Path) -> None:
 def test_a_packed_file_that_is_wrong(pacs: Path, changes: dict[str, np.ndarray], message: str) -> None:
     pacs.write_bytes(packed(**changes))
     with pytest.raises(InputError, match=message):
-        load("pacs")
+        load_dataset("pacs")
 
 
 def test_a_broken_image_in_it_is_named(pacs: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_broken_image_in_it_is_named(pacs: Path) -> None:
     files[6] = bytes(len(files[6]))
     pacs.write_bytes(packed(jpeg=np.frombuffer(b"".join(files), np.uint8)))
     with pytest.raises(InputError, match=r"cannot decode image [56] of .*pacs64.npz"):
-        load("pacs")
+        load_dataset("pacs")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -223,38 +223,38 @@ def test_pacs_as_folders(root: Root, monkeypatch: pytest.MonkeyPatch, inside: st
             folder.mkdir(parents=True)
             for i in range(3):
                 (folder / f"pic_{i}.jpg").write_bytes(encoded(i, 16, "JPEG"))
-    data = load("pacs:size=16")
+    data = load_dataset("pacs:size=16")
     assert (len(data.train), len(data.test), data.classes) == (56, 28, 7)
     (root / "PACS" / inside / "photo" / "dog" / "pic_0.jpg").unlink()
     with pytest.raises(InputError, match="has 83 images; PACS has 84"):
-        load("pacs:size=16")
+        load_dataset("pacs:size=16")
 
 
 def test_what_must_be_fetched_by_hand_says_how(root: Root) -> None:
-    infos = {info.name: info for info in datasets.catalogue()}
+    infos = {info.name: info for info in registry.available_datasets()}
     for name in ("cinic10", "femnist", "domainnet", "pacs"):
         assert infos[name].state == "must be fetched by hand"
         assert "https://" in infos[name].get or "http://" in infos[name].get
         with pytest.raises(InputError, match=f"{name!r} must be fetched by hand: .*FEDLOOM_DATA"):
-            load(name)
+            load_dataset(name)
     assert infos["digit5"].state == "can be downloaded"
     assert infos["folder:PATH"].state == "your own"
 
 
 @pytest.mark.data("pacs64")
 def test_the_real_pacs() -> None:
-    data = load("pacs", download=False)
+    data = load_dataset("pacs", download=False)
     assert (len(data.train), len(data.test)) == (PACS.train, PACS.test)
     assert data.domains is not None
     # Four fifths of each domain, up to one image for each of its seven classes.
     assert np.bincount(data.domains) == pytest.approx(0.8 * np.array(PACS.counts), abs=7)
     assert data.shape == (3, 64, 64)
-    assert load("pacs:size=32", download=False).shape == (3, 32, 32)
+    assert load_dataset("pacs:size=32", download=False).shape == (3, 32, 32)
 
 
 @pytest.mark.data("cifar100")
 def test_the_real_cifar100() -> None:
-    fine, coarse = load("cifar100", download=False), load("cifar100-coarse", download=False)
+    fine, coarse = load_dataset("cifar100", download=False), load_dataset("cifar100-coarse", download=False)
     assert (fine.classes, coarse.classes, len(fine.train), len(fine.test)) == (100, 20, 50_000, 10_000)
     assert fine.train.x.equal(coarse.train.x)
     assert np.bincount(fine.train.y).tolist() == [500] * 100
@@ -274,7 +274,7 @@ def test_the_real_cifar100() -> None:
 
 @pytest.mark.data("mnist")
 def test_the_real_writers_of_mnist() -> None:
-    data = load("mnist", download=False)
+    data = load_dataset("mnist", download=False)
     assert data.owners is not None
     counts = np.bincount(data.owners)
     assert (len(data.owner_names), counts.min(), counts.max()) == (539, 19, 131)

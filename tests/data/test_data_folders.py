@@ -12,8 +12,8 @@ from broken import attempt, damage
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
 
-from fedloom.data import Dataset, load
-from fedloom.data.pictures import decode_one
+from fedloom.data import Dataset, load_dataset
+from fedloom.data.readers.images import _decode_image
 from fedloom.errors import InputError
 
 
@@ -44,7 +44,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_a_folder_a_class(photos: Path) -> None:
-    data = load(f"folder:{photos}")
+    data = load_dataset(f"folder:{photos}")
     assert (data.classes, data.class_names, data.shape) == (2, ("cat", "dog"), (3, 8, 8))
     assert (data.owners, data.domains) == (None, None)
     assert data.train.y.tolist() == [0] * 6 + [1] * 5
@@ -61,7 +61,7 @@ def test_a_folder_for_testing_is_used(tmp_path: Path, name: str) -> None:
     for part, count in (("train", 3), (name, 2)):
         fill(tmp_path / part / "a", count)
         fill(tmp_path / part / "b", count, 50)
-    data = load(f"folder:{tmp_path}")
+    data = load_dataset(f"folder:{tmp_path}")
     assert (len(data.train), len(data.test)) == (6, 4)
 
 
@@ -74,7 +74,7 @@ def domains_of(root: Path) -> Path:
 
 
 def test_a_folder_a_domain(tmp_path: Path) -> None:
-    data = load(f"domains:{domains_of(tmp_path)}")
+    data = load_dataset(f"domains:{domains_of(tmp_path)}")
     assert data.domain_names == ("art", "photo", "sketch")
     assert data.class_names == ("cat", "dog", "horse")
     assert data.domains is not None
@@ -87,7 +87,7 @@ def test_a_folder_a_domain(tmp_path: Path) -> None:
 
 
 def test_resizing_is_that_of_pillow(photos: Path) -> None:
-    data = load(f"folder:{photos},size=5")
+    data = load_dataset(f"folder:{photos},size=5")
     expected = np.asarray(Image.fromarray(picture(0)).resize((5, 5), Image.Resampling.BILINEAR))
     assert data.shape == (3, 5, 5)
     assert np.array_equal(data.train.x[0].numpy(), expected)
@@ -96,8 +96,8 @@ def test_resizing_is_that_of_pillow(photos: Path) -> None:
 def test_images_of_different_sizes_need_a_size(photos: Path) -> None:
     (photos / "dog" / "004.png").write_bytes(encoded(picture(7, 9, 8)))
     with pytest.raises(InputError, match=r"dog/004.png has 8 x 9 pixels where .*has 8 x 8; .*size=64"):
-        load(f"folder:{photos}")
-    assert load(f"folder:{photos},size=8").shape == (3, 8, 8)
+        load_dataset(f"folder:{photos}")
+    assert load_dataset(f"folder:{photos},size=8").shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "CMYK"])
@@ -108,14 +108,14 @@ def test_grey_and_other_images_become_colour(mode: str) -> None:
     image.save(buffer, form)
     with Image.open(io.BytesIO(buffer.getvalue())) as stored:
         expected = np.asarray(stored.convert("RGB"))
-    assert np.array_equal(decode_one(buffer.getvalue(), "it", None), expected)
+    assert np.array_equal(_decode_image(buffer.getvalue(), "it", None), expected)
 
 
 def test_sixteen_bits_are_not_cut_off_in_silence() -> None:
     buffer = io.BytesIO()
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(buffer, "PNG")
     with pytest.raises(InputError, match=r"it has pixels of the kind 'I;16'; expected 8 bits a channel"):
-        decode_one(buffer.getvalue(), "it", None)
+        _decode_image(buffer.getvalue(), "it", None)
 
 
 def test_an_image_that_claims_to_be_huge() -> None:
@@ -123,11 +123,11 @@ def test_an_image_that_claims_to_be_huge() -> None:
     for side in (9_000, 2**31 - 1):  # a little and far too large
         content[16:24] = side.to_bytes(4, "big") * 2
         content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
-        assert "it" in (attempt(lambda: decode_one(bytes(content), "it", None)) or "")
+        assert "it" in (attempt(lambda: _decode_image(bytes(content), "it", None)) or "")
 
 
 def test_formats_that_start_programs_are_not_opened() -> None:
-    said = attempt(lambda: decode_one(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it", None))
+    said = attempt(lambda: _decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it", None))
     assert said == "cannot decode it: no image."
 
 
@@ -169,14 +169,14 @@ def edit(photos: Path, change: str) -> None:
 def test_folders_that_are_not_right(photos: Path, change: str, spec: str, message: str) -> None:
     edit(photos, change)
     with pytest.raises(InputError, match=message):
-        load(spec.format(photos))
+        load_dataset(spec.format(photos))
 
 
 def test_domains_without_a_common_class(tmp_path: Path) -> None:
     fill(tmp_path / "photo" / "cat", 5)
     fill(tmp_path / "sketch" / "Cat", 5)
     with pytest.raises(InputError, match="have no class in common"):
-        load(f"domains:{tmp_path}")
+        load_dataset(f"domains:{tmp_path}")
 
 
 def test_a_test_class_that_nobody_trains_on(tmp_path: Path) -> None:
@@ -185,17 +185,17 @@ def test_a_test_class_that_nobody_trains_on(tmp_path: Path) -> None:
         fill(tmp_path / part / "b", 3)
     (tmp_path / "test" / "b").rename(tmp_path / "test" / "B")
     with pytest.raises(InputError, match="test/B is a class that the training images do not have"):
-        load(f"folder:{tmp_path}")
+        load_dataset(f"folder:{tmp_path}")
 
 
 def test_links_in_a_circle_end(photos: Path) -> None:
     (photos / "cat" / "again").symlink_to(photos / "cat", target_is_directory=True)
-    assert len(load(f"folder:{photos}").train) == 11
+    assert len(load_dataset(f"folder:{photos}").train) == 11
 
 
 def test_a_changed_image_is_seen(photos: Path) -> None:
     def first() -> Dataset:
-        return load(f"folder:{photos}")
+        return load_dataset(f"folder:{photos}")
 
     assert np.array_equal(first().train.x[0].numpy(), picture(0))
     (photos / "cat" / "000.png").write_bytes(encoded(picture(9)) + b"tail")
@@ -211,7 +211,7 @@ FORMS = {"PNG": {}, "JPEG": {"quality": 90}, "BMP": {}, "GIF": {}, "WEBP": {}, "
 @given(change=damage())
 def test_broken_images_are_refused_in_one_sentence(form: str, change: Callable[[bytes], bytes]) -> None:
     whole = encoded(picture(1, 12, 10), form, **FORMS[form])
-    said = attempt(lambda: decode_one(change(whole), "folder/it.png", 6))
+    said = attempt(lambda: _decode_image(change(whole), "folder/it.png", 6))
     assert said is None or "folder/it.png" in said
 
 
@@ -221,11 +221,11 @@ def test_a_broken_png_is_never_taken_for_another_image(change: Callable[[bytes],
     """PNG has checksums; what still decodes is the picture itself."""
     whole = encoded(picture(1, 12, 10))
     broken = change(whole)
-    if attempt(lambda: decode_one(broken, "it", None)) is None:
-        assert np.array_equal(decode_one(broken, "it", None), picture(1, 12, 10))
+    if attempt(lambda: _decode_image(broken, "it", None)) is None:
+        assert np.array_equal(_decode_image(broken, "it", None), picture(1, 12, 10))
 
 
 def test_without_pillow_it_is_said_how_to_get_it(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InputError, match=r"decoded by Pillow; install it with pip install 'fedloom\[images\]'"):
-        load(f"folder:{photos},size=7")
+        load_dataset(f"folder:{photos},size=7")

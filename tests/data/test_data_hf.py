@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import load
-from fedloom.data.huggingface import find_splits
+from fedloom.data import load_dataset
+from fedloom.data.readers.huggingface import _find_split_files
 from fedloom.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
@@ -77,14 +77,14 @@ def test_images_by_split(tmp_path: Path, channels: int) -> None:
     parts = {"train": pictures(4, channels), "test": pictures(2, channels, 1)}
     labels = {"train": [0, 2, 1, 0], "test": [2, 0]}
     save(tmp_path, {k: {"image": [png(x) for x in v], "label": labels[k]} for k, v in parts.items()}, IMAGES)
-    data = load(f"hf:{tmp_path}")
+    data = load_dataset(f"hf:{tmp_path}")
     assert data.class_names == ("cat", "dog", "cow")
     assert data.shape == (channels, 6, 5)
     assert np.array_equal(data.train.x.numpy(), parts["train"].reshape(4, 6, 5, channels))
     assert np.array_equal(data.test.x.numpy(), parts["test"].reshape(2, 6, 5, channels))
     assert (data.train.y.tolist(), data.test.y.tolist()) == (labels["train"], labels["test"])
     assert data.prepare(data.train.x).max() <= 1
-    assert load(f"hf:{tmp_path},size=8").shape == (channels, 8, 8)
+    assert load_dataset(f"hf:{tmp_path},size=8").shape == (channels, 8, 8)
 
 
 def test_text_and_owners_in_parquet_shards(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_text_and_owners_in_parquet_shards(tmp_path: Path) -> None:
     parquet(tmp_path / "data" / "train-00000-of-00002.parquet", rows)
     parquet(tmp_path / "data" / "train-00001-of-00002.parquet", rows)
     parquet(tmp_path / "data" / "validation-00000-of-00001.parquet", rows)
-    data = load(f"hf:{tmp_path},owner=user,length=4")
+    data = load_dataset(f"hf:{tmp_path},owner=user,length=4")
     assert data.train.x.tolist() == [[1, 0, 3, 3], [1, 2, 3, 3], [0, 0, 3, 3]] * 2
     assert data.tokens == 4
     assert data.owner_names == ("ann", "bob")
@@ -111,40 +111,40 @@ def test_text_and_owners_in_parquet_shards(tmp_path: Path) -> None:
 def test_feature_columns_are_a_table(tmp_path: Path) -> None:
     rows = {"a": [1.0, 3.0, None, 5.0], "b": ["x", "y", "x", "x"], "target": [0.5, 1.5, 2.5, 3.5], "skip": [[1]] * 4}
     save(tmp_path, {"train": rows, "test": rows})
-    data = load(f"hf:{tmp_path},drop=skip")
+    data = load_dataset(f"hf:{tmp_path},drop=skip")
     assert (data.classes, data.shape) == (0, (3,))
     torch.testing.assert_close(data.train.x[:, 1:], torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]]))
     assert data.train.y.tolist() == [[0.5], [1.5], [2.5], [3.5]]
-    assert load(f"hf:{tmp_path},input=a").shape == (1,)
+    assert load_dataset(f"hf:{tmp_path},input=a").shape == (1,)
 
 
 def test_lists_are_tokens_or_features(tmp_path: Path) -> None:
     rows = {"input_ids": [[5, 6, 7], [8], []], "vector": [[0.5, 1.0]] * 3, "label": [0, 1, 0]}
     save(tmp_path, {"train": rows, "test": rows})
-    tokens = load(f"hf:{tmp_path},input=input_ids")
+    tokens = load_dataset(f"hf:{tmp_path},input=input_ids")
     assert tokens.train.x.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
     assert tokens.train.are_tokens
     assert tokens.tokens == 9
-    assert load(f"hf:{tmp_path},input=vector").train.x.tolist() == [[0.5, 1.0]] * 3
+    assert load_dataset(f"hf:{tmp_path},input=vector").train.x.tolist() == [[0.5, 1.0]] * 3
 
 
 def test_one_split_is_cut_by_a_share_of_each_owner(tmp_path: Path) -> None:
     rows = {"x": list(range(20)), "label": [k % 2 for k in range(20)], "who": ["ab"[k % 4 == 0] for k in range(20)]}
     save_split(tmp_path, rows, shards=3)
-    data = load(f"hf:{tmp_path},owner=who,test=0.4")
+    data = load_dataset(f"hf:{tmp_path},owner=who,test=0.4")
     assert data.owners is not None
     assert np.bincount(data.owners).tolist() == [9, 3]
     assert data.test_owners is not None
     assert np.bincount(data.test_owners).tolist() == [6, 2]
     assert len(data.test) == 8
-    assert len(load(f"hf:{tmp_path}").test) == 4
+    assert len(load_dataset(f"hf:{tmp_path}").test) == 4
 
 
 def test_where_splits_are_found(tmp_path: Path) -> None:
     parquet(tmp_path / "default" / "train" / "0000.parquet", {"x": [1]})
     parquet(tmp_path / "default" / "train" / "0001.parquet", {"x": [1]})
     parquet(tmp_path / "test.parquet", {"x": [1]})
-    found = find_splits(tmp_path)
+    found = _find_split_files(tmp_path)
     assert {name: len(files) for name, files in found.items()} == {"train": 2, "test": 1}
 
 
@@ -164,7 +164,7 @@ def test_options_that_do_not_fit(tmp_path: Path, options: str, message: str) -> 
     rows = {"image": [png(x) for x in pictures(2, 1)], "label": [0, 1]}
     save(tmp_path, {"train": rows, "test": rows}, IMAGES)
     with pytest.raises(InputError, match=message):
-        load(f"hf:{tmp_path}{options}")
+        load_dataset(f"hf:{tmp_path}{options}")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_options_that_do_not_fit(tmp_path: Path, options: str, message: str) -> 
 def test_contents_that_cannot_be_used(tmp_path: Path, rows: Any, features: Any, message: str) -> None:
     save(tmp_path, {"train": rows, "test": rows}, features)
     with pytest.raises(InputError, match=message):
-        load(f"hf:{tmp_path}")
+        load_dataset(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_is_wrong_with_the_rows_for_testing(tmp_path: Path, test: dict[str,
     train = {"image": [png(x)["bytes"] for x in pictures(2, 3)], "label": [0, 1]}
     save(tmp_path, {"train": train, "test": test})
     with pytest.raises(InputError, match=message):
-        load(f"hf:{tmp_path}")
+        load_dataset(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_broken_folders(tmp_path: Path, name: str, content: str, message: str) -
     save(tmp_path, {"train": rows, "test": rows})
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
-        load(f"hf:{tmp_path}")
+        load_dataset(f"hf:{tmp_path}")
 
 
 def test_a_stream_cut_between_two_batches_is_not_a_shorter_one(tmp_path: Path) -> None:
@@ -235,20 +235,20 @@ def test_a_stream_cut_between_two_batches_is_not_a_shorter_one(tmp_path: Path) -
         writer.write_table(table.slice(2, 2))
     path.write_bytes(path.read_bytes()[:end])
     with pytest.raises(InputError, match="the mark at the end of an Arrow stream is missing"):
-        load(f"hf:{tmp_path}")
+        load_dataset(f"hf:{tmp_path}")
 
 
 def test_splits_must_have_the_same_columns(tmp_path: Path) -> None:
     save(tmp_path, {"train": {"text": ["a", "b"], "label": [0, 1]}, "test": {"txt": ["a"], "label": [0]}})
     with pytest.raises(InputError, match="other columns in 'test' than in 'train'"):
-        load(f"hf:{tmp_path}")
+        load_dataset(f"hf:{tmp_path}")
 
 
 def test_folders_without_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither what save_to_disk writes nor files like"):
-        load(f"hf:{tmp_path}")
+        load_dataset(f"hf:{tmp_path}")
     with pytest.raises(InputError, match="is not a folder"):
-        load(f"hf:{tmp_path / 'gone'}")
+        load_dataset(f"hf:{tmp_path / 'gone'}")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -265,7 +265,7 @@ def test_damaged_arrow_files_are_refused_or_consistent(tmp_path: Path, data: st.
             damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(damaged))
     try:
-        found = load(f"hf:{tmp_path}")
+        found = load_dataset(f"hf:{tmp_path}")
     except InputError:
         return
     assert len(found.train) == len(found.train.y) >= 1

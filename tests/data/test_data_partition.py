@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import load
-from fedloom.data.partition import build, catalogue, partition
-from fedloom.data.partitions.request import Pool
+from fedloom.data import load_dataset
+from fedloom.data.partitions import available_partitions, partition_dataset, partition_indices
+from fedloom.data.partitions.base import PartitionPool
 from fedloom.errors import InputError
 
 
@@ -28,11 +28,11 @@ def test_every_sample_has_exactly_one_owner(data: st.DataObject, seed: int, clas
     clients = data.draw(st.integers(1, len(labels) // 4))
     kinds = ["iid", "shards:1", "shards:4", "dirichlet:0.3,min=0", "dirichlet:5,min=0"]
     spec = data.draw(st.sampled_from([*kinds, "dirichlet-equal:0.01", "dirichlet-equal:2"]))
-    parts = partition(spec, labels, clients, rng(seed))
+    parts = partition_indices(spec, labels, clients, rng(seed))
     assert len(parts) == clients
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
     assert all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in parts)
-    again = partition(spec, labels, clients, rng(seed))
+    again = partition_indices(spec, labels, clients, rng(seed))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     if spec == "iid":
         sizes = [len(part) for part in parts]
@@ -45,7 +45,7 @@ def test_every_sample_has_exactly_one_owner(data: st.DataObject, seed: int, clas
 @pytest.mark.parametrize("spec", ["iid", "shards:2", "dirichlet:1", "dirichlet-equal:1"])
 def test_another_seed_gives_another_partition(spec: str) -> None:
     labels = balanced(600, 10)
-    one, two = (partition(spec, labels, 5, rng(seed)) for seed in (0, 1))
+    one, two = (partition_indices(spec, labels, 5, rng(seed)) for seed in (0, 1))
     assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
@@ -54,7 +54,7 @@ def test_another_seed_gives_another_partition(spec: str) -> None:
 def test_a_client_of_shards_has_few_labels(clients: int, each: int, seed: int) -> None:
     labels = balanced(1000, 10)
     shard = 1000 / (clients * each)
-    for part in partition(f"shards:{each}", labels, clients, rng(seed)):
+    for part in partition_indices(f"shards:{each}", labels, clients, rng(seed)):
         assert abs(len(part) - each * shard) <= each
         # A shard covers as many labels as fit into it, and two more at its edges.
         assert len(np.unique(labels[part])) <= each * (shard // 100 + 2)
@@ -62,17 +62,17 @@ def test_a_client_of_shards_has_few_labels(clients: int, each: int, seed: int) -
 
 def test_shards_as_in_the_first_paper() -> None:
     labels = balanced(2000, 10)
-    parts = partition("shards:2", labels, 100, rng())
+    parts = partition_indices("shards:2", labels, 100, rng())
     assert {len(part) for part in parts} == {20}
     assert {len(np.unique(labels[part])) for part in parts} == {1, 2}
 
 
 def test_every_client_of_dirichlet_has_the_minimum() -> None:
     labels = balanced(2000, 10)
-    sizes = [[len(part) for part in partition("dirichlet:0.3,min=25", labels, 20, rng(s))] for s in range(20)]
+    sizes = [[len(part) for part in partition_indices("dirichlet:0.3,min=25", labels, 20, rng(s))] for s in range(20)]
     assert min(map(min, sizes)) >= 25
     assert len({tuple(s) for s in sizes}) == 20
-    default = [min(len(part) for part in partition("dirichlet:0.3", labels, 20, rng(s))) for s in range(20)]
+    default = [min(len(part) for part in partition_indices("dirichlet:0.3", labels, 20, rng(s))) for s in range(20)]
     assert 10 <= min(default) < 25
 
 
@@ -80,7 +80,7 @@ def test_smaller_alpha_gives_more_skew() -> None:
     labels = balanced(5000, 10)
 
     def largest_share(spec: str) -> float:
-        parts = partition(spec, labels, 10, rng())
+        parts = partition_indices(spec, labels, 10, rng())
         return float(np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]))
 
     shares = [largest_share(spec) for spec in ("dirichlet:0.1", "dirichlet:1", "dirichlet:100")]
@@ -93,13 +93,13 @@ def test_no_client_gets_more_once_it_holds_its_even_share() -> None:
     # With classes of 100 and an even share of 500, nobody can pass 500 by more than one class.
     labels = balanced(5000, 50)
     for seed in range(10):
-        assert max(len(part) for part in partition("dirichlet:0.05,min=0", labels, 10, rng(seed))) < 600
+        assert max(len(part) for part in partition_indices("dirichlet:0.05,min=0", labels, 10, rng(seed))) < 600
 
 
 @pytest.mark.parametrize("alpha", ["1e-320", "1e-300", "1e-20", "1e-5"])
 def test_an_underflowing_draw_gives_whole_classes(alpha: str) -> None:
     labels = balanced(1000, 10)
-    parts = partition(f"dirichlet:{alpha},min=0", labels, 10, rng())
+    parts = partition_indices(f"dirichlet:{alpha},min=0", labels, 10, rng())
     counts = np.stack([np.bincount(labels[part], minlength=10) for part in parts])
     assert set(np.unique(counts)) <= {0, 100}
     assert counts.sum() == 1000
@@ -108,7 +108,7 @@ def test_an_underflowing_draw_gives_whole_classes(alpha: str) -> None:
 @pytest.mark.parametrize("alpha", ["1e12", "1e308"])
 def test_an_overflowing_draw_gives_even_shares(alpha: str) -> None:
     labels = balanced(1000, 10)
-    parts = partition(f"dirichlet:{alpha}", labels, 10, rng())
+    parts = partition_indices(f"dirichlet:{alpha}", labels, 10, rng())
     counts = np.stack([np.bincount(labels[part], minlength=10) for part in parts])
     assert abs(counts - 10).max() <= 1
 
@@ -116,7 +116,7 @@ def test_an_overflowing_draw_gives_even_shares(alpha: str) -> None:
 def test_shares_of_an_unmasked_class_follow_dirichlet() -> None:
     # One class, two clients: the first one's share is Beta(2, 2), with mean 1/2 and variance 1/20.
     labels = np.zeros(1000, dtype=np.int64)
-    shares = [len(partition("dirichlet:2,min=0", labels, 2, rng(s))[0]) / 1000 for s in range(2000)]
+    shares = [len(partition_indices("dirichlet:2,min=0", labels, 2, rng(s))[0]) / 1000 for s in range(2000)]
     assert np.mean(shares) == pytest.approx(0.5, abs=0.02)
     assert np.var(shares) == pytest.approx(0.05, abs=0.005)
 
@@ -127,7 +127,7 @@ def test_equal_clients_hold_as_many_classes_as_in_the_paper(alpha: str, classes:
     labels = balanced(50_000, 10)
     held = []
     for seed in range(3):
-        parts = partition(f"dirichlet-equal:{alpha}", labels, 80, rng(seed))
+        parts = partition_indices(f"dirichlet-equal:{alpha}", labels, 80, rng(seed))
         assert all(abs(len(part) - 625) <= 10 for part in parts)
         held += [np.sum(np.bincount(labels[part], minlength=10) > 0.01 * len(part)) for part in parts]
     assert np.mean(held) == pytest.approx(classes, abs=0.3)
@@ -136,7 +136,7 @@ def test_equal_clients_hold_as_many_classes_as_in_the_paper(alpha: str, classes:
 @pytest.mark.parametrize("alpha", ["1e-320", "1e-300", "1e-9", "1e-3"])
 def test_equal_clients_at_the_smallest_alpha_hold_single_classes(alpha: str) -> None:
     labels = balanced(4000, 10)
-    parts = partition(f"dirichlet-equal:{alpha}", labels, 40, rng())
+    parts = partition_indices(f"dirichlet-equal:{alpha}", labels, 40, rng())
     assert np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]) > 0.9
     assert max(map(len, parts)) - min(map(len, parts)) <= 10
 
@@ -144,13 +144,15 @@ def test_equal_clients_at_the_smallest_alpha_hold_single_classes(alpha: str) -> 
 @pytest.mark.parametrize("alpha", ["1e12", "1e308"])
 def test_equal_clients_at_the_largest_alpha_are_all_alike(alpha: str) -> None:
     labels = balanced(1000, 10)
-    counts = [np.bincount(labels[p], minlength=10) for p in partition(f"dirichlet-equal:{alpha}", labels, 10, rng())]
+    counts = [
+        np.bincount(labels[p], minlength=10) for p in partition_indices(f"dirichlet-equal:{alpha}", labels, 10, rng())
+    ]
     assert abs(np.stack(counts) - 10).max() <= 1
 
 
 def test_equal_clients_of_unequal_classes() -> None:
     labels = np.repeat(np.arange(4), [2000, 500, 30, 1])
-    parts = partition("dirichlet-equal:0.1", labels, 25, rng())
+    parts = partition_indices("dirichlet-equal:0.1", labels, 25, rng())
     sizes = [len(part) for part in parts]
     assert sum(sizes) == 2531
     assert max(sizes) - min(sizes) <= 4
@@ -186,30 +188,30 @@ def test_equal_clients_of_unequal_classes() -> None:
 )
 def test_impossible_requests(spec: str, clients: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        partition(spec, balanced(300, 10), clients, rng())
+        partition_indices(spec, balanced(300, 10), clients, rng())
 
 
 @pytest.mark.parametrize("spec", ["dirichlet:1", "dirichlet-equal:1"])
 def test_dirichlet_wants_integer_labels(spec: str) -> None:
     with pytest.raises(InputError, match="integer labels"):
-        partition(spec, np.linspace(0, 1, 100), 2, rng())
+        partition_indices(spec, np.linspace(0, 1, 100), 2, rng())
 
 
 def test_the_catalogue_lists_what_partition_knows(tmp_path: Path) -> None:
     (tmp_path / "split.json").write_text("[[0, 1], [2], [5]]")
-    pool = Pool(balanced(300, 10), owners=np.arange(300) % 3, domains=np.arange(300) % 3)
+    pool = PartitionPool(balanced(300, 10), owners=np.arange(300) % 3, domains=np.arange(300) % 3)
     values = {":A": ":1", ":S": ":2", ":K": ":2", ":PATH": f":{tmp_path / 'split.json'}"}
-    assert len(catalogue()) == 11
-    for info in catalogue():
+    assert len(available_partitions()) == 11
+    for info in available_partitions():
         spec = info.spec.split("[")[0]
         for letter, value in values.items():
             spec = spec.replace(letter, value) if spec.endswith(letter) else spec
-        assert len(partition(spec, pool, 3, rng())) == 3
+        assert len(partition_indices(spec, pool, 3, rng())) == 3
 
 
 def test_build_shares_a_data_set() -> None:
-    digits = load("digits")
-    federation = build(digits, "dirichlet:0.5", 10, rng())
+    digits = load_dataset("digits")
+    federation = partition_dataset(digits, "dirichlet:0.5", 10, rng())
     assert len(federation) == 10
     assert sum(federation.samples(k) for k in range(10)) == len(digits.train)
     assert (federation.name, federation.classes, federation.shape) == ("digits", 10, (1, 8, 8))

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.partition import partition
-from fedloom.data.partitions.files import read_parts, write_parts
-from fedloom.data.partitions.request import Pool
+from fedloom.data.partitions import partition_indices
+from fedloom.data.partitions.base import PartitionPool
+from fedloom.data.partitions.files import _read_partition_file, write_partition_file
 from fedloom.errors import InputError
 
 LABELS = np.arange(60) % 10
-POOL = Pool(LABELS, name="sixty")
+POOL = PartitionPool(LABELS, name="sixty")
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -34,12 +34,12 @@ def test_what_was_written_reads_back(
     tmp_path_factory: pytest.TempPathFactory, clients: int, seed: int, ending: str
 ) -> None:
     path = tmp_path_factory.mktemp("parts") / f"split.{ending}"
-    parts = partition("iid", LABELS, clients, rng(seed))
-    write_parts(path, parts, LABELS, {"seed": seed})
+    parts = partition_indices("iid", LABELS, clients, rng(seed))
+    write_partition_file(path, parts, LABELS, {"seed": seed})
     first = path.read_bytes()
-    assert as_lists(read_parts(path, POOL)) == as_lists(parts)
-    assert as_lists(partition(f"file:{path}", POOL, None, rng())) == as_lists(parts)
-    write_parts(path, parts, LABELS, {"seed": seed})
+    assert as_lists(_read_partition_file(path, POOL)) == as_lists(parts)
+    assert as_lists(partition_indices(f"file:{path}", POOL, None, rng())) == as_lists(parts)
+    write_partition_file(path, parts, LABELS, {"seed": seed})
     assert path.read_bytes() == first
     if ending == "json":
         assert json.loads(first)["seed"] == seed
@@ -47,11 +47,11 @@ def test_what_was_written_reads_back(
 
 def test_a_file_for_other_data_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "split.json"
-    write_parts(path, partition("iid", LABELS, 3, rng()), LABELS, {})
+    write_partition_file(path, partition_indices("iid", LABELS, 3, rng()), LABELS, {})
     with pytest.raises(InputError, match="a partition of 60 samples, but 'other' has 61"):
-        read_parts(path, Pool(np.arange(61) % 10, name="other"))
+        _read_partition_file(path, PartitionPool(np.arange(61) % 10, name="other"))
     with pytest.raises(InputError, match="other data: the labels of 'other'"):
-        read_parts(path, Pool(LABELS[::-1].copy(), name="other"))
+        _read_partition_file(path, PartitionPool(LABELS[::-1].copy(), name="other"))
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_a_file_for_other_data_is_refused(tmp_path: Path) -> None:
 def test_the_ways_to_list_positions(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a, b=c.json"  # any character may be in a path
     path.write_text(text)
-    assert as_lists(partition(f"file:{path}", POOL, None, rng())) == [[1, 3, 5], [0], []]
+    assert as_lists(partition_indices(f"file:{path}", POOL, None, rng())) == [[1, 3, 5], [0], []]
     with pytest.raises(InputError, match="has 3 clients, but 4 were asked for"):
-        partition(f"file:{path}", POOL, 4, rng())
+        partition_indices(f"file:{path}", POOL, 4, rng())
     with pytest.raises(InputError, match=r"cannot read the partition 'a\\x00b': no path has a zero byte"):
-        partition("file:a\0b", POOL, None, rng())
+        partition_indices("file:a\0b", POOL, None, rng())
 
 
 def test_an_npz_of_somebody_else(tmp_path: Path) -> None:
     path = tmp_path / "split.npz"
     np.savez(path, **{"1": np.array([7], dtype=np.uint8), "0": np.array([4, 2], dtype=np.int32)})
-    assert as_lists(read_parts(path, POOL)) == [[2, 4], [7]]
+    assert as_lists(_read_partition_file(path, POOL)) == [[2, 4], [7]]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_nonsense_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "split.json"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
-        read_parts(path, POOL)
+        _read_partition_file(path, POOL)
 
 
 def npz(**arrays: bytes) -> bytes:
@@ -155,7 +155,7 @@ def test_broken_npz_files_are_refused(tmp_path: Path, content: bytes, message: s
     path = tmp_path / "split.npz"
     path.write_bytes(content)
     with pytest.raises(InputError, match=message):
-        read_parts(path, POOL)
+        _read_partition_file(path, POOL)
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError):
-            read_parts(tmp_path / name, POOL)
+            _read_partition_file(tmp_path / name, POOL)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -190,7 +190,7 @@ def test_any_file_is_a_partition_or_refused(tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("junk") / f"split.{ending}"
     path.write_bytes(junk)
     try:
-        parts = read_parts(path, POOL)
+        parts = _read_partition_file(path, POOL)
     except InputError:
         return
     held = np.concatenate(parts)
@@ -201,6 +201,6 @@ def test_any_file_is_a_partition_or_refused(tmp_path_factory: pytest.TempPathFac
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for name in ("no.json", "no.npz"):
         with pytest.raises(InputError, match=r"cannot read the partition .*No such file"):
-            read_parts(tmp_path / name, POOL)
+            _read_partition_file(tmp_path / name, POOL)
     with pytest.raises(InputError, match=r"as \.json or \.npz, not as 'split.pkl'"):
-        write_parts(tmp_path / "split.pkl", [np.arange(3)], LABELS, {})
+        write_partition_file(tmp_path / "split.pkl", [np.arange(3)], LABELS, {})

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.partition import catalogue, partition
-from fedloom.data.partitions import dirichlet
-from fedloom.data.partitions.request import Pool
+from fedloom.data.partitions import available_partitions, dirichlet, partition_indices
+from fedloom.data.partitions.base import PartitionPool
 from fedloom.errors import InputError
 
 
@@ -35,11 +34,11 @@ def check_parts(parts: list[np.ndarray], n: int, *, complete: bool) -> None:
         assert len(held) == n
 
 
-def pool_with(data: st.DataObject, groups: int) -> Pool:
+def pool_with(data: st.DataObject, groups: int) -> PartitionPool:
     n = data.draw(st.integers(8, 200))
     seed = data.draw(st.integers(0, 2**32))
     whose, labels = (rng(seed + at).integers(0, count, n) for at, count in enumerate((groups, 10)))
-    return Pool(labels, owners=whose, domains=whose)
+    return PartitionPool(labels, owners=whose, domains=whose)
 
 
 COMPLETE = (
@@ -55,14 +54,14 @@ def test_parts_are_disjoint_seeded_and_as_complete_as_promised(data: st.DataObje
     most = len(np.unique(pool.owners)) if spec == "natural" else len(pool) // 4
     clients = data.draw(st.integers(1, most))
     try:
-        parts = partition(spec, pool, clients, rng(seed))
+        parts = partition_indices(spec, pool, clients, rng(seed))
     except InputError:  # some draws are impossible; that each is said well is tested below
         assert spec.startswith(("dirichlet-blocks", "labels", "domain"))
         event("impossible")
         return
     assert len(parts) == clients
     check_parts(parts, len(pool), complete=spec in COMPLETE)
-    again = partition(spec, pool, clients, rng(seed))
+    again = partition_indices(spec, pool, clients, rng(seed))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     sizes = [len(part) for part in parts]
     if spec.startswith(("dirichlet-client", "dirichlet-blocks", "iid")):
@@ -71,21 +70,21 @@ def test_parts_are_disjoint_seeded_and_as_complete_as_promised(data: st.DataObje
 
 @pytest.mark.parametrize("spec", ["dirichlet-blocks:1", "dirichlet-client:1", "labels:3", "labels:10", "quantity:1"])
 def test_another_seed_gives_another_partition(spec: str) -> None:
-    one, two = (partition(spec, balanced(600, 10), 5, rng(seed)) for seed in (0, 1))
+    one, two = (partition_indices(spec, balanced(600, 10), 5, rng(seed)) for seed in (0, 1))
     assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def test_the_case_that_does_not_end_elsewhere_ends_with_a_clear_error() -> None:
     """80 clients of CIFAR-10, alpha 0.01 and a minimum of 10 samples."""
     with pytest.raises(InputError, match=r"none of 1000 draws of dirichlet:0.01 gave each of 80 clients 10 .* at best"):
-        partition("dirichlet:0.01", balanced(50_000, 10), 80, rng())
+        partition_indices("dirichlet:0.01", balanced(50_000, 10), 80, rng())
 
 
 def test_drawing_again_also_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dirichlet, "SECONDS", 0.0)
     for spec in ("dirichlet:0.01", "quantity:0.01"):
         with pytest.raises(InputError, match="none of 1 draws"):
-            partition(spec, balanced(5000, 10), 80, rng())
+            partition_indices(spec, balanced(5000, 10), 80, rng())
 
 
 # Lin's blocks
@@ -94,7 +93,7 @@ def test_drawing_again_also_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("labels", [balanced(6000, 10), np.sort(balanced(6000, 10))], ids=["mixed", "sorted"])
 def test_blocks_share_disjoint_random_data(labels: np.ndarray) -> None:
     """Each block holds its clients' share of the samples, with all classes about evenly, however they are stored."""
-    counts = table(partition("dirichlet-blocks:0.1", labels, 30, rng()), labels)
+    counts = table(partition_indices("dirichlet-blocks:0.1", labels, 30, rng()), labels)
     assert (counts.sum(axis=1) == 200).all()
     for block in np.split(counts, 3):
         assert block.sum() == 2000
@@ -103,7 +102,7 @@ def test_blocks_share_disjoint_random_data(labels: np.ndarray) -> None:
 
 
 def test_the_last_block_may_be_smaller() -> None:
-    counts = table(partition("dirichlet-blocks:1", labels := balanced(1300, 5), 13, rng()), labels)
+    counts = table(partition_indices("dirichlet-blocks:1", labels := balanced(1300, 5), 13, rng()), labels)
     assert (counts.sum(axis=1) == 100).all()
     assert np.abs(counts[10:].sum(axis=0) - 60).max() < 30
 
@@ -112,14 +111,14 @@ def test_the_last_block_may_be_smaller() -> None:
 def test_a_slice_takes_the_tail_of_its_neighbour(seed: int) -> None:
     """Whole classes in turn: a client's classes are neighbours in the line, so all but few clients hold few."""
     labels = balanced(5000, 10)
-    counts = table(partition("dirichlet-blocks:0.01", labels, 50, rng(seed)), labels)
+    counts = table(partition_indices("dirichlet-blocks:0.01", labels, 50, rng(seed)), labels)
     assert (counts.sum(axis=1) == 100).all()
     assert np.mean((counts > 0).sum(axis=1)) < 3
 
 
 def test_blocks_that_cannot_be_drawn() -> None:
     with pytest.raises(InputError, match=r"10 clients of a block 50 of the 1000 samples.*dirichlet-equal"):
-        partition("dirichlet-blocks:0.0001", np.repeat([0, 1], 500), 10, rng())
+        partition_indices("dirichlet-blocks:0.0001", np.repeat([0, 1], 500), 10, rng())
 
 
 # Hsu's draw for each client
@@ -129,7 +128,9 @@ def test_label_distributions_of_clients_follow_dirichlet() -> None:
     """Two classes, prior 1/2 each: a client's share of the first is Beta(a/2, a/2), if no class runs out."""
     labels = balanced(40_000, 2)
     for spec, beta in (("dirichlet-client:4", 2), ("dirichlet-client:4,prior=ones", 4)):
-        drawn = [np.mean(labels[part] == 0) for seed in range(10) for part in partition(spec, labels, 100, rng(seed))]
+        drawn = [
+            np.mean(labels[part] == 0) for seed in range(10) for part in partition_indices(spec, labels, 100, rng(seed))
+        ]
         assert np.mean(drawn) == pytest.approx(0.5, abs=0.02)
         # Of Beta, and of drawing 400 samples by it.
         variance = 1 / (4 * (2 * beta + 1))
@@ -138,9 +139,9 @@ def test_label_distributions_of_clients_follow_dirichlet() -> None:
 
 def test_the_prior_is_that_of_the_data() -> None:
     labels = rng(3).permutation(np.repeat([0, 1, 2], [8000, 1500, 500]))
-    large = table(partition("dirichlet-client:10000", labels, 10, rng()), labels)
+    large = table(partition_indices("dirichlet-client:10000", labels, 10, rng()), labels)
     assert np.abs(large / 1000 - [0.8, 0.15, 0.05]).max() < 0.06
-    counts = table(partition("dirichlet-client:0.3", labels, 100, rng()), labels)
+    counts = table(partition_indices("dirichlet-client:0.3", labels, 100, rng()), labels)
     assert np.mean(counts.argmax(axis=1) == 0) > 0.6
     # Few clients want the rarest class at all. Were all classes wanted alike, every third client would have some.
     assert np.mean(counts[:, 2] > 0) < 0.2
@@ -149,7 +150,7 @@ def test_the_prior_is_that_of_the_data() -> None:
 def test_a_class_that_has_gone_is_made_up_from_the_rest() -> None:
     """At the smallest alpha every client wants one class; what too many want runs out, and all still fill up."""
     labels = balanced(1000, 10)
-    counts = table(partition("dirichlet-client:1e-9", labels, 20, rng()), labels)
+    counts = table(partition_indices("dirichlet-client:1e-9", labels, 20, rng()), labels)
     assert (counts.sum(axis=1) == 50).all()
     assert (counts.sum(axis=0) == 100).all()
     assert (counts.max(axis=1) == 50).any()
@@ -163,7 +164,7 @@ def test_a_class_that_has_gone_is_made_up_from_the_rest() -> None:
 @given(clients=st.integers(1, 40), k=st.integers(1, 10), seed=st.integers(0, 1000))
 def test_k_labels_for_everyone_split_evenly(clients: int, k: int, seed: int) -> None:
     labels = balanced(1000, 10)
-    counts = table(partition(f"labels:{k}", labels, clients, rng(seed)), labels)
+    counts = table(partition_indices(f"labels:{k}", labels, clients, rng(seed)), labels)
     assert ((counts > 0).sum(axis=1) == k).all()
     assert all(counts[client, client % 10] > 0 for client in range(clients))
     for column in counts.T:
@@ -175,7 +176,7 @@ def test_k_labels_for_everyone_split_evenly(clients: int, k: int, seed: int) -> 
 
 def test_labels_that_nobody_holds_are_left_out() -> None:
     labels = balanced(1000, 10)
-    parts = partition("labels:1", labels, 3, rng())
+    parts = partition_indices("labels:1", labels, 3, rng())
     assert [set(labels[part]) for part in parts] == [{0}, {1}, {2}]
     assert sum(map(len, parts)) == 300
 
@@ -185,10 +186,10 @@ def test_labels_that_nobody_holds_are_left_out() -> None:
 
 def test_sizes_follow_dirichlet_and_labels_do_not_differ() -> None:
     labels = balanced(20_000, 10)
-    sizes = [len(partition("quantity:2,min=0", labels, 2, rng(seed))[0]) / 20_000 for seed in range(1000)]
+    sizes = [len(partition_indices("quantity:2,min=0", labels, 2, rng(seed))[0]) / 20_000 for seed in range(1000)]
     assert np.mean(sizes) == pytest.approx(0.5, abs=0.03)
     assert np.var(sizes) == pytest.approx(0.05, abs=0.007)
-    counts = table(partition("quantity:0.5,min=500", labels, 8, rng()), labels)
+    counts = table(partition_indices("quantity:0.5,min=500", labels, 8, rng()), labels)
     assert counts.sum(axis=1).min() >= 500
     assert counts.sum(axis=1).max() > 2 * counts.sum(axis=1).min()
     assert np.abs(counts / counts.sum(axis=1, keepdims=True) - 0.1).max() < 0.06
@@ -197,26 +198,26 @@ def test_sizes_follow_dirichlet_and_labels_do_not_differ() -> None:
 # What the data bring along
 
 
-def writers() -> Pool:
+def writers() -> PartitionPool:
     """Writer w of six has 10 (w + 1) samples."""
     owners = rng(1).permutation(np.repeat(np.arange(6), np.arange(10, 70, 10)))
-    return Pool(np.arange(210) % 7, owners=owners, owner_names=tuple("abcdef"), name="letters")
+    return PartitionPool(np.arange(210) % 7, owners=owners, owner_names=tuple("abcdef"), name="letters")
 
 
 def test_a_client_for_each_owner() -> None:
     pool = writers()
-    parts = partition("natural", pool, None, rng())
+    parts = partition_indices("natural", pool, None, rng())
     assert [len(part) for part in parts] == [10, 20, 30, 40, 50, 60]
     assert all(set(pool.owners[part]) == {owner} for owner, part in enumerate(parts))
-    assert [len(part) for part in partition("natural,min=30", pool, None, rng())] == [30, 40, 50, 60]
-    same = partition("natural", pool, 6, rng(9))
+    assert [len(part) for part in partition_indices("natural,min=30", pool, None, rng())] == [30, 40, 50, 60]
+    same = partition_indices("natural", pool, 6, rng(9))
     assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
 
 
 def test_some_owners_are_drawn_by_the_seed() -> None:
     pool, chosen = writers(), Counter()
     for seed in range(200):
-        parts = partition("natural,min=25", pool, 2, rng(seed))
+        parts = partition_indices("natural,min=25", pool, 2, rng(seed))
         (one, *_), (two, *_) = (pool.owners[part] for part in parts)
         assert one < two
         assert [len(part) for part in parts] == [10 * (one + 1), 10 * (two + 1)]
@@ -227,16 +228,16 @@ def test_some_owners_are_drawn_by_the_seed() -> None:
 
 def test_each_client_holds_one_domain() -> None:
     domains = rng(2).permutation(np.repeat([0, 1, 2], [100, 50, 10]))
-    pool = Pool(np.arange(160) % 4, domains=domains, domain_names=("photo", "sketch", "art"), name="pictures")
-    assert [len(part) for part in partition("domain", pool, None, rng())] == [100, 50, 10]
-    seven = partition("domain", pool, 7, rng())
+    pool = PartitionPool(np.arange(160) % 4, domains=domains, domain_names=("photo", "sketch", "art"), name="pictures")
+    assert [len(part) for part in partition_indices("domain", pool, None, rng())] == [100, 50, 10]
+    seven = partition_indices("domain", pool, 7, rng())
     assert [set(domains[part]) for part in seven] == [{0}, {1}, {2}, {0}, {1}, {2}, {0}]
     assert [len(part) for part in seven] == [34, 25, 5, 33, 25, 5, 33]
     check_parts(seven, 160, complete=True)
-    two = partition("domain", pool, 2, rng())
+    two = partition_indices("domain", pool, 2, rng())
     assert [set(domains[part]) for part in two] == [{0}, {1}]
     with pytest.raises(InputError, match="11 clients are to share the domain 'art', which has only 10 samples"):
-        partition("domain", pool, 33, rng())
+        partition_indices("domain", pool, 33, rng())
 
 
 @pytest.mark.parametrize(
@@ -266,40 +267,40 @@ def test_each_client_holds_one_domain() -> None:
 )
 def test_impossible_requests(spec: str, clients: int | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        partition(spec, writers(), clients, rng())
+        partition_indices(spec, writers(), clients, rng())
 
 
 @pytest.mark.parametrize("spec", ["iid", "natural", "domain", "dirichlet-client:1"])
 def test_nothing_cannot_be_shared(spec: str) -> None:
     empty = np.zeros(0, dtype=np.int64)
     with pytest.raises(InputError, match="'own' has no samples to share"):
-        partition(spec, Pool(empty, owners=empty, domains=empty), 1, rng())
+        partition_indices(spec, PartitionPool(empty, owners=empty, domains=empty), 1, rng())
 
 
 def test_data_without_owners_say_so() -> None:
     with pytest.raises(InputError, match="'own' does not say whose sample is whose"):
-        partition("natural", balanced(100, 10), None, rng())
+        partition_indices("natural", balanced(100, 10), None, rng())
 
 
 @pytest.mark.parametrize("spec", ["dirichlet-blocks:1", "dirichlet-client:1", "labels:1"])
 @pytest.mark.parametrize("labels", [np.linspace(0, 1, 100), np.zeros((100, 2), dtype=np.int64)])
 def test_label_skew_wants_integer_labels(spec: str, labels: np.ndarray) -> None:
     with pytest.raises(InputError, match="integer labels"):
-        partition(spec, labels, 2, rng())
+        partition_indices(spec, labels, 2, rng())
 
 
 @pytest.mark.parametrize("spec", ["iid", "quantity:1"])
 def test_numbers_to_predict_can_be_shared_too(spec: str) -> None:
-    check_parts(partition(spec, np.linspace(0, 1, 100), 4, rng()), 100, complete=True)
+    check_parts(partition_indices(spec, np.linspace(0, 1, 100), 4, rng()), 100, complete=True)
 
 
 def test_the_config_knows_which_partitions_bring_their_clients() -> None:
-    from fedloom.config import BRING_CLIENTS, default_clients
+    from fedloom.config import BRING_CLIENTS, _default_client_count
 
-    assert {info.spec.partition(":")[0].partition("[")[0] for info in catalogue() if info.brings_clients} == set(
-        BRING_CLIENTS
-    )
-    assert [default_clients(spec) for spec in ("natural,min=3", "domain", "file:a,b", "iid", "naturals")] == [
+    assert {
+        info.spec.partition(":")[0].partition("[")[0] for info in available_partitions() if info.brings_clients
+    } == set(BRING_CLIENTS)
+    assert [_default_client_count(spec) for spec in ("natural,min=3", "domain", "file:a,b", "iid", "naturals")] == [
         *(None, None, None),
         *(20, 20),
     ]

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.partitions.statistics import count_labels, describe
+from fedloom.data.partitions.statistics import compute_partition_statistics, count_partition_labels
 
 
 def test_by_hand() -> None:
     labels = np.array([0, 0, 1, 1, 2, 2, 3, 3, 0])
     parts = [np.array([0, 1]), np.array([2, 3, 4, 5]), np.array([6, 8]), np.array([], dtype=np.int64)]
-    assert count_labels(parts, labels, 4).tolist() == [[2, 0, 0, 0], [0, 2, 2, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
-    found = describe(parts, labels, 4)
+    assert count_partition_labels(parts, labels, 4).tolist() == [[2, 0, 0, 0], [0, 2, 2, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
+    found = compute_partition_statistics(parts, labels, 4)
     assert (found.clients, found.empty, found.samples, found.left_out) == (4, 1, 8, 1)
     assert (found.sizes.smallest, found.sizes.median, found.sizes.mean, found.sizes.largest) == (0, 2, 2, 4)
     assert found.sizes.std == pytest.approx(np.sqrt(2))
@@ -32,7 +32,7 @@ def test_by_hand() -> None:
 
 def test_the_odd_sample_is_not_a_class() -> None:
     labels = np.array([0] * 99 + [1] * 3)
-    found = describe([np.arange(100), np.arange(100, 102)], labels, 2).labels
+    found = compute_partition_statistics([np.arange(100), np.arange(100, 102)], labels, 2).labels
     assert found is not None
     assert (found.classes_fewest, found.classes_most) == (1, 1)
 
@@ -43,7 +43,7 @@ def test_distances_are_those_of_all_pairs(clients: int, classes: int, seed: int)
     rng = np.random.default_rng(seed)
     labels, owner = rng.integers(0, classes, 80), rng.integers(0, clients, 80)
     parts = [np.flatnonzero(owner == client) for client in range(clients)]
-    found = describe(parts, labels, classes)
+    found = compute_partition_statistics(parts, labels, classes)
     held = np.array([len(part) for part in parts])
     assert found.sizes.gini == pytest.approx(np.abs(held[:, None] - held).mean() / (2 * held.mean()))
     shares = [np.bincount(labels[part], minlength=classes) / len(part) for part in parts if len(part)]
@@ -54,19 +54,19 @@ def test_distances_are_those_of_all_pairs(clients: int, classes: int, seed: int)
 
 
 def test_numbers_to_predict_have_no_label_skew() -> None:
-    found = describe([np.arange(5), np.arange(5, 10)], np.linspace(0, 1, 10), 0)
+    found = compute_partition_statistics([np.arange(5), np.arange(5, 10)], np.linspace(0, 1, 10), 0)
     assert found.labels is None
     assert [name for name, _ in found.rows()] == ["clients", "samples", "samples of a client", "mean ± std, Gini"]
 
 
 def test_a_partition_without_samples() -> None:
-    found = describe([np.zeros(0, dtype=np.int64)] * 2, np.arange(4), 4)
+    found = compute_partition_statistics([np.zeros(0, dtype=np.int64)] * 2, np.arange(4), 4)
     assert (found.empty, found.left_out, found.sizes.gini, found.labels) == (2, 4, 0.0, None)
 
 
 def test_the_table_says_what_is_unusual() -> None:
     labels = np.arange(10) % 2
-    rows = dict(describe([np.arange(6), np.arange(6, 6)], labels, 2).rows())
+    rows = dict(compute_partition_statistics([np.arange(6), np.arange(6, 6)], labels, 2).rows())
     assert rows["clients"] == "2, 1 of them empty"
     assert rows["samples"] == "6; 4 are left out"
-    assert dict(describe([np.arange(10)], labels, 2).rows())["samples"] == "10"
+    assert dict(compute_partition_statistics([np.arange(10)], labels, 2).rows())["samples"] == "10"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import Prepare, Samples
+from fedloom.data import InputTransform, Samples
 from fedloom.errors import InputError
 
 
@@ -28,7 +28,7 @@ def test_prepare_is_the_formula(
 ) -> None:
     mean, std = (tuple(column) for column in zip(*constants, strict=True))
     x = images(n, height, width, len(constants))
-    out = Prepare(mean, std)(x, channels_last)
+    out = InputTransform(mean, std)(x, channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert out.dtype == torch.float32
     assert out.is_contiguous(memory_format=layout)
@@ -37,7 +37,7 @@ def test_prepare_is_the_formula(
 
 
 def test_both_memory_formats_have_the_same_bits_and_the_store_is_left_alone() -> None:
-    prepare, x = Prepare((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), images(5, 8, 9, 3)
+    prepare, x = InputTransform((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), images(5, 8, 9, 3)
     before = x.clone()
     assert torch.equal(prepare(x), prepare(x, channels_last=True))
     assert torch.equal(prepare(x), prepare(x))  # its constants survive being used
@@ -45,14 +45,14 @@ def test_both_memory_formats_have_the_same_bits_and_the_store_is_left_alone() ->
 
 
 def test_prepare_takes_a_batch_that_is_a_view() -> None:
-    prepare, x = Prepare((0.3, 0.2), (0.5, 0.4)), images(6, 5, 4, 2)
+    prepare, x = InputTransform((0.3, 0.2), (0.5, 0.4)), images(6, 5, 4, 2)
     for channels_last in (False, True):
         expected = prepare(x[::2, :, 1:3].contiguous(), channels_last)
         assert torch.equal(prepare(x[::2, :, 1:3], channels_last), expected)
 
 
 def test_identity_only_changes_the_memory_format() -> None:
-    prepare, x = Prepare.identity(), torch.randn(3, 2, 5, 4)
+    prepare, x = InputTransform.identity(), torch.randn(3, 2, 5, 4)
     assert torch.equal(prepare(x), x)
     assert prepare(x, channels_last=True).is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(prepare(x, channels_last=True), x)
@@ -63,13 +63,13 @@ def test_identity_only_changes_the_memory_format() -> None:
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, dtype=torch.uint8), images(2, 4, 4, 1)])
 def test_prepare_refuses_what_is_not_its_kind_of_image(x: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"expected uint8 images, n x height x width x 3"):
-        Prepare.unit(3)(x)
+        InputTransform.unit(3)(x)
 
 
 @pytest.mark.parametrize(("mean", "std"), [((0.1,), ()), ((0.1,), (0.0,)), ((0.1,), (float("nan"),))])
 def test_prepare_refuses_impossible_constants(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
     with pytest.raises(InputError, match="positive std for each channel"):
-        Prepare(mean, std)
+        InputTransform(mean, std)
 
 
 @settings(max_examples=30, deadline=None)

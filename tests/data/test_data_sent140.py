@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.data import load
-from fedloom.data.content import NOBODY
-from fedloom.data.sent140 import SENT140
-from fedloom.data.words import build_vocabulary, read_vocabulary, split_words, to_tokens
+from fedloom.data import load_dataset
+from fedloom.data.dataset import NOBODY
+from fedloom.data.readers.text import _build_vocabulary, _encode_words, _read_vocabulary, _split_words
+from fedloom.data.sources.sent140 import SENT140
 from fedloom.errors import InputError
 
 TRAIN = {"ann": [("so happy today!", 1), ("so sad", 0)], "bob": [("happy, happy", 1)], "eve": []}
@@ -44,24 +44,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_words_are_cut_as_leaf_does() -> None:
-    assert split_words("I can't, OK?!  a-b #tag") == ["I", "can't", ",", "OK", "?", "!", "a", "b", "tag"]
-    assert split_words("OK", lower=True) == ["ok"]
+    assert _split_words("I can't, OK?!  a-b #tag") == ["I", "can't", ",", "OK", "?", "!", "a", "b", "tag"]
+    assert _split_words("OK", lower=True) == ["ok"]
 
 
 def test_a_vocabulary_is_the_most_frequent_words_whatever_their_order() -> None:
     texts = ["b a b", "c a", "d"]
-    assert build_vocabulary(texts, 3) == ["a", "b", "c"]
-    assert build_vocabulary(texts[::-1], 3) == ["a", "b", "c"]
+    assert _build_vocabulary(texts, 3) == ["a", "b", "c"]
+    assert _build_vocabulary(texts[::-1], 3) == ["a", "b", "c"]
 
 
 def test_tokens_are_cut_and_filled_with_the_number_of_the_unknown() -> None:
-    tokens, strange = to_tokens(["a b c d", "x", ""], ["a", "b"], 3)
+    tokens, strange = _encode_words(["a b c d", "x", ""], ["a", "b"], 3)
     assert tokens.tolist() == [[0, 1, 2], [2, 2, 2], [2, 2, 2]]
     assert strange == 2  # c and x: what is cut off and what fills up are no unknown words
 
 
 def test_by_name(folder: Path) -> None:
-    data = load("sent140")
+    data = load_dataset("sent140")
     assert data.owner_names == ("ann", "bob")
     assert data.owners is not None
     assert data.owners.tolist() == [0, 0, 1]
@@ -78,15 +78,15 @@ def test_by_name(folder: Path) -> None:
 
 
 def test_options(folder: Path, tmp_path: Path) -> None:
-    data = load("sent140:words=2,length=3,lower=yes,min=3")
+    data = load_dataset("sent140:words=2,length=3,lower=yes,min=3")
     assert data.owner_names == ("ann",)
     assert (data.shape, data.tokens, len(data.test)) == ((3,), 3, 1)
     (tmp_path / "words.txt").write_text("sad 0.1 0.2\nhappy 0.3 0.4\nsad 9 9\n", encoding="utf-8")
-    given = load(f"sent140:vocabulary={tmp_path / 'words.txt'}")
+    given = load_dataset(f"sent140:vocabulary={tmp_path / 'words.txt'}")
     assert given.tokens == 3
     assert given.train.x[0, :4].tolist() == [2, 1, 2, 2]
     with pytest.raises(InputError, match="length of 'sent140' is 99999; expected at most"):
-        load("sent140:length=99999")
+        load_dataset("sent140:length=99999")
 
 
 def test_files_that_are_not_split_yet(tmp_path: Path) -> None:
@@ -128,19 +128,19 @@ def test_broken_samples(tmp_path: Path, users: dict[str, list[tuple[Any, Any]]],
 def test_broken_vocabularies(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        read_vocabulary(tmp_path / name)
+        _read_vocabulary(tmp_path / name)
 
 
 def test_vocabularies_of_leaf_and_none(tmp_path: Path) -> None:
     (tmp_path / "embs.json").write_text(json.dumps({"vocab": ["a", "b", "a"], "emba": [[1], [2], [3]]}))
-    assert read_vocabulary(tmp_path / "embs.json") == ["a", "b"]
+    assert _read_vocabulary(tmp_path / "embs.json") == ["a", "b"]
     with pytest.raises(InputError, match=r"cannot read .*gone\.txt: No such file"):
-        read_vocabulary(tmp_path / "gone.txt")
+        _read_vocabulary(tmp_path / "gone.txt")
 
 
 @given(st.lists(st.text(max_size=30), max_size=6), st.integers(1, 5), st.integers(1, 8))
 def test_any_text_becomes_tokens_in_range(texts: list[str], size: int, length: int) -> None:
-    vocabulary = build_vocabulary(texts, size)
-    tokens, _ = to_tokens(texts, vocabulary, length)
+    vocabulary = _build_vocabulary(texts, size)
+    tokens, _ = _encode_words(texts, vocabulary, length)
     assert tokens.shape == (len(texts), length)
     assert np.all((tokens >= 0) & (tokens <= len(vocabulary)))

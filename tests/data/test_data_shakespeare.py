@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import load
-from fedloom.data.characters import ALPHABET, LENGTH
-from fedloom.data.content import NOBODY
-from fedloom.data.shakespeare import read_shakespeare
+from fedloom.data import load_dataset
+from fedloom.data.dataset import NOBODY
+from fedloom.data.readers.text import ALPHABET, LENGTH_IN_CHARACTERS
+from fedloom.data.sources.shakespeare import _read_shakespeare
 from fedloom.errors import InputError
 
 SAID = {"HAMLET": ["To be, or not to be.", "Words, words, words."], "GHOST": ["Mark me."], "MUTE": [" "]}
@@ -40,7 +40,7 @@ def leaf(user_data: dict[str, tuple[list[Any], list[Any]]], **more: Any) -> dict
 
 
 def window(text: str) -> str:
-    return text.rjust(LENGTH)
+    return text.rjust(LENGTH_IN_CHARACTERS)
 
 
 def decode(codes: torch.Tensor) -> str:
@@ -48,7 +48,7 @@ def decode(codes: torch.Tensor) -> str:
 
 
 def test_text_by_role(tmp_path: Path) -> None:
-    content = read_shakespeare(by_role(tmp_path), share=0.2)
+    content = _read_shakespeare(by_role(tmp_path), share=0.2)
     assert content.owner_names == ("HAMLET", "GHOST")
     assert content.owners is not None
     whole = "".join(f"{speech}\n" for speech in SAID["HAMLET"])
@@ -71,7 +71,7 @@ def test_plain_text_with_speakers(tmp_path: Path) -> None:
         tmp_path / "play.txt",
         "HAMLET:\nTo be, or not\r\nto be.\n\nGHOST:\nMark me.\n \n\nHAMLET:\nWords, words, words.\n\n\n",
     )
-    text, json_ = read_shakespeare(tmp_path), read_shakespeare(by_role(tmp_path / "b"))
+    text, json_ = _read_shakespeare(tmp_path), _read_shakespeare(by_role(tmp_path / "b"))
     assert text.owner_names == json_.owner_names
     assert torch.equal(text.train.x, json_.train.x)
     assert torch.equal(text.test.y, json_.test.y)
@@ -81,7 +81,7 @@ def test_leaf_files(tmp_path: Path) -> None:
     put(tmp_path / "train" / "a.json", leaf({"B": ([window("ab")], ["c"]), "EMPTY": ([], [])}))
     put(tmp_path / "train" / "b.json", leaf({"A": ([window("x"), window("xy")], ["y", "ø"])}, hierarchies=["P"]))
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("?")], ["!"]), "NEW": ([window("")], ["z"])}))
-    content = read_shakespeare(tmp_path)
+    content = _read_shakespeare(tmp_path)
     assert content.owner_names == ("B", "A")
     assert content.owners is not None
     assert content.owners.tolist() == [0, 1, 1]
@@ -99,19 +99,19 @@ def test_leaf_files_that_are_not_split_yet(tmp_path: Path) -> None:
         tmp_path / "data" / "all_data" / "all_data.json",
         leaf({"A": ([window(text[:i]) for i in range(10)], list(text))}),
     )
-    content = read_shakespeare(tmp_path, share=0.3)
+    content = _read_shakespeare(tmp_path, share=0.3)
     assert (decode(content.train.y), decode(content.test.y)) == (text[:7], text[7:])
 
 
 def test_roles_with_few_characters_are_left_out_of_both_parts(tmp_path: Path) -> None:
-    assert read_shakespeare(by_role(tmp_path), least=10).owner_names == ("HAMLET",)
+    assert _read_shakespeare(by_role(tmp_path), least=10).owner_names == ("HAMLET",)
     put(tmp_path / "train" / "a.json", leaf({"A": ([window("")] * 3, ["c"] * 3), "B": ([window("")], ["c"])}))
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("")], ["c"]), "B": ([window("")], ["c"])}))
-    content = read_shakespeare(tmp_path, least=4)
+    content = _read_shakespeare(tmp_path, least=4)
     assert content.owner_names == ("A",)
     assert (len(content.train), len(content.test)) == (3, 1)
     with pytest.raises(InputError, match="leaves no characters to train or to test with, when roles have 5 or more"):
-        read_shakespeare(tmp_path, least=5)
+        _read_shakespeare(tmp_path, least=5)
 
 
 def test_by_name_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,23 +119,23 @@ def test_by_name_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     put(tmp_path / "shakespeare" / "play.txt", "KING:\nSpeak. Speak. Speak.\n")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
-    assert load("shakespeare").owner_names == ("HAMLET", "GHOST")
-    thin = load("shakespeare:every=2,min=10,test=0.5")
+    assert load_dataset("shakespeare").owner_names == ("HAMLET", "GHOST")
+    thin = load_dataset("shakespeare:every=2,min=10,test=0.5")
     assert thin.owner_names == ("HAMLET",)
     assert (len(thin.train), len(thin.test)) == (10, 11)
-    again = load("shakespeare:every=2,min=10,test=0.5")  # from the cache
+    again = load_dataset("shakespeare:every=2,min=10,test=0.5")  # from the cache
     assert torch.equal(again.train.x, thin.train.x)
     assert (again.tokens, again.owner_names, again.shape) == (80, ("HAMLET",), (80,))
-    assert load("shakespeare:file=play.txt").owner_names == ("KING",)
+    assert load_dataset("shakespeare:file=play.txt").owner_names == ("KING",)
     with pytest.raises(InputError, match="unknown option of 'shakespeare' 'mim'; did you mean 'min'"):
-        load("shakespeare:mim=3")
+        load_dataset("shakespeare:mim=3")
 
 
 def test_a_file_outside_its_folder_is_not_read(tmp_path: Path) -> None:
     put(tmp_path / "secret.txt", "KING:\nSpeak.\n")
     (tmp_path / "shakespeare").mkdir()
     with pytest.raises(InputError, match=r"expected a file in"):
-        read_shakespeare(tmp_path / "shakespeare", file="../secret.txt")
+        _read_shakespeare(tmp_path / "shakespeare", file="../secret.txt")
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_broken_leaf_files(tmp_path: Path, content: Any, message: str) -> None:
     put(tmp_path / "train" / "a.json", content)
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("")], ["c"])}))
     with pytest.raises(InputError, match=message):
-        read_shakespeare(tmp_path)
+        _read_shakespeare(tmp_path)
 
 
 def test_a_user_in_two_files(tmp_path: Path) -> None:
     for name in ("train/a.json", "train/b.json", "test/a.json"):
         put(tmp_path / name, leaf({"A": ([window("")], ["c"])}))
     with pytest.raises(InputError, match=r"b\.json holds the user 'A', whom another file holds already"):
-        read_shakespeare(tmp_path)
+        _read_shakespeare(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -188,19 +188,19 @@ def test_a_user_in_two_files(tmp_path: Path) -> None:
 def test_broken_text_by_role(tmp_path: Path, content: Any, message: str) -> None:
     put(tmp_path / "by_role.json", content)
     with pytest.raises(InputError, match=message):
-        read_shakespeare(tmp_path)
+        _read_shakespeare(tmp_path)
 
 
 def test_text_without_speakers(tmp_path: Path) -> None:
     put(tmp_path / "a.txt", "Once upon a time")
     with pytest.raises(InputError, match="speech without a speaker, 'Once upon a time'; expected a line like HAMLET:"):
-        read_shakespeare(tmp_path)
+        _read_shakespeare(tmp_path)
     (tmp_path / "a.txt").write_bytes(b"KING:\n\xff\xfe")
     with pytest.raises(InputError, match="not UTF-8"):
-        read_shakespeare(tmp_path)
+        _read_shakespeare(tmp_path)
     put(tmp_path / "b.txt", "KING:\nSpeak.\n")
     with pytest.raises(InputError, match="say which with file=NAME"):
-        read_shakespeare(tmp_path)
+        _read_shakespeare(tmp_path)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -217,7 +217,7 @@ def test_damaged_files_are_refused_or_read_whole(tmp_path: Path, data: st.DataOb
         (tmp_path / part).mkdir(exist_ok=True)
         (tmp_path / part / "a.json").write_bytes(bytes(damaged))
     try:
-        content = read_shakespeare(tmp_path)
+        content = _read_shakespeare(tmp_path)
     except InputError:
         return
     assert content.owners is not None
@@ -228,7 +228,7 @@ def test_damaged_files_are_refused_or_read_whole(tmp_path: Path, data: st.DataOb
 
 @pytest.mark.data("shakespeare")
 def test_the_plays() -> None:
-    plays = load("shakespeare")
+    plays = load_dataset("shakespeare")
     assert (len(plays.owner_names), plays.classes) == (1070, 80)
     assert len(plays.train) + len(plays.test) == 4_176_369
     assert plays.owners is not None
@@ -237,4 +237,4 @@ def test_the_plays() -> None:
     assert plays.owner_names[0] == "ALLS_WELL_THAT_ENDS_WELL_COUNTESS"
     assert decode(plays.train.y[: len(first)]) == first
     assert "10 characters" in plays.notes[0]
-    assert len(load("shakespeare:min=5700,every=100").owner_names) == 240
+    assert len(load_dataset("shakespeare:min=5700,every=100").owner_names) == 240

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.config import Config, absolute_data, make_config
-from fedloom.data import load
-from fedloom.data.spec import Spec, parse
+from fedloom.config import Config, absolute_data_path, make_config
+from fedloom.data import load_dataset
+from fedloom.data.dataset import DatasetSpec, parse_dataset_name
 from fedloom.errors import InputError
 
 
 def test_the_parts_of_a_name() -> None:
-    spec = parse("table:some/people.csv, label = income,owner=a=b", takes_path=True)
+    spec = parse_dataset_name("table:some/people.csv, label = income,owner=a=b", takes_path=True)
     assert (spec.name, spec.path) == ("table", Path("some/people.csv"))
     assert spec.options == {"label": "income", "owner": "a=b"}
-    assert parse("shakespeare:min=3", takes_path=False).options == {"min": "3"}
-    assert parse("shakespeare", takes_path=False).options == {}
+    assert parse_dataset_name("shakespeare:min=3", takes_path=False).options == {"min": "3"}
+    assert parse_dataset_name("shakespeare", takes_path=False).options == {}
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_the_parts_of_a_name() -> None:
 )
 def test_names_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        parse(text, takes_path=True)
+        parse_dataset_name(text, takes_path=True)
 
 
-def spec(**options: str) -> Spec:
-    return Spec("table", None, options, [])
+def spec(**options: str) -> DatasetSpec:
+    return DatasetSpec("table", None, options, [])
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "1_0", "٣", "9999999999", "1e3"])
@@ -74,7 +74,7 @@ def test_an_option_that_nobody_takes() -> None:
 def test_any_name_is_read_or_refused_in_a_sentence(text: str) -> None:
     for takes_path in (True, False):
         try:
-            parsed = parse(f"table:{text}", takes_path)
+            parsed = parse_dataset_name(f"table:{text}", takes_path)
         except InputError:
             continue
         assert all(parsed.options.values())
@@ -84,12 +84,12 @@ def test_paths_in_a_config_are_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     named = make_config({"data": "table:d/people.csv,label=income,test=more.csv"})
     assert named.data == f"table:{tmp_path}/d/people.csv,label=income,test={tmp_path}/more.csv"
-    assert absolute_data("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
-    assert absolute_data("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
-    assert absolute_data(named.data) == named.data
+    assert absolute_data_path("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
+    assert absolute_data_path("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
+    assert absolute_data_path(named.data) == named.data
     for plain in ("digits", "shakespeare:file=a.txt", "table:", "hf", "~no-one"):
-        assert absolute_data(plain) == plain
-    assert absolute_data("table:~no-one/x.csv").endswith("/~no-one/x.csv")
+        assert absolute_data_path(plain) == plain
+    assert absolute_data_path("table:~no-one/x.csv").endswith("/~no-one/x.csv")
 
 
 def test_folders_are_called_after_the_data() -> None:
@@ -104,4 +104,4 @@ def test_folders_are_called_after_the_data() -> None:
 
 def test_an_unknown_kind() -> None:
     with pytest.raises(InputError, match="unknown data set 'tabel'; did you mean 'table'"):
-        load("tabel:x.csv,label=y")
+        load_dataset("tabel:x.csv,label=y")

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import Dataset, load
-from fedloom.data.columns import read_csv
-from fedloom.data.content import NOBODY
+from fedloom.data import Dataset, load_dataset
+from fedloom.data.dataset import NOBODY
+from fedloom.data.readers.columns import read_csv_columns
 from fedloom.errors import InputError
 
 PEOPLE = """age,job,income,site
@@ -32,7 +32,7 @@ def put(path: Path, text: str) -> Path:
 
 
 def table(path: Path, text: str, options: str = "label=income") -> Dataset:
-    return load(f"table:{put(path / 'people.csv', text)},{options}")
+    return load_dataset(f"table:{put(path / 'people.csv', text)},{options}")
 
 
 def rows_of(count: int, owners: int = 4) -> str:
@@ -142,7 +142,7 @@ def test_separators_quotes_marks_and_gzip(tmp_path: Path, separator: str) -> Non
     content = f'\ufeffa{separator}"b c"\r\n1{separator}"x{separator}""y""\r\nz"\r\n\r\n2{separator}w\r\n'
     path = tmp_path / "t.csv.gz"
     path.write_bytes(gzip.compress(content.encode()))
-    columns = read_csv(path)
+    columns = read_csv_columns(path)
     assert list(columns) == ["a", "b c"]
     assert np.array_equal(columns["a"], [1, 2])
     assert columns["b c"] == [f'x{separator}"y"\r\nz', "w"]
@@ -150,7 +150,7 @@ def test_separators_quotes_marks_and_gzip(tmp_path: Path, separator: str) -> Non
 
 @pytest.mark.parametrize("text", ["1_000", "0x10", "1,5", "١", "inf", "1e", "--1", "1-1", ".", "1 2"])
 def test_what_is_no_plain_number_is_a_word(tmp_path: Path, text: str) -> None:
-    columns = read_csv(put(tmp_path / "t.csv", f'x;y\n"{text}";1\n'))
+    columns = read_csv_columns(put(tmp_path / "t.csv", f'x;y\n"{text}";1\n'))
     assert columns["x"] == [text]
 
 
@@ -222,7 +222,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(PEOPLE.encode())[:-12])
     for name, message in (("bytes.csv", "not UTF-8"), ("cut.csv.gz", "cannot read"), ("", "is a folder")):
         with pytest.raises(InputError, match=message):
-            load(f"table:{tmp_path / name},label=b")
+            load_dataset(f"table:{tmp_path / name},label=b")
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -238,7 +238,7 @@ def test_any_table_is_read_or_refused(tmp_path: Path, rows: list[list[str]], quo
             file.write("\n".join(",".join(row) for row in rows))
     label = (rows[0][-1] if rows else "").strip() or "y"
     try:
-        data = load(f"table:{path},label={label},test=0.5")
+        data = load_dataset(f"table:{path},label={label},test=0.5")
     except InputError:
         return
     assert len(data.train) >= 1
@@ -255,7 +255,7 @@ def test_damaged_tables_are_refused_or_consistent(tmp_path: Path, data: st.DataO
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "t.csv").write_bytes(bytes(damaged))
     try:
-        found = load(f"table:{tmp_path / 't.csv'},label=income,owner=site")
+        found = load_dataset(f"table:{tmp_path / 't.csv'},label=income,owner=site")
     except InputError:
         return
     assert found.owners is not None
@@ -285,7 +285,7 @@ class TestParquet:
         }
         self.write(tmp_path / "people.parquet", columns)
         ours, theirs = (
-            load(f"table:{tmp_path / f'people.{kind}'},label=income,owner=site") for kind in ("parquet", "csv")
+            load_dataset(f"table:{tmp_path / f'people.{kind}'},label=income,owner=site") for kind in ("parquet", "csv")
         )
         assert torch.equal(ours.train.x, theirs.train.x)
         assert torch.equal(ours.test.y, theirs.test.y)
@@ -295,15 +295,15 @@ class TestParquet:
         pytest.importorskip("pyarrow")
         base = {"x": list(range(8)), "flag": [True, False] * 4}
         floats = self.write(tmp_path / "a.parquet", {**base, "y": [float(i % 2) for i in range(8)]})
-        assert load(f"table:{floats},label=y").classes == 0
-        assert load(f"table:{floats},label=flag").class_names == ("False", "True")
+        assert load_dataset(f"table:{floats},label=y").classes == 0
+        assert load_dataset(f"table:{floats},label=flag").class_names == ("False", "True")
         whole = self.write(tmp_path / "b.parquet", {**base, "y": [i % 2 for i in range(8)]})
-        assert load(f"table:{whole},label=y").shape == (2,)
+        assert load_dataset(f"table:{whole},label=y").shape == (2,)
 
     def test_lists_and_dates_are_refused_by_name(self, tmp_path: Path) -> None:
         path = self.write(tmp_path / "a.parquet", {"x": [[1], [2]], "z": [1, 2], "y": [0, 1]})
         with pytest.raises(InputError, match=r"values of type list<.*> in column 'x'; leave it out with drop=x"):
-            load(f"table:{path},label=y")
+            load_dataset(f"table:{path},label=y")
 
     def test_a_damaged_file(self, tmp_path: Path) -> None:
         path = self.write(tmp_path / "a.parquet", {"x": [1, 2, 3], "y": [0, 1, 0]})
@@ -317,13 +317,13 @@ class TestParquet:
         ):
             path.write_bytes(content)
             with pytest.raises(InputError, match=r"a\.parquet is truncated or broken"):
-                load(f"table:{path},label=y")
+                load_dataset(f"table:{path},label=y")
 
     def test_without_pyarrow_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = put(tmp_path / "a.parquet", "anything")
         monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
         with pytest.raises(InputError, match=r"only be read with pyarrow: pip install 'fedloom\[tables\]'"):
-            load(f"table:{path},label=y")
+            load_dataset(f"table:{path},label=y")
 
 
 def test_named_columns_are_refused_where_they_are_dropped_and_named(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fedloom
-from fedloom import Federation
-from fedloom.data import Augment, Prepare, Samples
-from fedloom.engines import CudaEngine, PlainEngine
-from fedloom.engines.host import available as can_fork
+from fedloom import FederatedDataset
+from fedloom.data import Augment, InputTransform, Samples
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.multiprocess.engine import multiprocess_engine_available as can_fork
+from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import InputError
 
 WORDS, LENGTH = 12, 5
@@ -37,8 +38,8 @@ def texts(count: int, seed: int, kind: type[np.generic] = np.int64) -> tuple[np.
     return x, (x.sum(axis=1) > WORDS * LENGTH / 2).astype(np.int64)
 
 
-def federation(**more: object) -> Federation:
-    return Federation.from_arrays([texts(30, k) for k in range(4)], test=texts(60, 9), **more)  # type: ignore[arg-type]
+def federation(**more: object) -> FederatedDataset:
+    return FederatedDataset.from_arrays([texts(30, k) for k in range(4)], test=texts(60, 9), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
@@ -55,20 +56,20 @@ def test_prepare_makes_int64_of_every_integer(kind: torch.dtype) -> None:
 
 def test_large_tokens_are_not_rounded() -> None:
     x = torch.tensor([[2**53 + 1, 2**24 + 1]])
-    assert torch.equal(Prepare.identity()(x), x)
-    assert Prepare.identity()(x) is x  # nothing was copied
+    assert torch.equal(InputTransform.identity()(x), x)
+    assert InputTransform.identity()(x) is x  # nothing was copied
 
 
 def test_truth_values_and_images_are_no_tokens() -> None:
     labels = torch.zeros(2, dtype=torch.int64)
     assert not Samples(torch.zeros(2, 3, dtype=torch.bool), labels).are_tokens
     assert not Samples(torch.zeros(2, 4, 4, 1, dtype=torch.uint8), labels).are_tokens
-    assert Prepare.identity()(torch.ones(2, 3, dtype=torch.bool)).dtype == torch.float32
+    assert InputTransform.identity()(torch.ones(2, 3, dtype=torch.bool)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int64])
 def test_own_integers_are_tokens(kind: type[np.generic]) -> None:
-    made = Federation.from_arrays([texts(4, 0, kind), texts(3, 1)], test=texts(2, 2, kind))
+    made = FederatedDataset.from_arrays([texts(4, 0, kind), texts(3, 1)], test=texts(2, 2, kind))
     assert made.client(0).x.dtype == made.client(1).x.dtype == torch.int64
     assert np.array_equal(made.client(0).x.numpy(), texts(4, 0)[0])
     assert made.test is not None
@@ -79,20 +80,20 @@ def test_own_integers_are_tokens(kind: type[np.generic]) -> None:
 
 def test_own_data_sets_of_tokens() -> None:
     x, y = (torch.from_numpy(values) for values in texts(4, 0))
-    made = Federation.from_datasets([TensorDataset(x.int(), y)], classes=2)
+    made = FederatedDataset.from_datasets([TensorDataset(x.int(), y)], classes=2)
     assert torch.equal(made.client(0).x, x)
     assert made.client(0).x.dtype == torch.int64
 
 
 def test_own_truth_values_and_floats_are_float32() -> None:
     for x in (np.ones((2, 3), np.bool_), np.ones((2, 3), np.float64)):
-        assert Federation.from_arrays([(x, np.array([0, 1]))]).client(0).x.dtype == torch.float32
+        assert FederatedDataset.from_arrays([(x, np.array([0, 1]))]).client(0).x.dtype == torch.float32
 
 
 def test_tokens_and_floats_do_not_mix() -> None:
     x, y = texts(3, 0)
     with pytest.raises(InputError, match=r"client 1 has inputs of type torch\.float32 .* expected torch\.int64"):
-        Federation.from_arrays([(x, y), (x.astype(np.float32), y)])
+        FederatedDataset.from_arrays([(x, y), (x.astype(np.float32), y)])
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.uint8])
@@ -134,13 +135,13 @@ def test_the_cuda_engine_takes_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path:
         def make(shop: object, *_: object) -> object:
             return engine(shop, "cpu")
 
-        monkeypatch.setattr("fedloom.devices.PlainEngine", make)
-        monkeypatch.setattr("fedloom.experiment.engine_class", lambda *_: PlainEngine)
+        monkeypatch.setattr("fedloom.engines.registry.SequentialEngine", make)
+        monkeypatch.setattr("fedloom.runs.build.choose_engine", lambda *_: SequentialEngine)
         settings = {"rounds": 2, "epochs": 1, "lr": 0.5, "batch_size": 8, "report": False}
         out = tmp_path / engine.__name__
         return fedloom.run(data=federation(), model=Reader, engine="plain", out=out, **settings).digest
 
-    assert run(CudaEngine) == run(PlainEngine)
+    assert run(CudaEngine) == run(SequentialEngine)
 
 
 def test_the_largest_token_is_tried_before_a_run(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_the_largest_token_is_tried_before_a_run(tmp_path: Path) -> None:
     x, y = texts(30, 0)
     x[:, :] %= 3
     x[-1, -1] = WORDS - 1
-    made = Federation.from_arrays([(x, y)], test=(x, y))
+    made = FederatedDataset.from_arrays([(x, y)], test=(x, y))
     with pytest.raises(InputError, match="cannot be trained on 'own'"):
         fedloom.run(data=made, model=lambda: Reader(WORDS - 1), out=tmp_path / "run")
     fedloom.run(data=made, model=Reader, rounds=1, out=tmp_path / "run", report=False)

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.config import make_config
-from fedloom.data import PooledFederation, Prepare, Samples
-from fedloom.engines import CudaEngine
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment, build
-from fedloom.models import build as build_model
-from fedloom.models.batch_norm import BatchNorm2d
-from fedloom.models.pooling import LargestPool2d, MeanPool2d, PooledConv2d
-from fedloom.request import Own
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.data import InputTransform, PartitionedDataset, Samples
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.models import build_model
+from fedloom.models.layers.norms import BatchNorm2d
+from fedloom.models.layers.pooling import AvgPool2x2, MaxPool2x2, PooledConv2d
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.resolve import UserObjects
 
 SIZES = (95, 70, 46, 33)
 BATCH, LR, MOMENTUM = 20, 0.01, 0.5
@@ -41,24 +41,24 @@ def in_double(module: nn.Module) -> nn.Module:
     return module
 
 
-def federation(model: str) -> PooledFederation:
+def federation(model: str) -> PartitionedDataset:
     """Four clients of different sizes: noise around an image for each class, or rows of characters."""
     count, draw = sum(SIZES), torch.Generator().manual_seed(3)
     y = torch.arange(count) % 10
     if model.startswith("lstm"):
         x = torch.randint(0, 80, (count, 20), generator=draw)
         y = x[:, -1] % 10
-        given: dict[str, Any] = {"prepare": Prepare.identity(), "tokens": 80}
+        given: dict[str, Any] = {"prepare": InputTransform.identity(), "tokens": 80}
     else:
         patterns = torch.randint(40, 216, (10, 8, 8, 3), generator=draw).repeat_interleave(4, 1).repeat_interleave(4, 2)
         x = (patterns[y] + torch.randint(-40, 40, (count, 32, 32, 3), generator=draw)).to(torch.uint8)
-        given = {"prepare": Prepare((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))}
+        given = {"prepare": InputTransform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))}
     ends = np.cumsum(SIZES)
     parts = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
-    return PooledFederation(Samples(x, y), parts, classes=10, test=Samples(x[:50], y[:50]), name="made up", **given)
+    return PartitionedDataset(Samples(x, y), parts, classes=10, test=Samples(x[:50], y[:50]), name="made up", **given)
 
 
-def experiment_of(model: str, device: str, double: bool, **settings: Any) -> Experiment:
+def experiment_of(model: str, device: str, double: bool, **settings: Any) -> BuiltRun:
     """FedAvg with this network, at the plain engine on this device."""
     data = federation(model)
 
@@ -71,23 +71,25 @@ def experiment_of(model: str, device: str, double: bool, **settings: Any) -> Exp
         "epochs": 1, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM, "engine": "plain", "device": device,
         "precision": "fp32", "channels_last": False,
     }  # fmt: skip
-    return build(make_config(values | settings), Own(data, make))
+    return build_run(make_config(values | settings), UserObjects(data, make))
 
 
-def jobs_of(experiment: Experiment) -> list[Job]:
+def jobs_of(experiment: BuiltRun) -> list[ClientTask]:
     return list(experiment.rounds.parts.server.dispatch(0, list(range(len(SIZES)))))
 
 
-def trained(engine: Any, jobs: list[Job]) -> list[Tensor]:
+def trained(engine: Any, jobs: list[ClientTask]) -> list[Tensor]:
     """The clients' models after one round."""
     rows = []
     for answer in engine.train(0, jobs):
-        assert isinstance(answer, Update), answer
+        assert isinstance(answer, ClientUpdate), answer
         rows.append(answer.row.clone())
     return rows
 
 
-def trained_at_once(experiment: Experiment, jobs: list[Job], device: str, slots: int = 0) -> tuple[list[Tensor], int]:
+def trained_at_once(
+    experiment: BuiltRun, jobs: list[ClientTask], device: str, slots: int = 0
+) -> tuple[list[Tensor], int]:
     """The same by the CUDA engine, the second time that it trains these clients, and the steps that it replayed."""
     with CudaEngine(experiment.engine.shop, device, slots) as engine:
         trained(engine, jobs)
@@ -103,7 +105,7 @@ class ConvThenPool(nn.Conv2d):
 
 
 TORCHS = {
-    PooledConv2d: ConvThenPool, LargestPool2d: nn.MaxPool2d, MeanPool2d: nn.AvgPool2d, BatchNorm2d: nn.BatchNorm2d
+    PooledConv2d: ConvThenPool, MaxPool2x2: nn.MaxPool2d, AvgPool2x2: nn.AvgPool2d, BatchNorm2d: nn.BatchNorm2d
 }  # fmt: skip
 """Layers of ours, and what others would use in their places."""
 
@@ -115,7 +117,7 @@ def with_torchs_layers(module: nn.Module) -> nn.Module:
     return module
 
 
-def trained_by_a_loop(experiment: Experiment, jobs: list[Job], device: str) -> list[Tensor]:
+def trained_by_a_loop(experiment: BuiltRun, jobs: list[ClientTask], device: str) -> list[Tensor]:
     """The same as anyone would write it: a module, torch.optim, one client after the other."""
     shop, rows = experiment.engine.shop.workshop, []
     module = with_torchs_layers(experiment.rounds.context.make_module().to(device))
@@ -125,8 +127,8 @@ def trained_by_a_loop(experiment: Experiment, jobs: list[Job], device: str) -> l
         module.load_state_dict(experiment.layout.state_dict(job.row))
         module.train()
         optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)
-        order = torch.from_numpy(Streams(0).numpy("batches", 0, job.client).permutation(len(x))).to(device)
-        with Streams(0).globally("noise", 0, job.client, device):  # the seed of dropout
+        order = torch.from_numpy(RngStreams(0).numpy("batches", 0, job.client).permutation(len(x))).to(device)
+        with RngStreams(0).globally("noise", 0, job.client, device):  # the seed of dropout
             for low in range(0, len(x), BATCH):
                 at = order[low : low + BATCH]
                 optimizer.zero_grad()

@@ -32,18 +32,19 @@ from torch import Tensor
 
 from benches import Counting
 from fake_graphs import FakeGraphTape
-from fedloom.bench import Batch, Bench
-from fedloom.engines import CudaEngine
-from fedloom.engines.likeness import Parts
-from fedloom.engines.slot import SlotBench
-from fedloom.exchange import Job, Lost, Update
-from fedloom.experiment import Experiment
-from fedloom.methods import Local, Method, Options, catalogue, register
-from fedloom.methods.catalogue import BUILT_IN
+from fedloom.core.rng import RngStreams
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.devices.cuda_graphs import _CapturedGraph, _GraphOwner
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.cuda.graph_key import GraphKeyStep
+from fedloom.engines.cuda.slot import CudaSlot
+from fedloom.methods import Client, Method, Options, register, registry
 from fedloom.methods.dynafed import DynaFedRefiner
-from fedloom.small_runs import SmallFederation, small_experiment
-from fedloom.streams import Streams
-from fedloom.tapes import Player, Recording
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 HERE = Path(__file__).parent
 STORED, RENAMES = HERE / "cuda_golden.json", HERE / "cuda_renames.toml"
@@ -53,15 +54,15 @@ ROUNDS = 3
 class Run(NamedTuple):
     """How a run is made."""
 
-    make: Callable[[], Experiment]
+    make: Callable[[], BuiltRun]
     devices: Sequence[str] = ("cpu",)
     change: Callable[[Any], Any] = lambda shop: shop
 
 
-class Reading(Local[Options]):
+class Reading(Client[Options]):
     """Its step reads every host value that a recording can depend on."""
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         factor = bench.lr + 0.01 * (bench.round + bench.client + bench.first_visit + bench.training.epochs)
         held = bench.validation
         loss = bench.loss(batch) + bench.loss(Batch(held.x[:2], held.y[:2]))
@@ -71,56 +72,56 @@ class Reading(Local[Options]):
         return loss
 
 
-class Lending(Local[Options]):
+class Lending(Client[Options]):
     """Its step uses a buffer."""
 
-    def train(self, bench: Bench) -> Iterator[Any]:
+    def train(self, bench: LocalTrainer) -> Iterator[Any]:
         bench.buffer("sum", bench.weights.numel()).zero_()
         yield from super().train(bench)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = super().step(bench, batch)
         bench.buffer("sum", bench.weights.numel()).add_(bench.weights)
         return loss
 
 
-class Asking(Local[Options]):
+class Asking(Client[Options]):
     """Its step asks how many steps were taken, so it is never recorded."""
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         bench.gradient.fill_(bench.steps)
         return super().step(bench, batch)
 
 
-class Holding(Local[Options]):
+class Holding(Client[Options]):
     """Its step uses a number that it keeps itself."""
 
-    def train(self, bench: Bench) -> Iterator[Any]:
+    def train(self, bench: LocalTrainer) -> Iterator[Any]:
         self.factor = 1.0 + bench.round
         yield from super().train(bench)
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         bench.gradient.mul_(self.factor)
 
 
 OWN = {"own reading": Reading, "own lending": Lending, "own asking": Asking, "own holding": Holding}
 
 
-def small(method: str, options: dict[str, Any] | None = None, **settings: Any) -> Experiment:
+def small(method: str, options: dict[str, Any] | None = None, **settings: Any) -> BuiltRun:
     options = options or ({method: QUICK[method]} if method in QUICK else {})
     values = {
         "rounds": ROUNDS, "per_round": 8, "batch_size": 4, "momentum": 0.5, "lr_decay": 0.9, "lost": 0.1, "seed": 3,
         **settings,
     }  # fmt: skip
-    return small_experiment(method, options, **values)
+    return build_small_run(method, options, **values)
 
 
-def own(name: str, **settings: Any) -> Experiment:
+def own(name: str, **settings: Any) -> BuiltRun:
     register(Method("own", "", "", local=OWN[name]))
     return small("own", **settings)
 
 
-def images(**settings: Any) -> Experiment:
+def images(**settings: Any) -> BuiltRun:
     return experiment_of("lenet", "cpu", double=False, rounds=ROUNDS, **settings)
 
 
@@ -133,7 +134,7 @@ RUNS: dict[str, Run] = {name: Run(partial(small, name)) for name in sorted(BUILT
     "fedavg remembering": Run(partial(small, "fedavg", keep_optimizer=True)),
     "fedavg dropout": Run(partial(small, "fedavg", model=partial(dense, 0.5))),
     "fedavg buffers": Run(partial(small, "fedavg", model=partial(Counting, "anew", False))),
-    "fedavg one sample": Run(partial(small, "fedavg", federation=SmallFederation({0: 1, 1: 5}))),
+    "fedavg one sample": Run(partial(small, "fedavg", federation=SmallFederatedDataset({0: 1, 1: 5}))),
     "fedavg pooled": Run(partial(small, "fedavg"), change=pooled),
     "scaffold on two": Run(partial(small, "scaffold"), devices=("cpu", "cpu")),
     "fedcross+fedprox": Run(partial(small, "fedcross+fedprox")),
@@ -187,9 +188,9 @@ class ListeningTape(FakeGraphTape):
         self._notes = notes
         self.step = ""
 
-    def capture(self, body: Callable[[], None], player: Player) -> Any:
-        found: Recording = super().capture(body, player)
-        if isinstance(player, SlotBench):
+    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Any:
+        found: _CapturedGraph = super().capture(body, player)
+        if isinstance(player, CudaSlot):
             assert player.listening is not None
             self._notes.steps[self.step]["reads"].update(player.listening)
         return found
@@ -200,9 +201,9 @@ class WatchedEngine(CudaEngine):
 
     notes: Notes
 
-    def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         for answer in super().train(round, jobs):
-            assert isinstance(answer, Update), answer
+            assert isinstance(answer, ClientUpdate), answer
             self.notes.say(answer.client, answer.samples, answer.steps, answer.loss, answer.finite, answer.row)
             self.notes.say(*answer.extras.values(), *answer.home.values())
             yield answer
@@ -217,7 +218,7 @@ def is_address(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 4 and isinstance(value[-1], torch.dtype)
 
 
-def note_key(notes: Notes, slot: SlotBench, step: Parts, key: Any) -> None:
+def note_key(notes: Notes, slot: CudaSlot, step: GraphKeyStep, key: Any) -> None:
     """What of a replay key is the same on every machine: numbers of torch's own layers are not."""
     state, (own, enclosed, _numbers, _criterion) = key
     _addresses, names, *_modes = state
@@ -231,25 +232,25 @@ def note_key(notes: Notes, slot: SlotBench, step: Parts, key: Any) -> None:
 def observed(name: str) -> tuple[dict[str, Any], str]:
     """What the stored file says of this run on this machine."""
     notes, run = Notes(), RUNS[name]
-    key, all_of = Streams.key, SlotBench._all_of
+    key, all_of = RngStreams.key, CudaSlot._all_of
 
-    def noted_key(self: Streams, purpose: str, round: int = 0, client: int = 0) -> int:
+    def noted_key(self: RngStreams, purpose: str, round: int = 0, client: int = 0) -> int:
         notes.draws.add((purpose, round, client))
         return key(self, purpose, round, client)
 
-    def noted_all(self: SlotBench, step: Parts) -> Any:
+    def noted_all(self: CudaSlot, step: GraphKeyStep) -> Any:
         found = all_of(self, step)
         note_key(notes, self, step, found)
         return found
 
-    known = catalogue.methods()
+    known = registry.methods()
     with ExitStack() as changed:
         for whose, module in (("slots", "engines.slot"), ("judge", "engines.judge"), ("sweep", "methods.sweep")):
             changed.enter_context(patch(f"fedloom.{module}.make_tape", partial(notes.make_tape, whose)))
-        changed.enter_context(patch("fedloom.tapes.CHECK_ALL", False))
+        changed.enter_context(patch("fedloom.devices.cuda_graphs.CHECK_ALL", False))
         changed.enter_context(patch.object(DynaFedRefiner, "_replays", lambda _: True))
-        changed.enter_context(patch.object(Streams, "key", noted_key))
-        changed.enter_context(patch.object(SlotBench, "_all_of", noted_all))
+        changed.enter_context(patch.object(RngStreams, "key", noted_key))
+        changed.enter_context(patch.object(CudaSlot, "_all_of", noted_all))
         experiment = changed.enter_context(run.make().engine_closed())
         engine = WatchedEngine(run.change(experiment.engine.shop), run.devices, 2)
         engine.notes, experiment.rounds.engine = notes, engine
@@ -262,8 +263,8 @@ def observed(name: str) -> tuple[dict[str, Any], str]:
             notes.say(deployed, score.loss, score.hits.tolist(), score.count, record.get("personal_accuracy_mean"))
         told = notes.told()
         engine.close()
-    catalogue._methods.clear()
-    catalogue._methods.update(known)
+    registry._methods.clear()
+    registry._methods.update(known)
     return told, notes.hash.hexdigest()
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from fake_graphs import FakeGraphTape
-from fedloom.engines import CudaEngine
-from fedloom.experiment import Experiment
-from fedloom.methods.catalogue import BUILT_IN
-from fedloom.rows import Kind
-from fedloom.small_runs import small_experiment
+from fedloom.core.layout import TensorKind
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run
 
 ROUNDS = 3
 QUICK: dict[str, dict[str, Any]] = {
@@ -27,12 +27,12 @@ QUICK: dict[str, dict[str, Any]] = {
 """Options that save time, or let a method do in three rounds what it does later."""
 
 
-def made(name: str, engine: str = "plain") -> Experiment:
+def made(name: str, engine: str = "plain") -> BuiltRun:
     settings = {"engine": engine, "workers": 2, "rounds": ROUNDS, "per_round": 6, "lr_decay": 0.9}
-    return small_experiment(name, {name: QUICK[name]} if name in QUICK else {}, **settings)
+    return build_small_run(name, {name: QUICK[name]} if name in QUICK else {}, **settings)
 
 
-def rounds_of(experiment: Experiment) -> list[Tensor]:
+def rounds_of(experiment: BuiltRun) -> list[Tensor]:
     """The deployed model after each round, and what clients with models of their own make of it."""
     rows = []
     for round in range(ROUNDS):
@@ -59,8 +59,8 @@ def test_recorded_steps_on_slots_do_what_the_plain_engine_does(name: str, monkey
     """The CUDA engine's logic on the CPU, with recordings that keep addresses and numbers, as CUDA graphs do."""
     with made(name).engine_closed() as plain:
         expected = rounds_of(plain)
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", lambda *_: FakeGraphTape())
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", lambda *_: FakeGraphTape())
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
     with made(name).engine_closed() as experiment:
         engine = experiment.rounds.engine = CudaEngine(experiment.engine.shop, "cpu", 2)
         found, layout = rounds_of(experiment), experiment.layout
@@ -68,5 +68,5 @@ def test_recorded_steps_on_slots_do_what_the_plain_engine_does(name: str, monkey
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5, equal_nan=True)
         if ours.dim():
-            pairs = (layout.views(row, Kind.INTEGER) for row in (ours, theirs))
+            pairs = (layout.views(row, TensorKind.INTEGER) for row in (ours, theirs))
             assert all(torch.equal(mine, other) for mine, other in zip(*pairs, strict=True))

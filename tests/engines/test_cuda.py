@@ -10,15 +10,17 @@ from agreement import apart, experiment_of, jobs_of, trained_at_once, trained_by
 from torch import Tensor, nn
 
 from fake_graphs import fake_tape
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.data import Federation, PooledFederation, Prepare, Samples
-from fedloom.engines import CudaEngine, Shop
-from fedloom.engines.slot import SlotBench
-from fedloom.exchange import Job, Lost, Update
-from fedloom.experiment import Experiment
-from fedloom.methods import Local, Method, Options, methods, register
-from fedloom.small_runs import SmallFederation, small_experiment
-from fedloom.tapes import Tape
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.data import FederatedDataset, InputTransform, PartitionedDataset, Samples
+from fedloom.devices.cuda_graphs import EagerRunner
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.cuda.slot import CudaSlot
+from fedloom.methods import Client, Method, Options, methods, register
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run
+from fedloom.training.batches import Batch
+from fedloom.training.local_training import EngineContext
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 LOCALS = [name for name, method in methods().items() if method.local is not None]
 
@@ -26,21 +28,21 @@ LOCALS = [name for name, method in methods().items() if method.local is not None
 @pytest.fixture(autouse=True)
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all clients in turn from the beginning: these clients have few."""
-    monkeypatch.setattr("fedloom.engines.cuda.LEAD", 0)
+    monkeypatch.setattr("fedloom.engines.cuda.engine.LEAD", 0)
 
 
 def dense(dropout: float = 0.0) -> nn.Module:
-    width = int(np.prod(SmallFederation().shape))
+    width = int(np.prod(SmallFederatedDataset().shape))
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 20), nn.Dropout(dropout), nn.ReLU(), nn.Linear(20, 10))
 
 
-def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:
+def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
     companion = experiment.rounds.parts.companion
     jobs = experiment.rounds.parts.server.dispatch(0, clients)
-    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
+    return [ClientTask(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
 
 
-def cuda_of(experiment: Experiment, slots: int = 0) -> CudaEngine:
+def cuda_of(experiment: BuiltRun, slots: int = 0) -> CudaEngine:
     """The engine with the same clients, on the CPU."""
     return CudaEngine(experiment.engine.shop, "cpu", slots)
 
@@ -48,10 +50,10 @@ def cuda_of(experiment: Experiment, slots: int = 0) -> CudaEngine:
 Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, float]
 
 
-def answers(engine: object, jobs: list[Job], round: int = 0) -> list[Answer]:
+def answers(engine: object, jobs: list[ClientTask], round: int = 0) -> list[Answer]:
     result = []
     for u in engine.train(round, jobs):  # type: ignore[attr-defined]
-        assert isinstance(u, Update), u
+        assert isinstance(u, ClientUpdate), u
         extras, home = ({k: v.clone() for k, v in group.items()} for group in (u.extras, u.home))
         result.append((u.client, u.row.clone(), extras, home, u.samples, u.steps, u.loss))
     return result
@@ -73,7 +75,7 @@ def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -
 @pytest.mark.parametrize("method", LOCALS)
 def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> None:
     clients = [5, 0, 7, 2, 1, 6]
-    with small_experiment(method, {}, engine="plain", per_round=8, momentum=0.5, lr_decay=0.9).engine_closed() as plain:
+    with build_small_run(method, {}, engine="plain", per_round=8, momentum=0.5, lr_decay=0.9).engine_closed() as plain:
         for round in (0, 1):  # the second shows what a slot keeps from the first
             jobs = jobs_for(plain, clients[round:])
             expected = answers(plain.engine, jobs, round)
@@ -85,10 +87,10 @@ def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> No
 @pytest.mark.parametrize("method", LOCALS)
 def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With recordings that keep addresses and numbers, as CUDA graphs do."""
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
     settings = {"engine": "plain", "per_round": 8, "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
-    with small_experiment(method, {}, **settings).engine_closed() as plain:
+    with build_small_run(method, {}, **settings).engine_closed() as plain:
         engine = cuda_of(plain, 2)
         for round in range(3):
             jobs = jobs_for(plain, [5, 0, 7, 2, 1, 6])
@@ -113,26 +115,26 @@ def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.Mon
 def test_every_way_to_train_is_the_same(settings: dict[str, object]) -> None:
     if "model" in settings:
         settings = {**settings, "model": dense}
-    with small_experiment("fedavg", {}, engine="plain", **settings).engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain", **settings).engine_closed() as plain:
         jobs = jobs_for(plain, list(range(8)))
         assert_alike(answers(cuda_of(plain, 3), jobs), answers(plain.engine, jobs))
 
 
 def test_interleaved_clients_draw_as_if_they_were_alone() -> None:
     """Dropout knows only torch's global generator, which all clients share."""
-    with small_experiment("fedavg", {}, engine="plain", model=lambda: dense(0.5)).engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain", model=lambda: dense(0.5)).engine_closed() as plain:
         jobs = jobs_for(plain, [0, 1, 2, 3, 4])
         before = torch.get_rng_state()
         assert_alike(answers(cuda_of(plain, 3), jobs), answers(plain.engine, jobs), rtol=1e-6)
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def pooled(shop: Shop) -> Shop:
+def pooled(shop: EngineContext) -> EngineContext:
     """The same clients, out of one pool."""
     given = shop.federation
     clients = [given.client(k) for k in range(len(given))]
     ends = np.cumsum([len(c) for c in clients])
-    pool = PooledFederation(
+    pool = PartitionedDataset(
         Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients])),
         [np.arange(end - len(c), end) for end, c in zip(ends, clients, strict=True)],
         classes=given.classes,
@@ -144,7 +146,7 @@ def pooled(shop: Shop) -> Shop:
 
 def test_samples_may_come_from_anywhere() -> None:
     """Clients of a pool are gathered on the device, others are brought there."""
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [4, 0, 1, 2])
         expected = answers(plain.engine, jobs)
         for shop in (plain.engine.shop, pooled(plain.engine.shop)):
@@ -152,7 +154,7 @@ def test_samples_may_come_from_anywhere() -> None:
 
 
 def test_it_scores_as_the_plain_engine_does() -> None:
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         row = plain.rounds.parts.server.deploy()
         ours, theirs = cuda_of(plain).score(row), plain.engine.score(row)
         assert ours is not None
@@ -167,16 +169,16 @@ def test_it_scores_as_the_plain_engine_does() -> None:
 
 @pytest.mark.parametrize("lead", [0, 1, 2])
 def test_clients_get_steps_before_the_next_is_seated(lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.cuda.LEAD", lead)
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 1)
-    taken, take = list[int](), SlotBench._take
+    monkeypatch.setattr("fedloom.engines.cuda.engine.LEAD", lead)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 1)
+    taken, take = list[int](), CudaSlot._take
 
-    def noted(self: SlotBench, *given: object) -> None:
+    def noted(self: CudaSlot, *given: object) -> None:
         taken.append(self.host["client"])
         take(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SlotBench, "_take", noted)
-    with small_experiment("fedavg", {}, engine="plain", steps=6).engine_closed() as plain:
+    monkeypatch.setattr(CudaSlot, "_take", noted)
+    with build_small_run("fedavg", {}, engine="plain", steps=6).engine_closed() as plain:
         list(cuda_of(plain, 3).train(0, jobs_for(plain, [0, 1, 2])))
     first, second, third = dict.fromkeys(taken)
     begun, left = 1 + lead, 5 - lead  # those who are seated get one more whenever another is
@@ -196,45 +198,45 @@ def test_clients_get_steps_before_the_next_is_seated(lead: int, monkeypatch: pyt
 def test_it_knows_that_an_answer_is_finite(method: str, field: str, number: float, known: bool) -> None:
     """Where it is not sure, because the sum of finite numbers overflows, somebody else has to look."""
 
-    def train(bench: Bench) -> Iterator[Pass]:
+    def train(bench: LocalTrainer) -> Iterator[LocalSteps]:
         place = bench.row if field == "row" else next(iter(getattr(bench, field).values()))
         place[:2] = number
         yield from ()
 
-    with small_experiment(method, {}, engine="plain").engine_closed() as plain:
+    with build_small_run(method, {}, engine="plain").engine_closed() as plain:
         shop = replace(plain.engine.shop, train=train, train_apart=None)
         (update,) = CudaEngine(shop, "cpu").train(0, jobs_for(plain, [0]))
-        assert isinstance(update, Update)
+        assert isinstance(update, ClientUpdate)
         assert update.finite is known
 
 
-class Failing(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step, steps=1)
+class Failing(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step, steps=1)
         if bench.client == 2:
             raise RuntimeError("out of luck")
-        yield Pass(self.step, steps=1)
+        yield LocalSteps(self.step, steps=1)
 
 
 def test_a_client_that_fails_is_lost_and_the_others_are_not() -> None:
     register(Method("failing", "", "", local=Failing))
-    with small_experiment("failing", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("failing", {}, engine="plain").engine_closed() as plain:
         found = list(cuda_of(plain, 2).train(0, jobs_for(plain, [0, 2, 1])))
-        assert [type(a) for a in found] == [Update, Lost, Update]
-        assert isinstance(found[1], Lost)
+        assert [type(a) for a in found] == [ClientUpdate, ClientFailure, ClientUpdate]
+        assert isinstance(found[1], ClientFailure)
         assert found[1].reason == "RuntimeError: out of luck"
 
 
 def test_where_memory_is_short_there_are_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = SlotBench._take
+    take = CudaSlot._take
 
-    def short(self: SlotBench, *given: object) -> None:
+    def short(self: CudaSlot, *given: object) -> None:
         if len(engine.slots) > 2:
             raise torch.OutOfMemoryError("out of memory")
         take(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SlotBench, "_take", short)
-    with small_experiment("scaffold", {}, engine="plain").engine_closed() as plain:
+    monkeypatch.setattr(CudaSlot, "_take", short)
+    with build_small_run("scaffold", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6])
         expected = answers(plain.engine, jobs)
         engine = cuda_of(plain)
@@ -243,18 +245,18 @@ def test_where_memory_is_short_there_are_fewer_slots(monkeypatch: pytest.MonkeyP
 
 
 def test_answers_wait_their_turn_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.gpu.RESULT_MEMORY", 1)
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    monkeypatch.setattr("fedloom.engines.cuda.device.RESULT_MEMORY", 1)
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6, 7] * 2)
         engine = cuda_of(plain, 2)
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
         assert engine.gpus[0].make_room(16) == 4
 
 
-class Recording(Tape):
+class Recording(EagerRunner):
     """Plays like a recording: it keeps the host values that a step saw when it was recorded."""
 
-    def __init__(self, bench: SlotBench) -> None:
+    def __init__(self, bench: CudaSlot) -> None:
         super().__init__()
         self.bench, self.reads = bench, set[str]()
         self.keys = set[object]()
@@ -270,17 +272,17 @@ class Recording(Tape):
         self.refused.add(reason)
 
 
-def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recording, SlotBench]:
+def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recording, CudaSlot]:
     """What a slot that serves these clients has to record."""
 
-    class Own(Local[Options]):
+    class Own(Client[Options]):
         pass
 
     Own.step = step  # type: ignore[assignment, method-assign]
     register(Method("recorded", "", "", local=Own))
-    with small_experiment("recorded", {}, engine="plain", **settings).engine_closed() as plain:
+    with build_small_run("recorded", {}, engine="plain", **settings).engine_closed() as plain:
         engine = cuda_of(plain, 1)
-        slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
+        slot = CudaSlot(engine.shop.workshop, torch.device("cpu"))
         engine.gpus[0].slots.append(slot)
         tape = slot.tape = Recording(slot)
         answers(engine, jobs_for(plain, clients))
@@ -288,16 +290,16 @@ def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recor
 
 
 def test_one_recording_serves_all_clients_with_batches_of_one_size() -> None:
-    tape, _ = keys_of(Local.step, [3, 4, 5, 3, 4], steps=1, batch_size=5, momentum=0.9)
+    tape, _ = keys_of(Client.step, [3, 4, 5, 3, 4], steps=1, batch_size=5, momentum=0.9)
     assert tape.done == 5
     assert len(tape.keys) == 1
     assert not tape.reads
 
 
 def test_what_a_step_reads_on_the_host_is_noticed() -> None:
-    def step(self: Local[Options], bench: Bench, batch: Batch) -> Tensor:
+    def step(self: Client[Options], bench: LocalTrainer, batch: Batch) -> Tensor:
         bench.gradient.mul_(bench.lr * bench.round * bench.client * bench.steps * bench.samples * bench.first_visit)
-        return Local.step(self, bench, batch)
+        return Client.step(self, bench, batch)
 
     tape, slot = keys_of(step, [3])
     assert tape.reads == {"lr", "round", "client", "steps", "samples", "first_visit"}
@@ -305,30 +307,30 @@ def test_what_a_step_reads_on_the_host_is_noticed() -> None:
 
 
 def test_a_step_that_counts_on_the_host_is_never_recorded() -> None:
-    def step(self: Local[Options], bench: Bench, batch: Batch) -> Tensor:
+    def step(self: Client[Options], bench: LocalTrainer, batch: Batch) -> Tensor:
         bench.scratch["count"] = bench.scratch.get("count", 0) + 1
-        return Local.step(self, bench, batch)
+        return Client.step(self, bench, batch)
 
     tape, _ = keys_of(step, [3])
     assert tape.refused == {"it keeps count of something on the host"}
 
 
 def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
-    def own(self: Local[Options], bench: Bench, batch: Batch) -> Tensor:
-        return Local.step(self, bench, batch)
+    def own(self: Client[Options], bench: LocalTrainer, batch: Batch) -> Tensor:
+        return Client.step(self, bench, batch)
 
-    class Bringing(Local[Options]):
-        def train(self, bench: Bench) -> Iterator[Pass]:
+    class Bringing(Client[Options]):
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
             kept.append(torch.zeros(3))
             bench.scratch["own"] = kept[-1]
             bench.scratch["lent"] = bench.buffer("lent", 3)
-            yield Pass(self.step, steps=1)
+            yield LocalSteps(self.step, steps=1)
 
     kept: list[Tensor] = []
     register(Method("bringing", "", "", local=Bringing))
-    with small_experiment("bringing", {}, engine="plain", batch_size=2).engine_closed() as plain:
+    with build_small_run("bringing", {}, engine="plain", batch_size=2).engine_closed() as plain:
         engine = cuda_of(plain, 1)
-        slot = SlotBench(engine.shop.workshop, torch.device("cpu"))
+        slot = CudaSlot(engine.shop.workshop, torch.device("cpu"))
         engine.gpus[0].slots.append(slot)
         tape = slot.tape = Recording(slot)
         answers(engine, jobs_for(plain, [3, 4, 5]))
@@ -340,8 +342,8 @@ def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 def test_it_trains_as_a_plain_loop_does(double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On images of the usual size; on a GPU this is tested with all networks."""
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 2)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 2)
     with experiment_of("lenet", "cpu", double).engine_closed() as experiment:
         jobs, floats = jobs_of(experiment), experiment.layout.floats
         rows, replayed = trained_at_once(experiment, jobs, "cpu", slots=2)
@@ -354,9 +356,9 @@ def test_it_trains_as_a_plain_loop_does(double: bool, monkeypatch: pytest.Monkey
 def test_clients_may_have_samples_of_different_shapes() -> None:
     """Texts of different lengths, say, where the network takes any."""
 
-    class Texts(Federation):
+    class Texts(FederatedDataset):
         classes, shape, test = 2, (5,), None
-        prepare = Prepare.identity()
+        prepare = InputTransform.identity()
 
         def __len__(self) -> int:
             return 4
@@ -377,6 +379,6 @@ def test_clients_may_have_samples_of_different_shapes() -> None:
             return self.out(x.sum(1, keepdim=True))
 
     settings = {"engine": "plain", "federation": Texts(), "model": Summed, "batch_size": 2}
-    with small_experiment("fedavg", {}, **settings).engine_closed() as plain:
+    with build_small_run("fedavg", {}, **settings).engine_closed() as plain:
         jobs = jobs_for(plain, [1, 0, 3, 2])
         assert_alike(answers(cuda_of(plain, 1), jobs), answers(plain.engine, jobs))

@@ -8,36 +8,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.bench import Bench, Pass
-from fedloom.engines import HostEngine
-from fedloom.engines.order import LargestFirst
-from fedloom.exchange import Job, Lost, Update
-from fedloom.experiment import Experiment
-from fedloom.methods import Local, Method, Options, register
-from fedloom.small_runs import small_experiment
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.engines.multiprocess.engine import MultiprocessEngine
+from fedloom.engines.parallel import LargestFirstQueue
+from fedloom.methods import Client, Method, Options, register
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
-def jobs_for(experiment: Experiment, clients: list[int]) -> list[Job]:
+def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
     companion = experiment.rounds.parts.companion
     jobs = experiment.rounds.parts.server.dispatch(0, clients)
-    return [Job(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
+    return [ClientTask(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
 
 
-def results(experiment: Experiment, clients: list[int]) -> list[tuple[int, Tensor, dict[str, Tensor], int, float]]:
+def results(experiment: BuiltRun, clients: list[int]) -> list[tuple[int, Tensor, dict[str, Tensor], int, float]]:
     return [
         (u.client, u.row.clone(), {k: v.clone() for k, v in u.extras.items()}, u.steps, u.loss)
         for u in experiment.engine.train(0, jobs_for(experiment, clients))
-        if isinstance(u, Update)
+        if isinstance(u, ClientUpdate)
     ]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_both_engines_return_the_same_answers_in_the_order_of_the_jobs(method: str) -> None:
     clients = [5, 0, 7, 2, 1]
-    with small_experiment(method, {}, engine="plain").engine_closed() as plain:
+    with build_small_run(method, {}, engine="plain").engine_closed() as plain:
         expected, score = results(plain, clients), plain.engine.score(plain.rounds.parts.server.deploy())
-    with small_experiment(method, {}, engine="host", workers=3).engine_closed() as host:
-        assert isinstance(host.engine, HostEngine)
+    with build_small_run(method, {}, engine="host", workers=3).engine_closed() as host:
+        assert isinstance(host.engine, MultiprocessEngine)
         got, scored = results(host, clients), host.engine.score(host.rounds.parts.server.deploy())
     assert [r[0] for r in got] == clients
     for ours, theirs in zip(got, expected, strict=True):
@@ -48,25 +48,25 @@ def test_both_engines_return_the_same_answers_in_the_order_of_the_jobs(method: s
 
 
 def test_few_slots_are_enough_for_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.host.SLOT_MEMORY", 1)
-    with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
+    monkeypatch.setattr("fedloom.engines.multiprocess.engine.SLOT_MEMORY", 1)
+    with build_small_run("fedavg", {}, engine="host", workers=2).engine_closed() as host:
         assert len(host.engine._slots) == 8
         clients = [0, 1, 2, 3, 4, 5, 6, 7] * 3
         got = results(host, clients)
-    with small_experiment("fedavg", {}).engine_closed() as plain:
+    with build_small_run("fedavg", {}).engine_closed() as plain:
         expected = results(plain, clients)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(got, expected, strict=True))
 
 
 def test_rows_outside_shared_memory_are_lent() -> None:
     """A server may send a tensor it has just made; workers that were forked before must see it."""
-    with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
+    with build_small_run("fedavg", {}, engine="host", workers=2).engine_closed() as host:
         base = host.rounds.parts.server.deploy()
         pids = None
         for scale in (0.5, 2.0, 3.0):
             rows = [base * scale, base * scale + 1]
-            answers = list(host.engine.train(0, [Job(0, rows[0]), Job(1, rows[1]), Job(2, base)]))
-            assert all(isinstance(answer, Update) for answer in answers)
+            answers = list(host.engine.train(0, [ClientTask(0, rows[0]), ClientTask(1, rows[1]), ClientTask(2, base)]))
+            assert all(isinstance(answer, ClientUpdate) for answer in answers)
             assert host.engine.score(rows[1]).count == len(host.federation.test)
             if pids is not None:
                 assert host.engine.worker_pids() == pids, "workers are made anew only when new memory is needed"
@@ -74,7 +74,7 @@ def test_rows_outside_shared_memory_are_lent() -> None:
 
 
 def test_an_abandoned_round_does_not_disturb_the_next() -> None:
-    with small_experiment("fedavg", {}, engine="host", workers=2).engine_closed() as host:
+    with build_small_run("fedavg", {}, engine="host", workers=2).engine_closed() as host:
         expected = results(host, [0, 1, 2, 3])
         unfinished = host.engine.train(0, jobs_for(host, [4, 5, 6, 7]))
         next(unfinished)
@@ -84,7 +84,7 @@ def test_an_abandoned_round_does_not_disturb_the_next() -> None:
 
 
 def test_a_killed_worker_is_replaced_and_its_work_done_again() -> None:
-    with small_experiment("scaffold", {}, engine="host", workers=2).engine_closed() as host:
+    with build_small_run("scaffold", {}, engine="host", workers=2).engine_closed() as host:
         expected = results(host, list(range(8)))
         running = host.engine.train(0, jobs_for(host, list(range(8))))
         got = []
@@ -96,32 +96,32 @@ def test_a_killed_worker_is_replaced_and_its_work_done_again() -> None:
     assert all(torch.equal(row, theirs[1]) for row, theirs in zip(got, expected, strict=True))
 
 
-class Fatal(Local[Options]):
+class Fatal(Client[Options]):
     """Client 3 takes its worker with it."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         if bench.client == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
 def test_a_client_that_kills_its_worker_is_given_up_by_name() -> None:
     register(Method("fatal", "a test", "nobody", local=Fatal))
-    with small_experiment("fatal", {}, engine="host", workers=2).engine_closed() as host:
+    with build_small_run("fatal", {}, engine="host", workers=2).engine_closed() as host:
         answers = list(host.engine.train(0, jobs_for(host, [2, 3, 4])))
         assert host.engine.deaths == 3
-    assert [type(answer) for answer in answers] == [Update, Lost, Update]
+    assert [type(answer) for answer in answers] == [ClientUpdate, ClientFailure, ClientUpdate]
     assert answers[1].reason == "its worker died 3 times (signal 9)"
 
 
-class Careless(Local[Options]):
+class Careless(Client[Options]):
     """Puts new tensors on the bench instead of filling those that are there."""
 
     def uploads(self, layout):
         return {"seen": (2,)}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         bench.uploads["seen"] = torch.ones(2 if bench.client != 1 else 3)
         bench.row = bench.row * 1.0
 
@@ -129,18 +129,18 @@ class Careless(Local[Options]):
 @pytest.mark.parametrize("engine", ["plain", "host"])
 def test_results_put_elsewhere_are_brought_home_or_refused(engine: str) -> None:
     register(Method("careless", "a test", "nobody", local=Careless))
-    with small_experiment("careless", {}, engine=engine).engine_closed() as experiment:
+    with build_small_run("careless", {}, engine=engine).engine_closed() as experiment:
         first, second = experiment.engine.train(0, jobs_for(experiment, [0, 1]))
-        assert isinstance(second, Lost)
+        assert isinstance(second, ClientFailure)
         assert "uploads['seen'] has shape (3,)" in second.reason
-        assert isinstance(first, Update)
-    with small_experiment("careless", {}, engine=engine).engine_closed() as experiment:
+        assert isinstance(first, ClientUpdate)
+    with build_small_run("careless", {}, engine=engine).engine_closed() as experiment:
         (update,) = experiment.engine.train(0, jobs_for(experiment, [0]))
         assert torch.equal(update.extras["seen"], torch.ones(2))
 
 
 def test_orders_go_out_largest_first_within_the_window() -> None:
-    waiting = LargestFirst([1, 5, 3, 9], window=3)
+    waiting = LargestFirstQueue([1, 5, 3, 9], window=3)
     assert [waiting.next(), waiting.next(), waiting.next(), waiting.next()] == [1, 2, 0, None]
     waiting.delivered = 1
     assert waiting.next() == 3
@@ -151,19 +151,19 @@ def test_orders_go_out_largest_first_within_the_window() -> None:
 def test_threads_are_as_they_were_when_an_engine_is_closed() -> None:
     before = torch.get_num_threads()
     for engine in ("plain", "host"):
-        with small_experiment("fedavg", {}, engine=engine).engine_closed():
+        with build_small_run("fedavg", {}, engine=engine).engine_closed():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("engine", ["plain", "host"])
 def test_what_travels_down_beside_a_model_keeps_its_type(engine: str) -> None:
-    class Reader(Local[Options]):
+    class Reader(Client[Options]):
         def uploads(self, layout):
             return {"same": (1,)}
 
-        def train(self, bench: Bench) -> Iterator[Pass]:
-            yield Pass(self.step)
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+            yield LocalSteps(self.step)
             count, mask = bench.extras["count"], bench.extras["mask"]
             assert bench.score(bench.received, bench._data).count == bench.samples
             assert bench.module.training
@@ -172,9 +172,9 @@ def test_what_travels_down_beside_a_model_keeps_its_type(engine: str) -> None:
             )
 
     register(Method("reader", "a test", "nobody", local=Reader))
-    with small_experiment("reader", {}, engine=engine).engine_closed() as experiment:
+    with build_small_run("reader", {}, engine=engine).engine_closed() as experiment:
         extras = {"count": torch.tensor([2**40 + 1]), "mask": torch.tensor([False, True])}
         (job,) = experiment.rounds.parts.server.dispatch(0, [1])
-        (update,) = experiment.engine.train(0, [Job(1, job.row, 0, extras)])
-        assert isinstance(update, Update), update.reason
+        (update,) = experiment.engine.train(0, [ClientTask(1, job.row, 0, extras)])
+        assert isinstance(update, ClientUpdate), update.reason
         assert update.extras["same"] == 1

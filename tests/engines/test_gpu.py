@@ -34,15 +34,16 @@ from torch import Tensor, nn
 
 import fedloom
 from benches import Counting
-from fedloom.bench import Batch, Bench
-from fedloom.engines import CudaEngine
+from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import FedloomError
-from fedloom.lowering import cast_at_once
-from fedloom.methods import Local, Method, Options, methods, register
-from fedloom.models import build as build_model
-from fedloom.optim import SGD, Adam, Steady
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.methods import Client, Method, Options, methods, register
+from fedloom.models import build_model
 from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from fedloom.training.batches import Batch
+from fedloom.training.mixed_precision import _cast_parameters
+from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
+from fedloom.training.trainer import LocalTrainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,14 +66,14 @@ def test_a_round_agrees_with_the_cpu(method: str) -> None:
     rows = []
     for device in ("cpu", "cuda"):
         given = {"device": device, "engine": "plain", "precision": "fp32"}
-        with small_experiment(method, {}, **given).engine_closed() as experiment:
+        with build_small_run(method, {}, **given).engine_closed() as experiment:
             experiment.rounds.play(0)
             rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].cpu())
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
 
 
 def test_it_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("fedloom.small_runs").small_runs.SETTINGS, "device", "cuda")
+    monkeypatch.setitem(__import__("fedloom.testing.fixtures").testing.fixtures.SETTINGS, "device", "cuda")
     CHECKS["resumes exactly"]("scaffold", {})
 
 
@@ -93,7 +94,7 @@ def test_pretraining_makes_the_same_file_twice(tmp_path: Path) -> None:
 def test_workers_are_not_forked_from_a_process_that_has_trained_beside_a_gpu() -> None:
     torch.zeros((), device="cuda", requires_grad=True).backward()
     with (
-        small_experiment("fedavg", {}, engine="host").engine_closed() as host,
+        build_small_run("fedavg", {}, engine="host").engine_closed() as host,
         pytest.raises(FedloomError, match="use the plain engine"),
     ):
         host.rounds.play(0)
@@ -138,7 +139,7 @@ def test_kernels_of_our_own_are_replayed_rightly(model: str, precision: str) -> 
 
 
 def dense(dropout: float = 0.0) -> nn.Module:
-    width = int(np.prod(SmallFederation().shape))
+    width = int(np.prod(SmallFederatedDataset().shape))
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 20), nn.Dropout(dropout), nn.ReLU(), nn.Linear(20, 10))
 
 
@@ -147,7 +148,7 @@ def both(method: str, rounds: int = 3, **settings: Any) -> tuple[list[Tensor], i
     rows = []
     for engine in ("plain", "cuda"):
         given = {"device": "cuda", "precision": "fp32", "engine": engine, "model": dense, "momentum": 0.5, **settings}
-        with small_experiment(method, {}, **given).engine_closed() as experiment:
+        with build_small_run(method, {}, **given).engine_closed() as experiment:
             for round in range(rounds):
                 record = experiment.rounds.play(round)
                 assert not record["lost_clients"]
@@ -160,7 +161,9 @@ def both(method: str, rounds: int = 3, **settings: Any) -> tuple[list[Tensor], i
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_the_cuda_engine_does_what_the_plain_one_does(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where a method that decides by small differences decides alike."""
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 2)  # few kinds of recordings, so that each is replayed soon
+    monkeypatch.setattr(
+        "fedloom.engines.cuda.slot.STRETCH", 2
+    )  # few kinds of recordings, so that each is replayed soon
     rows, replayed = both(method, rounds=2, model=lambda: in_double(dense()))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-7, atol=1e-9)
     assert (replayed > 0) is (method not in NEVER_RECORDED)
@@ -200,18 +203,18 @@ def test_the_cuda_engine_gives_the_same_bits_twice(method: str) -> None:
     assert small_run(method, {}, **given).digest == small_run(method, {}, **given).digest
 
 
-class Looking(Local[Options]):
+class Looking(Client[Options]):
     """Its step asks the device for a number, which cannot be recorded."""
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         if float(bench.gradient.sum()) > 0:
             bench.gradient.mul_(0.5)
 
 
-class Rated(Local[Options]):
+class Rated(Client[Options]):
     """Its step uses the learning rate as a number, which a recording would keep."""
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = bench.loss(batch)
         bench.backward(loss)
         bench.weights.sub_(bench.gradient, alpha=bench.lr)
@@ -221,7 +224,7 @@ class Rated(Local[Options]):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(("local", "replayed"), [(Looking, False), (Rated, True)])
 def test_what_cannot_be_recorded_is_done_all_the_same(
-    local: type[Local[Options]], replayed: bool, dropout: float
+    local: type[Client[Options]], replayed: bool, dropout: float
 ) -> None:
     """Also where it draws: a generator must not be left believing that it is being recorded."""
     register(Method("special", "", "", local=local))
@@ -237,7 +240,7 @@ OWN = (
 
 
 @pytest.mark.parametrize("local", OWN)
-def test_steps_of_ones_own_do_what_is_written(local: type[Local[Options]]) -> None:
+def test_steps_of_ones_own_do_what_is_written(local: type[Client[Options]]) -> None:
     register(Method("special", "", "", local=local))
     rows, _ = both("special", rounds=4, momentum=0.9, lr=0.02, batch_size=3)
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
@@ -276,7 +279,7 @@ class Asking(nn.Module):
 
 def test_a_score_that_cannot_be_recorded_leaves_everyones_generator_alone() -> None:
     given = {"device": "cuda", "engine": "cuda", "model": Asking}
-    with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, **given).engine_closed() as experiment:
         row = experiment.rounds.parts.server.deploy()
         for _ in range(3):
             assert experiment.engine.score(row) is not None
@@ -298,7 +301,7 @@ def test_lower_precision_learns_too() -> None:
     accuracy = {}
     for precision in ("fp32", "bf16"):
         given = {"device": "cuda", "engine": "cuda", "precision": precision, "rounds": 10}
-        with small_experiment("fedavg", {}, **given).engine_closed() as experiment:
+        with build_small_run("fedavg", {}, **given).engine_closed() as experiment:
             for round in range(10):
                 found = experiment.rounds.play(round)
             accuracy[precision] = found["accuracy"]
@@ -315,7 +318,7 @@ def test_weights_are_rounded_as_autocast_rounds_them(model: str, channels_last: 
         order: Any = torch.channels_last
         module, x = module.to(memory_format=order), x.to(memory_format=order)
     weights, found = list(module.parameters()), []
-    for cast in (nullcontext(), cast_at_once(module, torch.bfloat16)):
+    for cast in (nullcontext(), _cast_parameters(module, torch.bfloat16)):
         torch.manual_seed(0)  # VGG-16 drops some
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), cast:
             output = module(x)
@@ -343,7 +346,7 @@ def test_batch_norm_finds_its_statistics_in_a_row(precision: str) -> None:
         (Adam(weight_decay=1e-3), partial(torch.optim.Adam, lr=0.03, weight_decay=1e-3)),
     ],
 )
-def test_optimisers_step_as_torchs_fused_ones_do(ours: Steady, theirs: Any, size: int) -> None:
+def test_optimisers_step_as_torchs_fused_ones_do(ours: StatefulOptimizer, theirs: Any, size: int) -> None:
     draw = torch.Generator("cuda").manual_seed(size)
     weights = torch.randn(size, generator=draw, device="cuda")
     twin = nn.Parameter(weights.clone())
@@ -361,7 +364,7 @@ def test_optimisers_step_as_torchs_fused_ones_do(ours: Steady, theirs: Any, size
 def test_every_first_replay_is_checked_to_the_bit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.tapes.CHECK_ALL", True)
+    monkeypatch.setattr("fedloom.devices.cuda_graphs.CHECK_ALL", True)
     with (
         caplog.at_level(logging.WARNING, "fedloom"),
         experiment_of("cnn", "cuda", double=False, epochs=3).engine_closed() as experiment,

@@ -5,12 +5,12 @@ import torch
 from test_cuda import answers, assert_alike, jobs_for
 
 from fake_graphs import fake_tape
-from fedloom.devices import make_devices
-from fedloom.engines import CudaEngine
-from fedloom.engines.gpu import Gpu
-from fedloom.engines.slot import SlotBench
+from fedloom.devices.selection import select_devices
+from fedloom.engines.cuda.device import CudaDevice
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.cuda.slot import CudaSlot
 from fedloom.errors import FedloomError, InputError
-from fedloom.small_runs import small_experiment
+from fedloom.testing.fixtures import build_small_run
 
 CLIENTS = [5, 0, 7, 2, 1, 6, 3]
 
@@ -21,8 +21,8 @@ CLIENTS = [5, 0, 7, 2, 1, 6, 3]
 def test_the_number_of_gpus_does_not_change_a_bit(
     method: str, gpus: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
-    with small_experiment(method, {}, engine="plain", per_round=8, momentum=0.5).engine_closed() as plain:
+    monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
+    with build_small_run(method, {}, engine="plain", per_round=8, momentum=0.5).engine_closed() as plain:
         one, several = (CudaEngine(plain.engine.shop, ["cpu"] * count, slots) for count in (1, gpus))
         for round in (0, 1):
             jobs = jobs_for(plain, CLIENTS)
@@ -37,7 +37,7 @@ def test_the_number_of_gpus_does_not_change_a_bit(
 
 
 def test_large_clients_are_spread_over_the_gpus() -> None:
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         engine = CudaEngine(plain.engine.shop, ["cpu", "cpu"], 2)
         answers(engine, jobs_for(plain, CLIENTS))
         first, second = engine.gpus
@@ -50,7 +50,7 @@ def test_frozen_weights_are_shared_on_one_gpu_only() -> None:
         module[0].requires_grad_(False)
         return module
 
-    with small_experiment("fedavg", {}, engine="plain", model=partly_frozen).engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain", model=partly_frozen).engine_closed() as plain:
         jobs = jobs_for(plain, CLIENTS)
         engine = CudaEngine(plain.engine.shop, ["cpu", "cpu"], 2)
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
@@ -60,10 +60,10 @@ def test_frozen_weights_are_shared_on_one_gpu_only() -> None:
 
 
 def test_answers_wait_in_little_memory_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.gpu.RESULT_MEMORY", 1)
-    marks = list[Gpu]()
-    monkeypatch.setattr(Gpu, "mark", lambda self: marks.append(self))
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    monkeypatch.setattr("fedloom.engines.cuda.device.RESULT_MEMORY", 1)
+    marks = list[CudaDevice]()
+    monkeypatch.setattr(CudaDevice, "mark", lambda self: marks.append(self))
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, [0, 1, 2, 3, 4, 5, 6, 7] * 2)
         engine = CudaEngine(plain.engine.shop, ["cpu", "cpu"], 1)
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
@@ -73,15 +73,15 @@ def test_answers_wait_in_little_memory_on_each(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_without_memory_leaves_the_work_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = SlotBench._take
+    take = CudaSlot._take
 
-    def short(self: SlotBench, *given: object) -> None:
+    def short(self: CudaSlot, *given: object) -> None:
         if self in engine.gpus[1].slots:
             raise torch.OutOfMemoryError("out of memory")
         take(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SlotBench, "_take", short)
-    with small_experiment("scaffold", {}, engine="plain").engine_closed() as plain:
+    monkeypatch.setattr(CudaSlot, "_take", short)
+    with build_small_run("scaffold", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, CLIENTS)
         expected = answers(plain.engine, jobs)
         engine = CudaEngine(plain.engine.shop, ["cpu", "cpu"], 2)
@@ -92,16 +92,16 @@ def test_a_gpu_without_memory_leaves_the_work_to_the_other(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("room", [0, 2])
 def test_slots_are_made_as_long_as_there_is_memory(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, make = list[SlotBench](), SlotBench.__init__
+    made, make = list[CudaSlot](), CudaSlot.__init__
 
-    def short(self: SlotBench, *given: object) -> None:
+    def short(self: CudaSlot, *given: object) -> None:
         if len(made) == room:
             raise torch.OutOfMemoryError("out of memory")
         make(self, *given)  # type: ignore[arg-type]
         made.append(self)
 
-    monkeypatch.setattr(SlotBench, "__init__", short)
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    monkeypatch.setattr(CudaSlot, "__init__", short)
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         jobs = jobs_for(plain, CLIENTS)
         engine = CudaEngine(plain.engine.shop, "cpu")
         if room:
@@ -115,10 +115,10 @@ def test_slots_are_made_as_long_as_there_is_memory(room: int, monkeypatch: pytes
 @pytest.mark.parametrize("names", ["cpu,cpu", "cuda,cuda", "mps", "cpu,", "cuda:0,gpu"])
 def test_devices_that_make_no_sense(names: str) -> None:
     with pytest.raises(InputError):
-        make_devices(names)
+        select_devices(names)
 
 
 def test_the_plain_engine_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.devices._usable_device", torch.device)
+    monkeypatch.setattr("fedloom.devices.selection._usable_device", torch.device)
     with pytest.raises(InputError, match="plain engine computes on one device, not on 'cuda:0,cuda:1'"):
-        small_experiment("fedavg", {}, engine="plain", device="cuda:0,cuda:1")
+        build_small_run("fedavg", {}, engine="plain", device="cuda:0,cuda:1")

@@ -8,7 +8,7 @@ import torch
 from test_cuda import cuda_of, jobs_for
 
 from fake_graphs import FakeGraphTape, fake_tape
-from fedloom.small_runs import small_experiment
+from fedloom.testing.fixtures import build_small_run
 
 
 def test_a_recording_has_no_hold_of_everyones_generator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,10 +26,10 @@ def test_a_recording_has_no_hold_of_everyones_generator(monkeypatch: pytest.Monk
         inside.append(tuple(lent) == self._generators)
         return capture(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("fedloom.engines.judge.make_tape", fake_tape)
-    monkeypatch.setattr("fedloom.engines.judge.lent_to", lending)
+    monkeypatch.setattr("fedloom.engines.cuda.graph_evaluator.make_graph_runner", fake_tape)
+    monkeypatch.setattr("fedloom.engines.cuda.graph_evaluator.use_generator", lending)
     monkeypatch.setattr(FakeGraphTape, "capture", noted)
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         engine, (job,) = cuda_of(plain), jobs_for(plain, [0])
         scores = [engine.score(job.row) for _ in range(4)]
         expected = plain.engine.score(job.row)

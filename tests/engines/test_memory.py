@@ -8,20 +8,21 @@ import pytest
 import torch
 from test_cuda import answers, assert_alike, cuda_of, jobs_for, pooled
 
-from fedloom.banks import Bank
-from fedloom.bench import Bench
-from fedloom.engines import CudaEngine, Engine
-from fedloom.engines.judge import Judge
-from fedloom.engines.slot import SlotBench
+from fedloom.core.bank import Bank
+from fedloom.devices.cuda_graphs import EagerRunner
+from fedloom.engines.base import Engine
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.cuda.graph_evaluator import GraphEvaluator
+from fedloom.engines.cuda.slot import CudaSlot
 from fedloom.errors import FedloomError
-from fedloom.experiment import Experiment
-from fedloom.small_runs import small_experiment
-from fedloom.tapes import Tape
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run
+from fedloom.training.trainer import LocalTrainer
 
 
 @contextmanager
-def experiment(**settings: Any) -> Iterator[Experiment]:
-    with small_experiment("fedavg", {}, engine="plain", **settings).engine_closed() as plain:
+def experiment(**settings: Any) -> Iterator[BuiltRun]:
+    with build_small_run("fedavg", {}, engine="plain", **settings).engine_closed() as plain:
         yield plain
 
 
@@ -57,9 +58,9 @@ def test_samples_that_do_not_fit_come_with_their_clients(
             monkeypatch.setattr(torch.Tensor, "to", no_room)
         engine = CudaEngine(shop, "cpu", 2)
         if where == "for a slot":
-            monkeypatch.setattr("fedloom.engines.gpu.SlotBench", short(has_pool, SlotBench))
+            monkeypatch.setattr("fedloom.engines.cuda.device.CudaSlot", short(has_pool, CudaSlot))
         elif where == "for a step":
-            monkeypatch.setattr(SlotBench, "_take", short(has_pool, SlotBench._take))
+            monkeypatch.setattr(CudaSlot, "_take", short(has_pool, CudaSlot._take))
         assert_alike(answers(engine, jobs), expected)
         assert len(engine.slots) == (1 if where == "for a step" else 2)
         assert engine.gpus[0]._pool is None
@@ -88,7 +89,7 @@ def test_answers_wait_in_as_many_places_as_there_is_room_for(monkeypatch: pytest
 @pytest.mark.parametrize("room", [2, 1, 0, -1])
 def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for so many slots beside the test set."""
-    monkeypatch.setattr(Judge, "_body", short(lambda: len(engine.slots) > room, Judge._body))
+    monkeypatch.setattr(GraphEvaluator, "_body", short(lambda: len(engine.slots) > room, GraphEvaluator._body))
     with experiment() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
         expected = answers(plain.engine, jobs)
@@ -106,11 +107,11 @@ def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    with small_experiment("fedrep", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedrep", {}, engine="plain").engine_closed() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
         list(engine.train(0, jobs))
         expected = plain.engine.score_clients(1, jobs)
-        monkeypatch.setattr(Bench, "score", short(lambda: len(engine.slots) > 1, Bench.score))
+        monkeypatch.setattr(LocalTrainer, "score", short(lambda: len(engine.slots) > 1, LocalTrainer.score))
         assert engine.score_clients(1, jobs) == expected
         assert len(engine.slots) == 1
 
@@ -128,18 +129,18 @@ SHORT = (
 def test_slots_make_room_for_scoring_however_it_is_said(
     error: Exception, clients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_experiment("fedrep", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedrep", {}, engine="plain").engine_closed() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
         list(engine.train(0, jobs))
-        expected, score = plain.engine.score_clients(1, jobs), Bench.score
+        expected, score = plain.engine.score_clients(1, jobs), LocalTrainer.score
 
         def tried(*given: Any) -> Any:
             if len(engine.slots) > 1:
                 raise error
             return score(*given)
 
-        monkeypatch.setattr(Bench, "score", tried)
-        monkeypatch.setattr(Judge, "score", lambda self, row: tried(self._bench, row, self._test[:50]))
+        monkeypatch.setattr(LocalTrainer, "score", tried)
+        monkeypatch.setattr(GraphEvaluator, "score", lambda self, row: tried(self._bench, row, self._test[:50]))
         if clients:
             assert engine.score_clients(1, jobs) == expected
         else:
@@ -149,14 +150,14 @@ def test_slots_make_room_for_scoring_however_it_is_said(
 
 @pytest.mark.parametrize("error", SHORT)
 def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = SlotBench._take
+    take = CudaSlot._take
 
     def tried(*given: Any) -> None:
         if len(engine.slots) > 2:
             raise error
         take(*given)
 
-    monkeypatch.setattr(SlotBench, "_take", tried)
+    monkeypatch.setattr(CudaSlot, "_take", tried)
     with experiment() as plain:
         engine, jobs = cuda_of(plain, 4), jobs_for(plain, list(range(5)))
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
@@ -165,9 +166,9 @@ def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monke
 
 def test_slots_that_are_left_cool_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had no memory may have been forgotten, and cannot be loaded while a step is being recorded."""
-    cooled, cool_down = list[Tape](), Tape.cool_down
-    monkeypatch.setattr(Tape, "cool_down", lambda tape: (cooled.append(tape), cool_down(tape))[1])
-    monkeypatch.setattr(SlotBench, "_take", short(lambda: len(engine.slots) > 2, SlotBench._take))
+    cooled, cool_down = list[EagerRunner](), EagerRunner.cool_down
+    monkeypatch.setattr(EagerRunner, "cool_down", lambda tape: (cooled.append(tape), cool_down(tape))[1])
+    monkeypatch.setattr(CudaSlot, "_take", short(lambda: len(engine.slots) > 2, CudaSlot._take))
     with experiment() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
         assert engine.score(jobs[0].row) is not None
@@ -186,6 +187,6 @@ def test_the_plain_engine_does_not_lose_clients_for_want_of_memory(
         raise error
 
     with experiment() as plain:
-        monkeypatch.setattr(Bench, "run", fail)
+        monkeypatch.setattr(LocalTrainer, "run", fail)
         with pytest.raises(FedloomError, match="not enough memory to train one client"):
             plain.rounds.play(0)

@@ -9,32 +9,33 @@ import torch.nn.functional as F
 from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of them is a fixture
 from torch import Tensor, nn
 
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.engines.slot import apart
-from fedloom.ground import local_apart
-from fedloom.methods import Local, Options
-from fedloom.small_runs import small_experiment
+from fedloom.engines.cuda.slot import copy_slot_context
+from fedloom.methods import Client, Options
+from fedloom.runs.build import _copy_client
+from fedloom.testing.fixtures import build_small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
-class OnItself(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OnItself(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         self.factor = 1.0 + bench.client
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, self.factor)
 
 
-class InADict(Local[Options]):
+class InADict(Client[Options]):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.kept = dict[str, float]()
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         self.kept["factor"] = 1.0 + bench.client
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, self.kept["factor"])
 
 
@@ -47,25 +48,25 @@ class Chosen(OnItself):
         super().__init__(*given)
         self.chosen = self.step
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         for _ in super().train(bench):
-            yield Pass(self.chosen)
+            yield LocalSteps(self.chosen)
 
 
-class Taught(Local[Options]):
+class Taught(Client[Options]):
     """Holds a network that is another one for each client."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.teacher = nn.Linear(64, 10)
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         with torch.no_grad():
             self.teacher.weight.fill_(0.01 * bench.client)
             self.teacher.bias.copy_(torch.arange(10) * bench.client)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         with torch.no_grad():
             wanted = self.teacher(batch.x.flatten(1)).softmax(1)
         loss = F.cross_entropy(bench.module(batch.x), wanted)
@@ -76,25 +77,25 @@ class Taught(Local[Options]):
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("local", [OnItself, InADict, Chosen, Taught])
-def test_what_a_local_keeps_is_not_anothers(local: type[Local[Options]], slots: int) -> None:
+def test_what_a_local_keeps_is_not_anothers(local: type[Client[Options]], slots: int) -> None:
     as_plain(local, slots=slots)
 
 
 def test_what_all_parts_have_in_common_is_not_copied() -> None:
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
         local = Taught(plain.rounds.context, Options())
         local.initial = plain.rounds.context.initial
-        other: Any = local_apart(local)
+        other: Any = _copy_client(local)
         assert (other.context, other.options) == (local.context, local.options)
         assert other.initial is local.initial
         assert other.teacher is not local.teacher
 
 
 def test_a_local_with_something_unique_is_shared() -> None:
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
-        local = Local(plain.rounds.context, Options())
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
+        local = Client(plain.rounds.context, Options())
         local.running = (number for number in range(3))
-        assert local_apart(local) is local
+        assert _copy_client(local) is local
 
 
 class InPlace(nn.Module):
@@ -112,7 +113,7 @@ class InPlace(nn.Module):
 
 
 def test_a_network_may_change_its_batch() -> None:
-    tape = as_plain(Local, model=InPlace, batch_size=0).slots[0].tape
+    tape = as_plain(Client, model=InPlace, batch_size=0).slots[0].tape
     assert tape.replayed > 0
 
 
@@ -131,8 +132,8 @@ def test_frozen_weights_are_shared_where_they_stay(make: Callable[[], nn.Module]
             y: Tensor = self.out(x.flatten(1))
             return y
 
-    with small_experiment("fedavg", {}, engine="plain", model=Network).engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="plain", model=Network).engine_closed() as plain:
         shop = plain.engine.shop.workshop
-        ours, theirs = dict(shop.module.named_parameters()), dict(apart(shop).module.named_parameters())
+        ours, theirs = dict(shop.module.named_parameters()), dict(copy_slot_context(shop).module.named_parameters())
         for name, weight in ours.items():
             assert (theirs[name] is weight) is (shared and "frozen" in name)

@@ -11,21 +11,23 @@ from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of 
 from torch import Tensor
 
 from benches import Counting
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.engines import CudaEngine, PlainEngine
-from fedloom.exchange import Job, Update
-from fedloom.methods import Local, Options
-from fedloom.optim import SGD
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.sequential import SequentialEngine
+from fedloom.methods import Client, Options
+from fedloom.training.batches import Batch
+from fedloom.training.optimizers import SGD
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
-class Teaching(Local[Options]):
+class Teaching(Client[Options]):
     """Learns from a network that follows its own."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["teacher"] = copy.deepcopy(bench.module).requires_grad_(False)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         teacher = bench.scratch["teacher"]
         with torch.no_grad():
             for slow, quick in zip(teacher.parameters(), bench.module.parameters(), strict=True):
@@ -36,16 +38,16 @@ class Teaching(Local[Options]):
         return loss
 
 
-class OwnOptimizers(Local[Options]):
+class OwnOptimizers(Client[Options]):
     """Two of them, one after the other in each step."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["optimizers"] = [SGD(0.9), SGD(0.5)]
         for optimizer in bench.scratch["optimizers"]:
             optimizer.settle(bench.weights)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         for optimizer in bench.scratch["optimizers"]:
             loss = bench.loss(batch)
             bench.backward(loss)
@@ -53,38 +55,38 @@ class OwnOptimizers(Local[Options]):
         return loss
 
 
-class OneEnclosed(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OneEnclosed(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         optimizer = SGD(0.9)
         optimizer.settle(bench.weights)
 
-        def step(bench: Bench, batch: Batch) -> Tensor:
+        def step(bench: LocalTrainer, batch: Batch) -> Tensor:
             loss = bench.loss(batch)
             bench.backward(loss)
             optimizer.step(bench.weights, bench.gradient, 0.03)
             return loss
 
-        yield Pass(step)
+        yield LocalSteps(step)
 
 
 @pytest.mark.parametrize("local", [Teaching, OwnOptimizers, OneEnclosed])
-def test_a_replay_that_is_looked_at_is_taken_back_wherever_it_has_written(local: type[Local[Options]]) -> None:
+def test_a_replay_that_is_looked_at_is_taken_back_wherever_it_has_written(local: type[Client[Options]]) -> None:
     """Or the step would have been done twice there."""
     (slot,) = as_plain(local).slots
     assert slot.tape.replayed > slot.tape.recorded > 0
 
 
-class Buffered(Local[Options]):
+class Buffered(Client[Options]):
     """Asks for its velocity in each step, one for batches of each size: zeros at first, and then what it left there."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench._buffers.clear()  # what it holds at first is nobody's business, but this step's
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def velocity(self, bench: Bench, batch: Batch) -> Tensor:
+    def velocity(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return bench.buffer(f"velocity {len(batch)}", bench.layout.trainable)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = bench.loss(batch)
         bench.backward(loss)
         bench.gradient.copy_(self.velocity(bench, batch).mul_(0.9).add_(bench.gradient))
@@ -95,23 +97,23 @@ class Buffered(Local[Options]):
 class Reshaped(Buffered):
     """The same with one name: what was there makes way for another, and its memory for anything."""
 
-    def velocity(self, bench: Bench, batch: Batch) -> Tensor:
+    def velocity(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return bench.buffer("velocity", len(batch), bench.layout.trainable)[0]
 
 
 @pytest.mark.parametrize("local", [Buffered, Reshaped])
-def test_a_step_that_makes_buffers_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
+def test_a_step_that_makes_buffers_is_done_as_it_is_written(local: type[Client[Options]]) -> None:
     as_plain(local)
 
 
-class Moving(Local[Options]):
+class Moving(Client[Options]):
     """Its step asks for a buffer, which lies elsewhere for some clients."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.buffer("weights", 3 + bench.client % 2, bench.layout.trainable).fill_(0.1 * (1 + bench.client))
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = bench.loss(batch)
         bench.backward(loss)
         (name,) = bench._buffers
@@ -125,42 +127,42 @@ def test_where_a_buffer_lies_is_part_of_what_is_recorded() -> None:
     assert slot.tape.replayed > slot.tape.recorded > 0
 
 
-class InTurn(Local[Options]):
+class InTurn(Client[Options]):
     """Two optimisers from the bench, which take turns and know nothing of each other."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         first = bench.optimizer
         bench.new_optimizer()
         second = bench.optimizer
         for _ in range(3):
             for bench.optimizer in (first, second):
-                yield Pass(self.step, steps=3)
+                yield LocalSteps(self.step, steps=3)
 
 
-class Anew(Local[Options]):
+class Anew(Client[Options]):
     """Begins anew, and needs the old one no longer."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         for _ in range(6):
             bench.new_optimizer()
-            yield Pass(self.step, steps=3)
+            yield LocalSteps(self.step, steps=3)
 
 
 @pytest.mark.parametrize("way", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.001}])
 @pytest.mark.parametrize("local", [InTurn, Anew])
-def test_a_new_optimiser_leaves_the_old_one_to_who_holds_it(local: type[Local[Options]], way: dict[str, Any]) -> None:
+def test_a_new_optimiser_leaves_the_old_one_to_who_holds_it(local: type[Client[Options]], way: dict[str, Any]) -> None:
     (slot,) = as_plain(local, **way).slots
     assert slot.tape.replayed > slot.tape.recorded > 0
     if local is Anew:
         assert slot.tape.recorded <= 4, "it lies where the old one lay"
 
 
-class Between(Local[Options]):
+class Between(Client[Options]):
     """Asks for a loss between its passes and after them, in the mode of training."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         for _ in range(2):
-            yield Pass(self.step, steps=5)
+            yield LocalSteps(self.step, steps=5)
             bench.loss(Batch(torch.ones(2, 64), torch.arange(2)))
 
 
@@ -170,10 +172,10 @@ def test_buffers_that_are_written_between_passes_are_the_clients_own(write: str,
     """Every client counts its ten steps and the two losses, and no other's."""
     engine = as_plain(Between, model=partial(Counting, write, persistent))
     assert sum(slot.tape.replayed for slot in engine.slots) > 0
-    for one in (CudaEngine(engine.shop, "cpu", 1), PlainEngine(engine.shop)):
+    for one in (CudaEngine(engine.shop, "cpu", 1), SequentialEngine(engine.shop)):
         layout = engine.shop.workshop.layout
         start = torch.zeros(layout.size)
-        for update in one.train(0, [Job(client, start) for client in (3, 4)]):
-            assert isinstance(update, Update)
+        for update in one.train(0, [ClientTask(client, start) for client in (3, 4)]):
+            assert isinstance(update, ClientUpdate)
             (seen,) = (entry for entry in layout.entries if "seen" in entry.names)
             assert seen.view(update.row).item() == 12.0

@@ -16,10 +16,11 @@ from test_recordings import as_plain, recordings, scaled  # noqa: F401 - one of 
 from torch import Tensor, nn
 
 from fake_graphs import FakeGraphTape
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.engines.likeness import summary_of
-from fedloom.methods import Local, Options
-from fedloom.rows import Layout
+from fedloom.core.layout import Layout
+from fedloom.engines.cuda.graph_key import build_graph_key
+from fedloom.methods import Client, Options
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 def now_and_then(count: int) -> float:
@@ -27,23 +28,23 @@ def now_and_then(count: int) -> float:
     return 1.0 if count % 9 else -1.0
 
 
-class OwnAttribute(Local[Options]):
+class OwnAttribute(Client[Options]):
     """A function made in `train` that counts on the `Local`."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         self.count = 0
 
-        def step(bench: Bench, batch: Batch) -> Tensor:
+        def step(bench: LocalTrainer, batch: Batch) -> Tensor:
             self.count += 1
             return scaled(bench, batch, now_and_then(self.count))
 
-        yield Pass(step)
+        yield LocalSteps(step)
 
 
-class InnerFunction(Local[Options]):
+class InnerFunction(Client[Options]):
     """The number is two functions away."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         count = 0
 
         def factor() -> float:
@@ -51,24 +52,24 @@ class InnerFunction(Local[Options]):
             count += 1
             return now_and_then(count)
 
-        def step(bench: Bench, batch: Batch) -> Tensor:
+        def step(bench: LocalTrainer, batch: Batch) -> Tensor:
             return scaled(bench, batch, factor())
 
-        yield Pass(step)
+        yield LocalSteps(step)
 
 
-class GivenArgument(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(partial(self.counting, counter={"count": 0}))
+class GivenArgument(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(partial(self.counting, counter={"count": 0}))
 
-    def counting(self, bench: Bench, batch: Batch, counter: dict[str, int]) -> Tensor:
+    def counting(self, bench: LocalTrainer, batch: Batch, counter: dict[str, int]) -> Tensor:
         counter["count"] += 1
         return scaled(bench, batch, now_and_then(counter["count"]))
 
 
-class GivenNumber(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(partial(scaled, factor=0.1 * (1 + bench.client)))
+class GivenNumber(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(partial(scaled, factor=0.1 * (1 + bench.client)))
 
 
 @dataclass
@@ -77,13 +78,13 @@ class Scaled:
 
     factor: float
 
-    def __call__(self, bench: Bench, batch: Batch) -> Tensor:
+    def __call__(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, self.factor)
 
 
-class CallableObject(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(Scaled(0.1 * (1 + bench.client)))
+class CallableObject(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(Scaled(0.1 * (1 + bench.client)))
 
 
 class Slotted:
@@ -99,17 +100,17 @@ class Slotted:
         return now_and_then(self.count)
 
 
-class InScratch(Local[Options]):
+class InScratch(Client[Options]):
     """What `make` makes is asked for a number at every step."""
 
     make: Callable[[int], Any]
     ask: Callable[[Any], float]
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["own"] = type(self).make(bench.client)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, type(self).ask(bench.scratch["own"]))
 
 
@@ -137,14 +138,14 @@ class FromQueue(InScratch):
         return own[-1]
 
 
-class InSet(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class InSet(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         seen = bench.scratch["seen"] = set[int]()
-        yield Pass(self.step, steps=9)
+        yield LocalSteps(self.step, steps=9)
         seen.add(1)
-        yield Pass(self.step, steps=9)
+        yield LocalSteps(self.step, steps=9)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, -0.5 if 1 in bench.scratch["seen"] else 1.0)
 
 
@@ -156,7 +157,7 @@ HIDDEN = (
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("local", HIDDEN)
-def test_what_a_step_keeps_on_the_host_is_seen(local: type[Local[Options]], slots: int) -> None:
+def test_what_a_step_keeps_on_the_host_is_seen(local: type[Client[Options]], slots: int) -> None:
     """And is the client's own: others train meanwhile."""
     as_plain(local, slots=slots)
 
@@ -177,28 +178,28 @@ class Masked(nn.Module):
         return y
 
 
-class Masking(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class Masking(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         mask = torch.ones(10)
         mask[bench.client] = 0.3
         bench.module.mask = mask
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
-class Numbering(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class Numbering(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.module.numbers["factor"] = 1 + 0.3 * bench.client  # type: ignore[index, operator]
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
-class Lending(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class Lending(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.module.draw = random.Random(bench.client)  # type: ignore[assignment]
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
 @pytest.mark.parametrize("local", [Masking, Numbering, Lending])
-def test_what_a_network_has_beside_weights_and_buffers_is_seen(local: type[Local[Options]]) -> None:
+def test_what_a_network_has_beside_weights_and_buffers_is_seen(local: type[Client[Options]]) -> None:
     as_plain(local, model=Masked)
 
 
@@ -206,15 +207,15 @@ def test_a_step_that_is_made_for_each_client_is_not_kept() -> None:
     """It may hold another network, and there may be thousands of clients."""
     made = list[weakref.ref[Any]]()
 
-    class Enclosing(Local[Options]):
-        def train(self, bench: Bench) -> Iterator[Pass]:
+    class Enclosing(Client[Options]):
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
             other = nn.Linear(2, 2)
             made.append(weakref.ref(other))
 
-            def step(bench: Bench, batch: Batch) -> Tensor:
+            def step(bench: LocalTrainer, batch: Batch) -> Tensor:
                 return scaled(bench, batch, 1.0 if other.bias is not None else 0.5)
 
-            yield Pass(step)
+            yield LocalSteps(step)
 
     engine = as_plain(Enclosing)
     gc.collect()
@@ -222,41 +223,41 @@ def test_a_step_that_is_made_for_each_client_is_not_kept() -> None:
     assert sum(one() is not None for one in made) <= 2, "the last of each engine"
 
 
-class Slowing(Local[Options]):
+class Slowing(Client[Options]):
     """Goes on with a smaller learning rate from step to step, by too little for a look at one replay."""
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         bench.lr *= 0.99
         return scaled(bench, batch, 1.0)
 
 
-class Renewing(Local[Options]):
+class Renewing(Client[Options]):
     """Puts a new tensor where one lies."""
 
     def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         return {"count": (1,)}
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         bench.uploads["count"] = bench.uploads["count"] + 1
         return scaled(bench, batch, 1.0)
 
 
-class Leaving(Local[Options]):
+class Leaving(Client[Options]):
     """Leaves the network bound to another row, where the next step begins."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         other = bench.scratch["other"] = bench.buffer("other", bench.layout.size)
         other.copy_(bench.row).mul_(0.5)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = scaled(bench, batch, 1.0)
         bench.bind(bench.scratch["other"])
         return loss
 
 
 @pytest.mark.parametrize("local", [Slowing, Renewing, Leaving])
-def test_a_step_that_changes_what_lies_on_the_bench_is_done_as_it_is_written(local: type[Local[Options]]) -> None:
+def test_a_step_that_changes_what_lies_on_the_bench_is_done_as_it_is_written(local: type[Client[Options]]) -> None:
     as_plain(local)
 
 
@@ -275,23 +276,23 @@ class Positions(nn.Module):
 
 
 def test_what_a_step_makes_the_first_time_it_has_from_then_on() -> None:
-    tape = as_plain(Local, model=Positions).slots[0].tape
+    tape = as_plain(Client, model=Positions).slots[0].tape
     assert tape.replayed > tape.recorded > 0
 
 
-class Fading(Local[Options]):
+class Fading(Client[Options]):
     """A number for each client and round: there is no end to recordings."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["factor"] = 0.9 ** (10 * bench.round + bench.client)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, bench.scratch["factor"])
 
 
 def test_what_steps_depended_on_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.slot.MOST_RECORDINGS", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.MOST_RECORDINGS", 3)
     (slot,) = as_plain(Fading).slots
     assert len(slot._tokens) == 3
     assert slot.tape.replayed > slot.tape.recorded > 3
@@ -353,30 +354,30 @@ ODD: dict[str, Callable[[], Any]] = {
 def test_whatever_a_network_or_a_local_holds_clients_train(odd: str) -> None:
     """They were lost for it, or no step was recorded."""
 
-    class Holding(Local[Options]):
-        def train(self, bench: Bench) -> Iterator[Pass]:
+    class Holding(Client[Options]):
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
             vars(self).setdefault("odd", ODD[odd]())
-            yield Pass(self.step)
+            yield LocalSteps(self.step)
 
-    for tape in (as_plain(Local, model=partial(Odd, ODD[odd])).slots[0].tape, as_plain(Holding).slots[0].tape):
+    for tape in (as_plain(Client, model=partial(Odd, ODD[odd])).slots[0].tape, as_plain(Holding).slots[0].tape):
         assert tape.replayed > tape.recorded > 0
 
 
 def test_a_network_with_a_sparse_matrix_is_recorded() -> None:
-    tape = as_plain(Local, model=Graph).slots[0].tape
+    tape = as_plain(Client, model=Graph).slots[0].tape
     assert tape.replayed > tape.recorded > 0
 
 
 def test_steps_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie at the same few addresses, so each look for a step was slower by all that had ever been there."""
-    monkeypatch.setattr("fedloom.tapes.MOST_RECORDINGS", 4)
+    monkeypatch.setattr("fedloom.devices.cuda_graphs.MOST_RECORDINGS", 4)
 
-    class Enclosing(Local[Options]):
-        def train(self, bench: Bench) -> Iterator[Pass]:
-            def step(bench: Bench, batch: Batch) -> Tensor:
+    class Enclosing(Client[Options]):
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+            def step(bench: LocalTrainer, batch: Batch) -> Tensor:
                 return scaled(bench, batch, 1.0)
 
-            yield Pass(step)
+            yield LocalSteps(step)
 
     (slot,) = as_plain(Enclosing).slots
     assert isinstance(slot.tape, FakeGraphTape)
@@ -386,8 +387,8 @@ def test_steps_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_large_arrays_are_seen_but_not_kept() -> None:
     array = np.zeros(1_000_000)
-    before = summary_of({"array": array})
-    assert summary_of({"array": array}) == before
+    before = build_graph_key({"array": array})
+    assert build_graph_key({"array": array}) == before
     assert len(repr(before)) < 1000
     array[-1] = 1
-    assert summary_of({"array": array}) != before
+    assert build_graph_key({"array": array}) != before

@@ -11,26 +11,36 @@ import pytest
 import torch
 
 import fedloom
-from fedloom import rounds
-from fedloom.api import resume
-from fedloom.bench import STAYS, Bench, Pass, put_columns
-from fedloom.engines import CudaEngine, HostEngine
-from fedloom.exchange import Job
-from fedloom.experiment import Experiment, build
-from fedloom.methods import Local, Method, Options, register
-from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, plain_network, small_experiment, small_run
-from fedloom.testing import _StopAfter
-from fedloom.watching import Stopped
+from fedloom.core.layout import scatter_columns
+from fedloom.core.tasks import ClientTask
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.multiprocess.engine import MultiprocessEngine
+from fedloom.errors import RunStopped
+from fedloom.methods import Client, Method, Options, register
+from fedloom.runs import round as rounds
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.execute import resume
+from fedloom.testing.fixtures import (
+    SETTINGS,
+    SmallFederatedDataset,
+    batch_norm_network,
+    build_small_run,
+    simple_network,
+    small_run,
+)
+from fedloom.testing.method_checks import _StopAfter
+from fedloom.training.context import STAYS
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 METHODS = ["fedbn", "fedrep", "fedbabu", "fedfomo"]
 KEYS = ("personal_accuracy_mean", "personal_accuracy_worst10", "personal_clients")
 
 
-def scored(experiment: Experiment, engine: Any = None, played: int = 2) -> list[float | None]:
+def scored(experiment: BuiltRun, engine: Any = None, played: int = 2) -> list[float | None]:
     """The accuracy of every client's own model."""
     row, server = experiment.rounds.deployed(), experiment.rounds.parts.server
     own = [server.own_model(client) for client in range(8)]
-    jobs = [Job(client, row if mine is None else mine) for client, mine in enumerate(own)]
+    jobs = [ClientTask(client, row if mine is None else mine) for client, mine in enumerate(own)]
     return (engine or experiment.engine).score_clients(played, jobs)
 
 
@@ -39,7 +49,7 @@ def test_engines_and_workers_agree_to_the_bit(method: str) -> None:
     """After two rounds with half of the clients, so that some have a model of their own and some have none."""
     found = []
     for settings in ({"engine": "plain"}, {"engine": "host", "workers": 1}, {"engine": "host", "workers": 3}):
-        with small_experiment(method, {}, **settings).engine_closed() as experiment:
+        with build_small_run(method, {}, **settings).engine_closed() as experiment:
             records = [experiment.rounds.play(number) for number in range(2)]
             found.append(([[record[key] for key in KEYS] for record in records], scored(experiment)))
             if settings["engine"] == "plain":
@@ -58,11 +68,11 @@ def test_scoring_leaves_no_trace(method: str) -> None:
 
 def test_by_hand() -> None:
     """FedBN's client 3: the server's weights, its own norms, the test set in its own mixture of classes."""
-    with small_experiment("fedbn", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedbn", {}, per_round=8).engine_closed() as experiment:
         record = experiment.rounds.play(0)
         row, homes = experiment.rounds.parts.server.deploy().clone(), experiment.engine.homes
-        put_columns(row, experiment.rounds.parts.local.stays_home(experiment.layout), homes.get(3)[STAYS])
-        module, federation = normed_network(), experiment.federation
+        scatter_columns(row, experiment.rounds.parts.local.stays_home(experiment.layout), homes.get(3)[STAYS])
+        module, federation = batch_norm_network(), experiment.federation
         module.load_state_dict(experiment.layout.state_dict(row))
         module.eval()
         test, mine = federation.test, federation.client(3)
@@ -76,7 +86,7 @@ def test_by_hand() -> None:
 
 
 def test_a_client_that_was_never_asked_uses_the_deployed_model() -> None:
-    with small_experiment("fedbn", {}).engine_closed() as experiment:
+    with build_small_run("fedbn", {}).engine_closed() as experiment:
         experiment.rounds.play(0)
         (new, *_) = sorted(set(range(8)) - set(experiment.engine.homes.clients()))
         score = experiment.engine.score(experiment.rounds.deployed())
@@ -87,7 +97,7 @@ def test_a_client_that_was_never_asked_uses_the_deployed_model() -> None:
 def test_clients_with_test_samples_of_their_own_are_tested_on_these(tmp_path: Path) -> None:
     settings = {"data": "digits", "partition": "shards:2", "clients": 8, "rounds": 2, "engine": "plain"}
     run = fedloom.run("fedbabu", client_test=0.25, out=tmp_path / "run", report=False, **settings)
-    with build(run.config).engine_closed() as experiment:
+    with build_run(run.config).engine_closed() as experiment:
         federation = experiment.federation
         assert [int(n) for n in np.bincount(federation.test_owners)] == [
             round(len(federation.client(k)) / 3) for k in range(8)
@@ -99,7 +109,7 @@ def test_clients_with_test_samples_of_their_own_are_tested_on_these(tmp_path: Pa
         federation.test_owners = np.where(owners < 2, 0, owners)
         accuracies = scored(experiment)
         assert accuracies[1] is None
-        whole = experiment.engine.score_clients(2, [Job(0, experiment.rounds.deployed())])
+        whole = experiment.engine.score_clients(2, [ClientTask(0, experiment.rounds.deployed())])
         assert accuracies[0] == whole[0]
         step = accuracies[0] * int((owners < 2).sum())
         assert step == pytest.approx(round(step), abs=1e-9), "a share of its own test samples"
@@ -107,13 +117,13 @@ def test_clients_with_test_samples_of_their_own_are_tested_on_these(tmp_path: Pa
 
 
 def test_clients_without_samples_are_left_out() -> None:
-    records = small_run("fedbabu", {}, federation=SmallFederation(sizes={0: 0, 5: 0, 1: 1})).records
+    records = small_run("fedbabu", {}, federation=SmallFederatedDataset(sizes={0: 0, 5: 0, 1: 1})).records
     assert {record["personal_clients"] for record in records} == {6}
 
 
 def test_of_many_clients_the_same_few_are_scored_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MOST_PERSONAL", 3)
-    with small_experiment("fedbn", {}).engine_closed() as experiment:
+    with build_small_run("fedbn", {}).engine_closed() as experiment:
         asked: list[list[int]] = []
         score = experiment.engine.score_clients
         experiment.engine.score_clients = lambda round, jobs: (
@@ -130,11 +140,11 @@ def test_methods_with_one_model_for_all_have_no_such_scores() -> None:
         assert not any(key in record for record in small_run(method, {}).records for key in KEYS)
 
 
-class Fragile(Local[Options]):
+class Fragile(Client[Options]):
     """Cannot make client 2's own model."""
 
-    def personal(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step, steps=1)
+    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step, steps=1)
         if bench.client == 2:
             raise RuntimeError("out of luck")
 
@@ -146,13 +156,13 @@ def test_a_client_that_fails_is_left_out_and_the_run_goes_on(engine: str) -> Non
     assert {record["personal_clients"] for record in records} == {7}
 
 
-class Dying(Local[Options]):
+class Dying(Client[Options]):
     """The first worker that makes client 3's own model is killed."""
 
     place: Path
 
-    def personal(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step, steps=1)
+    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step, steps=1)
         if bench.client == 3 and not self.place.exists():
             self.place.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -161,19 +171,19 @@ class Dying(Local[Options]):
 def test_a_worker_that_dies_is_replaced_and_its_client_scored(tmp_path: Path) -> None:
     register(Method("dying", "", "", local=Dying))
     Dying.place = tmp_path / "died"
-    with small_experiment("dying", {}, engine="host", workers=2).engine_closed() as experiment:
+    with build_small_run("dying", {}, engine="host", workers=2).engine_closed() as experiment:
         interrupted = scored(experiment)
-        assert isinstance(experiment.engine, HostEngine)
+        assert isinstance(experiment.engine, MultiprocessEngine)
         assert experiment.engine.deaths == 1
         assert scored(experiment) == interrupted
         assert None not in interrupted
 
 
 def test_few_slots_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    with small_experiment("fedrep", {}, engine="host", workers=1).engine_closed() as experiment:
+    with build_small_run("fedrep", {}, engine="host", workers=1).engine_closed() as experiment:
         expected = scored(experiment)
-    monkeypatch.setattr("fedloom.engines.host.SLOT_MEMORY", 1)
-    with small_experiment("fedrep", {}, engine="host", workers=1).engine_closed() as experiment:
+    monkeypatch.setattr("fedloom.engines.multiprocess.engine.SLOT_MEMORY", 1)
+    with build_small_run("fedrep", {}, engine="host", workers=1).engine_closed() as experiment:
         assert len(experiment.engine._slots) == 4
         assert scored(experiment) == expected
 
@@ -181,10 +191,10 @@ def test_few_slots_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_records_the_same(method: str, tmp_path: Path) -> None:
     whole = [[record[key] for key in KEYS] for record in small_run(method, {}).records]
-    federation, out = SmallFederation(), tmp_path / "run"
-    with pytest.raises(Stopped):
-        fedloom.run(method, federation, normed_network, watcher=_StopAfter(2), out=out, report=False, **SETTINGS)
-    history = resume(out, data=federation, model=normed_network, report=False).history[1:]
+    federation, out = SmallFederatedDataset(), tmp_path / "run"
+    with pytest.raises(RunStopped):
+        fedloom.run(method, federation, batch_norm_network, watcher=_StopAfter(2), out=out, report=False, **SETTINGS)
+    history = resume(out, data=federation, model=batch_norm_network, report=False).history[1:]
     assert [[record[key] for key in KEYS] for record in history] == whole
 
 
@@ -199,6 +209,6 @@ def test_statistics_are_estimated_for_a_fine_tuned_model_too() -> None:
 def test_a_regression_has_no_accuracy_to_score() -> None:
     x = torch.randn(8, 6, 64)
     clients = [(part, part[:, :10] * 2) for part in x]
-    data = fedloom.Federation.from_arrays(clients, test=clients[0])
+    data = fedloom.FederatedDataset.from_arrays(clients, test=clients[0])
     assert not any(key in record for record in small_run("fedrep", {}, federation=data).records for key in KEYS)
-    assert small_run("fedrep", {}, federation=data, model=plain_network).loss > 0
+    assert small_run("fedrep", {}, federation=data, model=simple_network).loss > 0

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from benches import Counting
 from fake_graphs import FakeGraphTape, fake_tape
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.engines import CudaEngine
-from fedloom.methods import Local, Method, Options, register
-from fedloom.optim import SGD
-from fedloom.small_runs import SmallFederation, normed_network, small_experiment
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.methods import Client, Method, Options, register
+from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run
+from fedloom.training.batches import Batch
+from fedloom.training.optimizers import SGD
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 CLIENTS = (5, 0, 7, 2, 1, 6)
 
@@ -26,18 +27,18 @@ CLIENTS = (5, 0, 7, 2, 1, 6)
 @pytest.fixture(autouse=True)
 def recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings that keep addresses and numbers, as CUDA graphs do."""
-    monkeypatch.setattr("fedloom.engines.cuda.LEAD", 0)
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.engine.LEAD", 0)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
 
 
 def as_plain(
-    local: type[Local[Options]], clients: Sequence[int] = CLIENTS, slots: int = 1, **settings: Any
+    local: type[Client[Options]], clients: Sequence[int] = CLIENTS, slots: int = 1, **settings: Any
 ) -> CudaEngine:
     """Three rounds in one slot, or several, held against the plain engine."""
     register(Method("own", "", "", local=local))
     values = {"engine": "plain", "per_round": 8, "batch_size": 4, "steps": 24, "model": dense, **settings}
-    with small_experiment("own", {}, **values).engine_closed() as plain:
+    with build_small_run("own", {}, **values).engine_closed() as plain:
         engine = cuda_of(plain, slots)
         for round in range(3):
             jobs = jobs_for(plain, list(clients))
@@ -45,7 +46,7 @@ def as_plain(
     return engine
 
 
-def scaled(bench: Bench, batch: Batch, factor: float) -> Tensor:
+def scaled(bench: LocalTrainer, batch: Batch, factor: float) -> Tensor:
     """A step with a number of the host in it."""
     loss = bench.loss(batch)
     bench.backward(loss)
@@ -60,41 +61,41 @@ class Scaling:
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, self.factor)
 
 
-class OwnStep(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(Scaling(0.1 * (1 + bench.client)).step)
+class OwnStep(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(Scaling(0.1 * (1 + bench.client)).step)
 
 
-class OwnObject(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OwnObject(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["scaling"] = Scaling(0.1 * (1 + bench.client))
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, bench.scratch["scaling"].factor)
 
 
-class OwnNumber(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OwnNumber(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["factor"] = np.float32(0.1 * (1 + bench.client))
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, float(bench.scratch["factor"]))
 
 
-class OwnNetwork(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OwnNetwork(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["other"] = copy.deepcopy(bench.module).requires_grad_(False)
         for weight in bench.scratch["other"].parameters():
             weight.mul_(1 + 0.1 * bench.client)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         apart = bench.module(batch.x) - bench.scratch["other"](batch.x)
         loss = bench.loss(batch) + apart.square().mean()
         bench.backward(loss)
@@ -102,71 +103,71 @@ class OwnNetwork(Local[Options]):
         return loss
 
 
-class OwnRound(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OwnRound(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         self.factor = 0.1 * (1 + bench.round)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, self.factor)
 
 
-class OwnCount(Local[Options]):
+class OwnCount(Client[Options]):
     """Every ninth step is another one, which a look at the first replay does not show."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         self.count = 0
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         self.count += 1
         return scaled(bench, batch, 1.0 if self.count % 9 else -1.0)
 
 
-class OwnFunction(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OwnFunction(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         count = 0
 
-        def step(bench: Bench, batch: Batch) -> Tensor:
+        def step(bench: LocalTrainer, batch: Batch) -> Tensor:
             nonlocal count
             count += 1
             return scaled(bench, batch, 1.0 if count % 9 else -1.0)
 
-        yield Pass(step)
+        yield LocalSteps(step)
 
 
-class OwnOptimizer(Local[Options]):
+class OwnOptimizer(Client[Options]):
     """It makes its state when it takes its first step."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.optimizer = SGD(momentum=0.9)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
-class OwnDraws(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class OwnDraws(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.scratch["draw"] = np.random.default_rng(bench.client)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, -1.0 if bench.scratch["draw"].random() < 0.04 else 1.0)
 
 
 @pytest.mark.parametrize(
     "local", [OwnStep, OwnObject, OwnNumber, OwnNetwork, OwnRound, OwnCount, OwnFunction, OwnOptimizer, OwnDraws]
 )
-def test_what_a_step_holds_on_the_host_is_never_that_of_another_client(local: type[Local[Options]]) -> None:
+def test_what_a_step_holds_on_the_host_is_never_that_of_another_client(local: type[Client[Options]]) -> None:
     as_plain(local)
 
 
-def plain_step(bench: Bench, batch: Batch) -> Tensor:
+def plain_step(bench: LocalTrainer, batch: Batch) -> Tensor:
     return scaled(bench, batch, 0.5)
 
 
-class PlainFunction(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(plain_step)
-        yield Pass(plain_step)
+class PlainFunction(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(plain_step)
+        yield LocalSteps(plain_step)
 
 
 def test_a_step_that_is_a_plain_function_is_recorded_for_all_clients() -> None:
@@ -174,22 +175,22 @@ def test_a_step_that_is_a_plain_function_is_recorded_for_all_clients() -> None:
     assert tape.replayed > 4 * tape.recorded > 0
 
 
-class Enclosed(Local[Options]):
+class Enclosed(Client[Options]):
     """A step that is made anew for each client, in `train`."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         factor = 0.1 * (1 + bench.client)
 
-        def step(bench: Bench, batch: Batch) -> Tensor:
+        def step(bench: LocalTrainer, batch: Batch) -> Tensor:
             return scaled(bench, batch, factor)
 
-        yield Pass(step)
+        yield LocalSteps(step)
 
 
 def test_a_step_that_is_made_for_each_client_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.tapes.PATIENCE", 4)
+    monkeypatch.setattr("fedloom.devices.cuda_graphs.PATIENCE", 4)
     as_plain(Enclosed)
     assert len([line for line in caplog.messages if "changes from client to client" in line]) == 1
 
@@ -202,10 +203,10 @@ def test_a_step_that_is_not_recorded_is_told_once(caplog: pytest.LogCaptureFixtu
     ]
 
 
-class Validating(Local[Options]):
+class Validating(Client[Options]):
     """Takes validation samples into its steps, which lie elsewhere for every client."""
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         held = bench.validation
         loss = bench.loss(batch) + bench.loss(Batch(held.x[:3], held.y[:3]))
         bench.backward(loss)
@@ -213,41 +214,41 @@ class Validating(Local[Options]):
         return loss
 
 
-class Adopting(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class Adopting(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.adopt(bench.training.model_copy(update={"lr_decay": 0.1 * (1 + bench.client), "lr": 0.1 + bench.round}))
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, bench.training.lr_decay)
 
 
 @pytest.mark.parametrize("local", [Validating, Adopting])
-def test_what_a_step_reads_on_the_bench_is_that_of_its_client(local: type[Local[Options]]) -> None:
+def test_what_a_step_reads_on_the_bench_is_that_of_its_client(local: type[Client[Options]]) -> None:
     as_plain(local, validation=0.3)
 
 
 def test_settings_that_a_step_does_not_read_need_no_recording_of_their_own() -> None:
-    class Quicker(Local[Options]):
-        def train(self, bench: Bench) -> Iterator[Pass]:
+    class Quicker(Client[Options]):
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
             bench.adopt(bench.training.model_copy(update={"lr": 0.01 * (1 + bench.client)}))
-            yield Pass(self.step, steps=4)
+            yield LocalSteps(self.step, steps=4)
 
     (slot,) = as_plain(Quicker).slots
     assert slot.tape.recorded == 2, "one of a single step, and one of three"
 
 
-class Dropping(Local[Options]):
+class Dropping(Client[Options]):
     """Decides on the host, now and then, to do something else; a look at the first replay hardly ever shows it."""
 
     draw: Callable[[], float]
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         random.seed(bench.client)
         np.random.seed(bench.client)  # noqa: NPY002 - as many do
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         return scaled(bench, batch, -1.0 if type(self).draw() < 0.04 else 1.0)
 
 
@@ -265,8 +266,8 @@ def test_a_batch_of_one_that_cannot_be_recorded_leaves_batch_norm_as_it_was(monk
     """Batch norm rests in a batch of one sample, and must not when the next batch comes."""
     capture, recording = FakeGraphTape.capture, list[bool]()
 
-    class Asking(Local[Options]):
-        def step(self, bench: Bench, batch: Batch) -> Tensor:
+    class Asking(Client[Options]):
+        def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
             loss = bench.loss(batch)
             if recording:
                 raise RuntimeError("it asks the device for a number")
@@ -282,17 +283,17 @@ def test_a_batch_of_one_that_cannot_be_recorded_leaves_batch_norm_as_it_was(monk
             recording.clear()
 
     monkeypatch.setattr(FakeGraphTape, "capture", failing)
-    samples = len(SmallFederation().client(1))
-    as_plain(Asking, [1], batch_size=samples - 1, steps=6, model=normed_network)
+    samples = len(SmallFederatedDataset().client(1))
+    as_plain(Asking, [1], batch_size=samples - 1, steps=6, model=batch_norm_network)
 
 
 def test_a_local_may_ask_for_the_mean_loss_between_its_passes() -> None:
-    class Asking(Local[Options]):
-        def train(self, bench: Bench) -> Iterator[Pass]:
+    class Asking(Client[Options]):
+        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
             assert np.isnan(bench.mean_loss)
-            yield Pass(self.step, epochs=1)
+            yield LocalSteps(self.step, epochs=1)
             bench.lr = 0.1 * bench.mean_loss
-            yield Pass(self.step, epochs=1)
+            yield LocalSteps(self.step, epochs=1)
 
     as_plain(Asking)
 
@@ -313,10 +314,10 @@ class Network(nn.Module):
         return self.out(x) * (self.factor if self.calls % 10 else -self.factor)
 
 
-class Setting(Local[Options]):
-    def train(self, bench: Bench) -> Iterator[Pass]:
+class Setting(Client[Options]):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.module.factor = 1.0 + bench.round  # type: ignore[assignment]
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
 @pytest.mark.parametrize("given", [(False,), (True,), (False, True)], ids=["set", "counted", "on the device"])
@@ -327,5 +328,5 @@ def test_numbers_of_the_network_are_those_of_the_moment(given: tuple[bool, ...])
 @pytest.mark.parametrize("write", ["in place", "anew"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_buffers_are_those_of_the_client_however_a_network_writes_them(write: str, persistent: bool) -> None:
-    engine = as_plain(Local, model=partial(Counting, write, persistent))
+    engine = as_plain(Client, model=partial(Counting, write, persistent))
     assert sum(slot.tape.replayed for slot in engine.slots) > 0

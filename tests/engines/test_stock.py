@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import Prepare, Samples
-from fedloom.engines import slot, stock
-from fedloom.engines.stock import Stock
-from fedloom.small_runs import small_experiment
+from fedloom.data import InputTransform, Samples
+from fedloom.engines.cuda import batch_queue, slot
+from fedloom.engines.cuda import slot as slot_module
+from fedloom.engines.cuda.batch_queue import BatchQueue
+from fedloom.testing.fixtures import build_small_run
 
 CPU = torch.device("cpu")
-HALF = Prepare((0.5, 0.5), (0.25, 0.25))
+HALF = InputTransform((0.5, 0.5), (0.25, 0.25))
 
 
 def images(count: int) -> Samples:
@@ -23,8 +24,8 @@ def images(count: int) -> Samples:
     return Samples(x, torch.arange(count))
 
 
-def make(channels_last: bool = False) -> Stock:
-    return Stock(CPU, lambda x: HALF(x, channels_last=channels_last), channels_last=channels_last)
+def make(channels_last: bool = False) -> BatchQueue:
+    return BatchQueue(CPU, lambda x: HALF(x, channels_last=channels_last), channels_last=channels_last)
 
 
 @given(
@@ -38,11 +39,11 @@ def test_batches_come_in_order_as_they_would_be_prepared_one_by_one(
     batches: list[list[int]], batch_size: int, channels_last: bool, taken: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stock, "TAKEN_BYTES", taken)
+        patch.setattr(batch_queue, "TAKEN_BYTES", taken)
         check_batches(batches, batch_size, make(channels_last), channels_last)
 
 
-def check_batches(batches: list[list[int]], batch_size: int, held: Stock, channels_last: bool) -> None:
+def check_batches(batches: list[list[int]], batch_size: int, held: BatchQueue, channels_last: bool) -> None:
     store = images(40)
     largest = max(map(len, batches))
     room = held.prepare(store, largest, batch_size if batch_size >= largest else 0)
@@ -91,7 +92,7 @@ def test_whole_clients_as_batches_share_the_memory() -> None:
 
 
 def test_a_batch_that_is_larger_than_the_room_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "STOCK_BYTES", 200)
+    monkeypatch.setattr(batch_queue, "STOCK_BYTES", 200)
     store, held = images(40), make()
     assert held.prepare(store, 40, 0) == 1
     held.fill(store, [np.arange(40)])
@@ -102,7 +103,7 @@ def test_a_loss_is_kept_as_it_was() -> None:
     """Losses of some steps are noted together, and whoever made them may go on with them meanwhile."""
     weight, room = torch.ones(2, requires_grad=True), torch.zeros(())
     made = [weight.sum(), room, weight.sum().add_(1), (weight * 2)[0]]
-    kept = [stock.as_it_is_now(loss) for loss in made]
+    kept = [slot_module._detach_loss(loss) for loss in made]
     room.add_(7)
     assert [float(loss) for loss in kept] == [2, 0, 3, 2]
     assert kept[0].data_ptr() == made[0].data_ptr(), "usually it costs nothing"
@@ -110,7 +111,7 @@ def test_a_loss_is_kept_as_it_was() -> None:
 
 
 def test_little_room_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "STOCK_BYTES", 4 * 5 * 24 * 3)
+    monkeypatch.setattr(batch_queue, "STOCK_BYTES", 4 * 5 * 24 * 3)
     assert make().prepare(images(40), 5, 5) == 3
 
 
@@ -134,8 +135,8 @@ def test_stretches_are_all_steps_in_order(sizes: list[int], longest: int) -> Non
 
 def test_clients_may_have_targets_of_different_shapes() -> None:
     """They are brought where the last client's were, unless they are of another sort."""
-    with small_experiment("fedavg", {}, engine="plain").engine_closed() as plain:
-        bench = slot.SlotBench(plain.engine.shop.workshop, CPU)
+    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
+        bench = slot.CudaSlot(plain.engine.shop.workshop, CPU)
         for shape in ((4, 3), (4, 1), (4,), (2, 3)):
             samples = Samples(torch.randn(shape[0], 64), torch.randn(shape))
             brought = bench.bring(samples)

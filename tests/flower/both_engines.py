@@ -5,17 +5,16 @@ from typing import Any
 
 from fake import FakeLink, make_sites, reach
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.finished import Run
-from fedloom.request import replace_config
+from fedloom.config import Config, replace_config
+from fedloom.runs.execute import execute_run
+from fedloom.runs.result import RunResult
 
 
-def play(config: Config, folder: Path, link: FakeLink | None = None) -> tuple[Run, FakeLink]:
+def play(config: Config, folder: Path, link: FakeLink | None = None) -> tuple[RunResult, FakeLink]:
     link = link or FakeLink(make_sites(config, folder))
     out = folder / "flower"
-    return execute(config, out=out, report=False, sites=reach(link, config, out)), link
+    return execute_run(config, out=out, report=False, sites=reach(link, config, out)), link
 
 
-def plainly(config: Config, folder: Path, **more: Any) -> Run:
-    return execute(replace_config(config, engine="plain"), out=folder / "plain", report=False, **more)
+def plainly(config: Config, folder: Path, **more: Any) -> RunResult:
+    return execute_run(replace_config(config, engine="plain"), out=folder / "plain", report=False, **more)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from fake import FakeLink, make_run, make_sites, reach
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.flower.parcel import Parcel
-from fedloom.flower.site import Site, Trained
-from fedloom.flower.tensors import pick
-from fedloom.request import replace_config
-from fedloom.watching import Silent
+from fedloom.config import Config, replace_config
+from fedloom.flower.message import SiteMessage
+from fedloom.flower.site.handlers import SiteHandler, SiteTrainResult
+from fedloom.flower.tensors import encode_tensor_columns
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.execute import execute_run
 
 SECURE = {"fedmr": {"secure": True}}
 
@@ -40,24 +39,24 @@ def federate(
     link = FakeLink(sites)
     change(link)
     out = tmp_path / "run"
-    return execute(config, out=out, sites=reach(link, config, out)), link
+    return execute_run(config, out=out, sites=reach(link, config, out)), link
 
 
 def on_host(config: Config, tmp_path: Path) -> Any:
-    return execute(replace_config(config, engine="plain", deadline=600.0), out=tmp_path / "host")
+    return execute_run(replace_config(config, engine="plain", deadline=600.0), out=tmp_path / "host")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tensor]]:
     """What every client trained: (round, client, row)."""
     trained: list[tuple[int, int, torch.Tensor]] = []
-    train = Site.train
+    train = SiteHandler.train
 
-    def listen(site: Site, question: Parcel) -> Trained:
+    def listen(site: SiteHandler, question: SiteMessage) -> SiteTrainResult:
         done = train(site, question)
         trained.append((question.header["round"], question.header["client"], done.row.clone()))
         return done
 
-    monkeypatch.setattr(Site, "train", listen)
+    monkeypatch.setattr(SiteHandler, "train", listen)
     return trained
 
 
@@ -65,12 +64,12 @@ def pieces(row: torch.Tensor, columns: list[list[slice]]) -> list[bytes]:
     """Sixteen bytes from each part of each layer that is long enough to be told from others."""
     found = []
     for parts in columns:
-        content = pick(row, parts)
+        content = encode_tensor_columns(row, parts)
         found += [content[at : at + 16] for at in range(0, len(content) - 16, max(16, len(content) // 8 // 4 * 4))]
     return [piece for piece in found if len(set(piece)) > 8]
 
 
-class Two(Silent):
+class Two(SilentCallback):
     """Stops after two rounds."""
 
     rounds = 0

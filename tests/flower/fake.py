@@ -5,49 +5,49 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.config import Config, make_config
-from fedloom.flower.app import write_settings
-from fedloom.flower.link import Answer
-from fedloom.flower.parcel import Parcel, pack, unpack
-from fedloom.flower.server import Behind
-from fedloom.flower.site import Site
+from fedloom.flower.app import make_app_run_config
+from fedloom.flower.message import SiteMessage, decode_message, encode_message
+from fedloom.flower.server.engine import FlowerEngineFactory
+from fedloom.flower.server.transport import TransportReply
+from fedloom.flower.site.handlers import SiteHandler
 
-Meddle = Callable[[int, Parcel, Parcel], Parcel | None]
+Meddle = Callable[[int, SiteMessage, SiteMessage], SiteMessage | None]
 """(node, question, answer) -> what arrives instead; None: nothing does, for now."""
 
 
 class FakeLink:
     """Nodes are numbered from 100 on."""
 
-    def __init__(self, sites: dict[int, Site]) -> None:
+    def __init__(self, sites: dict[int, SiteHandler]) -> None:
         self.sites = sites
         self.away: set[int] = set()
         self.meddle: Meddle | None = None
-        self.waiting: dict[str, Answer] = {}
-        self.held: dict[str, Answer] = {}
+        self.waiting: dict[str, TransportReply] = {}
+        self.held: dict[str, TransportReply] = {}
         """Answers that are on their way until a test lets them arrive."""
-        self.asked: list[Parcel] = []
-        self.answered: list[Parcel] = []
+        self.asked: list[SiteMessage] = []
+        self.answered: list[SiteMessage] = []
         self._tickets = 0
 
     def nodes(self) -> list[int]:
         return sorted(set(self.sites) - self.away)
 
-    def send(self, node: int, question: Parcel, seconds: float) -> str | None:
+    def send(self, node: int, question: SiteMessage, seconds: float) -> str | None:
         self._tickets += 1
         ticket = str(self._tickets)
-        question = unpack(pack(question))
+        question = decode_message(encode_message(question))
         self.asked.append(question)
-        answer: Parcel | None = unpack(pack(self.sites[node].answer(question)))
+        answer: SiteMessage | None = decode_message(encode_message(self.sites[node].answer(question)))
         assert answer is not None
         self.answered.append(answer)
         arrived = answer if self.meddle is None else self.meddle(node, question, answer)
         if arrived is None:
-            self.held[ticket] = Answer(ticket, node, answer)
+            self.held[ticket] = TransportReply(ticket, node, answer)
         else:
-            self.waiting[ticket] = Answer(ticket, node, arrived)
+            self.waiting[ticket] = TransportReply(ticket, node, arrived)
         return ticket
 
-    def receive(self, tickets: Sequence[str]) -> list[Answer]:
+    def receive(self, tickets: Sequence[str]) -> list[TransportReply]:
         return [self.waiting.pop(ticket) for ticket in tickets if ticket in self.waiting]
 
     def let_go(self) -> None:
@@ -62,13 +62,13 @@ def make_run(**settings: Any) -> Config:
     return make_config({**usual, "min_clients": 0, **settings})
 
 
-def make_sites(config: Config, folder: Path, nodes: list[dict[str, Any]] | None = None) -> dict[int, Site]:
+def make_sites(config: Config, folder: Path, nodes: list[dict[str, Any]] | None = None) -> dict[int, SiteHandler]:
     """A site for each client, or for each of these node configurations."""
     nodes = [{"client": client} for client in range(config.clients or 0)] if nodes is None else nodes
-    given = flat(write_settings(config, []))
+    given = flat(make_app_run_config(config, []))
     app = folder / "app"
     app.mkdir(exist_ok=True)
-    return {100 + k: Site(given, node, app, folder / "sites" / f"site-{k}") for k, node in enumerate(nodes)}
+    return {100 + k: SiteHandler(given, node, app, folder / "sites" / f"site-{k}") for k, node in enumerate(nodes)}
 
 
 def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -79,5 +79,5 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def reach(link: FakeLink, config: Config, folder: Path, join: float = 0.01) -> Behind:
-    return Behind(link, config, folder, join)
+def reach(link: FakeLink, config: Config, folder: Path, join: float = 0.01) -> FlowerEngineFactory:
+    return FlowerEngineFactory(link, config, folder, join)

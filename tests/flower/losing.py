@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from fedloom.data import Federation
-from fedloom.engines import Engine, PlainEngine, Shop
-from fedloom.exchange import Job, Lost, Update
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.data import FederatedDataset
+from fedloom.engines.base import Engine
+from fedloom.engines.sequential import SequentialEngine
+from fedloom.training.local_training import EngineContext
 
 Answers = frozenset[tuple[int, int]]
 """(round, client), rounds from 0."""
@@ -16,21 +18,21 @@ class LosingSites:
     def __init__(self, lost: Answers, reason: str = "lost as in the other run") -> None:
         self._lost, self._reason = lost, reason
 
-    def seen(self, federation: Federation) -> Federation:
+    def seen(self, federation: FederatedDataset) -> FederatedDataset:
         """The server sees all."""
         return federation
 
-    def engine(self, shop: Shop) -> Engine:
+    def engine(self, shop: EngineContext) -> Engine:
         """What trains, and loses."""
         return _LosingEngine(shop, self._lost, self._reason)
 
 
-class _LosingEngine(PlainEngine):
-    def __init__(self, shop: Shop, lost: Answers, reason: str) -> None:
+class _LosingEngine(SequentialEngine):
+    def __init__(self, shop: EngineContext, lost: Answers, reason: str) -> None:
         super().__init__(shop)
         self._lost, self._reason = lost, reason
 
-    def train(self, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         for answer in super().train(round, jobs):
-            gone = isinstance(answer, Update) and (round, answer.client) in self._lost
-            yield Lost(answer.job, self._reason) if gone else answer
+            gone = isinstance(answer, ClientUpdate) and (round, answer.client) in self._lost
+            yield ClientFailure(answer.job, self._reason) if gone else answer

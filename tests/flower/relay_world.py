@@ -7,20 +7,25 @@ from functools import cache
 import numpy as np
 import torch
 
-from fedloom.flower.identity import Identity, SiteKeys
-from fedloom.flower.notes import Note, Silence
-from fedloom.flower.relay import Outcome, Relay
-from fedloom.flower.relay_site import serve
-from fedloom.flower.sealed import Opener, Refusal, Terms
-from fedloom.flower.sealed_site import SealedSite
-from fedloom.methods.recombination import Draw, Participant, exchange, purpose
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
+from fedloom.flower.secure_recombination.crypto import EncryptionTerms, ExchangeRejected, LayerKeyPair
+from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.participant import ExchangeParticipant
+from fedloom.flower.secure_recombination.relay import Relay, RelayOutcome
+from fedloom.flower.secure_recombination.site import serve
+from fedloom.flower.trust.identity import Identity, SiteKeys
+from fedloom.methods._support.layer_exchange import (
+    LayerExchangeClient,
+    LayerExchangeRng,
+    layer_exchange_stream_name,
+    run_layer_exchange,
+)
 
 RUN = "ab" * 16
 STAGES = ("offer", "answer", "lock", "commit", "release")
 """Those after hello."""
 
-Meddle = Callable[[str, int, Note], Note | Silence]
+Meddle = Callable[[str, int, RelayMessage], RelayMessage | MissingRelayMessage]
 """(stage, slot, what passes) -> what arrives."""
 
 
@@ -52,14 +57,14 @@ class World:
         mixed: bool = False,
         round: int = 0,
         fewest: int = 2,
-        draws: Callable[[int], Callable[[int, int], Draw]] | None = None,
+        draws: Callable[[int], Callable[[int, int], LayerExchangeRng]] | None = None,
     ) -> None:
-        self.key = Opener()
-        self.terms = Terms(sizes, chance, mixed, self.key.public)
+        self.key = LayerKeyPair()
+        self.terms = EncryptionTerms(sizes, chance, mixed, self.key.public)
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
         self.sites = {
-            slot: SealedSite(
+            slot: ExchangeParticipant(
                 identity(slot),
                 roster(count),
                 RUN,
@@ -74,39 +79,41 @@ class World:
         }
         self.down: Meddle = lambda stage, slot, note: note
         self.up: Meddle = lambda stage, slot, note: note
-        self.seen: list[tuple[str, str, int, Note]] = []
+        self.seen: list[tuple[str, str, int, RelayMessage]] = []
         self.said: list[str] = []
         """Every refusal of a site."""
 
-    def seeded(self, slot: int) -> Callable[[int, int], Draw]:
+    def seeded(self, slot: int) -> Callable[[int, int], LayerExchangeRng]:
         return lambda attempt, exchange: stream(self.seed, self.round, slot, attempt, exchange)
 
-    def ask(self, stage: str, questions: Mapping[int, Note]) -> dict[int, Note | Silence]:
-        answers: dict[int, Note | Silence] = {}
+    def ask(self, stage: str, questions: Mapping[int, RelayMessage]) -> dict[int, RelayMessage | MissingRelayMessage]:
+        answers: dict[int, RelayMessage | MissingRelayMessage] = {}
         for slot, question in questions.items():
             self.seen.append(("down", stage, slot, question))
             arrived = self.down(stage, slot, question)
-            if isinstance(arrived, Silence):
+            if isinstance(arrived, MissingRelayMessage):
                 answers[slot] = arrived
                 continue
             answers[slot] = self.up_from(stage, slot, self.served(stage, slot, arrived))
         return answers
 
-    def served(self, stage: str, slot: int, question: Note) -> Note | Silence:
+    def served(self, stage: str, slot: int, question: RelayMessage) -> RelayMessage | MissingRelayMessage:
         try:
             return serve(self.sites[slot], stage, question)
-        except Refusal as error:
+        except ExchangeRejected as error:
             self.said.append(str(error))
-            return Silence(str(error), refused=True)
+            return MissingRelayMessage(str(error), refused=True)
 
-    def up_from(self, stage: str, slot: int, answer: Note | Silence) -> Note | Silence:
-        if isinstance(answer, Note):
+    def up_from(
+        self, stage: str, slot: int, answer: RelayMessage | MissingRelayMessage
+    ) -> RelayMessage | MissingRelayMessage:
+        if isinstance(answer, RelayMessage):
             self.seen.append(("up", stage, slot, answer))
             return self.up(stage, slot, answer)
         return answer
 
-    def run(self) -> Outcome:
-        greetings = self.ask("hello", {slot: Note({"attempt": 0}) for slot in self.sites})
+    def run(self) -> RelayOutcome:
+        greetings = self.ask("hello", {slot: RelayMessage({"attempt": 0}) for slot in self.sites})
         return Relay(self.ask, RUN, self.round, self.terms, self.key).exchange(greetings)
 
 
@@ -118,20 +125,20 @@ class Gone:
         self.gone: set[int] = set()
         world.down, world.up = self.down, self.up
 
-    def down(self, stage: str, slot: int, note: Note) -> Note | Silence:
+    def down(self, stage: str, slot: int, note: RelayMessage) -> RelayMessage | MissingRelayMessage:
         times = self.asked[stage, slot] = self.asked.get((stage, slot), -1) + 1
         if slot in self.when:
             leaves, at, heard = self.when[slot]
             if (leaves, at) == (stage, times) and not heard:
                 self.gone.add(slot)
-        return Silence("did not answer within 1 s") if slot in self.gone else note
+        return MissingRelayMessage("did not answer within 1 s") if slot in self.gone else note
 
-    def up(self, stage: str, slot: int, note: Note) -> Note | Silence:
+    def up(self, stage: str, slot: int, note: RelayMessage) -> RelayMessage | MissingRelayMessage:
         if slot in self.when:
             leaves, at, heard = self.when[slot]
             if (leaves, at) == (stage, self.asked[stage, slot]) and heard:
                 self.gone.add(slot)
-        return Silence("did not answer within 1 s") if slot in self.gone else note
+        return MissingRelayMessage("did not answer within 1 s") if slot in self.gone else note
 
 
 def traces(layer: bytes) -> list[bytes]:
@@ -145,7 +152,7 @@ def traces(layer: bytes) -> list[bytes]:
 
 
 def stream(seed: int, round: int, slot: int, attempt: int = 0, number: int = 0) -> np.random.Generator:
-    return Streams(seed).numpy(purpose(attempt, number), round, slot)
+    return RngStreams(seed).numpy(layer_exchange_stream_name(attempt, number), round, slot)
 
 
 def in_process(world: World, slots: list[int], attempt: int = 0) -> dict[int, list[bytes]]:
@@ -153,7 +160,7 @@ def in_process(world: World, slots: list[int], attempt: int = 0) -> dict[int, li
     held = {slot: [torch.tensor([slot, number]) for number in range(world.terms.layers)] for slot in slots}
     for number in range(100):
         participants = {
-            slot: Participant(
+            slot: LayerExchangeClient(
                 me=slot,
                 others=[other for other in slots if other != slot],
                 layers=held[slot],
@@ -162,7 +169,7 @@ def in_process(world: World, slots: list[int], attempt: int = 0) -> dict[int, li
             )
             for slot in slots
         }
-        exchange(participants)
+        run_layer_exchange(participants)
         held = {slot: participant.assemble() for slot, participant in participants.items()}
         whole = any(len({int(deed[0]) for deed in deeds}) == 1 for deeds in held.values())
         if not (world.terms.mixed and whole):
@@ -172,7 +179,7 @@ def in_process(world: World, slots: list[int], attempt: int = 0) -> dict[int, li
     }
 
 
-def owners(world: World, outcome: Outcome) -> dict[int, list[int]]:
+def owners(world: World, outcome: RelayOutcome) -> dict[int, list[int]]:
     """Whose each layer of each model is. Fails on a layer that is nobody's, or stands at another's place."""
     whose = {(number, layer): slot for slot, layers in world.layers.items() for number, layer in enumerate(layers)}
     return {
@@ -180,7 +187,7 @@ def owners(world: World, outcome: Outcome) -> dict[int, list[int]]:
     }
 
 
-def assert_all_or_nothing(world: World, outcome: Outcome) -> None:
+def assert_all_or_nothing(world: World, outcome: RelayOutcome) -> None:
     """Models from everybody who took part, each of their layers once; or none. Everybody else has a reason."""
     assert outcome.models.keys() | outcome.lost.keys() == world.layers.keys()
     assert not outcome.models.keys() & outcome.lost.keys()
@@ -190,7 +197,7 @@ def assert_all_or_nothing(world: World, outcome: Outcome) -> None:
         assert sorted(owner[number] for owner in found.values()) == sorted(found), f"layer {number}"
 
 
-def changed(note: Note, **parts: bytes | None) -> Note:
+def changed(note: RelayMessage, **parts: bytes | None) -> RelayMessage:
     """A note with other parts; None takes one away. Slashes are written as two underlines."""
     new = {**note.parts, **{name.replace("__", "/"): part for name, part in parts.items()}}
     return replace(note, parts={name: part for name, part in new.items() if part is not None})

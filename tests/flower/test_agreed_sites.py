@@ -14,23 +14,27 @@ from hypothesis import strategies as st
 from test_roster import Town
 from test_roster import site as greeting
 
-from fedloom.api import execute
-from fedloom.config import Config
+from fedloom.config import Config, replace_config
 from fedloom.errors import FedloomError
-from fedloom.flower.agreement import NAMES, fingerprint, readable, told_by, told_by_app
-from fedloom.flower.app import write_settings
-from fedloom.flower.parcel import Parcel
-from fedloom.flower.roster import LOG, Roster
-from fedloom.flower.site import HANDLERS, Site
-from fedloom.flower.writing import write_app
-from fedloom.request import replace_config
+from fedloom.flower.app import make_app_run_config, write_app
+from fedloom.flower.message import SiteMessage
+from fedloom.flower.server.client_registry import LOG, ClientRegistry
+from fedloom.flower.site.handlers import HANDLERS, SiteHandler
+from fedloom.flower.trust.agreement import (
+    NAMES,
+    agreement_fingerprint,
+    agreement_settings,
+    agreement_settings_from_app,
+    format_agreement,
+)
+from fedloom.runs.execute import execute_run
 
 
 def agreement(config: Config, folder: Path) -> str:
     """The file that the command writes for an app of this run."""
     write_app(folder / "written", config)
     path = folder / "agreed.json"
-    path.write_text(readable(told_by_app(folder / "written")))
+    path.write_text(format_agreement(agreement_settings_from_app(folder / "written")))
     return str(path)
 
 
@@ -45,13 +49,13 @@ def test_a_run_with_the_settings_agreed_on_is_served(certificates: Path, tmp_pat
 
 def test_ordinary_training_is_agreed_on_too(tmp_path: Path) -> None:
     config, out = make_run(clients=2, per_round=2, rounds=1), tmp_path / "run"
-    hashed = fingerprint(told_by(config))
+    hashed = agreement_fingerprint(agreement_settings(config))
     link = FakeLink(make_sites(config, tmp_path, [{"client": k, "agreed": hashed} for k in range(2)]))
-    assert execute(config, out=out, sites=reach(link, config, out)).history[-1]["lost"] == 0
+    assert execute_run(config, out=out, sites=reach(link, config, out)).history[-1]["lost"] == 0
     other, out = make_run(clients=2, per_round=2, rounds=1, lr=0.3), tmp_path / "other"
     link = FakeLink(make_sites(other, tmp_path, [{"client": k, "agreed": hashed} for k in range(2)]))
     with pytest.raises(FedloomError, match=r"no site could be used: its operator agreed to settings whose fingerpri"):
-        execute(other, out=out, sites=reach(link, other, out, join=60.0))  # but nobody waits for a minute
+        execute_run(other, out=out, sites=reach(link, other, out, join=60.0))  # but nobody waits for a minute
 
 
 def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
@@ -65,7 +69,7 @@ def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
     words = "its operator agreed to weight_decay 0.0, and this run has weight_decay 20.0"
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING, LOG.name):
-        finished = execute(config, out=out, sites=reach(link, config, out, join=60.0))
+        finished = execute_run(config, out=out, sites=reach(link, config, out, join=60.0))
     assert time.monotonic() - begun < 50
     assert f"node 101 cannot be used: {words}" in caplog.text
     assert finished.history[-1]["lost_clients"] == {"1": f"its site is not connected, or cannot be used: {words}"}
@@ -76,19 +80,19 @@ def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
     said = capfd.readouterr().err
     assert said.count(f"refused: {words}. All settings of that run are in {shown}.") == 1
     # And they are what its operator can agree to.
-    again = Site(refused.given, {**refused.node, "agreed": str(shown)}, refused.app, refused.folder)
+    again = SiteHandler(refused.given, {**refused.node, "agreed": str(shown)}, refused.app, refused.folder)
     assert again.answer(question("hello", client=-1)).kind == "hello"
 
 
-def question(kind: str, **more: Any) -> Parcel:
+def question(kind: str, **more: Any) -> SiteMessage:
     header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
-    return Parcel(kind, {**header, **more})
+    return SiteMessage(kind, {**header, **more})
 
 
 LOADS = """
-from fedloom.flower.data import Task
+from fedloom.flower.site_data import SiteDataSpec
 
-TASK = Task(classes=3, shape=(4,), name="flowers")
+TASK = SiteDataSpec(classes=3, shape=(4,), name="flowers")
 
 
 def load(node, client):
@@ -101,15 +105,18 @@ def test_no_question_makes_a_site_touch_its_data(certificates: Path, tmp_path: P
     """Nor does it train: with the settings agreed on it would read its data first, and does."""
     write_app(tmp_path / "app", run_of())
     (tmp_path / "app" / "site_data.py").write_text(LOADS)
-    config = flat(write_settings(run_of(), []))
-    (tmp_path / "agreed.json").write_text(readable(told_by_app(tmp_path / "app")))
+    config = flat(make_app_run_config(run_of(), []))
+    (tmp_path / "agreed.json").write_text(format_agreement(agreement_settings_from_app(tmp_path / "app")))
     [node] = nodes(certificates, 1, agreed=str(tmp_path / "agreed.json"))
-    site = Site({**config, "lr": 0.4}, node, tmp_path / "app", tmp_path / "site")
+    site = SiteHandler({**config, "lr": 0.4}, node, tmp_path / "app", tmp_path / "site")
     answer = site.answer(question(kind))
     assert answer.kind == "failed"
     assert answer.header["reason"] == "its operator agreed to lr 0.05, and this run has lr 0.4"
     assert answer.header["for_good"] is True
-    assert "the data were touched" in Site(config, node, site.app, site.folder).answer(question(kind)).header["reason"]
+    assert (
+        "the data were touched"
+        in SiteHandler(config, node, site.app, site.folder).answer(question(kind)).header["reason"]
+    )
 
 
 def test_no_stage_of_the_exchange_is_answered(certificates: Path, tmp_path: Path) -> None:
@@ -181,15 +188,15 @@ RUN = make_run(method="fedprox", options={"fedprox": {"mu": 1e-31}}, seed=1)
 
 
 @pytest.fixture(scope="module")
-def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def agreeing(tmp_path_factory: pytest.TempPathFactory) -> SiteHandler:
     """A site that is not built yet, whose operator agreed to what it is told."""
     folder = tmp_path_factory.mktemp("agreeing")
     return make_sites(RUN, folder, [{"client": 0, "agreed": agreement(RUN, folder)}])[100]
 
 
-def refusal(site: Site, changes: dict[str, Any], **node: Any) -> str:
+def refusal(site: SiteHandler, changes: dict[str, Any], **node: Any) -> str:
     """Why the site serves no run with these settings changed; it does not look at its data for that."""
-    changed = Site({**site.given, **changes}, {**site.node, **node}, site.app, site.folder)
+    changed = SiteHandler({**site.given, **changes}, {**site.node, **node}, site.app, site.folder)
     answer = changed.answer(question("train"))
     assert answer.header.get("for_good") is True, answer.header
     assert not hasattr(changed, "shop")
@@ -199,9 +206,9 @@ def refusal(site: Site, changes: dict[str, Any], **node: Any) -> str:
 @pytest.mark.parametrize("name", sorted(SINGLE))
 @given(data=st.data())
 @settings(max_examples=5)
-def test_no_setting_can_change_unnoticed(agreeing: Site, name: str, data: st.DataObject) -> None:
+def test_no_setting_can_change_unnoticed(agreeing: SiteHandler, name: str, data: st.DataObject) -> None:
     value = data.draw(SINGLE[name])
-    assume(value != told_by(RUN).get(name))
+    assume(value != agreement_settings(RUN).get(name))
     shown, text = name.removeprefix("options."), json.dumps(value)
     agreed, found = refusal(agreeing, {name: value}).split(", and this run has ")
     assert shown in agreed
@@ -209,17 +216,19 @@ def test_no_setting_can_change_unnoticed(agreeing: Site, name: str, data: st.Dat
 
 
 @pytest.mark.parametrize("name", sorted(TOGETHER))
-def test_no_setting_that_needs_another_can_change_unnoticed(agreeing: Site, tmp_path: Path, name: str) -> None:
-    told = told_by(replace_config(RUN, **TOGETHER[name]))
-    before = {**told, name: told_by(RUN)[name]}
-    (tmp_path / "agreed.json").write_text(readable(before))
+def test_no_setting_that_needs_another_can_change_unnoticed(agreeing: SiteHandler, tmp_path: Path, name: str) -> None:
+    told = agreement_settings(replace_config(RUN, **TOGETHER[name]))
+    before = {**told, name: agreement_settings(RUN)[name]}
+    (tmp_path / "agreed.json").write_text(format_agreement(before))
     agreed, found = refusal(agreeing, TOGETHER[name], agreed=str(tmp_path / "agreed.json")).split(", and this run has ")
     assert agreed == f"its operator agreed to {name} {json.dumps(before[name])}"
     assert found.startswith(f"{name} {json.dumps(told[name])[:21]}")
 
 
-def test_settings_of_the_machine_may_change(agreeing: Site) -> None:
-    changed = Site({**agreeing.given, "deadline": 7.0, "workers": 2}, agreeing.node, agreeing.app, agreeing.folder)
+def test_settings_of_the_machine_may_change(agreeing: SiteHandler) -> None:
+    changed = SiteHandler(
+        {**agreeing.given, "deadline": 7.0, "workers": 2}, agreeing.node, agreeing.app, agreeing.folder
+    )
     assert changed.answer(question("hello", client=-1)).kind == "hello"
 
 
@@ -241,19 +250,19 @@ def test_without_an_agreement_nothing_is_written(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_sites_that_will_not_come() -> None:
     unwilling = {"reason": "its operator agreed to lr 1, and this run has lr 2", "for_good": True}
-    roster, begun = Roster(2), time.monotonic()
+    roster, begun = ClientRegistry(2), time.monotonic()
     roster.join(Town(n7=greeting("a", 0), n8=unwilling), 30)
     assert time.monotonic() - begun < 10
     assert roster.missing() == [1]
     town = Town(n7=greeting("a", 0), n8={k: v for k, v in unwilling.items() if k != "for_good"})
-    roster, begun = Roster(2), time.monotonic()
+    roster, begun = ClientRegistry(2), time.monotonic()
     roster.join(town, 0.5)
     assert time.monotonic() - begun >= 0.5  # what is the matter may pass
 
 
 def test_a_site_whose_operator_agrees_after_all_is_used() -> None:
     unwilling = {"reason": "its operator agreed to lr 1, and this run has lr 2", "for_good": True}
-    town, roster = Town(n7=greeting("a", 0), n8=unwilling), Roster(2)
+    town, roster = Town(n7=greeting("a", 0), n8=unwilling), ClientRegistry(2)
     roster.join(town, 0.01)
     town = Town(n7=greeting("a", 0), n9=greeting("b", 1))
     roster.join(town, 5)

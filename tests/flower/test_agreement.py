@@ -13,40 +13,38 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_app import OWN, written
 
-from fedloom.config import Config, to_toml
+from fedloom.config import Config, replace_config
 from fedloom.errors import InputError
 from fedloom.flower import commands
-from fedloom.flower.agreement import (
+from fedloom.flower.app import make_app_run_config, resolve_app_config, write_app
+from fedloom.flower.site.handlers import SiteHandler
+from fedloom.flower.trust.agreement import (
     NAMES,
     OF_THE_MACHINE,
-    Agreed,
-    fingerprint,
-    readable,
-    settled,
-    told_by,
-    told_by_app,
+    Agreement,
+    agreement_fingerprint,
+    agreement_settings,
+    agreement_settings_from_app,
+    format_agreement,
 )
-from fedloom.flower.app import write_settings
-from fedloom.flower.site import Site
-from fedloom.flower.writing import write_app
-from fedloom.request import replace_config
-from fedloom.storage import write_tensors
+from fedloom.utils.settings import settings_to_toml
+from fedloom.utils.storage import write_safetensors
 
 MR = {"method": "fedmr", "options": {"fedmr": {"secure": True, "mixed": True}}}
 
 
 def told(**settings: Any) -> dict[str, Any]:
-    return told_by(make_run(**settings))
+    return agreement_settings(make_run(**settings))
 
 
-def agreed_to(folder: Path, settings: dict[str, Any]) -> Agreed:
-    (folder / "agreed.json").write_text(readable(settings))
-    return Agreed.read(str(folder / "agreed.json"))
+def agreed_to(folder: Path, settings: dict[str, Any]) -> Agreement:
+    (folder / "agreed.json").write_text(format_agreement(settings))
+    return Agreement.read(str(folder / "agreed.json"))
 
 
 def test_what_is_agreed_to_is_not_refused(tmp_path: Path) -> None:
     assert agreed_to(tmp_path, told(**MR)).refusal_of(told(**MR)) is None
-    assert Agreed.read(fingerprint(told(**MR))).refusal_of(told(**MR)) is None
+    assert Agreement.read(agreement_fingerprint(told(**MR))).refusal_of(told(**MR)) is None
 
 
 def test_every_setting_is_part_of_it_but_those_of_the_machine() -> None:
@@ -86,15 +84,16 @@ def test_the_refusal_names_what_differs(tmp_path: Path, settings: dict[str, Any]
 
 def test_of_a_fingerprint_the_refusal_knows_no_more() -> None:
     before, now = told(), told(lr=0.5)
-    words = f"begins with {fingerprint(before)[:12]}, and that of this run's settings with {fingerprint(now)[:12]}"
-    for hashed in (fingerprint(before), fingerprint(before).upper()):
-        assert str(Agreed.read(hashed).refusal_of(now)).endswith(words)
-        assert Agreed.read(hashed).refusal_of(before) is None
+    words = f"begins with {agreement_fingerprint(before)[:12]}, and that of this run's settings with "
+    words += agreement_fingerprint(now)[:12]
+    for hashed in (agreement_fingerprint(before), agreement_fingerprint(before).upper()):
+        assert str(Agreement.read(hashed).refusal_of(now)).endswith(words)
+        assert Agreement.read(hashed).refusal_of(before) is None
 
 
 def test_half_a_fingerprint_is_taken_for_a_file_but_not_without_a_word() -> None:
     with pytest.raises(InputError, match=r"No such file or directory; a fingerprint has 64 hexadecimal digits\."):
-        Agreed.read(fingerprint(told())[:40])
+        Agreement.read(agreement_fingerprint(told())[:40])
 
 
 def test_what_a_server_calls_a_setting_does_not_break_lines(tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_other_options_are_always_noticed_and_the_same_never(
     """1, 1.0 and true are different settings, though Python finds them equal."""
     one, other = ({**told(), "options": {"fedmr": each}} for each in (first, second))
     agreed = agreed_to(tmp_path_factory.getbasetemp(), one)
-    assert agreed.refusal_of(json.loads(readable(one))) is None
+    assert agreed.refusal_of(json.loads(format_agreement(one))) is None
     assume(json.dumps(first, sort_keys=True) != json.dumps(second, sort_keys=True))
     refusal = agreed.refusal_of(other)
     assert refusal is not None
@@ -147,7 +146,7 @@ def test_a_file_that_is_no_agreement_is_refused(tmp_path: Path, content: str | b
     path = tmp_path / "agreed.json"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    for read in (Agreed.read, lambda text: commands.supernode("localhost:8000", {"agreed": text})):
+    for read in (Agreement.read, lambda text: commands.build_supernode_command("localhost:8000", {"agreed": text})):
         with pytest.raises(InputError, match=says):
             read(str(path))
 
@@ -156,7 +155,7 @@ def test_a_supernode_is_told_what_was_agreed(tmp_path: Path) -> None:
     agreed_to(tmp_path, told())
     assert (
         f'agreed="{tmp_path}/agreed.json"'
-        in commands.supernode("localhost:1", {"agreed": f"{tmp_path}/agreed.json"})[-1]
+        in commands.build_supernode_command("localhost:1", {"agreed": f"{tmp_path}/agreed.json"})[-1]
     )
 
 
@@ -167,27 +166,27 @@ def test_the_command_shows_what_a_site_is_told(
     write_app(tmp_path / "app", make_run(**how), {"folder": "/somewhere"})
     said = command("flower", "agreement", "app")
     assert said.code == 0
-    site = Site(written(tmp_path / "app"), {"client": 0}, tmp_path / "app", tmp_path / "site")
+    site = SiteHandler(written(tmp_path / "app"), {"client": 0}, tmp_path / "app", tmp_path / "site")
     site.build()
-    assert said.out == readable(site.told)
-    assert said.err.strip() == f"fingerprint {fingerprint(site.told)}"
+    assert said.out == format_agreement(site.told)
+    assert said.err.strip() == f"fingerprint {agreement_fingerprint(site.told)}"
     # What the site trains by says the same, with nothing filled in on the way.
-    assert fingerprint(told_by(site.config)) == fingerprint(site.told)
+    assert agreement_fingerprint(agreement_settings(site.config)) == agreement_fingerprint(site.told)
 
 
 def test_data_of_the_sites_own_are_not_needed_for_it(command: Callable[..., Any], tmp_path: Path) -> None:
     write_app(tmp_path / "app", make_run(partition="own"))
     (tmp_path / "app" / "site_data.py").write_text(OWN)
     assert command("flower", "agreement", "app", "--out", "agreed.json").code == 0
-    site = Site(written(tmp_path / "app"), {"client": 0, "data": "1"}, tmp_path / "app", tmp_path / "site")
+    site = SiteHandler(written(tmp_path / "app"), {"client": 0, "data": "1"}, tmp_path / "app", tmp_path / "site")
     site.build()
-    assert Agreed.read(str(tmp_path / "agreed.json")).refusal_of(site.told) is None
+    assert Agreement.read(str(tmp_path / "agreed.json")).refusal_of(site.told) is None
     assert site.told["data"] == "flowers"
 
 
 def test_of_a_file_to_begin_with_the_content_counts_and_not_the_place(tmp_path: Path) -> None:
     for name, value in (("a", 0.0), ("b", 0.0), ("c", 1.0)):
-        write_tensors(tmp_path / name, {"x": torch.full((2,), value)})
+        write_safetensors(tmp_path / name, {"x": torch.full((2,), value)})
     one, same, other = (told(init=str(tmp_path / name)) for name in "abc")
     assert one == same
     assert str(agreed_to(tmp_path, one).refusal_of(other)).startswith('its operator agreed to init "')
@@ -197,29 +196,29 @@ def test_files_whose_checksum_the_app_tells_need_not_be_there(tmp_path: Path) ->
     config = make_run(
         init="/nowhere/model", init_sha256="ab" * 32, partition="file:/nowhere/parts", partition_sha256="cd" * 32
     )
-    found = told_by(settled(flat(write_settings(config, [])), tmp_path, None))
+    found = agreement_settings(resolve_app_config(flat(make_app_run_config(config, [])), tmp_path, None))
     assert found["init"] == "ab" * 32
     assert found["partition_sha256"] == "cd" * 32
 
 
 def test_a_partition_of_which_no_checksum_is_told_is_read(tmp_path: Path) -> None:
     (tmp_path / "parts").write_bytes(np.arange(3).tobytes())
-    given_ = flat(write_settings(make_run(partition=f"file:{tmp_path}/parts"), []))
-    assert told_by(settled(given_, tmp_path, None))["partition_sha256"]
+    given_ = flat(make_app_run_config(make_run(partition=f"file:{tmp_path}/parts"), []))
+    assert agreement_settings(resolve_app_config(given_, tmp_path, None))["partition_sha256"]
 
 
 def test_a_run_must_say_how_many_clients_there_are(tmp_path: Path) -> None:
-    config = flat(write_settings(replace_config(make_run(partition="natural"), clients=None, per_round=None), []))
+    config = flat(make_app_run_config(replace_config(make_run(partition="natural"), clients=None, per_round=None), []))
     with pytest.raises(InputError, match="a run over sites must say how many clients there are"):
-        settled(config, tmp_path, None)
+        resolve_app_config(config, tmp_path, None)
 
 
 def test_the_command_writes_a_file_once(command: Callable[..., Any], tmp_path: Path) -> None:
     write_app(tmp_path / "app", make_run())
     said = command("flower", "agreement", "app", "--out", "agreed.json")
     assert said.code == 0
-    assert fingerprint(told()) in said.out
-    assert Agreed.read(str(tmp_path / "agreed.json")).refusal_of(told()) is None
+    assert agreement_fingerprint(told()) in said.out
+    assert Agreement.read(str(tmp_path / "agreed.json")).refusal_of(told()) is None
     again = command("flower", "agreement", "app", "--out", "agreed.json")
     assert again.code == 2
     assert "agreed.json is there already; --force replaces it" in again.err
@@ -254,7 +253,7 @@ def test_what_is_no_app_is_said(
 ) -> None:
     (tmp_path / "app").mkdir()
     if project is not None:
-        (tmp_path / "app" / "pyproject.toml").write_text(to_toml(project))
+        (tmp_path / "app" / "pyproject.toml").write_text(settings_to_toml(project))
     said = command("flower", "agreement", "app", "--out", "agreed.json")
     assert said.code == 2
     assert says in said.err
@@ -266,4 +265,4 @@ def test_the_readme_of_an_app_names_the_agreement(tmp_path: Path) -> None:
     said = (tmp_path / "app" / "README.md").read_text()
     assert "fedloom flower agreement app --out agreed.json" in said
     assert "--agreed agreed.json" in said
-    assert told_by_app(tmp_path / "app") == told()
+    assert agreement_settings_from_app(tmp_path / "app") == told()

@@ -9,16 +9,15 @@ import pytest
 import torch
 from fake import FakeLink, flat, make_run
 
+from fedloom.config import replace_config
 from fedloom.errors import InputError
 from fedloom.flower import commands
-from fedloom.flower.app import ServerSettings, read_settings
-from fedloom.flower.data import clients_of
-from fedloom.flower.door import folder_of
-from fedloom.flower.server import play
-from fedloom.flower.site import Site
-from fedloom.flower.writing import write_app
-from fedloom.folder import claimed
-from fedloom.request import replace_config
+from fedloom.flower.app import ServerAppSettings, read_app_run_config, write_app
+from fedloom.flower.server.serve import serve_run
+from fedloom.flower.site.client_app import _site_directory
+from fedloom.flower.site.handlers import SiteHandler
+from fedloom.flower.site_data import site_data_clients
+from fedloom.runs.directory import claimed
 
 FILES = ["README.md", "client_app.py", "pyproject.toml", "server_app.py", "site_data.py"]
 
@@ -43,10 +42,10 @@ def test_an_app_says_the_same_run(tmp_path: Path) -> None:
     )
     write_app(tmp_path / "app", config, {"folder": "/somewhere"})
     assert sorted(p.name for p in (tmp_path / "app").iterdir()) == sorted([*FILES, "mine.py"])
-    found, server = read_settings(written(tmp_path / "app"), tmp_path / "app")
+    found, server = read_app_run_config(written(tmp_path / "app"), tmp_path / "app")
     here = replace_config(config, imports=[str(tmp_path / "app" / "mine.py")], engine="auto", nodes=0)
     assert found == here
-    assert server == ServerSettings(folder="/somewhere")
+    assert server == ServerAppSettings(folder="/somewhere")
 
 
 def test_flower_is_all_that_an_app_asks_to_be_installed(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_flower_is_all_that_an_app_asks_to_be_installed(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_said(given: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
-        read_settings(given, tmp_path)
+        read_app_run_config(given, tmp_path)
 
 
 def test_what_flower_cannot_carry_is_said(tmp_path: Path) -> None:
@@ -75,9 +74,9 @@ def test_what_flower_cannot_carry_is_said(tmp_path: Path) -> None:
 
 OWN = """
 import numpy as np
-from fedloom.flower.data import SiteData, Task
+from fedloom.flower.site_data import SiteData, SiteDataSpec
 
-TASK = Task(classes=3, shape=(4,), name="flowers", test=(np.eye(4, dtype=np.float32)[:3], np.arange(3)))
+TASK = SiteDataSpec(classes=3, shape=(4,), name="flowers", test=(np.eye(4, dtype=np.float32)[:3], np.arange(3)))
 
 
 def load(node, client):
@@ -93,10 +92,10 @@ def test_sites_bring_data_of_their_own(tmp_path: Path) -> None:
     write_app(app, make_run(clients=3, per_round=3, rounds=15, lr=0.5), {"folder": str(tmp_path / "run"), "join": 5.0})
     (app / "site_data.py").write_text(OWN)
     given = written(app)
-    sites = {10 + k: Site(given, {"data": str(k)}, app, tmp_path / f"site-{k}") for k in range(3)}  # no numbers
+    sites = {10 + k: SiteHandler(given, {"data": str(k)}, app, tmp_path / f"site-{k}") for k in range(3)}  # no numbers
     link = FakeLink(sites)
-    config, server = read_settings(given, app)
-    run = play(link, config, server, app)
+    config, server = read_app_run_config(given, app)
+    run = serve_run(link, config, server, app)
     assert run.config.data == "flowers"
     assert run.accuracy == 1.0
     assert sorted(site.clients for site in sites.values()) == [(0,), (1,), (2,)]
@@ -117,7 +116,7 @@ def test_another_task_in_the_same_process_has_a_network_of_its_own(tmp_path: Pat
             .replace("eye(4", f"eye({width}")
             .replace("(30, 4)", f"(30, {width})")
         )
-        site = Site(written(app), {"client": 0, "data": 1}, app, tmp_path / f"site-{width}")
+        site = SiteHandler(written(app), {"client": 0, "data": 1}, app, tmp_path / f"site-{width}")
         site.build()
         widths.append(site.layout.entries[0].shape[1])
     assert widths == [4, 6]
@@ -127,11 +126,11 @@ def test_a_finished_or_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     app = tmp_path / "app"
     write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
     given = written(app)
-    link = FakeLink({k: Site(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
-    config, server = read_settings(given, app)
-    first = play(link, config, server, app)
+    link = FakeLink({k: SiteHandler(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    config, server = read_app_run_config(given, app)
+    first = serve_run(link, config, server, app)
     asked = len(link.asked)
-    again = play(link, config, server, app)
+    again = serve_run(link, config, server, app)
     assert again.digest == first.digest
     assert [p.kind for p in link.asked[asked:]] == ["hello", "hello"]
 
@@ -141,39 +140,39 @@ def test_a_run_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
     app = tmp_path / "app"
     write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
     given = written(app)
-    link = FakeLink({9 + k: Site(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
-    play(link, *read_settings(given, app), app)
+    link = FakeLink({9 + k: SiteHandler(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    serve_run(link, *read_app_run_config(given, app), app)
     asked = len(link.asked)
     for change, before, now in [
         ({"lr": 0.7}, "lr 0.05", "lr 0.7"),
         ({"rounds": 3}, "rounds 2", "rounds 3"),
         ({"deadline": 77.0}, None, None),
     ]:
-        config, server = read_settings({**given, **change}, app)
+        config, server = read_app_run_config({**given, **change}, app)
         if before is None:
-            play(link, config, server, app)  # how long the server waits is its own affair
+            serve_run(link, config, server, app)  # how long the server waits is its own affair
             continue
         with pytest.raises(InputError, match=f"run holds a run with {before}, and this one has {now}: give the same"):
-            play(link, config, server, app)
+            serve_run(link, config, server, app)
         assert len(link.asked) == asked, "nobody was told"
 
 
 def test_a_second_server_does_not_disturb_the_sites_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.folder.PATIENCE", 1)
+    monkeypatch.setattr("fedloom.utils.system.PATIENCE", 1)
     app, folder = tmp_path / "app", tmp_path / "run"
     write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(folder), "join": 5.0})
     given = written(app)
-    link = FakeLink({k: Site(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
-    config, server = read_settings(given, app)
+    link = FakeLink({k: SiteHandler(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
+    config, server = read_app_run_config(given, app)
     for finished in (False, True):
         with claimed(folder), pytest.raises(InputError, match=r"another process is at work on .*run; wait for it"):
-            play(link, config, server, app)
+            serve_run(link, config, server, app)
         assert link.asked == []
         assert folder.exists() == finished
         if not finished:
-            play(link, config, server, app)
+            serve_run(link, config, server, app)
             link.asked.clear()
 
 
@@ -181,9 +180,9 @@ def test_what_the_server_lacks_is_said_before_anybody_waits(tmp_path: Path) -> N
     app = tmp_path / "app"
     write_app(app, make_run(method="feddf", clients=3, per_round=3), {"folder": str(tmp_path / "run"), "join": 600.0})
     (app / "site_data.py").write_text(OWN)
-    words = r"feddf needs samples at the server, and site_data.py names none: give Task\(..., server_data="
+    words = r"feddf needs samples at the server, and site_data.py names none: give SiteDataSpec\(..., server_data="
     with pytest.raises(InputError, match=words):
-        play(FakeLink({}), *read_settings(written(app), app), app)
+        serve_run(FakeLink({}), *read_app_run_config(written(app), app), app)
     assert not (tmp_path / "run").exists()
 
 
@@ -194,11 +193,13 @@ def test_what_the_server_holds_may_come_with_the_task(tmp_path: Path) -> None:
     held = "server_data=(np.eye(4, dtype=np.float32)[[0, 1, 2] * 10], np.array([0, 1, 2] * 10)), "
     (app / "site_data.py").write_text(OWN.replace("classes=3, ", f"classes=3, {held}"))
     given = written(app)
-    link = FakeLink({9 + k: Site(given, {"client": k, "data": k}, app, tmp_path / f"site-{k}") for k in range(3)})
-    first = play(link, *read_settings(given, app), app)
+    link = FakeLink(
+        {9 + k: SiteHandler(given, {"client": k, "data": k}, app, tmp_path / f"site-{k}") for k in range(3)}
+    )
+    first = serve_run(link, *read_app_run_config(given, app), app)
     assert first.config.server_data == "own"
     assert first.history[-1]["lost"] == 0
-    assert play(link, *read_settings(given, app), app).digest == first.digest, "and it can go on"
+    assert serve_run(link, *read_app_run_config(given, app), app).digest == first.digest, "and it can go on"
 
 
 @pytest.mark.parametrize(("groups", "served"), [(3, True), (4, False), (1000, False)])
@@ -209,8 +210,10 @@ def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int
     write_app(app, config, {"folder": str(tmp_path / "run"), "join": 5.0})
     (app / "site_data.py").write_text(OWN)
     given = written(app)
-    link = FakeLink({9 + k: Site(given, {"client": k, "data": k}, app, tmp_path / f"site-{k}") for k in range(2)})
-    run = play(link, *read_settings(given, app), app)
+    link = FakeLink(
+        {9 + k: SiteHandler(given, {"client": k, "data": k}, app, tmp_path / f"site-{k}") for k in range(2)}
+    )
+    run = serve_run(link, *read_app_run_config(given, app), app)
     lost = f"it has 30 samples, and {10 * groups} are needed"
     reasons = list(run.history[-1]["lost_clients"].values())
     assert [lost in reason for reason in reasons] == ([] if served else [True, True])
@@ -220,18 +223,27 @@ def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("TASK = 3", "TASK in site_data.py must be a fedloom.flower.data.Task or None, not 3"),
+        ("TASK = 3", "TASK in site_data.py must be a fedloom.flower.site_data.SiteDataSpec or None, not 3"),
         ("import nothing_like_it", "cannot be imported: ModuleNotFoundError"),
-        ("from fedloom.flower.data import Task\nTASK = Task(3, (4,))", "must have a function `load"),
-        ("from fedloom.flower.data import Task\nTASK = Task(3, (4,))\ndef load(n, c): return 3", "must return .x, y."),
-        ("from fedloom.flower.data import Task\nTASK = Task(3, (4,))\ndef load(n, c): 1 / 0", "ZeroDivisionError"),
         (
-            "from fedloom.flower.data import Task\nimport numpy as np\nTASK = Task(3, (4,))\n"
+            "from fedloom.flower.site_data import SiteDataSpec\nTASK = SiteDataSpec(3, (4,))",
+            "must have a function `load",
+        ),
+        (
+            "from fedloom.flower.site_data import SiteDataSpec\nTASK = SiteDataSpec(3, (4,))\ndef load(n, c): return 3",
+            "must return .x, y.",
+        ),
+        (
+            "from fedloom.flower.site_data import SiteDataSpec\nTASK = SiteDataSpec(3, (4,))\ndef load(n, c): 1 / 0",
+            "ZeroDivisionError",
+        ),
+        (
+            "from fedloom.flower.site_data import SiteDataSpec\nimport numpy as np\nTASK = SiteDataSpec(3, (4,))\n"
             "def load(n, c): return np.ones((2, 4)), np.array([0, 3])",
             "client 0 has labels from 0 to 3; the task says labels from 0 to 2",
         ),
         (
-            "from fedloom.flower.data import Task\nimport numpy as np\nTASK = Task(3, (4,))\n"
+            "from fedloom.flower.site_data import SiteDataSpec\nimport numpy as np\nTASK = SiteDataSpec(3, (4,))\n"
             "def load(n, c): return np.ones((2, 5)), np.array([0, 1])",
             r"client 0 has inputs of shape \(5,\); the task says \(4,\)",
         ),
@@ -241,7 +253,7 @@ def test_what_is_wrong_with_a_sites_file_is_said(text: str, says: str, tmp_path:
     app = tmp_path / "app"
     write_app(app, make_run(clients=1, per_round=1, data="digits"))
     (app / "site_data.py").write_text(text)
-    site = Site(written(app), {"client": 0}, app, tmp_path / "site")
+    site = SiteHandler(written(app), {"client": 0}, app, tmp_path / "site")
     with pytest.raises(InputError, match=says):
         site.build()
 
@@ -250,7 +262,7 @@ def test_a_client_that_is_not_there_is_said(tmp_path: Path) -> None:
     app = tmp_path / "app"
     write_app(app, make_run())
     with pytest.raises(InputError, match="there is no client 7: the run has 5 clients, from 0 on"):
-        Site(written(app), {"client": 7}, app, tmp_path / "site").build()
+        SiteHandler(written(app), {"client": 7}, app, tmp_path / "site").build()
 
 
 @pytest.mark.parametrize(
@@ -258,18 +270,18 @@ def test_a_client_that_is_not_there_is_said(tmp_path: Path) -> None:
     [({}, ()), ({"client": 3}, (3,)), ({"clients": "4,2,2"}, (2, 4)), ({"partition-id": 6}, (6,))],
 )
 def test_a_node_names_its_clients(node: dict[str, Any], clients: tuple[int, ...]) -> None:
-    assert clients_of(node) == clients
+    assert site_data_clients(node) == clients
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "1.5", ""])
 def test_a_nodes_client_is_a_number(given: str) -> None:
     with pytest.raises(InputError, match="from 0 on"):
-        clients_of({"client": given})
+        site_data_clients({"client": given})
 
 
 def test_a_sites_folder_is_its_own(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir(mode=0o755)
-    Site({}, {}, tmp_path, tmp_path / "site")
+    SiteHandler({}, {}, tmp_path, tmp_path / "site")
     assert (tmp_path / "site").stat().st_mode & 0o777 == 0o700
 
 
@@ -281,9 +293,9 @@ class FakeContext:
 def test_sites_without_a_folder_get_one_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     places: list[Any] = [FakeContext(), FakeContext(**{"partition-id": 0}), FakeContext(**{"partition-id": 1})]
-    assert len({folder_of(context) for context in places}) == 3
-    assert all(folder_of(context).is_relative_to(tmp_path) for context in places)
-    assert folder_of(FakeContext(folder="/data/site")) == Path("/data/site")  # type: ignore[arg-type]
+    assert len({_site_directory(context) for context in places}) == 3
+    assert all(_site_directory(context).is_relative_to(tmp_path) for context in places)
+    assert _site_directory(FakeContext(folder="/data/site")) == Path("/data/site")  # type: ignore[arg-type]
 
 
 # commands
@@ -292,50 +304,50 @@ def test_sites_without_a_folder_get_one_each(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.3", "::", "server.example.org", "", "127.0.0.1.example.org"])
 def test_nothing_starts_insecurely_but_on_this_machine(host: str) -> None:
     with pytest.raises(InputError, match=r"a SuperLink for .* needs --certificates"):
-        commands.superlink(None, host, 8000)
+        commands.build_superlink_command(None, host, 8000)
     with pytest.raises(InputError, match=r"a SuperNode for .* needs --ca and --key"):
-        commands.supernode(f"{host}:8000", {})
+        commands.build_supernode_command(f"{host}:8000", {})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.3.2.1"])
 def test_on_this_machine_it_may(host: str) -> None:
-    assert "--insecure" in commands.superlink(None, host, 8000)
-    assert "--insecure" in commands.supernode(f"{host}:8000", {})
+    assert "--insecure" in commands.build_superlink_command(None, host, 8000)
+    assert "--insecure" in commands.build_supernode_command(f"{host}:8000", {})
     for half, missing in (({"ca": Path("ca.crt")}, "--key"), ({"key": Path("node")}, "--ca")):
         with pytest.raises(InputError, match=f"{missing} is missing: a SuperNode needs both --ca and --key"):
-            commands.supernode(f"{host}:8000", {}, **half)
+            commands.build_supernode_command(f"{host}:8000", {}, **half)
 
 
 def test_with_certificates_nodes_are_authenticated(tmp_path: Path) -> None:
     for name in ("ca.crt", "server.pem", "server.key", "node"):
         (tmp_path / name).write_text("")
-    words = commands.superlink(tmp_path, "0.0.0.0", 8000)
+    words = commands.build_superlink_command(tmp_path, "0.0.0.0", 8000)
     assert "--insecure" not in words
     assert "--enable-supernode-auth" in words
     assert "--disable-runtime-dependency-installation" in words
-    words = commands.supernode("server:8000", {"client": 1}, tmp_path / "ca.crt", tmp_path / "node")
+    words = commands.build_supernode_command("server:8000", {"client": 1}, tmp_path / "ca.crt", tmp_path / "node")
     assert "--insecure" not in words
     assert words[words.index("--auth-supernode-private-key") + 1] == str(tmp_path / "node")
     with pytest.raises(InputError, match="there is no file"):
-        commands.superlink(tmp_path / "nowhere", "0.0.0.0", 8000)
+        commands.build_superlink_command(tmp_path / "nowhere", "0.0.0.0", 8000)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "server.example.org", "[::]"])
 def test_flowers_own_address_is_on_this_machine_wherever_supernodes_connect(host: str, tmp_path: Path) -> None:
     for name in ("ca.crt", "server.pem", "server.key"):
         (tmp_path / name).write_text("")
-    words = commands.superlink(tmp_path, host, 8000, 9000)
+    words = commands.build_superlink_command(tmp_path, host, 8000, 9000)
     assert words[4:10] == [host.strip("[]"), "8000", "--host", "127.0.0.1", "--port", "9000"]
     with pytest.raises(InputError, match="both were given 8000"):
-        commands.superlink(tmp_path, host, 8000, 8000)
+        commands.build_superlink_command(tmp_path, host, 8000, 8000)
 
 
 def test_the_roster_that_a_site_needs_is_looked_for_at_once(tmp_path: Path) -> None:
     node = {"roster": str(tmp_path / "file"), "folder": str(tmp_path)}
     with pytest.raises(InputError, match=r"there is no file .*file\."):
-        commands.supernode("localhost:8000", node)
+        commands.build_supernode_command("localhost:8000", node)
     (tmp_path / "file").write_text("")
-    assert f'roster="{tmp_path / "file"}"' in commands.supernode("localhost:8000", node)[-1]
+    assert f'roster="{tmp_path / "file"}"' in commands.build_supernode_command("localhost:8000", node)[-1]
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -346,7 +358,7 @@ def test_an_app_says_what_the_exchange_of_layers_needs(tmp_path: Path, secure: b
 
 
 def test_flower_is_told_to_keep_to_itself(tmp_path: Path) -> None:
-    environ = commands.environment(tmp_path)
+    environ = commands.flower_command_environment(tmp_path)
     assert environ["FLWR_TELEMETRY_ENABLED"] == "0"
     assert environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert environ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
@@ -357,14 +369,14 @@ def test_flower_is_told_to_keep_to_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ['a"b', "a\nb", "a\\b"])
 def test_a_node_is_not_told_more_than_was_meant(value: str) -> None:
     with pytest.raises(InputError, match="without quotes"):
-        commands.node_config({"data": value})
+        commands._node_config_argument({"data": value})
 
 
 def test_the_command_writes_an_app(command: Callable[..., Any], tmp_path: Path) -> None:
     told = command("flower", "new", "app", "fedprox", "--clients", 3, "--set", "fedprox.mu=0.3", "--rounds", 4)
     assert told.code == 0
     assert "app is an app for Flower" in told.out
-    found, server = read_settings(written(tmp_path / "app"), tmp_path / "app")
+    found, server = read_app_run_config(written(tmp_path / "app"), tmp_path / "app")
     assert (found.method, found.clients, found.rounds, found.options) == ("fedprox", 3, 4, {"fedprox": {"mu": 0.3}})
     assert server.folder == str(tmp_path / "app-run")  # beside it: what is in an app goes to all sites
 

@@ -11,97 +11,97 @@ from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites
 from losing import LosingSites
 
-from fedloom.flower.parcel import Block, Parcel
-from fedloom.request import replace_config
+from fedloom.config import replace_config
+from fedloom.flower.message import MessageArray, SiteMessage
 
-BAD: dict[str, tuple[Callable[[Parcel, Parcel | None], Parcel], str]] = {}
+BAD: dict[str, tuple[Callable[[SiteMessage, SiteMessage | None], SiteMessage], str]] = {}
 
 
-def bad(says: str) -> Callable[[Callable[[Parcel, Parcel | None], Parcel]], Any]:
+def bad(says: str) -> Callable[[Callable[[SiteMessage, SiteMessage | None], SiteMessage]], Any]:
     """A way in which an answer may be wrong: (answer, the one of the round before) -> what arrives."""
 
-    def note(change: Callable[[Parcel, Parcel | None], Parcel]) -> Any:
+    def note(change: Callable[[SiteMessage, SiteMessage | None], SiteMessage]) -> Any:
         BAD[change.__name__] = change, says
         return change
 
     return note
 
 
-def with_blocks(answer: Parcel, **blocks: Block) -> Parcel:
-    return Parcel(answer.kind, answer.header, {**answer.blocks, **blocks})
+def with_blocks(answer: SiteMessage, **blocks: MessageArray) -> SiteMessage:
+    return SiteMessage(answer.kind, answer.header, {**answer.blocks, **blocks})
 
 
-def with_header(answer: Parcel, **header: Any) -> Parcel:
-    return Parcel(answer.kind, {**answer.header, **header}, answer.blocks)
+def with_header(answer: SiteMessage, **header: Any) -> SiteMessage:
+    return SiteMessage(answer.kind, {**answer.header, **header}, answer.blocks)
 
 
 @bad("refused: its model is not finite")
-def nan(answer: Parcel, before: Parcel | None) -> Parcel:
+def nan(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     size = answer.blocks["row"].shape[0]
-    return with_blocks(answer, row=Block("float32", (size,), torch.full((size,), torch.nan).numpy().tobytes()))
+    return with_blocks(answer, row=MessageArray("float32", (size,), torch.full((size,), torch.nan).numpy().tobytes()))
 
 
 @bad("refused: its model is float32 of shape (3,), not")
-def short(answer: Parcel, before: Parcel | None) -> Parcel:
-    return with_blocks(answer, row=Block("float32", (3,), bytes(12)))
+def short(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
+    return with_blocks(answer, row=MessageArray("float32", (3,), bytes(12)))
 
 
 @bad("refused: its model is float32 of shape (8000000,), not")
-def huge(answer: Parcel, before: Parcel | None) -> Parcel:
-    return with_blocks(answer, row=Block("float32", (8_000_000,), bytes(32_000_000)))
+def huge(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
+    return with_blocks(answer, row=MessageArray("float32", (8_000_000,), bytes(32_000_000)))
 
 
 @bad("refused: its model is float64")
-def wide(answer: Parcel, before: Parcel | None) -> Parcel:
+def wide(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     size = answer.blocks["row"].shape[0]
-    return with_blocks(answer, row=Block("float64", (size,), bytes(8 * size)))
+    return with_blocks(answer, row=MessageArray("float64", (size,), bytes(8 * size)))
 
 
 @bad("refused: it sent more, row, not row")
-def more(answer: Parcel, before: Parcel | None) -> Parcel:
-    return with_blocks(answer, more=Block.raw(b"x"))
+def more(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
+    return with_blocks(answer, more=MessageArray.raw(b"x"))
 
 
 @bad("refused: its answer has the round '0', not 1")
-def stale(answer: Parcel, before: Parcel | None) -> Parcel:
+def stale(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     assert before is not None
     return before
 
 
 @bad("refused: its answer has the nonce")
-def replayed(answer: Parcel, before: Parcel | None) -> Parcel:
+def replayed(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     assert before is not None
     return with_header(before, round=1)
 
 
 @bad("refused: its answer has the client '0', not 2")
-def another_clients(answer: Parcel, before: Parcel | None) -> Parcel:
+def another_clients(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, client=0)
 
 
 @bad("refused: its answer has the run")
-def another_runs(answer: Parcel, before: Parcel | None) -> Parcel:
+def another_runs(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, run="0" * 32)
 
 
 @bad("refused: it says that it trained on 999999 samples, but it registered")
-def boastful(answer: Parcel, before: Parcel | None) -> Parcel:
+def boastful(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, samples=999_999)
 
 
 @bad("refused: it does not say how it trained")
-def silent(answer: Parcel, before: Parcel | None) -> Parcel:
+def silent(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, loss="low")
 
 
 @bad("refused: it sent 'scored', not a trained model")
-def another_kind(answer: Parcel, before: Parcel | None) -> Parcel:
-    return Parcel("scored", answer.header, answer.blocks)
+def another_kind(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
+    return SiteMessage("scored", answer.header, answer.blocks)
 
 
 @bad("out of order")
-def failing(answer: Parcel, before: Parcel | None) -> Parcel:
-    return Parcel("failed", {**answer.header, "reason": "out of\norder"})
+def failing(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
+    return SiteMessage("failed", {**answer.header, "reason": "out of\norder"})
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -109,9 +109,9 @@ def test_a_bad_answer_is_refused_named_and_harms_nobody(fault: str, tmp_path: Pa
     change, says = BAD[fault]
     config = make_run(rounds=3, deadline=5)
     link = FakeLink(make_sites(config, tmp_path))
-    before: dict[int, Parcel] = {}
+    before: dict[int, SiteMessage] = {}
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         if question.kind != "train" or question.header["client"] != 2:
             return answer
         if question.header["round"] == 1:

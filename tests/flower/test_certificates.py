@@ -15,14 +15,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedloom.errors import InputError
-from fedloom.flower.certificates import DAYS, make, node_names
-from fedloom.flower.identity import Identity, SiteKeys
+from fedloom.flower.trust.certificates import DAYS, certificate_node_names, make_certificates
+from fedloom.flower.trust.identity import Identity, SiteKeys
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    make(folder, node_names(3), ["fl.example.org", "10.0.0.7"])
+    make_certificates(folder, certificate_node_names(3), ["fl.example.org", "10.0.0.7"])
     return folder
 
 
@@ -40,7 +40,7 @@ def test_all_files_are_there_and_private_keys_are_private(made: Path) -> None:
 
 
 def test_node_keys_are_what_supernodes_want(made: Path) -> None:
-    for name in node_names(3):
+    for name in certificate_node_names(3):
         private = load_ssh_private_key((made / "nodes" / name).read_bytes(), None)
         public = load_ssh_public_key((made / "nodes" / f"{name}.pub").read_bytes())
         assert isinstance(private, ec.EllipticCurvePrivateKey)
@@ -50,7 +50,9 @@ def test_node_keys_are_what_supernodes_want(made: Path) -> None:
 
 def test_the_roster_names_all_of_them(made: Path) -> None:
     roster = SiteKeys.read(made / "roster.pub")
-    assert [roster.name_of(Identity.read(made / "nodes" / name)) for name in node_names(3)] == node_names(3)
+    assert [
+        roster.name_of(Identity.read(made / "nodes" / name)) for name in certificate_node_names(3)
+    ] == certificate_node_names(3)
 
 
 def test_dates_and_hosts(made: Path) -> None:
@@ -98,20 +100,20 @@ def test_sites_accept_the_server(made: Path, host: str) -> None:
 def test_but_not_under_another_name_nor_from_another_authority(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         shake_hands(made, made, "elsewhere.example.org")
-    make(tmp_path, ["one"])
+    make_certificates(tmp_path, ["one"])
     with pytest.raises(ssl.SSLCertVerificationError):
         shake_hands(tmp_path, made, "localhost")
 
 
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path) -> None:
-    make(tmp_path, ["one"])
+    make_certificates(tmp_path, ["one"])
     before = contents(tmp_path)
     with pytest.raises(InputError, match=r"has ca.crt already and 5 more of these files; --force replaces them"):
-        make(tmp_path, ["one"])
+        make_certificates(tmp_path, ["one"])
     with pytest.raises(InputError, match="--force"):
-        make(tmp_path, ["two"])
+        make_certificates(tmp_path, ["two"])
     assert contents(tmp_path) == before
-    make(tmp_path, ["one"], force=True)
+    make_certificates(tmp_path, ["one"], force=True)
     after = contents(tmp_path)
     assert after.keys() == before.keys()
     assert not any(after[name] == before[name] for name in after)
@@ -134,7 +136,7 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path) -> None:
 )
 def test_bad_wishes_leave_nothing_behind(tmp_path: Path, nodes: list[str], hosts: list[str], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        make(tmp_path / "new", nodes, hosts)
+        make_certificates(tmp_path / "new", nodes, hosts)
     assert not (tmp_path / "new").exists()
 
 

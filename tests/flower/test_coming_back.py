@@ -7,15 +7,15 @@ from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites, reach
 from losing import LosingSites
 
-from fedloom.api import resume
-from fedloom.flower.parcel import Parcel
+from fedloom.flower.message import SiteMessage
+from fedloom.runs.execute import resume
 
 
 def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
     config = make_run(method="scaffold", rounds=3, deadline=0.2)
     link = FakeLink(make_sites(config, tmp_path))
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         if question.kind == "train" and question.header["client"] == 4:
             link.away = {103} if question.header["round"] == 0 else set()
         return answer
@@ -32,7 +32,7 @@ def test_a_node_with_a_new_address_is_the_same_client(tmp_path: Path) -> None:
     link = FakeLink(make_sites(config, tmp_path))
     trained = 0
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         nonlocal trained
         trained += question.kind == "train"
         if trained == 5 and 103 in link.sites:  # the first round's last
@@ -58,7 +58,7 @@ def test_a_server_that_is_killed_goes_on_with_the_same_bits(method: str, after: 
     link = FakeLink(make_sites(config, tmp_path))
     seen = 0
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         nonlocal seen
         seen += question.kind == "train"
         if seen == after and question.kind == "train":
@@ -83,7 +83,7 @@ def test_a_site_that_lost_what_it_kept_starts_anew(tmp_path: Path) -> None:
     config = make_run(method="scaffold", rounds=3)
     link = FakeLink(make_sites(config, tmp_path))
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         if question.kind == "train" and question.header["round"] == 0 and node == 102:
             for file in link.sites[102].folder.rglob("*"):
                 if file.parent.name == "client-2":

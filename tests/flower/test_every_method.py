@@ -9,14 +9,13 @@ import pytest
 import torch
 from fake import FakeLink, make_run, make_sites, reach
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.finished import Run
-from fedloom.flower.site import Site
+from fedloom.config import Config, replace_config
+from fedloom.core.layout import Layout
+from fedloom.flower.site.handlers import SiteHandler
 from fedloom.methods import methods
-from fedloom.request import replace_config
-from fedloom.rows import Layout
-from fedloom.storage import read_tensors
+from fedloom.runs.execute import execute_run
+from fedloom.runs.result import RunResult
+from fedloom.utils.storage import read_safetensors
 
 QUICK: dict[str, dict[str, Any]] = {
     "feddf": {"steps": 10, "check_every": 5},
@@ -44,17 +43,17 @@ def make(method: str, **settings: Any) -> Config:
     return make_run(method=method, options=options, **{**usual, **settings})
 
 
-def both(config: Config, folder: Path) -> tuple[Run, Run, FakeLink]:
+def both(config: Config, folder: Path) -> tuple[RunResult, RunResult, FakeLink]:
     """The run over sites, the plain one, and the link of the first."""
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
-    run = execute(config, out=out, report=False, sites=reach(link, config, out))
-    plain = execute(replace_config(config, engine="plain"), out=folder / "plain", report=False)
+    run = execute_run(config, out=out, report=False, sites=reach(link, config, out))
+    plain = execute_run(replace_config(config, engine="plain"), out=folder / "plain", report=False)
     assert run.summary["lost"] == 0
     assert len(run.history) == len(plain.history) == 1 + config.rounds
     return run, plain, link
 
 
-def said(run: Run, *names: str) -> list[list[Any]]:
+def said(run: RunResult, *names: str) -> list[list[Any]]:
     return [[record.get(name) for name in names] for record in run.history]
 
 
@@ -82,7 +81,7 @@ def test_no_site_has_what_the_server_holds(method: str, tmp_path: Path) -> None:
     assert samples_at(link.sites) == samples_at(others) - 100
 
 
-def samples_at(sites: dict[int, Site]) -> int:
+def samples_at(sites: dict[int, SiteHandler]) -> int:
     return sum(site.shop.federation.samples(client) for site in sites.values() for client in site.clients)
 
 
@@ -95,7 +94,7 @@ def test_where_clients_keep_columns_the_server_has_the_initial_ones(named: str, 
     assert said(run, *SAID_ALIKE) == said(plain, *SAID_ALIKE)
     assert run.history[-1]["personal_clients"] == plain.history[-1]["personal_clients"] == 4
     site = link.sites[100]
-    ours, theirs = (read_tensors(each.path / "model.safetensors") for each in (run, plain))
+    ours, theirs = (read_safetensors(each.path / "model.safetensors") for each in (run, plain))
     initial, home = site.layout.state_dict(site.initial), names_at_home(site.layout, site.shop.workshop.stays_home)
     assert home
     assert home < ours.keys() == theirs.keys()

@@ -8,14 +8,15 @@ import pytest
 from fake import make_run
 
 from fedloom import flower
-from fedloom.experiment import build
-from fedloom.flower import server, site
-from fedloom.methods.catalogue import Method, register
+from fedloom.config import replace_config
+from fedloom.flower.server import engine
+from fedloom.flower.site import handlers
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
-from fedloom.methods.slots import APART
-from fedloom.request import replace_config
+from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import APART
+from fedloom.runs.build import build_run
 
-EXCHANGE = {"layers", "notes", "relay", "relay_server", "relay_site", "sealed", "sealed_site"}
+EXCHANGE = "fedloom.flower.secure_recombination"
 
 
 def imported(path: Path) -> set[str]:
@@ -26,17 +27,17 @@ def imported(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found & {f"fedloom.flower.{name}" for name in EXCHANGE}
+    return {name for name in found if name.startswith(EXCHANGE)}
 
 
 def test_only_the_hooks_lead_to_the_exchange() -> None:
-    folder = Path(flower.__file__).parent
-    assert imported(folder / "relay_server.py"), "the search finds imports"
-    for path in folder.parent.rglob("*.py"):
-        if path.parent != folder or path.stem not in EXCHANGE:
+    folder = Path(flower.__file__).parent / "secure_recombination"
+    assert imported(folder / "server.py"), "the search finds imports"
+    for path in folder.parent.parent.rglob("*.py"):
+        if path.parent != folder:
             assert not imported(path), path
-    assert server.EXCHANGE == "fedloom.flower.relay_server"
-    assert site.EXTENSIONS == ("fedloom.flower.relay_site",)
+    assert engine.EXCHANGE == "fedloom.flower.secure_recombination.server"
+    assert handlers.EXTENSIONS == ("fedloom.flower.secure_recombination.site",)
 
 
 class MyOptions(FedMROptions):
@@ -64,5 +65,5 @@ def test_it_is_there_where_clients_exchange_layers_in_some_round(settings: dict[
         mine = {"options": MyOptions, "server": MyServer, "defaults": APART, "models_sent": "2K"}
         register(Method("mine-mixing", "", "", **mine, needs_each="mixes"))
     config = make_run(**{"method": "fedmr", "rounds": 3, **settings})
-    with build(replace_config(config, engine="plain")).engine_closed() as experiment:
-        assert (server.update_exchange(config, experiment.engine.shop) is not None) == there
+    with build_run(replace_config(config, engine="plain")).engine_closed() as experiment:
+        assert (engine.update_exchange(config, experiment.engine.shop) is not None) == there

@@ -6,15 +6,15 @@ import pytest
 from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites, reach
 
-from fedloom.api import resume
 from fedloom.errors import FedloomError
-from fedloom.flower.parcel import Parcel
+from fedloom.flower.message import SiteMessage
+from fedloom.runs.execute import resume
 
 
 def without(link: FakeLink, clients: set[int], from_round: int = 0) -> FakeLink:
     """A link on which the updates of these clients never arrive."""
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
         gone = question.kind == "train" and question.header["client"] in clients
         return None if gone and question.header["round"] >= from_round else answer
 

@@ -11,7 +11,7 @@ import pytest
 from fedloom.errors import InputError
 from fedloom.flower import commands, flwr_patches
 from fedloom.flower.flwr_patches import TESTED, require_flower
-from fedloom.flower.server import serve
+from fedloom.flower.server.serve import serve_app
 from tiny_runs import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def test_another_release_is_refused_wherever_flower_starts(
     version: str, monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(version, monkeypatch)
-    monkeypatch.setattr(commands, "be", lambda *words: pytest.fail(f"it starts {words}"))
+    monkeypatch.setattr(commands, "exec_flower_command", lambda *words: pytest.fail(f"it starts {words}"))
     said = (
         f"Flower {version} is installed, but fedloom changes Flower's insides and is tested with 1.41 alone; "
         "install fedloom[flower]."
@@ -48,12 +48,12 @@ def test_another_release_is_refused_wherever_flower_starts(
         assert (ended.code, ended.err) == (2, f"fedloom: {said}\n"), words
     assert not list(out.rglob("metrics.jsonl"))
     with pytest.raises(InputError) as refused:  # the ServerApp, whatever its SuperLink is
-        serve(None, None, tmp_path)  # type: ignore[arg-type]
+        serve_app(None, None, tmp_path)  # type: ignore[arg-type]
     assert str(refused.value) == said
     capfd.readouterr()
     monkeypatch.setattr(sys, "argv", ["flwr_patches", "supernode"])  # a process of fedloom's own
     with pytest.raises(SystemExit) as ended_so:
-        flwr_patches.main()
+        flwr_patches._main()
     assert ended_so.value.code == 2
     assert capfd.readouterr().err == f"fedloom: {said}\n"
 

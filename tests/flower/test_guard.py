@@ -14,9 +14,9 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 
-from fedloom.flower.flwr_patches import SPARE, Guard, reason_in, unfolded
-from fedloom.flower.parcel import Block, Parcel
-from fedloom.flower.records import from_records, to_records
+from fedloom.flower.flwr_patches import SPARE, GridSizeLimitPatch, _unfolded_size, patched_error_reason
+from fedloom.flower.message import MessageArray, SiteMessage
+from fedloom.flower.records import message_from_flower_records, message_to_flower_records
 
 pytestmark = pytest.mark.flower
 PIECE = 5 << 20
@@ -26,8 +26,10 @@ PIECE = 5 << 20
 class Store:
     """A SuperLink's store with one answer in it."""
 
-    def __init__(self, *blocks: Block) -> None:
-        records = to_records(Parcel("trained", {"round": 1}, {f"block-{k}": block for k, block in enumerate(blocks)}))
+    def __init__(self, *blocks: MessageArray) -> None:
+        records = message_to_flower_records(
+            SiteMessage("trained", {"round": 1}, {f"block-{k}": block for k, block in enumerate(blocks)})
+        )
         with no_object_id_recompute():
             self.contents = {key: each.deflate() for key, each in get_all_nested_objects(records).items()}
             self.order = [tree.object_id for tree in iterate_object_tree(get_object_tree(records))]
@@ -37,13 +39,13 @@ class Store:
         self.fetched += len(self.contents[object_id])
         return self.contents[object_id]
 
-    def pull(self, most: int) -> Parcel:
+    def pull(self, most: int) -> SiteMessage:
         """What the Grid does with a guard in front of it."""
-        guard = Guard(lambda: most)
+        guard = GridSizeLimitPatch(lambda: most)
         guard._pull = inflatable_utils.pull_objects
         guard._inflate = inflatable_utils.inflate_object_from_contents
         records: Any = guard.inflate(self.order[-1], guard.pull(self.order, self.fetch))
-        return from_records(records)
+        return message_from_flower_records(records)
 
 
 def noise(size: int) -> bytes:
@@ -54,28 +56,28 @@ def noise(size: int) -> bytes:
 def refusal(store: Store, most: int) -> str:
     with pytest.raises(inflatable_utils.ObjectPullError) as refused:
         store.pull(most)
-    reason = reason_in(f"Reply message objects are unavailable. {refused.value}")
+    reason = patched_error_reason(f"Reply message objects are unavailable. {refused.value}")
     assert reason is not None
     return reason
 
 
 def test_what_is_not_too_large_comes_as_it_was() -> None:
-    blocks = Block.raw(noise(PIECE + 8)), Block.raw(b""), Block.raw(b"abc")
+    blocks = MessageArray.raw(noise(PIECE + 8)), MessageArray.raw(b""), MessageArray.raw(b"abc")
     came = Store(*blocks).pull(PIECE + 11)
     assert [bytes(block.data) for block in came.blocks.values()] == [bytes(block.data) for block in blocks]
     assert came.header == {"round": 1}
 
 
 def test_fetching_stops_where_an_answer_is_too_large() -> None:
-    store = Store(Block.raw(noise(8 * PIECE)))
+    store = Store(MessageArray.raw(noise(8 * PIECE)))
     assert refusal(store, PIECE) == f"refused: it has more than {PIECE + SPARE} bytes"
     assert store.fetched <= 4 * PIECE  # at most what was on its way when it was noticed
 
 
 def test_equal_pieces_are_counted_as_often_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(Block.raw(bytes(20 * PIECE)))
+    store = Store(MessageArray.raw(bytes(20 * PIECE)))
     assert sum(map(len, store.contents.values())) < 2 * PIECE  # so much travels
-    assert unfolded(store.contents) >= 20 * PIECE
+    assert _unfolded_size(store.contents) >= 20 * PIECE
     inflate = inflatable_utils.inflate_object_from_contents
     unfolds: list[str] = []
     monkeypatch.setattr(inflatable_utils, "inflate_object_from_contents", lambda *a, **k: unfolds.append(a[0]))
@@ -86,14 +88,14 @@ def test_equal_pieces_are_counted_as_often_as_they_are_named(monkeypatch: pytest
 
 
 def test_what_cannot_be_put_together_is_refused() -> None:
-    store = Store(Block.raw(b"abc"))
+    store = Store(MessageArray.raw(b"abc"))
     array = next(key for key, content in store.contents.items() if content.startswith(b"Array "))
     store.contents[array] = store.contents[array].replace(b"arraychunk_ids", b"arraychunk_idx")
     assert refusal(store, 100) == "refused: it is no message (KeyError)"
 
 
 def test_a_message_of_very_many_pieces_is_refused_unfetched() -> None:
-    store = Store(Block.raw(b"abc"))
+    store = Store(MessageArray.raw(b"abc"))
     store.order = [store.order[0]] * 20_000 + store.order
     assert refusal(store, 100) == f"refused: it has {len(store.order)} pieces"
     assert store.fetched == 0
@@ -102,7 +104,7 @@ def test_a_message_of_very_many_pieces_is_refused_unfetched() -> None:
 def test_one_piece_is_judged_by_its_length_before_it_is_read() -> None:
     import httpx
 
-    guard = Guard(lambda: 100)
+    guard = GridSizeLimitPatch(lambda: 100)
     request = httpx.Request("POST", "https://server/v1/runtime/pull-object")
     guard.look(httpx.Response(200, headers={"content-length": str(100 + SPARE)}, request=request))
     with pytest.raises(inflatable_utils.ObjectPullError, match="more than"):

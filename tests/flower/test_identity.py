@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InputError
-from fedloom.flower.identity import Identity, SiteKeys, check_name
+from fedloom.flower.trust.identity import Identity, SiteKeys, check_identity_name
 
 ONE, TWO = Identity.new(), Identity.new()
 ROSTER = SiteKeys.parse(ONE.public_line("one") + TWO.public_line("two"))
@@ -120,4 +120,4 @@ def test_a_stranger_is_not_in_the_roster() -> None:
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a/b", "a b", "a#1", "a" * 64, "ä"])
 def test_names_that_no_site_may_have(name: str) -> None:
     with pytest.raises(InputError, match="cannot name a site"):
-        check_name(name)
+        check_identity_name(name)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import InputError
-from fedloom.flower.kept import GENERATIONS, STAGED, Kept
+from fedloom.flower.site.state import GENERATIONS, STAGED, SiteStateStore
 
 
 def name(number: int) -> str:
@@ -25,10 +25,10 @@ def test_a_state_is_there_as_long_as_the_server_may_ask_for_it(
 ) -> None:
     """Each round: (the server took the update, the site was restarted, how many rounds the server falls back)."""
     folder = tmp_path_factory.mktemp("kept")
-    kept, taken = Kept(folder), list[int]()
+    kept, taken = SiteStateStore(folder), list[int]()
     for number, (accepted, restarted, back) in enumerate(rounds, start=1):
         if restarted:
-            kept = Kept(folder)
+            kept = SiteStateStore(folder)
         if 0 < back < min(len(taken), GENERATIONS):  # it goes on from an older checkpoint
             taken = taken[:-back]
         if taken:
@@ -45,37 +45,37 @@ def test_a_state_is_there_as_long_as_the_server_may_ask_for_it(
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_however_often_a_server_asks_the_disk_does_not_fill(tmp_path: Path, restarted: bool) -> None:
-    kept = Kept(tmp_path)
+    kept = SiteStateStore(tmp_path)
     for number in range(1, GENERATIONS + 1):
         kept.stage(name(number), state(number))
         kept.get(name(number))
     for number in range(100, 150):
-        kept = Kept(tmp_path) if restarted else kept
+        kept = SiteStateStore(tmp_path) if restarted else kept
         kept.stage(name(number), state(number))
         assert len(list(tmp_path.glob("*.safetensors"))) <= GENERATIONS + STAGED
-    found = Kept(tmp_path).get(name(150 - STAGED))
+    found = SiteStateStore(tmp_path).get(name(150 - STAGED))
     assert found is not None, "the last few can still be taken"
     assert torch.equal(found["c"], state(150 - STAGED)["c"])
-    assert Kept(tmp_path).get(name(100)) is None
-    again = Kept(tmp_path).get(name(GENERATIONS))
+    assert SiteStateStore(tmp_path).get(name(100)) is None
+    again = SiteStateStore(tmp_path).get(name(GENERATIONS))
     assert again is not None, "and what was taken before is there"
 
 
 def test_what_was_not_taken_is_gone(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = SiteStateStore(tmp_path)
     kept.stage(name(1), state(1))
     kept.get(name(1))
     kept.stage(name(2), state(2))
     assert kept.get(name(1)) is not None
     assert kept.get(name(2)) is None
-    assert Kept(tmp_path).get(name(2)) is None
+    assert SiteStateStore(tmp_path).get(name(2)) is None
     kept.forget()
     assert kept.get(name(1)) is None
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_a_damaged_state_is_not_used(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = SiteStateStore(tmp_path)
     kept.stage(name(1), state(1))
     file = tmp_path / f"{name(1)}.safetensors"
     content = bytearray(file.read_bytes())
@@ -88,5 +88,5 @@ def test_a_damaged_state_is_not_used(tmp_path: Path) -> None:
 def test_a_nonce_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     for nonce in ("../../" + "a" * 26, "A" * 32, "", "a" * 31, "a" * 31 + "\n"):
         with pytest.raises(InputError, match="32 hexadecimal digits"):
-            Kept(tmp_path).stage(nonce, state(1))
+            SiteStateStore(tmp_path).stage(nonce, state(1))
     assert not list(tmp_path.iterdir())

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from fedloom.api import execute, resume
-from fedloom.config import Config, make_config
-from fedloom.finished import Run
-from fedloom.request import replace_config
+from fedloom.config import Config, make_config, replace_config
+from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.result import RunResult
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 
@@ -34,8 +33,8 @@ def make_run(**more: Any) -> Config:
     return make_config({**usual, **more})
 
 
-def on_host(config: Config, folder: Path) -> Run:
-    return execute(replace_config(config, engine="host", nodes=0), out=folder, report=False)
+def on_host(config: Config, folder: Path) -> RunResult:
+    return execute_run(replace_config(config, engine="host", nodes=0), out=folder, report=False)
 
 
 def processes_of(folder: Path, name: str = "") -> list[int]:
@@ -64,7 +63,7 @@ def nothing_is_left(folder: Path, seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize("method", METHODS)
 def test_five_sites_give_the_same_bits_as_the_host_engine(method: str, tmp_path: Path) -> None:
     config = make_run(method=method, options=METHODS[method])
-    run = execute(config, out=tmp_path / "run", report=False)
+    run = execute_run(config, out=tmp_path / "run", report=False)
     assert run.summary["lost"] == 0
     assert run.digest == on_host(config, tmp_path / "host").digest
     assert nothing_is_left(tmp_path / "run")
@@ -72,7 +71,7 @@ def test_five_sites_give_the_same_bits_as_the_host_engine(method: str, tmp_path:
 
 def test_sites_share_clients(tmp_path: Path) -> None:
     config = make_run(method="scaffold", nodes=2, rounds=2)
-    run = execute(config, out=tmp_path / "run", report=False)
+    run = execute_run(config, out=tmp_path / "run", report=False)
     assert run.digest == on_host(config, tmp_path / "host").digest
     assert sorted(path.name for path in (tmp_path / "run" / "flower").glob("site-*") if path.is_dir()) == [
         "site-0",

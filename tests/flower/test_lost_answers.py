@@ -8,7 +8,7 @@ from fake import FakeLink, make_run, make_sites
 from losing import LosingSites
 
 from fedloom.errors import FedloomError
-from fedloom.flower.parcel import Parcel
+from fedloom.flower.message import SiteMessage
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedcross", "moon"])
@@ -18,7 +18,7 @@ def test_lost_answers_leave_the_clients_as_they_were(method: str, tmp_path: Path
     config = make_run(method=method, rounds=4, deadline=0.05)
     link = FakeLink(make_sites(config, tmp_path))
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
         gone = question.kind == "train" and (question.header["round"], question.header["client"]) in lost
         return None if gone else answer
 
@@ -34,7 +34,7 @@ def test_late_answers_are_dropped_and_counted(tmp_path: Path) -> None:
     config = make_run(rounds=3, deadline=0.05)
     link = FakeLink(make_sites(config, tmp_path))
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
         if question.header["round"] == 1 and question.kind == "train":
             link.let_go()  # what was late in the round before arrives now
         late = (question.header["round"], question.header["client"]) in {(0, 2), (0, 4)} and question.kind == "train"

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.flower.parcel import (
+from fedloom.flower.message import (
     ADDRESS,
     MOST_HEADER,
     SIZES,
-    Block,
-    Parcel,
-    Refused,
-    failed,
-    pack,
-    receive,
-    send,
-    unpack,
+    MessageArray,
+    MessageRejected,
+    SiteMessage,
+    decode_message,
+    encode_message,
+    make_failure_message,
+    read_message,
+    write_message,
 )
 
 plain = st.recursive(
@@ -32,42 +32,42 @@ plain = st.recursive(
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> Block:
+def blocks(draw: st.DrawFn) -> MessageArray:
     dtype = draw(st.sampled_from(sorted(SIZES)))
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     size = math.prod(shape) * SIZES[dtype]
-    return Block(dtype, shape, draw(st.binary(min_size=size, max_size=size)))
+    return MessageArray(dtype, shape, draw(st.binary(min_size=size, max_size=size)))
 
 
 parcels = st.builds(
-    Parcel,
+    SiteMessage,
     st.text(max_size=10),
     st.dictionaries(st.text(max_size=8), plain, max_size=4),
     st.dictionaries(st.text(max_size=8), blocks(), max_size=4),
 )
 
 
-def same(one: Parcel, other: Parcel) -> bool:
-    def plain_blocks(parcel: Parcel) -> dict[str, Any]:
+def same(one: SiteMessage, other: SiteMessage) -> bool:
+    def plain_blocks(parcel: SiteMessage) -> dict[str, Any]:
         return {name: (b.dtype, b.shape, bytes(b.data)) for name, b in parcel.blocks.items()}
 
     return (one.kind, one.header, plain_blocks(one)) == (other.kind, other.header, plain_blocks(other))
 
 
 @given(parcels)
-def test_what_was_packed_comes_out(parcel: Parcel) -> None:
-    assert same(unpack(pack(parcel)), parcel)
+def test_what_was_packed_comes_out(parcel: SiteMessage) -> None:
+    assert same(decode_message(encode_message(parcel)), parcel)
 
 
 @given(parcels, st.data())
-def test_changed_bytes_are_refused_or_are_another_parcel(parcel: Parcel, data: st.DataObject) -> None:
-    content = bytearray(pack(parcel))
+def test_changed_bytes_are_refused_or_are_another_parcel(parcel: SiteMessage, data: st.DataObject) -> None:
+    content = bytearray(encode_message(parcel))
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(content)))
     try:
-        found = unpack(bytes(content[:cut]))
-    except Refused:
+        found = decode_message(bytes(content[:cut]))
+    except MessageRejected:
         return
     assert cut == len(content)
     assert sum(len(b.data) for b in found.blocks.values()) == parcel.nbytes
@@ -75,17 +75,20 @@ def test_changed_bytes_are_refused_or_are_another_parcel(parcel: Parcel, data: s
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(content: bytes) -> None:
-    with pytest.raises(Refused):
-        unpack(content)
+    with pytest.raises(MessageRejected):
+        decode_message(content)
 
 
 def test_a_declared_size_is_believed_only_within_bounds() -> None:
     huge = struct.pack("<4sIQ", b"FLM1", 10, 1 << 60)
-    with pytest.raises(Refused, match="more than"):
-        unpack(huge)
-    with pytest.raises(Refused, match="more than 100"):
-        unpack(pack(Parcel("k", {}, {"a": Block.raw(b"x" * 101)})), most=100)
-    assert unpack(pack(Parcel("k", {}, {"a": Block.raw(b"x" * 100)})), most=100).nbytes == 100
+    with pytest.raises(MessageRejected, match="more than"):
+        decode_message(huge)
+    with pytest.raises(MessageRejected, match="more than 100"):
+        decode_message(encode_message(SiteMessage("k", {}, {"a": MessageArray.raw(b"x" * 101)})), most=100)
+    assert (
+        decode_message(encode_message(SiteMessage("k", {}, {"a": MessageArray.raw(b"x" * 100)})), most=100).nbytes
+        == 100
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,41 +104,41 @@ def test_a_declared_size_is_believed_only_within_bounds() -> None:
     ],
 )
 def test_an_array_that_is_not_what_it_says_is_refused(dtype: str, shape: Any, data: bytes) -> None:
-    with pytest.raises(Refused):
-        Block(dtype, shape, data)
+    with pytest.raises(MessageRejected):
+        MessageArray(dtype, shape, data)
 
 
 def test_a_long_header_is_refused_on_both_sides() -> None:
-    with pytest.raises(Refused, match="header"):
-        pack(Parcel("k", {"a": "x" * MOST_HEADER}))
+    with pytest.raises(MessageRejected, match="header"):
+        encode_message(SiteMessage("k", {"a": "x" * MOST_HEADER}))
 
 
 def test_an_answer_repeats_what_its_question_says_of_itself() -> None:
     address = {"run": "r", "round": 3, "client": 4, "nonce": "n"}
-    question = Parcel("train", {**address, "accepted": "before"})
+    question = SiteMessage("train", {**address, "accepted": "before"})
     answer = question.reply("trained", {"loss": 1.0, "round": 99})
     assert {key: answer.header[key] for key in ADDRESS} == address
     assert "accepted" not in answer.header
-    assert failed(question, "x" * 1000).header == {**address, "reason": "x" * 300}
+    assert make_failure_message(question, "x" * 1000).header == {**address, "reason": "x" * 300}
 
 
 def test_parcels_pass_through_a_socket_one_after_the_other() -> None:
     one, other = socket.socketpair()
-    big = Parcel("big", {"n": 1}, {"row": Block("float32", (1 << 20,), bytes(4 << 20))})
+    big = SiteMessage("big", {"n": 1}, {"row": MessageArray("float32", (1 << 20,), bytes(4 << 20))})
 
     def write() -> None:
         with one:
-            send(one, big)
-            send(one, Parcel("small"))
+            write_message(one, big)
+            write_message(one, SiteMessage("small"))
 
     writer = threading.Thread(target=write)
     writer.start()
     with other:
-        first, second, third = receive(other), receive(other), receive(other)
+        first, second, third = read_message(other), read_message(other), read_message(other)
     writer.join()
     assert first is not None
     assert same(first, big)
-    assert second == Parcel("small")
+    assert second == SiteMessage("small")
     assert third is None
 
 
@@ -144,6 +147,6 @@ def test_a_parcel_that_is_cut_off_on_its_way_is_refused() -> None:
         one, other = socket.socketpair()
         with other:
             with one:
-                one.sendall(pack(Parcel("k", {"a": 1}, {"row": Block.raw(b"0123456789")}))[:keep])
-            with pytest.raises(Refused, match="cut off"):
-                receive(other)
+                one.sendall(encode_message(SiteMessage("k", {"a": 1}, {"row": MessageArray.raw(b"0123456789")}))[:keep])
+            with pytest.raises(MessageRejected, match="cut off"):
+                read_message(other)

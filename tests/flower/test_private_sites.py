@@ -8,16 +8,15 @@ import torch
 from fake import FakeLink, make_run, make_sites, reach
 from torch import Tensor
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.finished import Run
-from fedloom.flower.parcel import Block, Parcel
-from fedloom.privacy.account import Account
-from fedloom.privacy.sources import FromSeed
-from fedloom.request import replace_config
-from fedloom.rows import Layout
-from fedloom.storage import read_tensors
-from fedloom.streams import Streams
+from fedloom.config import Config, replace_config
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.flower.message import MessageArray, SiteMessage
+from fedloom.privacy.accountant import PrivacyAccountant
+from fedloom.privacy.mechanism import _SeededNoise
+from fedloom.runs.execute import execute_run
+from fedloom.runs.result import RunResult
+from fedloom.utils.storage import read_safetensors
 
 pytest.importorskip("dp_accounting")
 
@@ -30,14 +29,14 @@ def make(**settings: Any) -> Config:
     return make_run(**{"clients": 5, "per_round": 3, "rounds": 3, "batch_size": 32, **private, **settings})
 
 
-def play(config: Config, folder: Path, change: Any = None) -> tuple[Run, FakeLink]:
+def play(config: Config, folder: Path, change: Any = None) -> tuple[RunResult, FakeLink]:
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
     link.meddle = change
-    return execute(config, out=out, report=False, sites=reach(link, config, out)), link
+    return execute_run(config, out=out, report=False, sites=reach(link, config, out)), link
 
 
-def plainly(config: Config, folder: Path) -> Run:
-    return execute(replace_config(config, engine="plain"), out=folder / "plain", report=False)
+def plainly(config: Config, folder: Path) -> RunResult:
+    return execute_run(replace_config(config, engine="plain"), out=folder / "plain", report=False)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
@@ -46,19 +45,19 @@ def test_private_runs_have_the_same_bits_and_the_same_account(method: str, tmp_p
     run, link = play(config, tmp_path)
     plain = plainly(config, tmp_path)
     assert run.digest == plain.digest
-    account = Account(NOISE, 3 / 5, 1e-3)
+    account = PrivacyAccountant(NOISE, 3 / 5, 1e-3)
     spent = [account.epsilon(rounds) for rounds in range(4)]
     assert spent == sorted(set(spent))
     for each in (run, plain):
         assert [(record["epsilon"], record["delta"]) for record in each.history] == [(e, 1e-3) for e in spent]
         assert (each.summary["epsilon"], each.summary["delta"]) == (spent[-1], 1e-3)
     asked = [sorted(p.header["client"] for p in link.asked if asked_in(p, round)) for round in range(3)]
-    drawn = [FromSeed(Streams(SEED)).uniform(round, 5) < 3 / 5 for round in range(3)]
+    drawn = [_SeededNoise(RngStreams(SEED)).uniform(round, 5) < 3 / 5 for round in range(3)]
     assert asked == [[client for client in range(5) if took_part[client]] for took_part in drawn]
     assert len({len(clients) for clients in asked}) > 1, "how many take part varies"
 
 
-def asked_in(parcel: Parcel, round: int) -> bool:
+def asked_in(parcel: SiteMessage, round: int) -> bool:
     return parcel.kind == "train" and parcel.header["round"] == round
 
 
@@ -96,12 +95,12 @@ def test_the_server_sees_updates_as_they_are(tmp_path: Path) -> None:
 def far_off(way: float) -> Any:
     """A site that lies: client 2 sends a model that is that far from the one it got, in every number."""
 
-    def change(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def change(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         if question.kind != "train" or question.header["client"] != 2:
             return answer
         came = torch.frombuffer(bytearray(question.blocks["row"].data), dtype=torch.float32)
-        block = Block("float32", tuple(came.shape), (came + way).numpy().tobytes())
-        return Parcel(answer.kind, answer.header, {**answer.blocks, "row": block})
+        block = MessageArray("float32", tuple(came.shape), (came + way).numpy().tobytes())
+        return SiteMessage(answer.kind, answer.header, {**answer.blocks, "row": block})
 
     return change
 
@@ -119,7 +118,7 @@ def test_the_server_clips_the_update_of_a_client_that_lies(tmp_path: Path) -> No
     assert 0 < apart <= most * (1 + 1e-4)
 
 
-def row_of(run: Run, layout: Layout) -> Tensor:
+def row_of(run: RunResult, layout: Layout) -> Tensor:
     """The deployed model's numbers."""
-    tensors = read_tensors(run.path / "model.safetensors")
+    tensors = read_safetensors(run.path / "model.safetensors")
     return torch.cat([tensors[entry.name].flatten().double() for entry in layout.entries])

@@ -4,27 +4,30 @@ import pytest
 from hypothesis import given
 from test_parcel import parcels, same
 
-from fedloom.flower.parcel import Block, Parcel, Refused
+from fedloom.flower.message import MessageArray, MessageRejected, SiteMessage
 
 pytestmark = pytest.mark.flower
 
 
 @given(parcels)
-def test_what_flower_carries_comes_out(parcel: Parcel) -> None:
+def test_what_flower_carries_comes_out(parcel: SiteMessage) -> None:
     from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
-    from fedloom.flower.records import from_records, to_records
+    from fedloom.flower.records import message_from_flower_records, message_to_flower_records
 
-    assert same(from_records(recorddict_from_proto(recorddict_to_proto(to_records(parcel)))), parcel)
+    assert same(
+        message_from_flower_records(recorddict_from_proto(recorddict_to_proto(message_to_flower_records(parcel)))),
+        parcel,
+    )
 
 
 def test_other_records_are_refused() -> None:
     import numpy as np
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    from fedloom.flower.records import from_records, to_records
+    from fedloom.flower.records import message_from_flower_records, message_to_flower_records
 
-    good = to_records(Parcel("train", {}, {"row": Block("float32", (1,), bytes(4))}))
+    good = message_to_flower_records(SiteMessage("train", {}, {"row": MessageArray("float32", (1,), bytes(4))}))
     about, array = good["fedloom"], Array(np.zeros(3, dtype=np.float32))
     short = Array(dtype="float32", shape=(4,), stype="fedloom.raw", data=bytes(4))
     for records in (
@@ -37,5 +40,5 @@ def test_other_records_are_refused() -> None:
         RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "[1]"}), "blocks": ArrayRecord()}),
         RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "{" * 9999}), "blocks": ArrayRecord()}),
     ):
-        with pytest.raises(Refused):
-            from_records(records)
+        with pytest.raises(MessageRejected):
+            message_from_flower_records(records)

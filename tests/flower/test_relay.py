@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from relay_world import Gone, World, assert_all_or_nothing, in_process, owners
 
-from fedloom.flower.notes import Note, Silence
-from fedloom.flower.sealed_site import unpredictable
-from fedloom.methods.recombination import MOST_ATTEMPTS, recombine
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
+from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.participant import system_random_source
+from fedloom.methods._support.layer_exchange import MOST_ATTEMPTS, exchange_model_layers
 
 COUNTS = st.integers(2, 5)
 SIZES = st.lists(st.integers(8, 24).map(lambda n: 4 * n), min_size=1, max_size=4).map(tuple)
@@ -39,7 +39,7 @@ def test_with_choices_that_nobody_knows() -> None:
     """As sites do it by themselves: every layer once, and another outcome each time."""
     outcomes = []
     for _ in range(6):
-        world = World(4, (32,) * 6, draws=lambda slot: unpredictable)
+        world = World(4, (32,) * 6, draws=lambda slot: system_random_source)
         outcome = world.run()
         assert_all_or_nothing(world, outcome)
         outcomes.append(str(owners(world, outcome)))
@@ -53,7 +53,7 @@ def test_mixed_goes_on_until_no_model_is_what_one_client_trained(count: int, lay
     world = World(count, (32,) * layers, seed, mixed=True)
     outcome = world.run()
     models = {slot: [torch.tensor([slot]) for _ in range(layers)] for slot in range(count)}
-    found = recombine(models, partial(Streams(seed).numpy, round=world.round), 0.5, mixed=True)
+    found = exchange_model_layers(models, partial(RngStreams(seed).numpy, round=world.round), 0.5, mixed=True)
     if outcome.models:
         assert outcome.models == in_process(world, list(range(count)), outcome.attempts - 1)
         assert all(len(set(whose)) > 1 for whose in owners(world, outcome).values())
@@ -126,10 +126,12 @@ def test_a_commit_that_is_lost_once_is_asked_for_again() -> None:
     for direction in ("down", "up"):
         world, lost = World(3), list[int]()
 
-        def once(stage: str, slot: int, note: Note, lost: list[int] = lost) -> Note | Silence:
+        def once(
+            stage: str, slot: int, note: RelayMessage, lost: list[int] = lost
+        ) -> RelayMessage | MissingRelayMessage:
             if stage == "commit" and slot == 1 and not lost:
                 lost.append(slot)
-                return Silence("did not answer")
+                return MissingRelayMessage("did not answer")
             return note
 
         setattr(world, direction, once)
@@ -143,9 +145,9 @@ def test_a_commit_that_is_lost_once_is_asked_for_again() -> None:
 def test_who_stays_away_at_commit_takes_the_round_with_it_and_no_model_is_shown(heard: bool) -> None:
     world = World(3)
     if heard:
-        world.up = lambda stage, slot, note: Silence("gone") if (stage, slot) == ("commit", 1) else note
+        world.up = lambda stage, slot, note: MissingRelayMessage("gone") if (stage, slot) == ("commit", 1) else note
     else:
-        world.down = lambda stage, slot, note: Silence("gone") if (stage, slot) == ("commit", 1) else note
+        world.down = lambda stage, slot, note: MissingRelayMessage("gone") if (stage, slot) == ("commit", 1) else note
     outcome = world.run()
     assert not outcome.models
     assert outcome.lost.keys() == {0, 1, 2}
@@ -155,7 +157,7 @@ def test_who_stays_away_at_commit_takes_the_round_with_it_and_no_model_is_shown(
 
 def test_where_nobody_releases_nothing_is_known() -> None:
     world = World(3)
-    world.down = lambda stage, slot, note: Silence("gone") if stage == "release" else note
+    world.down = lambda stage, slot, note: MissingRelayMessage("gone") if stage == "release" else note
     outcome = world.run()
     assert not outcome.models
     assert set(outcome.lost.values()) == {"refused: no site released the key to its model."}
@@ -164,10 +166,10 @@ def test_where_nobody_releases_nothing_is_known() -> None:
 def test_releases_that_are_lost_are_asked_for_again() -> None:
     world, lost = World(3), list[int]()
 
-    def first(stage: str, slot: int, note: Note) -> Note | Silence:
+    def first(stage: str, slot: int, note: RelayMessage) -> RelayMessage | MissingRelayMessage:
         if stage == "release" and slot not in lost:
             lost.append(slot)
-            return Silence("did not answer")
+            return MissingRelayMessage("did not answer")
         return note
 
     world.up = first
@@ -195,7 +197,9 @@ def test_a_site_may_want_more_company_than_the_server() -> None:
 
 def test_many_attempts_end() -> None:
     world = World(5)
-    world.up = lambda stage, slot, note: Silence("no", refused=True) if (stage, slot) == ("offer", 0) else note
+    world.up = lambda stage, slot, note: (
+        MissingRelayMessage("no", refused=True) if (stage, slot) == ("offer", 0) else note
+    )
     outcome = world.run()
     assert outcome.lost == dict.fromkeys(range(5), "the exchange was given up after 4 attempts: no")
 

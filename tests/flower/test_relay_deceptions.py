@@ -7,18 +7,18 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from relay_world import World, assert_all_or_nothing, changed, identity
 
-from fedloom.flower.notes import Note, Silence
-from fedloom.flower.relay import Outcome
-from fedloom.flower.sealed import Hello, Refusal
+from fedloom.flower.secure_recombination.crypto import ExchangeRejected, KeyExchangeHello
+from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import RelayOutcome
 
-Trick = Callable[[World, Note], Note]
+Trick = Callable[[World, RelayMessage], RelayMessage]
 
 
-def told(stage: str, victim: int, trick: Trick) -> tuple[World, Outcome]:
+def told(stage: str, victim: int, trick: Trick) -> tuple[World, RelayOutcome]:
     """The first question of a stage to one site is changed."""
     world, done = World(3, (32, 64), round=1), list[int]()
 
-    def down(at: str, slot: int, note: Note) -> Note:
+    def down(at: str, slot: int, note: RelayMessage) -> RelayMessage:
         if (at, slot) == (stage, victim) and not done:
             done.append(slot)
             return trick(world, note)
@@ -31,86 +31,86 @@ def told(stage: str, victim: int, trick: Trick) -> tuple[World, Outcome]:
     return world, outcome
 
 
-def hello_of(note: Note, slot: int) -> Hello:
-    return Hello.decode(note.parts[f"hello/{slot}"])
+def hello_of(note: RelayMessage, slot: int) -> KeyExchangeHello:
+    return KeyExchangeHello.decode(note.parts[f"hello/{slot}"])
 
 
-def in_the_middle(world: World, note: Note) -> Note:
+def in_the_middle(world: World, note: RelayMessage) -> RelayMessage:
     """The relay puts a key of its own in place of a site's."""
     fresh = X25519PrivateKey.generate().public_key().public_bytes_raw()
     return changed(note, hello__1=replace(hello_of(note, 1), fresh=fresh).encode())
 
 
-def in_the_name_of_another(world: World, note: Note) -> Note:
+def in_the_name_of_another(world: World, note: RelayMessage) -> RelayMessage:
     """It has a site's key, but not that of the site whose name it uses."""
     return changed(note, hello__1=replace(hello_of(note, 1)).signed(identity(2)).encode())
 
 
-def of_a_stranger(world: World, note: Note) -> Note:
+def of_a_stranger(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, hello__1=replace(hello_of(note, 1), name="site-9").signed(identity(9)).encode())
 
 
-def of_another_round(world: World, note: Note) -> Note:
+def of_another_round(world: World, note: RelayMessage) -> RelayMessage:
     hello = hello_of(note, 1)
     return changed(note, hello__1=replace(hello, session=replace(hello.session, round=0)).signed(identity(1)).encode())
 
 
-def of_another_run(world: World, note: Note) -> Note:
+def of_another_run(world: World, note: RelayMessage) -> RelayMessage:
     hello = hello_of(note, 1)
     session = replace(hello.session, run="cd" * 16)
     return changed(note, hello__1=replace(hello, session=session).signed(identity(1)).encode())
 
 
-def on_other_terms(world: World, note: Note) -> Note:
+def on_other_terms(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, hello__1=replace(hello_of(note, 1), terms=bytes(32)).signed(identity(1)).encode())
 
 
-def without_me(world: World, note: Note) -> Note:
+def without_me(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, hello__0=None)
 
 
-def with_an_older_me(world: World, note: Note) -> Note:
+def with_an_older_me(world: World, note: RelayMessage) -> RelayMessage:
     mine = replace(hello_of(note, 0), fresh=bytes(31) + b"\7").signed(identity(0))
     return changed(note, hello__0=mine.encode())
 
 
-def twice_the_same_slot(world: World, note: Note) -> Note:
+def twice_the_same_slot(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, hello__2=note.parts["hello/1"])
 
 
-def with_a_key_that_is_none(world: World, note: Note) -> Note:
+def with_a_key_that_is_none(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, hello__1=replace(hello_of(note, 1), fresh=bytes(32)).signed(identity(1)).encode())
 
 
-def reflected(world: World, note: Note) -> Note:
+def reflected(world: World, note: RelayMessage) -> RelayMessage:
     """What the site itself wrote comes back to it."""
     mine = next(n for way, stage, slot, n in world.seen if (way, stage, slot) == ("up", "offer", 0))
     return changed(note, offer__1=mine.parts["offer/1"])
 
 
-def meant_for_another(world: World, note: Note) -> Note:
+def meant_for_another(world: World, note: RelayMessage) -> RelayMessage:
     theirs = next(n for way, stage, slot, n in world.seen if (way, stage, slot) == ("up", "offer", 1))
     return changed(note, offer__1=theirs.parts["offer/2"])
 
 
-def of_another_stage(world: World, note: Note) -> Note:
+def of_another_stage(world: World, note: RelayMessage) -> RelayMessage:
     theirs = next(n for way, stage, slot, n in world.seen if (way, stage, slot) == ("up", "offer", 1))
     return changed(note, answer__1=theirs.parts["offer/0"])
 
 
-def another_board(world: World, note: Note) -> Note:
+def another_board(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, board__1=note.parts["board/2"])
 
 
-def no_board(world: World, note: Note) -> Note:
+def no_board(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, board__1=None)
 
 
-def nothing_of_one(world: World, note: Note) -> Note:
+def nothing_of_one(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, lock__1=None)
 
 
-def something_of_a_stranger(world: World, note: Note) -> Note:
+def something_of_a_stranger(world: World, note: RelayMessage) -> RelayMessage:
     return changed(note, lock__7=note.parts["lock/1"])
 
 
@@ -151,19 +151,19 @@ def test_a_relay_that_shows_different_people_to_different_sites_is_found_out() -
     sites = World(4).sites
     hellos = [site.hello(0)[0] for site in sites.values()]
     offers = {slot: site.offer(0, hellos if slot in (0, 3) else hellos[:3]) for slot, site in sites.items()}
-    with pytest.raises(Refusal, match="the offer of site-1#1 is not what it sent to site-0#0"):
+    with pytest.raises(ExchangeRejected, match="the offer of site-1#1 is not what it sent to site-0#0"):
         sites[0].answer(0, 0, {slot: offers[slot].get(0, b"") for slot in (1, 2, 3)})
-    with pytest.raises(Refusal, match="the offer of site-0#0 is not what it sent to site-1#1"):
+    with pytest.raises(ExchangeRejected, match="the offer of site-0#0 is not what it sent to site-1#1"):
         sites[1].answer(0, 0, {slot: offers[slot][1] for slot in (0, 2)})
 
 
 def test_messages_of_an_earlier_attempt_are_refused_in_the_next() -> None:
     world = World(3)
 
-    def down(stage: str, slot: int, note: Note) -> Note | Silence:
+    def down(stage: str, slot: int, note: RelayMessage) -> RelayMessage | MissingRelayMessage:
         attempt = note.header.get("attempt")
         if (stage, slot, attempt) == ("lock", 0, 0):
-            return Silence("late")
+            return MissingRelayMessage("late")
         if (stage, slot, attempt) == ("answer", 1, 1):
             first = next(n for _, s, at, n in world.seen if s == "answer" and at == 1)
             return replace(note, parts={name: first.parts[name] for name in note.parts})

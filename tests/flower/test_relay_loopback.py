@@ -15,15 +15,14 @@ import pytest
 import torch
 from exchange_runs import Two
 
-from fedloom.api import execute, resume
-from fedloom.config import Config, make_config
-from fedloom.exchange import Update
-from fedloom.experiment import build
-from fedloom.request import replace_config
-from fedloom.watching import Stopped
+from fedloom.config import Config, make_config, replace_config
+from fedloom.core.tasks import ClientUpdate
+from fedloom.errors import RunStopped
+from fedloom.runs.build import build_run
+from fedloom.runs.execute import execute_run, resume
 
 pytest.importorskip("flwr")
-from fedloom.flower.tensors import pick
+from fedloom.flower.tensors import encode_tensor_columns
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 
@@ -61,7 +60,7 @@ def pieces(row: torch.Tensor, columns: list[list[slice]]) -> set[bytes]:
     """Sixteen bytes from several places of each layer, with enough in them not to be met by chance."""
     found = set()
     for parts in columns:
-        content = pick(row, parts)
+        content = encode_tensor_columns(row, parts)
         found |= {content[at : at + 16] for at in range(0, len(content) - 16, max(16, len(content) // 4 // 4 * 4))}
     return {piece for piece in found if len(set(piece)) > 10}
 
@@ -72,14 +71,14 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
     Numbers that training leaves as they were, such as those of a dead unit, are in many models, and in their mean.
     """
     found: list[tuple[int, int, set[bytes]]] = []
-    with build(replace_config(config, engine="plain")).engine_closed() as experiment:
+    with build_run(replace_config(config, engine="plain")).engine_closed() as experiment:
         server: Any = experiment.rounds.parts.server
         known = experiment.rounds.context.initial.numpy().tobytes()
         train = experiment.engine.train
 
         def listen(round: int, jobs: Any) -> Any:
             for answer in train(round, jobs):
-                assert isinstance(answer, Update)
+                assert isinstance(answer, ClientUpdate)
                 found.append((round, answer.client, pieces(answer.row, server.layers)))
                 yield answer
 
@@ -93,21 +92,21 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
 def site_processes(run: Path) -> list[int]:
     """The processes in which this run's sites train."""
     words = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
-    return [pid for pid, said in words.items() if "fedloom.flower.site_process" in said and str(run / "flower") in said]
+    return [pid for pid, said in words.items() if "fedloom.flower.site.process" in said and str(run / "flower") in said]
 
 
 SERVER = """
 import json, sys
-from fedloom.api import execute
-from fedloom.watching import Silent
+from fedloom.runs.execute import execute_run
+from fedloom.runs.callback import SilentCallback
 from fedloom.config import Config, make_config
 
-class Waiting(Silent):
+class Waiting(SilentCallback):
     def record(self, record):
         print(record["round"], flush=True)
         sys.stdin.readline()
 
-done = execute(make_config(json.loads(sys.argv[1])), out=sys.argv[2], watcher=Waiting())
+done = execute_run(make_config(json.loads(sys.argv[1])), out=sys.argv[2], watcher=Waiting())
 print(done.summary["digest"], done.summary["lost"], flush=True)
 """
 SITES = ("supernode", "site_process", "clientapp", "site-")
@@ -159,11 +158,11 @@ def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path
     logs = [path for path in out.rglob("*.log") if not path.name.startswith("site-")]
     assert len(logs) >= 2
     assert not among(b"".join(path.read_bytes() for path in logs), secret)
-    host = execute(replace_config(config, engine="plain"), out=tmp_path / "host")
+    host = execute_run(replace_config(config, engine="plain"), out=tmp_path / "host")
     assert digest == host.summary["digest"]
     costs = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["diagnostics"]
     assert costs["engine.exchange_attempts"] == 1
-    size = build(replace_config(config, engine="plain")).layout.nbytes
+    size = build_run(replace_config(config, engine="plain")).layout.nbytes
     assert costs["engine.exchange_bytes_up"] > 2 * 5 * size, "a board and a model from each"
 
 
@@ -173,9 +172,9 @@ def test_a_run_that_was_stopped_goes_on_with_sites_that_are_started_anew(tmp_pat
         "options": {"fedmr": {"secure": True}}, "engine": "flower",
     }  # fmt: skip
     config, out = make_config(settings), tmp_path / "run"
-    with pytest.raises(Stopped):
-        execute(config, out=out, watcher=Two())
+    with pytest.raises(RunStopped):
+        execute_run(config, out=out, watcher=Two())
     finished = resume(out)
     assert finished.summary["lost"] == 0
-    host = execute(replace_config(config, engine="plain"), out=tmp_path / "host")
+    host = execute_run(replace_config(config, engine="plain"), out=tmp_path / "host")
     assert finished.summary["digest"] == host.summary["digest"]

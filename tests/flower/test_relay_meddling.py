@@ -7,60 +7,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relay_world import STAGES, World, assert_all_or_nothing, in_process, owners
 
-from fedloom.flower.notes import Note, Silence
+from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
 
 COUNT = 4
 
 
-def flip(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def flip(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     part = bytearray(note.parts[name])
     part[bit % len(part)] ^= 1 << bit % 8
     return replace(note, parts={**note.parts, name: bytes(part)})
 
 
-def drop(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def drop(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     return replace(note, parts={key: part for key, part in note.parts.items() if key != name})
 
 
-def swap(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def swap(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     names = sorted(note.parts)
     other = names[bit % len(names)]
     return replace(note, parts={**note.parts, name: note.parts[other], other: note.parts[name]})
 
 
-def replay(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def replay(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     """A part of the same name from what passed earlier, to whomever, in this round or in the one before."""
     kept = [seen.parts[name] for seen in old if name in seen.parts]
     return replace(note, parts={**note.parts, name: kept[bit % len(kept)]}) if kept else note
 
 
-def anything(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def anything(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     """Any part that ever passed, whatever it was for: reflections, too."""
     kept = [part for seen in old for part in seen.parts.values()]
     return replace(note, parts={**note.parts, name: kept[bit % len(kept)]}) if kept else note
 
 
-def cut(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def cut(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     part = note.parts[name]
     return replace(note, parts={**note.parts, name: part[: bit % (len(part) + 1)]})
 
 
-def grow(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def grow(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     return replace(note, parts={**note.parts, name: note.parts[name] + bytes(1 + bit % 40)})
 
 
-def rename(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def rename(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     kind = name.partition("/")[0]
     parts = {key: part for key, part in note.parts.items() if key != name}
     return replace(note, parts={**parts, f"{kind}/{bit % 6}": note.parts[name]})
 
 
-def renumber(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def renumber(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     key = ("attempt", "exchange")[bit % 2]
     return replace(note, header={**note.header, key: bit % 3})
 
 
-def reorder(note: Note, name: str, old: list[Note], bit: int) -> Note:
+def reorder(note: RelayMessage, name: str, old: list[RelayMessage], bit: int) -> RelayMessage:
     return replace(note, parts=dict(sorted(note.parts.items(), reverse=True)))
 
 
@@ -77,10 +77,10 @@ MEDDLING = st.tuples(
 class Meddler:
     """Does each of its tricks once, and asks twice what it did not change."""
 
-    def __init__(self, world: World, tricks: list[tuple[object, ...]], earlier: list[Note]) -> None:
+    def __init__(self, world: World, tricks: list[tuple[object, ...]], earlier: list[RelayMessage]) -> None:
         self.world, self.tricks, self.earlier = world, list(tricks), earlier
 
-    def __call__(self, stage: str, slot: int, note: Note) -> Note | Silence:
+    def __call__(self, stage: str, slot: int, note: RelayMessage) -> RelayMessage | MissingRelayMessage:
         for trick in [trick for trick in self.tricks if trick[1:3] == (stage, slot) and note.parts]:
             self.tricks.remove(trick)
             change, _, _, which, bit = trick
@@ -92,7 +92,7 @@ class Meddler:
 
 
 @cache
-def yesterday() -> list[Note]:
+def yesterday() -> list[RelayMessage]:
     """All that passed in an earlier round of the same sites."""
     world = World(COUNT, (32, 64), seed=5, round=0)
     assert len(world.run().models) == COUNT

@@ -6,22 +6,22 @@ from dataclasses import replace
 import pytest
 from relay_world import RUN, STAGES, World, changed, identity, roster
 
-from fedloom.flower.identity import SiteKeys
-from fedloom.flower.notes import Note, Silence
-from fedloom.flower.sealed import Hello, Refusal
-from fedloom.flower.sealed_site import SealedSite
+from fedloom.flower.secure_recombination.crypto import ExchangeRejected, KeyExchangeHello
+from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.participant import ExchangeParticipant
+from fedloom.flower.trust.identity import SiteKeys
 
 
-def driven(world: World) -> tuple[dict[str, dict[int, Note]], Callable[[str, int, Note], Note]]:
+def driven(world: World) -> tuple[dict[str, dict[int, RelayMessage]], Callable[[str, int, RelayMessage], RelayMessage]]:
     """Sites asked by hand, up to where all have committed, and what the questions were."""
 
-    def ask(stage: str, slot: int, note: Note) -> Note:
+    def ask(stage: str, slot: int, note: RelayMessage) -> RelayMessage:
         answer = world.served(stage, slot, note)
-        assert isinstance(answer, Note), answer
+        assert isinstance(answer, RelayMessage), answer
         return answer
 
     world.run()
-    asked: dict[str, dict[int, Note]] = {}
+    asked: dict[str, dict[int, RelayMessage]] = {}
     for way, stage, slot, note in world.seen:
         if way == "down":
             asked.setdefault(stage, {}).setdefault(slot, note)
@@ -31,14 +31,16 @@ def driven(world: World) -> tuple[dict[str, dict[int, Note]], Callable[[str, int
 @pytest.mark.parametrize("missing", ["commit/1", "commit/2"])
 def test_keys_are_not_released_before_everybody_has_committed(missing: str) -> None:
     world = World(3)
-    world.down = lambda stage, slot, note: Silence("held back") if stage == "release" else note
+    world.down = lambda stage, slot, note: MissingRelayMessage("held back") if stage == "release" else note
     asked, ask = driven(world)
     whole = asked["release"][0]
     answer = world.served("release", 0, replace(whole, parts={n: p for n, p in whole.parts.items() if n != missing}))
-    assert isinstance(answer, Silence)
+    assert isinstance(answer, MissingRelayMessage)
     assert f"the commit of site-{missing[-1]}#{missing[-1]} is missing" in answer.reason
     answer = world.served("release", 0, whole)
-    assert isinstance(answer, Silence), "a site that was asked in vain does not answer any more in this attempt"
+    assert isinstance(answer, MissingRelayMessage), (
+        "a site that was asked in vain does not answer any more in this attempt"
+    )
     assert ask("release", 1, asked["release"][1]).by_slot("key").keys() == {0, 1, 2}, "but the others do"
 
 
@@ -48,8 +50,8 @@ def test_there_is_one_recombination_a_round() -> None:
     assert len(world.run().models) == 3
     for slot in range(3):
         for attempt in (1, 2, 3):
-            answer = world.served("hello", slot, Note({"attempt": attempt}))
-            assert isinstance(answer, Silence)
+            answer = world.served("hello", slot, RelayMessage({"attempt": attempt}))
+            assert isinstance(answer, MissingRelayMessage)
             assert "has committed itself in round 1 and does not begin again" in answer.reason
 
 
@@ -65,11 +67,11 @@ def test_the_same_question_has_the_same_answer_and_another_has_none() -> None:
         question = asked[stage][0]
         other = replace(question, parts={**question.parts, name: bytes(len(question.parts[name]))})
         answer = world.served(stage, 0, other)
-        assert isinstance(answer, Silence)
+        assert isinstance(answer, MissingRelayMessage)
         assert f"has done {stage} in attempt 0 of round 1 of run abababab, and then on something else" in answer.reason
     board = asked["lock"][0]
     answer = world.served("lock", 0, changed(board, board__1=bytes(10)))
-    assert isinstance(answer, Silence)
+    assert isinstance(answer, MissingRelayMessage)
     assert "has done lock" in answer.reason
 
 
@@ -78,21 +80,21 @@ def test_after_a_refusal_only_a_new_attempt_goes_on() -> None:
     hellos = [site.hello(0)[0] for site in sites.values()]
     for site in sites.values():
         site.offer(0, hellos)
-    with pytest.raises(Refusal, match="the offer of site-1#1 is missing"):
+    with pytest.raises(ExchangeRejected, match="the offer of site-1#1 is missing"):
         sites[0].answer(0, 0, {})
-    with pytest.raises(Refusal, match="is over for site-0#0: the offer of site-1#1 is missing"):
+    with pytest.raises(ExchangeRejected, match="is over for site-0#0: the offer of site-1#1 is missing"):
         sites[0].lock(0, 0, {}, {})
-    with pytest.raises(Refusal, match="does not begin attempt 0 of round 1: 1 is next"):
+    with pytest.raises(ExchangeRejected, match="does not begin attempt 0 of round 1: 1 is next"):
         sites[0].hello(0)
-    assert Hello.decode(sites[0].hello(1)[0]).session.attempt == 1
+    assert KeyExchangeHello.decode(sites[0].hello(1)[0]).session.attempt == 1
 
 
 @pytest.mark.parametrize("stage", ["answer", "lock", "commit", "release"])
 def test_stages_come_in_their_order(stage: str) -> None:
     world = World(2)
-    world.served("hello", 0, Note({"attempt": 0}))
-    answer = world.served(stage, 0, Note({"attempt": 0}))
-    assert isinstance(answer, Silence)
+    world.served("hello", 0, RelayMessage({"attempt": 0}))
+    answer = world.served(stage, 0, RelayMessage({"attempt": 0}))
+    assert isinstance(answer, MissingRelayMessage)
     assert f"site-0#0 waits for offer, not for {stage}" in answer.reason
 
 
@@ -108,22 +110,22 @@ def test_stages_come_in_their_order(stage: str) -> None:
     ],
 )
 def test_nonsense_is_refused(stage: str, header: dict[str, int | str], words: str) -> None:
-    answer = World(2).served(stage, 0, Note(header))
-    assert isinstance(answer, Silence)
+    answer = World(2).served(stage, 0, RelayMessage(header))
+    assert isinstance(answer, MissingRelayMessage)
     assert words in answer.reason
 
 
 def test_refusals_are_errors_a_person_can_read() -> None:
-    with pytest.raises(Refusal, match=r"cut off\.$"):
-        Hello.decode(b"\0\0\0\7abc")
+    with pytest.raises(ExchangeRejected, match=r"cut off\.$"):
+        KeyExchangeHello.decode(b"\0\0\0\7abc")
 
 
 def test_a_site_that_hands_over_another_s_layer_twice_is_seen_by_the_server() -> None:
     """It cannot read the layer, so it cannot seal it anew either."""
     world = World(3, (32,), chance=1.0)
-    take = SealedSite._model
+    take = ExchangeParticipant._model
 
-    class Copier(SealedSite):
+    class Copier(ExchangeParticipant):
         def _model(self, now) -> list[bytes]:  # type: ignore[no-untyped-def]
             now.deeds = [world.sites[0]._now.deeds[0]]  # type: ignore[union-attr]
             return take(self, now)
@@ -138,6 +140,6 @@ def test_a_site_must_be_in_its_own_roster() -> None:
     world = World(2)
     others = SiteKeys({name: key for name, key in roster(3).keys.items() if name != "site-0"})
     with pytest.raises(Exception, match="does not have this site's own public key"):
-        SealedSite(identity(0), others, RUN, 0, 0, world.layers[0], world.terms)
+        ExchangeParticipant(identity(0), others, RUN, 0, 0, world.layers[0], world.terms)
     with pytest.raises(ValueError, match="sizes"):
-        SealedSite(identity(0), roster(2), RUN, 0, 0, world.layers[0][:1], world.terms)
+        ExchangeParticipant(identity(0), roster(2), RUN, 0, 0, world.layers[0][:1], world.terms)

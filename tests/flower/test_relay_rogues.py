@@ -6,26 +6,26 @@ from typing import Any
 import pytest
 from relay_world import World, assert_all_or_nothing
 
-from fedloom.flower.notes import Note
-from fedloom.flower.sealed import KEY
-from fedloom.flower.sealed_site import Sealed, SealedSite, _deed
-from fedloom.methods.recombination import Message
+from fedloom.flower.secure_recombination.crypto import KEY
+from fedloom.flower.secure_recombination.messages import RelayMessage
+from fedloom.flower.secure_recombination.participant import ExchangeParticipant, Sealed, _deed
+from fedloom.methods._support.layer_exchange import ExchangedLayer
 
 
-class Rogue(SealedSite):
+class Rogue(ExchangeParticipant):
     """Adds messages to a stage, or leaves its own out."""
 
     stage = ""
-    added: Sequence[Message] = ()
+    added: Sequence[ExchangedLayer] = ()
     silent = False
 
-    def _sealed(self, now: Any, stage: str, messages: Sequence[Message]) -> Sealed:
+    def _sealed(self, now: Any, stage: str, messages: Sequence[ExchangedLayer]) -> Sealed:
         if stage == self.stage:
             messages = list(self.added) if self.silent else [*messages, *self.added]
         return super()._sealed(now, stage, messages)
 
 
-def with_rogue(stage: str, *added: Message, chance: float, silent: bool = False) -> World:
+def with_rogue(stage: str, *added: ExchangedLayer, chance: float, silent: bool = False) -> World:
     world = World(3, (32, 64), chance=chance)
     site = world.sites[1]
     site.__class__ = Rogue
@@ -34,9 +34,9 @@ def with_rogue(stage: str, *added: Message, chance: float, silent: bool = False)
     return world
 
 
-def deed(origin: int, layer: int = 0, back: bool = False) -> Message:
+def deed(origin: int, layer: int = 0, back: bool = False) -> ExchangedLayer:
     """A deed for site 0, with a key that opens nothing."""
-    return Message(1, 0, layer, _deed(origin, bytes(KEY)), back)
+    return ExchangedLayer(1, 0, layer, _deed(origin, bytes(KEY)), back)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_answers_that_are_not_what_they_must_be(name: str) -> None:
     """Cut short on their way: the site is left out or the attempt begun anew, and nothing is made of them."""
     world, done = World(3, (32, 64)), list[str]()
 
-    def up(stage: str, slot: int, note: Note) -> Note:
+    def up(stage: str, slot: int, note: RelayMessage) -> RelayMessage:
         if slot == 1 and name in note.parts and not done:
             done.append(stage)
             parts = {key: part for key, part in note.parts.items() if key != name}
-            return Note(note.header, {**parts, name: note.parts[name][:-1]} if "/" not in name else parts)
+            return RelayMessage(note.header, {**parts, name: note.parts[name][:-1]} if "/" not in name else parts)
         return note
 
     world.up = up
@@ -87,7 +87,7 @@ def test_answers_that_are_not_what_they_must_be(name: str) -> None:
 def test_a_model_that_is_locked_but_has_another_size() -> None:
     world = World(3, (32, 64))
 
-    class Short(SealedSite):
+    class Short(ExchangeParticipant):
         def _model(self, now: Any) -> list[bytes]:
             *layers, last = super()._model(now)
             return [*layers, last[:-1]]

@@ -11,14 +11,13 @@ import torch
 from exchange_runs import SECURE, Two, federate, nodes, on_host, pieces, recorded, run_of
 from fake import FakeLink, make_sites, reach
 
-from fedloom.api import execute, resume
-from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import build
-from fedloom.flower.parcel import Block, Parcel, failed
-from fedloom.flower.site import Site, Trained
-from fedloom.flower.tensors import pick, to_block
-from fedloom.request import replace_config
-from fedloom.watching import Stopped
+from fedloom.config import replace_config
+from fedloom.errors import FedloomError, InputError, RunStopped
+from fedloom.flower.message import MessageArray, SiteMessage, make_failure_message
+from fedloom.flower.site.handlers import SiteHandler, SiteTrainResult
+from fedloom.flower.tensors import encode_tensor, encode_tensor_columns
+from fedloom.runs.build import build_run
+from fedloom.runs.execute import execute_run, resume
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_with_what_stays_at_home(certificates: Path, tmp_path: Path) -> None:
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
     for sites in (None, reach(link, config, tmp_path / "run")):
         settings = {} if sites else {"engine": "plain", "deadline": 600.0}
-        experiment = build(replace_config(config, **settings), sites=sites)
+        experiment = build_run(replace_config(config, **settings), sites=sites)
         with experiment.engine:
             for round in range(2):
                 experiment.rounds.play(round)
@@ -74,8 +73,8 @@ def test_networks_with_counters(certificates: Path, tmp_path: Path, granularity:
 def test_a_run_that_is_stopped_goes_on_with_the_same_bits(certificates: Path, tmp_path: Path) -> None:
     config, out = run_of(rounds=4), tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
-    with pytest.raises(Stopped):
-        execute(config, out=out, sites=reach(link, config, out), watcher=Two())
+    with pytest.raises(RunStopped):
+        execute_run(config, out=out, sites=reach(link, config, out), watcher=Two())
     finished = resume(out, sites=reach(link, config, out))
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
@@ -112,7 +111,7 @@ def test_the_server_never_has_a_trained_model_nor_a_layer_before_the_end(
     received: list[bytes] = []
 
     def watch(link: FakeLink) -> None:
-        def see(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        def see(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
             received.extend(bytes(block.data) for block in answer.blocks.values())
             received.append(repr(dict(answer.header)).encode())
             return answer
@@ -121,7 +120,7 @@ def test_the_server_never_has_a_trained_model_nor_a_layer_before_the_end(
 
     finished, _ = federate(config, certificates, tmp_path, watch)
     assert finished.summary["lost"] == 0
-    experiment = build(replace_config(config, engine="plain"))
+    experiment = build_run(replace_config(config, engine="plain"))
     layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
     experiment.engine.close()
     content = b"".join(received) + caplog.text.encode()
@@ -129,7 +128,9 @@ def test_the_server_never_has_a_trained_model_nor_a_layer_before_the_end(
     searched = [piece for _, _, row in trained for piece in pieces(row, layers)]
     assert len(searched) > 200
     assert not [piece for piece in searched if piece in content], "nothing that was received can be read"
-    assert searched[7] in content + pick(trained[0][2], layers[0]) + pick(trained[0][2], layers[1]), "else it is found"
+    assert searched[7] in content + encode_tensor_columns(trained[0][2], layers[0]) + encode_tensor_columns(
+        trained[0][2], layers[1]
+    ), "else it is found"
 
     # The files of the run hold recombined models only: no row of any checkpoint is what one client trained.
     files = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
@@ -141,12 +142,12 @@ def test_nor_do_the_engine_s_updates_hold_one(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each update is made of several clients' layers, and together they have each layer once."""
-    from fedloom.engines.flower import FlowerEngine
+    from fedloom.flower.server.engine import FlowerEngine
 
     trained, updates = recorded(monkeypatch), list[tuple[int, torch.Tensor]]()
     update = FlowerEngine._update
 
-    def keep(engine: FlowerEngine, job: Any, answer: Parcel) -> Any:
+    def keep(engine: FlowerEngine, job: Any, answer: SiteMessage) -> Any:
         made = update(engine, job, answer)
         updates.append((job.client, made.row.clone()))
         return made
@@ -154,13 +155,13 @@ def test_nor_do_the_engine_s_updates_hold_one(
     monkeypatch.setattr(FlowerEngine, "_update", keep)
     config = run_of(rounds=1, options={"fedmr": {"secure": True, "mixed": True}})
     federate(config, certificates, tmp_path)
-    experiment = build(replace_config(config, engine="plain"))
+    experiment = build_run(replace_config(config, engine="plain"))
     layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
     experiment.engine.close()
     assert len(updates) == len(trained) == 5
     for columns in layers:
-        before = sorted(pick(row, columns) for _, _, row in trained)
-        assert sorted(pick(row, columns) for _, row in updates) == before
+        before = sorted(encode_tensor_columns(row, columns) for _, _, row in trained)
+        assert sorted(encode_tensor_columns(row, columns) for _, row in updates) == before
     assert not any(torch.equal(row, whole) for _, row in updates for _, _, whole in trained)
 
 
@@ -169,7 +170,7 @@ def test_nor_do_the_engine_s_updates_hold_one(
 
 def gone_at(kind: str, node: int) -> Callable[[FakeLink], None]:
     def change(link: FakeLink) -> None:
-        def meddle(at: int, question: Parcel, answer: Parcel) -> Parcel | None:
+        def meddle(at: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
             return None if (at, question.kind) == (node, kind) else answer
 
         link.meddle = meddle
@@ -201,7 +202,7 @@ def test_an_answer_that_would_be_refused_is_refused_before_others_layers_are_in_
     certificates: Path, tmp_path: Path
 ) -> None:
     def lie(link: FakeLink) -> None:
-        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
             if (node, answer.kind) != (101, "mix/hello"):
                 return answer
             return replace(answer, header={**answer.header, "samples": answer.header["samples"] + 1})
@@ -220,7 +221,7 @@ def test_a_round_in_which_everybody_goes_away_changes_nothing(certificates: Path
     config = run_of(rounds=3, clients=3, per_round=3, deadline=0.4)
 
     def leave(link: FakeLink) -> None:
-        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
             if (question.kind, question.header["round"], node) == ("mix/commit", 1, 102):
                 link.away = set(link.sites)
             return answer
@@ -239,15 +240,15 @@ def test_a_round_in_which_everybody_goes_away_changes_nothing(certificates: Path
 def test_a_client_that_trains_to_nothing_finite_takes_no_part(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = Site.train
+    train = SiteHandler.train
 
-    def spoil(site: Site, question: Parcel) -> Trained:
+    def spoil(site: SiteHandler, question: SiteMessage) -> SiteTrainResult:
         done = train(site, question)
         if question.header["client"] == 1:
             done.row[3] = np.nan
         return done
 
-    monkeypatch.setattr(Site, "train", spoil)
+    monkeypatch.setattr(SiteHandler, "train", spoil)
     finished, _ = federate(run_of(rounds=1), certificates, tmp_path)
     assert finished.history[-1]["lost_clients"] == {"1": "its model is not finite"}
 
@@ -259,7 +260,7 @@ def test_a_site_without_credentials_is_named(certificates: Path, tmp_path: Path)
     out = tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, configured))
     with pytest.raises(FedloomError, match=r"client 1 cannot take part .*all sites' public keys: roster="):
-        execute(config, out=out, sites=reach(link, config, out))
+        execute_run(config, out=out, sites=reach(link, config, out))
 
 
 def test_two_sites_are_too_few_unless_they_say_otherwise(certificates: Path, tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_in_a_simulation_the_server_exchanges_as_it_always_does(tmp_path: Path) 
     config = run_of(rounds=2)
     link = FakeLink(make_sites(config, tmp_path, [{"partition-id": k, "num-partitions": 5} for k in range(5)]))
     out = tmp_path / "run"
-    finished = execute(config, out=out, sites=reach(link, config, out))
+    finished = execute_run(config, out=out, sites=reach(link, config, out))
     assert {parcel.kind for parcel in link.asked} == {"hello", "train"}
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
@@ -293,9 +294,9 @@ def test_a_site_itself_refuses_to_send_what_would_tell_what_it_trained(certifica
     site = make_sites(config, tmp_path, nodes(certificates, 3))[100]
     site.build()
     header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "0" * 32, "slot": 0, "attempt": 0, "accepted": None}
-    control = {"extra/c": to_block(torch.zeros(site.layout.trainable))}
-    blocks = {"row": site.travel.pack(site.initial), "opener": Block.raw(bytes(range(32))), **control}
-    reason = site.answer(Parcel("mix/train", header, blocks)).header["reason"]
+    control = {"extra/c": encode_tensor(torch.zeros(site.layout.trainable))}
+    blocks = {"row": site.travel.pack(site.initial), "opener": MessageArray.raw(bytes(range(32))), **control}
+    reason = site.answer(SiteMessage("mix/train", header, blocks)).header["reason"]
     assert "what travels beside a model would tell what was trained" in reason
 
 
@@ -308,39 +309,40 @@ def test_several_clients_at_one_site(certificates: Path, tmp_path: Path) -> None
         node["clients"] = ",".join(str(c) for c in range(k, 5, 3))
     out = tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, configured))
-    finished = execute(config, out=out, sites=reach(link, config, out))
+    finished = execute_run(config, out=out, sites=reach(link, config, out))
     assert finished.summary["lost"] == 0
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
 
 @pytest.fixture
-def asked(certificates: Path, tmp_path: Path) -> tuple[Site, Parcel]:
+def asked(certificates: Path, tmp_path: Path) -> tuple[SiteHandler, SiteMessage]:
     """A site that has played a round, and what it was asked first."""
     _, link = federate(run_of(clients=3, per_round=3, rounds=1), certificates, tmp_path)
     question = next(parcel for parcel in link.asked if parcel.kind == "mix/train" and parcel.header["client"] == 0)
     return link.sites[100], question
 
 
-def refusal(site: Site, question: Parcel, kind: str | None = None, **header: Any) -> str:
-    answer = site.answer(Parcel(kind or question.kind, {**question.header, **header}, question.blocks))
+def refusal(site: SiteHandler, question: SiteMessage, kind: str | None = None, **header: Any) -> str:
+    answer = site.answer(SiteMessage(kind or question.kind, {**question.header, **header}, question.blocks))
     assert answer.kind == "failed"
     return str(answer.header["reason"])
 
 
-def test_a_client_trains_three_times_for_a_round_and_no_more(asked: tuple[Site, Parcel]) -> None:
+def test_a_client_trains_three_times_for_a_round_and_no_more(asked: tuple[SiteHandler, SiteMessage]) -> None:
     """Whatever slot it is told, and whatever it is asked about other rounds in between."""
     site, question = asked
     for slot in (1, 2):
         assert (
-            site.answer(Parcel(question.kind, {**question.header, "slot": slot}, question.blocks)).kind == "mix/hello"
+            site.answer(SiteMessage(question.kind, {**question.header, "slot": slot}, question.blocks)).kind
+            == "mix/hello"
         )
-        later = Parcel(question.kind, {**question.header, "round": 6 + slot}, question.blocks)
+        later = SiteMessage(question.kind, {**question.header, "round": 6 + slot}, question.blocks)
         assert site.answer(later).kind == "mix/hello"
     assert "it has trained for the exchange of round 1 3 times already" in refusal(site, question)
     assert "it has trained for the exchange of round 1 3 times already" in refusal(site, question, slot=2)
 
 
-def test_nor_does_it_send_its_model_in_any_other_way(asked: tuple[Site, Parcel]) -> None:
+def test_nor_does_it_send_its_model_in_any_other_way(asked: tuple[SiteHandler, SiteMessage]) -> None:
     site, question = asked
     assert "through the secure exchange of layers alone" in refusal(site, question, "train")
     assert "through the secure exchange of layers alone" in refusal(site, question, "train", round=5)
@@ -357,16 +359,16 @@ def test_a_site_exchanges_only_what_its_run_says(certificates: Path, tmp_path: P
     ("change", "words"),
     [({"slot": -1}, "the slot -1"), ({"slot": "first"}, "the slot 'first'"), ({"slot": None}, "slot")],
 )
-def test_bad_slots_are_refused(asked: tuple[Site, Parcel], change: dict[str, Any], words: str) -> None:
+def test_bad_slots_are_refused(asked: tuple[SiteHandler, SiteMessage], change: dict[str, Any], words: str) -> None:
     site, question = asked
     assert words in refusal(site, question, **change)
     assert words in refusal(site, question, "mix/offer", **change)
 
 
-def test_a_question_without_a_key_to_seal_for_is_refused(asked: tuple[Site, Parcel]) -> None:
+def test_a_question_without_a_key_to_seal_for_is_refused(asked: tuple[SiteHandler, SiteMessage]) -> None:
     site, question = asked
     blocks = {name: block for name, block in question.blocks.items() if name != "opener"}
-    answer = site.answer(Parcel(question.kind, {**question.header, "round": 1}, blocks))
+    answer = site.answer(SiteMessage(question.kind, {**question.header, "round": 1}, blocks))
     assert "there is no key in the question to seal layers for" in answer.header["reason"]
 
 
@@ -390,11 +392,11 @@ def test_a_server_that_begins_its_round_anew_has_its_sites_begin_anew(certificat
     link = FakeLink(sites)
     link.meddle = lambda node, question, answer: None if question.kind == "mix/lock" else answer
     behind = reach(link, config, tmp_path / "one")
-    execute(replace_config(config, deadline=0.2, min_clients=0), out=tmp_path / "one", sites=behind)
+    execute_run(replace_config(config, deadline=0.2, min_clients=0), out=tmp_path / "one", sites=behind)
     before = [site.memory["exchanges"][behind.roster.run, 0, k] for k, site in enumerate(sites.values())]
     again = reach(FakeLink(sites), config, tmp_path / "two")
     again.roster.run = behind.roster.run
-    finished = execute(config, out=tmp_path / "two", sites=again)
+    finished = execute_run(config, out=tmp_path / "two", sites=again)
     after = [site.memory["exchanges"][behind.roster.run, 0, k] for k, site in enumerate(sites.values())]
     assert finished.summary["lost"] == 0
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
@@ -405,14 +407,14 @@ def dying_at(kind: str, config: Any, certificates: Path, tmp_path: Path) -> Fake
     """Sites of a run whose server died in its second round."""
     link, out = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5))), tmp_path / "run"
 
-    def die(node: int, question: Parcel, answer: Parcel) -> Parcel:
+    def die(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
         if (question.kind, question.header["round"]) == (kind, 1):
             raise KeyboardInterrupt
         return answer
 
     link.meddle = die
     with pytest.raises(KeyboardInterrupt):
-        execute(config, out=out, sites=reach(link, config, out))
+        execute_run(config, out=out, sites=reach(link, config, out))
     link.meddle = None
     return link
 
@@ -438,7 +440,7 @@ def test_what_comes_to_nothing_leaves_a_client_as_it_was(certificates: Path, tmp
     staged: list[tuple[str, bool]] = []
 
     def look(link: FakeLink) -> None:
-        def watch(node: int, question: Parcel, answer: Parcel) -> Parcel:
+        def watch(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
             if question.kind.startswith("mix/"):
                 staged.append((question.kind, any(link.sites[node].kept(question).folder.glob("*.safetensors"))))
             return answer
@@ -458,7 +460,7 @@ def test_nobody_commits_itself_to_an_exchange_that_leaves_too_few_answers(certif
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 4)))
     gone_at("mix/train", 103)(link)
     with pytest.raises(FedloomError, match="round 1: 0 of 4 clients answered, but min_clients is 4"):
-        execute(config, out=out, sites=reach(link, config, out))
+        execute_run(config, out=out, sites=reach(link, config, out))
     assert not [parcel for parcel in link.asked if parcel.kind == "mix/offer"]
     link.meddle = None
     finished = resume(out, sites=reach(link, config, out))
@@ -469,12 +471,12 @@ def test_a_round_that_fails_again_and_again_does_not_hold_up_a_run_for_ever(cert
     config, out = run_of(rounds=2, deadline=0.3, min_clients=3), tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
 
-    def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
         return None if (question.kind, question.header["round"], node) == ("mix/commit", 0, 102) else answer
 
     link.meddle = meddle
     with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
-        execute(config, out=out, sites=reach(link, config, out))
+        execute_run(config, out=out, sites=reach(link, config, out))
     for _ in range(2):
         with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
             resume(out, sites=reach(link, config, out))
@@ -487,10 +489,10 @@ def test_too_few_answers_stop_a_run_also_when_one_site_says_that_it_never_will(
     certificates: Path, tmp_path: Path
 ) -> None:
     def lie(link: FakeLink) -> None:
-        def meddle(node: int, question: Parcel, answer: Parcel) -> Parcel | None:
+        def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
             if question.kind != "mix/train" or node < 102:
                 return answer
-            return failed(question, "never", for_good=True) if node == 102 else None
+            return make_failure_message(question, "never", for_good=True) if node == 102 else None
 
         link.meddle = meddle
 
@@ -502,7 +504,7 @@ def test_a_stage_without_training_is_refused(certificates: Path, tmp_path: Path)
     config = run_of(clients=3, per_round=3, rounds=1)
     _, link = federate(config, certificates, tmp_path)
     question = next(parcel for parcel in link.asked if parcel.kind == "mix/offer" and parcel.header["client"] == 0)
-    later = Parcel(question.kind, {**question.header, "round": 7}, question.blocks)
+    later = SiteMessage(question.kind, {**question.header, "round": 7}, question.blocks)
     answer = link.sites[100].answer(later)
     assert answer.kind == "failed"
     assert "it has no model of round 8 to exchange layers of" in answer.header["reason"]

@@ -3,7 +3,7 @@
 import pytest
 from relay_world import World, traces
 
-from fedloom.flower.notes import Silence
+from fedloom.flower.secure_recombination.messages import MissingRelayMessage
 
 
 def exposed(world: World, content: bytes) -> int:
@@ -13,7 +13,7 @@ def exposed(world: World, content: bytes) -> int:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_no_piece_of_a_layer_passes_in_the_clear(mixed: bool) -> None:
     world = World(4, (64, 128, 256), mixed=mixed)
-    world.up = lambda stage, slot, note: Silence("late") if (stage, slot) == ("lock", 3) else note
+    world.up = lambda stage, slot, note: MissingRelayMessage("late") if (stage, slot) == ("lock", 3) else note
     outcome = world.run()
     assert sorted(outcome.models) == [0, 1, 2]
     content = b"".join(part for _, _, _, note in world.seen for part in note.parts.values())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fedloom.errors import FedloomError
-from fedloom.flower.link import Answer
-from fedloom.flower.parcel import Parcel
-from fedloom.flower.roster import Roster
+from fedloom.flower.message import SiteMessage
+from fedloom.flower.server.client_registry import ClientRegistry
+from fedloom.flower.server.transport import TransportReply
 
 
 class Town:
@@ -18,16 +18,16 @@ class Town:
     def __init__(self, **says: Any) -> None:
         self.says = {int(node.removeprefix("n")): header for node, header in says.items()}
         self.silent: set[int] = set()
-        self.asked: list[tuple[int, Parcel]] = []
+        self.asked: list[tuple[int, SiteMessage]] = []
 
     def nodes(self) -> list[int]:
         return sorted(self.says)
 
-    def send(self, node: int, question: Parcel, seconds: float) -> str | None:
+    def send(self, node: int, question: SiteMessage, seconds: float) -> str | None:
         self.asked.append((node, question))
         return f"{node}/{len(self.asked)}"
 
-    def receive(self, tickets: Sequence[str]) -> list[Answer]:
+    def receive(self, tickets: Sequence[str]) -> list[TransportReply]:
         found = []
         for ticket in tickets:
             node, number = (int(word) for word in ticket.split("/"))
@@ -38,7 +38,7 @@ class Town:
             if "assigned" in question.header and header.get("clients") == {}:
                 header = {**header, "clients": {str(question.header["assigned"]): [10, 10]}}
             kind = "failed" if "reason" in header else "hello"
-            found.append(Answer(ticket, node, question.reply(kind, header)))
+            found.append(TransportReply(ticket, node, question.reply(kind, header)))
         return found
 
 
@@ -46,13 +46,13 @@ def site(name: str, *clients: int, samples: int = 10) -> dict[str, Any]:
     return {"site": name, "clients": {str(client): [samples, samples] for client in clients}}
 
 
-def places(roster: Roster) -> dict[int, int]:
+def places(roster: ClientRegistry) -> dict[int, int]:
     return {c: node for c in range(roster.clients) if (node := roster.node_of(c)) is not None}
 
 
 def test_sites_are_where_they_say(tmp_path: Path) -> None:
     town = Town(n7=site("a", 2), n8=site("b", 0, 1, samples=3))
-    roster = Roster(3)
+    roster = ClientRegistry(3)
     roster.join(town, 1)
     assert places(roster) == {0: 8, 1: 8, 2: 7}
     assert [roster.samples(client) for client in range(3)] == [3, 3, 10]
@@ -62,7 +62,7 @@ def test_sites_are_where_they_say(tmp_path: Path) -> None:
 
 def test_numbers_are_given_in_the_order_of_arrival_and_kept(tmp_path: Path) -> None:
     town = Town(n7=site("a"))
-    roster = Roster(2)
+    roster = ClientRegistry(2)
     roster.refresh(town)
     roster.refresh(town)
     town.says[5] = site("b")
@@ -70,7 +70,7 @@ def test_numbers_are_given_in_the_order_of_arrival_and_kept(tmp_path: Path) -> N
     assert places(roster) == {0: 7, 1: 5}
     roster.save(tmp_path / "sites.json")
 
-    again = Roster(2)
+    again = ClientRegistry(2)
     again.load(tmp_path / "sites.json")
     assert again.run == roster.run
     again.join(Town(n1=site("b"), n2=site("a")), 1)
@@ -78,7 +78,7 @@ def test_numbers_are_given_in_the_order_of_arrival_and_kept(tmp_path: Path) -> N
 
 
 def test_a_third_site_is_one_too_many() -> None:
-    roster = Roster(2)
+    roster = ClientRegistry(2)
     town = Town(n7=site("a", 0), n8=site("b", 1), n9=site("c"))
     roster.join(town, 1)
     roster.refresh(town)
@@ -87,7 +87,7 @@ def test_a_third_site_is_one_too_many() -> None:
 
 
 def test_two_nodes_cannot_be_one_client_unless_the_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    roster = Roster(2)
+    roster = ClientRegistry(2)
     town = Town(n7=site("a", 0), n8=site("b", 1), n9=site("b", 1))
     roster.join(town, 1)
     assert places(roster) == {0: 7, 1: 8}
@@ -96,7 +96,7 @@ def test_two_nodes_cannot_be_one_client_unless_the_first_is_gone(monkeypatch: py
     roster.refresh(town)
     assert places(roster) == {0: 7}
     assert roster.missing() == [1]
-    monkeypatch.setattr("fedloom.flower.roster.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("fedloom.flower.server.client_registry.AGAIN_SECONDS", 0.0)
     del town.says[9]
     roster.refresh(town)
     town.says |= {8: site("b", 1), 9: site("b", 1)}
@@ -109,7 +109,7 @@ def test_two_nodes_cannot_be_one_client_unless_the_first_is_gone(monkeypatch: py
 
 
 def test_a_client_has_the_same_samples_throughout() -> None:
-    roster = Roster(1)
+    roster = ClientRegistry(1)
     town = Town(n7=site("a", 0))
     roster.join(town, 1)
     town.says = {8: site("a", 0, samples=11)}
@@ -138,7 +138,7 @@ def test_a_client_has_the_same_samples_throughout() -> None:
     ],
 )
 def test_nonsense_is_not_registered(header: dict[str, Any]) -> None:
-    roster = Roster(2)
+    roster = ClientRegistry(2)
     with pytest.raises(FedloomError, match="no site could be used after"):
         roster.join(Town(n7=header), 0.01)
     assert roster.registered == {}
@@ -147,11 +147,11 @@ def test_nonsense_is_not_registered(header: dict[str, Any]) -> None:
 
 def test_what_a_site_complains_of_is_said() -> None:
     with pytest.raises(FedloomError, match=r"no site could be used after 0.01 s: there is no file x\."):
-        Roster(1).join(Town(n7={"reason": "there is no file x"}), 0.01)
+        ClientRegistry(1).join(Town(n7={"reason": "there is no file x"}), 0.01)
 
 
 def test_a_silent_node_is_waited_for_but_not_for_ever() -> None:
-    roster = Roster(2)
+    roster = ClientRegistry(2)
     town = Town(n7=site("a", 0), n8=site("b", 1))
     town.silent = {8}
     roster.join(town, 0.3)

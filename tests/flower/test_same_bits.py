@@ -7,10 +7,10 @@ import pytest
 from both_engines import plainly, play
 from fake import FakeLink, make_run, make_sites
 
-from fedloom.api import resume
 from fedloom.errors import FedloomError, InputError
-from fedloom.flower.data import ServerFederation
-from fedloom.storage import read_json
+from fedloom.flower.site_data import SiteDataServerView
+from fedloom.runs.execute import resume
+from fedloom.utils.storage import read_json
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -65,7 +65,7 @@ def test_the_server_learns_counts_and_no_samples(tmp_path: Path) -> None:
     assert all(not p.blocks for p in hellos)
     plain = plainly(config, tmp_path)
     assert run.digest == plain.digest
-    server = ServerFederation(link.sites[100].shop.federation, 5, lambda k: 3)
+    server = SiteDataServerView(link.sites[100].shop.federation, 5, lambda k: 3)
     with pytest.raises(FedloomError, match="at its site, not here"):
         server.client(0)
     saved = read_json(tmp_path / "flower" / "sites.json")["clients"]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.api import execute
 from fedloom.config import make_config
 from fedloom.flower import commands
-from fedloom.flower.writing import write_app
-from fedloom.folder import RunFolder
+from fedloom.flower.app import write_app
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.execute import execute_run
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]
 
@@ -27,7 +27,7 @@ def simulation(tmp_path: Path) -> Iterator[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environ = commands.environment(tmp_path / "home")
+    environ = commands.flower_command_environment(tmp_path / "home")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "config.toml").write_text(
         f'[superlink.sim]\naddress = "127.0.0.1:{port}"\ninsecure = true\n', encoding="utf-8"
@@ -62,7 +62,7 @@ def test_a_hundred_clients_on_two_workers(tmp_path: Path, simulation: dict[str, 
     many = "num-supernodes=100 client-resources-num-cpus=1 init-args-num-cpus=2"
     words = [flwr, "run", str(tmp_path / "app"), "sim", "--stream", "--federation-config", many]
     told = subprocess.run(words, env=simulation, capture_output=True, text=True, timeout=800)
-    summary = RunFolder.open(tmp_path / "run").summary()
+    summary = RunDirectory.open(tmp_path / "run").summary()
     assert summary is not None, told.stdout + told.stderr
     assert summary["lost"] == 0
-    assert summary["digest"] == execute(config, out=tmp_path / "host", report=False).digest
+    assert summary["digest"] == execute_run(config, out=tmp_path / "host", report=False).digest

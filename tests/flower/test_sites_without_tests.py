@@ -6,18 +6,17 @@ import pytest
 from fake import FakeLink, make_run
 from test_app import OWN, written
 
-from fedloom.flower import equipment
-from fedloom.flower.app import read_settings
-from fedloom.flower.server import play
-from fedloom.flower.site import Site
-from fedloom.flower.writing import write_app
+from fedloom.flower.app import read_app_run_config, write_app
+from fedloom.flower.server.serve import serve_run
+from fedloom.flower.site import handlers
+from fedloom.flower.site.handlers import SiteHandler
 
 WITHOUT = OWN.replace("SiteData((x, y), (x[:5], y[:5]))", "SiteData(train=(x, y))")
 TOKENS = """
 import numpy as np
-from fedloom.flower.data import SiteData, Task
+from fedloom.flower.site_data import SiteData, SiteDataSpec
 
-TASK = Task(classes=2, shape=(6,), tokens=9, name="words")
+TASK = SiteDataSpec(classes=2, shape=(6,), tokens=9, name="words")
 
 
 def load(node, client):
@@ -28,7 +27,7 @@ def load(node, client):
 @pytest.fixture(autouse=True)
 def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each site makes its own network, as in a deployment; sites of one process share it."""
-    monkeypatch.setattr(equipment, "_last", {})
+    monkeypatch.setattr(handlers, "_last", {})
 
 
 @pytest.mark.parametrize("client", [0, 1, 4])
@@ -37,7 +36,7 @@ def test_a_site_needs_samples_to_train_on_and_no_others(data: str, model: str, c
     app = tmp_path / "app"
     write_app(app, make_run(model=model))
     (app / "site_data.py").write_text(data)
-    site = Site(written(app), {"client": client, "data": 1}, app, tmp_path / "site")
+    site = SiteHandler(written(app), {"client": client, "data": 1}, app, tmp_path / "site")
     site.build()
     assert site.shop.federation.test is None
     assert site.shop.federation.samples(client) == (30 if data == WITHOUT else 10)
@@ -49,9 +48,9 @@ def test_a_run_over_such_sites_ends(tmp_path: Path) -> None:
     (app / "site_data.py").write_text(WITHOUT)
     sites = {}
     for k in (2, 1, 0):
-        sites[10 + k] = Site(written(app), {"client": k, "data": str(k)}, app, tmp_path / f"site-{k}")
-        equipment._last.clear()
+        sites[10 + k] = SiteHandler(written(app), {"client": k, "data": str(k)}, app, tmp_path / f"site-{k}")
+        handlers._last.clear()
         sites[10 + k].build()
-    run = play(FakeLink(sites), *read_settings(written(app), app), app)
+    run = serve_run(FakeLink(sites), *read_app_run_config(written(app), app), app)
     assert run.accuracy == 1.0
     assert run.summary["lost"] == 0

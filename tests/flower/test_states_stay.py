@@ -9,15 +9,14 @@ import torch
 from fake import FakeLink, make_run, make_sites, reach
 from torch import Tensor
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.finished import Run
-from fedloom.flower import equipment
-from fedloom.flower.parcel import Parcel
-from fedloom.flower.site import Site
+from fedloom.config import Config, replace_config
+from fedloom.flower.message import SiteMessage
+from fedloom.flower.site import handlers
+from fedloom.flower.site.handlers import SiteHandler
 from fedloom.methods import methods
-from fedloom.request import replace_config
-from fedloom.storage import read_tensors
+from fedloom.runs.execute import execute_run
+from fedloom.runs.result import RunResult
+from fedloom.utils.storage import read_safetensors
 
 NORMED = {"model": "cnn:norm=batch"}
 MOMENTUM = {"keep_optimizer": True, "momentum": 0.9}
@@ -56,10 +55,10 @@ class Watched(FakeLink):
         self.made = 1
         self._now: tuple[str, int] | None = None
 
-    def send(self, node: int, question: Parcel, seconds: float) -> str | None:
+    def send(self, node: int, question: SiteMessage, seconds: float) -> str | None:
         now = question.kind, question.header["round"]
         if self.restarts and question.kind != "hello" and now != self._now:
-            equipment._last.clear()  # network and bench of the old processes are gone with them
+            handlers._last.clear()  # network and bench of the old processes are gone with them
             before = self.sites
             self.sites = make_sites(self.config, self.folder)
             assert all(self.sites[node].name == site.name for node, site in before.items()), "the same folder"
@@ -68,18 +67,18 @@ class Watched(FakeLink):
         ticket = super().send(node, question, seconds)
         if question.kind == "train":
             state = self._folder(node, question) / f"{question.header['nonce']}.safetensors"
-            self.kept[question.header["round"], question.header["client"]] = read_tensors(state)
+            self.kept[question.header["round"], question.header["client"]] = read_safetensors(state)
         return ticket
 
-    def _folder(self, node: int, question: Parcel) -> Path:
+    def _folder(self, node: int, question: SiteMessage) -> Path:
         return Path(self.sites[node].folder, question.header["run"], f"client-{question.header['client']}")
 
 
-def play(name: str, folder: Path, *, restarts: bool) -> tuple[Run, Watched]:
+def play(name: str, folder: Path, *, restarts: bool) -> tuple[RunResult, Watched]:
     folder.mkdir()
     config, out = make(name), folder / "run"
     link = Watched(config, folder, restarts)
-    run = execute(config, out=out, report=False, sites=reach(link, config, out))
+    run = execute_run(config, out=out, report=False, sites=reach(link, config, out))
     assert run.summary["lost"] == 0, run.history[-1]["lost_clients"]
     return run, link
 
@@ -95,7 +94,7 @@ def test_it_survives_restarts_of_all_sites(name: str, tmp_path: Path) -> None:
     run, anew = play(name, tmp_path / "restarted", restarts=True)
     assert anew.made > ROUNDS >= there.made
     assert run.digest == whole.digest
-    plain = execute(replace_config(make(name), engine="plain"), out=tmp_path / "plain", report=False)
+    plain = execute_run(replace_config(make(name), engine="plain"), out=tmp_path / "plain", report=False)
     if "@stays" not in KEEPING[name][2]:  # else the plain engine's model has the mean of the clients' own columns
         assert run.digest == plain.digest
     names = ("train_loss", "personal_accuracy_mean", "personal_accuracy_worst10")
@@ -112,11 +111,11 @@ def test_without_its_folder_it_would_be_lost(name: str, tmp_path: Path, monkeypa
     """What the test above sees is not the memory of a process that goes on."""
     whole, _ = play(name, tmp_path / "whole", restarts=False)
 
-    def forgotten(site: Site, question: Parcel) -> tuple[dict[str, Tensor], bool]:
+    def forgotten(site: SiteHandler, question: SiteMessage) -> tuple[dict[str, Tensor], bool]:
         shapes, dtype = site.shop.workshop.home, site.layout.dtype
         return {each: torch.zeros(shape, dtype=dtype) for each, shape in shapes.items()}, True
 
-    monkeypatch.setattr(Site, "_home", forgotten)
+    monkeypatch.setattr(SiteHandler, "_home", forgotten)
     run, _ = play(name, tmp_path / "forgotten", restarts=True)
     assert run.history[1]["train_loss"] == whole.history[1]["train_loss"]
     assert run.history[2]["train_loss"] != whole.history[2]["train_loss"]
@@ -131,7 +130,7 @@ def pieces(tensors: Iterable[Tensor]) -> set[bytes]:
     return {piece for piece in found if len(set(piece)) > 10}
 
 
-def hold(parcels: Iterable[Parcel], searched: set[bytes]) -> bool:
+def hold(parcels: Iterable[SiteMessage], searched: set[bytes]) -> bool:
     """Whether any of these is in any block."""
     contents = [bytes(block.data) for parcel in parcels for block in parcel.blocks.values()]
     return any(piece in content for piece in searched for content in set(contents))

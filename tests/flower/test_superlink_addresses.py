@@ -20,9 +20,9 @@ from flwr.proto.control_pb2 import ListRunsRequest
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
-from fedloom.flower.commands import environment
+from fedloom.flower.commands import flower_command_environment
 from fedloom.flower.flwr_patches import WITH_PARENT, fleet_only_except_at
-from fedloom.flower.loopback import free_ports
+from fedloom.utils.system import find_free_ports
 
 pytestmark = pytest.mark.flower
 
@@ -39,10 +39,10 @@ CALLER = {"flwr-package-name": "flwr", "flwr-package-version": "1.41.0", "flwr-c
 @pytest.fixture(scope="module")
 def superlink(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int, int]]:
     """The two ports of a SuperLink that listens on all addresses, and its process."""
-    (port, control), home = free_ports(2), tmp_path_factory.mktemp("superlink")
+    (port, control), home = find_free_ports(2), tmp_path_factory.mktemp("superlink")
     words = ["flower", "superlink", "--certificates", str(certificates), "--host", "0.0.0.0"]
     words += ["--port", str(port), "--control-port", str(control)]
-    environ = {**environment(home), WITH_PARENT: "1", "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
+    environ = {**flower_command_environment(home), WITH_PARENT: "1", "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
     with (home / "log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "fedloom", *words], env=environ, stdout=log, stderr=log)
     try:

@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedloom.flower.loopback import free_ports
+from fedloom.utils.system import find_free_ports
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(300)]
 
@@ -151,7 +151,7 @@ def test_the_page_has_ten_commands() -> None:
 
 
 def test_the_ten_commands_give_a_model(machine: Callable[[str], Machine]) -> None:
-    given, (port, control, *ports) = commands(), free_ports(2 + len(SITES))
+    given, (port, control, *ports) = commands(), find_free_ports(2 + len(SITES))
     fewer, here = ("--rounds 10", "--rounds 2"), ("server.example.org", "127.0.0.1")
     server = machine("server")
 

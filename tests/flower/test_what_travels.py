@@ -8,12 +8,11 @@ import torch
 from fake import FakeLink, make_run, make_sites, reach
 from torch import Tensor
 
-from fedloom.api import execute
-from fedloom.config import Config
-from fedloom.finished import Run
-from fedloom.flower.parcel import Parcel
-from fedloom.request import replace_config
-from fedloom.storage import read_tensors
+from fedloom.config import Config, replace_config
+from fedloom.flower.message import SiteMessage
+from fedloom.runs.execute import execute_run
+from fedloom.runs.result import RunResult
+from fedloom.utils.storage import read_safetensors
 
 LORA = "vit-tiny-lora:width=24,heads=2,depth=2,rank=2"
 NORMED = "cnn:norm=batch"
@@ -24,14 +23,14 @@ def make(**settings: Any) -> Config:
     return make_run(**{"clients": 3, "per_round": 3, "rounds": 2, "batch_size": 64, **settings})
 
 
-def play(config: Config, folder: Path) -> tuple[Run, FakeLink]:
+def play(config: Config, folder: Path) -> tuple[RunResult, FakeLink]:
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
-    run = execute(config, out=out, report=False, sites=reach(link, config, out))
+    run = execute_run(config, out=out, report=False, sites=reach(link, config, out))
     assert run.summary["lost"] == 0
     return run, link
 
 
-def sizes(parcels: list[Parcel], kind: str) -> set[tuple[tuple[str, int], ...]]:
+def sizes(parcels: list[SiteMessage], kind: str) -> set[tuple[tuple[str, int], ...]]:
     """Which blocks the messages of this kind have, and how many numbers each."""
     found = [p for p in parcels if p.kind == kind]
     assert found
@@ -52,13 +51,13 @@ def pieces(tensor: Tensor) -> set[bytes]:
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, FakeLink]:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, FakeLink]:
     for library in ("transformers", "peft"):
         pytest.importorskip(library)
     return play(make(model=LORA, method="scaffold"), tmp_path_factory.mktemp("lora"))
 
 
-def test_with_lora_messages_are_as_large_as_what_is_trained(adapted: tuple[Run, FakeLink]) -> None:
+def test_with_lora_messages_are_as_large_as_what_is_trained(adapted: tuple[RunResult, FakeLink]) -> None:
     run, link = adapted
     layout = link.sites[100].layout
     by_hand = 2 * 2 * (2 * 24 * 2) + 24 * 10 + 10  # A and B beside queries and values of two blocks; the head
@@ -71,7 +70,7 @@ def test_with_lora_messages_are_as_large_as_what_is_trained(adapted: tuple[Run, 
         assert record["bytes_down"] == record["bytes_up"] == 3 * 2 * by_hand * FLOAT
 
 
-def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[Run, FakeLink]) -> None:
+def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[RunResult, FakeLink]) -> None:
     _, link = adapted
     site, content = link.sites[100], content_of(link)
     frozen = {name: p for name, p in site.shop.workshop.module.named_parameters() if not p.requires_grad}
@@ -84,10 +83,10 @@ def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[Run, FakeLi
     assert [piece for piece in pieces(site.initial) if piece in content]
 
 
-def test_with_lora_the_run_has_the_plain_engines_bits(adapted: tuple[Run, FakeLink], tmp_path: Path) -> None:
+def test_with_lora_the_run_has_the_plain_engines_bits(adapted: tuple[RunResult, FakeLink], tmp_path: Path) -> None:
     run, _ = adapted
     plain = replace_config(make(model=LORA, method="scaffold"), engine="plain")
-    assert execute(plain, out=tmp_path / "plain", report=False).digest == run.digest
+    assert execute_run(plain, out=tmp_path / "plain", report=False).digest == run.digest
 
 
 def test_with_fedbn_no_column_of_a_batch_norm_travels(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_with_fedbn_no_column_of_a_batch_norm_travels(tmp_path: Path) -> None:
     content, kept = content_of(link), sorted(tmp_path.glob("sites/*/*/client-*/*.safetensors"))
     assert len(kept) >= 3
     for path in kept:  # what each client has of its own: parameters and statistics
-        [own] = read_tensors(path).values()
+        [own] = read_safetensors(path).values()
         assert own.numel() == layout.size - travels
         searched = pieces(own)
         assert len(searched) > 20

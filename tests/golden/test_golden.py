@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.methods.catalogue import BUILT_IN
+from fedloom.methods.registry import BUILT_IN
 from tests.golden import draws, values
 from tests.golden.__main__ import CHANGES
 from tests.golden.cases import CASES, LATER, METHODS, QUICK_CASES, Case

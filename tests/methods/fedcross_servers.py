@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from many_models import Loose, Network, context_of, random_rows
 from torch import Tensor, nn
 
-from fedloom import Job, Update
+from fedloom import ClientTask, ClientUpdate
+from fedloom.core.layout import TensorKind, model_digest
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
-from fedloom.rows import Kind, digest
-from fedloom.small_runs import normed_network, plain_network
+from fedloom.testing.fixtures import batch_norm_network, simple_network
 
-NETWORKS = st.sampled_from([plain_network, normed_network, Loose, lambda: nn.Linear(2, 1)])
+NETWORKS = st.sampled_from([simple_network, batch_norm_network, Loose, lambda: nn.Linear(2, 1)])
 SEVERAL = st.integers(2, 6)
 ROUNDS = st.integers(0, 40)
 ALPHAS = st.floats(0.5, 1)
@@ -23,22 +23,22 @@ SIMILARITIES = st.sampled_from(["global", "layerwise"])
 quick = settings(deadline=None, max_examples=25)
 
 
-def make(count: int, network: Network = normed_network, **options: Any) -> FedCrossServer:
+def make(count: int, network: Network = batch_norm_network, **options: Any) -> FedCrossServer:
     """A server of `count` models of a network."""
     return FedCrossServer(context_of(network, count), FedCrossOptions(**options))
 
 
 def combined(server: FedCrossServer, round: int, v: Tensor) -> Tensor:
     """The new models, with a look at whether the old ones stay."""
-    w, before = torch.full_like(v, torch.nan), digest(v)
+    w, before = torch.full_like(v, torch.nan), model_digest(v)
     server.combine(round, v, w)
-    assert digest(v) == before, "the uploaded models were changed"
+    assert model_digest(v) == before, "the uploaded models were changed"
     return w
 
 
-def answers(server: FedCrossServer, jobs: list[Job], seed: int) -> list[Update]:
+def answers(server: FedCrossServer, jobs: list[ClientTask], seed: int) -> list[ClientUpdate]:
     rows = random_rows(server, seed)
-    return [Update(job, rows[job.slot], samples=1, loss=1.0, steps=1) for job in jobs]
+    return [ClientUpdate(job, rows[job.slot], samples=1, loss=1.0, steps=1) for job in jobs]
 
 
 def plain_gaps(server: FedCrossServer, v: Tensor) -> np.ndarray:
@@ -48,7 +48,7 @@ def plain_gaps(server: FedCrossServer, v: Tensor) -> np.ndarray:
     if server.options.similarity == "layerwise":
         columns = {}
         for entry in layout.entries:
-            if entry.kind is Kind.PARAMETER:
+            if entry.kind is TensorKind.PARAMETER:
                 columns.setdefault(entry.unit, []).extend(range(entry.columns.start, entry.columns.stop))
     cosines = []
     for part in columns.values():

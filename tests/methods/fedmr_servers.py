@@ -8,25 +8,25 @@ from hypothesis import strategies as st
 from many_models import Loose, Network, context_of
 from torch import Tensor, nn
 
+from fedloom.core.layout import model_digest
+from fedloom.core.rng import RngStreams
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
-from fedloom.rows import digest
-from fedloom.small_runs import normed_network, plain_network
-from fedloom.streams import Streams
+from fedloom.testing.fixtures import batch_norm_network, simple_network
 
 
 def ten_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
 
 
-NETWORKS = st.sampled_from([plain_network, normed_network, Loose, ten_layers])
+NETWORKS = st.sampled_from([simple_network, batch_norm_network, Loose, ten_layers])
 ROUNDS = st.integers(0, 1000)
 GRANULARITIES = st.sampled_from(["module", "tensor", "segment:1", "segment:0.5", "segment:0.25", "segment:1/3"])
 quick = settings(deadline=None, max_examples=30)
 
 
-def make(count: int, network: Network = normed_network, seed: int = 0, **options: Any) -> FedMRServer:
+def make(count: int, network: Network = batch_norm_network, seed: int = 0, **options: Any) -> FedMRServer:
     """A server of `count` models of a network."""
-    return FedMRServer(context_of(network, count, streams=Streams(seed)), FedMROptions(**options))
+    return FedMRServer(context_of(network, count, streams=RngStreams(seed)), FedMROptions(**options))
 
 
 def marked_rows(server: FedMRServer) -> Tensor:
@@ -41,11 +41,11 @@ def marked_rows(server: FedMRServer) -> Tensor:
 
 def combined(server: FedMRServer, round: int, v: Tensor) -> Tensor:
     """The new models, with a look at whether the old ones stay and every number is written."""
-    before = digest(v)
+    before = model_digest(v)
     w, other = torch.zeros_like(v), torch.full_like(v, torch.nan)
     server.combine(round, v, w)
     server.combine(round, v, other)
-    assert digest(v) == before, "the uploaded models were changed"
+    assert model_digest(v) == before, "the uploaded models were changed"
     for entry in server.context.layout.entries:
         assert torch.equal(w[:, entry.columns], other[:, entry.columns]), "the same round gives the same, everywhere"
     return w

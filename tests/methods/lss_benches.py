@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.bench import Bench, Workshop
-from fedloom.data import Prepare, Samples
+from fedloom.config import TrainingConfig
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.data import InputTransform, Samples
 from fedloom.methods import lss
-from fedloom.methods.base import Context
-from fedloom.methods.lss import LSSLocal, LSSOptions
-from fedloom.rows import Layout
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.methods.base import MethodContext
+from fedloom.methods.lss import LSSClient, LSSOptions
+from fedloom.training.context import TrainingContext
+from fedloom.training.trainer import LocalTrainer
 
-CONTEXT: Context = None  # type: ignore[assignment]  # a Local asks the run for nothing
+CONTEXT: MethodContext = None  # type: ignore[assignment]  # a Local asks the run for nothing
 AUTHORS = {"distance": "squared", "spread": "volume", "affinity": 0.01, "diversity": 0.005, "include_init": False}
 """The shape of the authors' code, with coefficients for which there is a minimum."""
 
@@ -35,23 +36,25 @@ def network(*middle: nn.Module) -> nn.Module:
     return nn.Sequential(Widen(), nn.Linear(5, 4), *middle, nn.Linear(4, 3)).double()
 
 
-def seat(count: int = 40, module: nn.Module | None = None, **options: Any) -> Bench:
+def seat(count: int = 40, module: nn.Module | None = None, **options: Any) -> LocalTrainer:
     """A bench with a client on it."""
     torch.manual_seed(0)
     module = module or network(nn.Tanh())
-    layout, training = Layout.of(module), Training(**{"batch_size": 10, "epochs": 1, "lr": 0.1, **options})
-    bench = Bench(Workshop(module, layout, F.cross_entropy, Prepare.identity(), training, Streams(0), classes=3))
+    layout, training = Layout.of(module), TrainingConfig(**{"batch_size": 10, "epochs": 1, "lr": 0.1, **options})
+    bench = LocalTrainer(
+        TrainingContext(module, layout, F.cross_entropy, InputTransform.identity(), training, RngStreams(0), classes=3)
+    )
     samples = Samples(torch.randn(count, 5), torch.arange(count) % 3)
     received = layout.read(module)
     bench.begin(0, 0, samples, layout.empty(), received, {}, {}, {}, True)
     return bench
 
 
-def soup(**options: Any) -> LSSLocal:
-    return LSSLocal(CONTEXT, LSSOptions(**options))
+def soup(**options: Any) -> LSSClient:
+    return LSSClient(CONTEXT, LSSOptions(**options))
 
 
-def grow(local: LSSLocal, bench: Bench, look: Callable[[int], None] = lambda i: None) -> Tensor:
+def grow(local: LSSClient, bench: LocalTrainer, look: Callable[[int], None] = lambda i: None) -> Tensor:
     """Train the client; `look(i)` is called when member i has been trained. The trained members."""
     for i, piece in enumerate(local.train(bench)):
         bench.run(piece)
@@ -65,5 +68,5 @@ def forced(weights: Callable[[int], Tensor]) -> Iterator[list[int]]:
     """Interpolate with these weights; the sizes that were asked for."""
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lss, "simplex_weights", lambda count, like: asked.append(count) or weights(count).to(like))
+        patch.setattr(lss, "lss_simplex_weights", lambda count, like: asked.append(count) or weights(count).to(like))
         yield asked

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom import Layout, Server
-from fedloom.banks import Bank
-from fedloom.methods import Context
-from fedloom.rows import Kind
-from fedloom.small_runs import small_experiment
-from fedloom.streams import Streams
+from fedloom.core.bank import Bank
+from fedloom.core.layout import TensorKind
+from fedloom.core.rng import RngStreams
+from fedloom.methods import MethodContext
+from fedloom.testing.fixtures import build_small_run
 
 Network = Callable[[], nn.Module]
 COUNTS = st.integers(1, 6)
@@ -32,14 +32,14 @@ class Loose(nn.Module):
 
 
 @lru_cache(maxsize=1)
-def some_context() -> Context:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
+def some_context() -> MethodContext:
+    with build_small_run("fedavg", {}).engine_closed() as experiment:
         return experiment.rounds.context
 
 
-def context_of(network: Network, count: int, **more: Any) -> Context:
+def context_of(network: Network, count: int, **more: Any) -> MethodContext:
     """For a server of `count` models of a network."""
-    with Streams(0).globally("init"):
+    with RngStreams(0).globally("init"):
         module = network()
     layout = Layout.of(module)
     own = {"layout": layout, "initial": layout.read(module), "per_round": count}
@@ -52,6 +52,6 @@ def random_rows(server: Server[Any], seed: int) -> Tensor:
     rows = torch.zeros(server.context.per_round, layout.size)
     rows[:, : layout.floats] = torch.randn(len(rows), layout.floats, generator=generator)
     for row in rows:
-        for integers in layout.views(row, Kind.INTEGER):
+        for integers in layout.views(row, TensorKind.INTEGER):
             integers.copy_(torch.randint(1000, integers.shape, generator=generator))
     return rows

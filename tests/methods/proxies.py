@@ -8,41 +8,41 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config import make_config
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import Samples
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment, build
-from fedloom.request import Own
-from fedloom.small_runs import SETTINGS, SmallFederation, plain_network
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.resolve import UserObjects
+from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, simple_network
 
 
 @contextmanager
 def put_together(
     method: str,
     options: dict[str, Any],
-    model: Callable[[], nn.Module] = plain_network,
+    model: Callable[[], nn.Module] = simple_network,
     server_data: Samples | None = None,
-) -> Iterator[Experiment]:
+) -> Iterator[BuiltRun]:
     """The parts of a method, on the small federation with this data on the server."""
-    federation = SmallFederation()
+    federation = SmallFederatedDataset()
     if server_data is not None:
         federation.server_data = server_data
     values = {**SETTINGS, "method": method, "options": {method.split("+")[-1]: options}, "clients": len(federation)}
     config = make_config({**values, "data": "small", "partition": "own", "model": "small"})
-    with build(config, Own(federation, model)).engine_closed() as experiment:
+    with build_run(config, UserObjects(federation, model)).engine_closed() as experiment:
         yield experiment
 
 
-def answers(experiment: Experiment, rows: Sequence[Tensor], samples: Sequence[int] | None = None) -> list[Update]:
+def answers(experiment: BuiltRun, rows: Sequence[Tensor], samples: Sequence[int] | None = None) -> list[ClientUpdate]:
     """Updates with these models, of clients 0, 1, ..."""
     received = experiment.rounds.parts.server.deploy().clone()
     sizes = samples or [10] * len(rows)
     return [
-        Update(Job(client, received), row, samples=size, loss=1.0, steps=1)
+        ClientUpdate(ClientTask(client, received), row, samples=size, loss=1.0, steps=1)
         for client, (row, size) in enumerate(zip(rows, sizes, strict=True))
     ]
 
 
-def noisy(experiment: Experiment, count: int, scale: float = 0.1) -> list[Tensor]:
+def noisy(experiment: BuiltRun, count: int, scale: float = 0.1) -> list[Tensor]:
     """Models around the initial one; integer buffers as they were, running variances above zero."""
     rows = []
     for number in range(count):
@@ -54,18 +54,18 @@ def noisy(experiment: Experiment, count: int, scale: float = 0.1) -> list[Tensor
     return rows
 
 
-def always(experiment: Experiment, label: int) -> Tensor:
+def always(experiment: BuiltRun, label: int) -> Tensor:
     """A model of `plain_network` that says `label` to everything."""
     row = torch.zeros_like(experiment.rounds.context.initial)
     experiment.layout.views(row)[-1][label] = 1
     return row
 
 
-def play(experiment: Experiment, updates: list[Update], round: int = 0) -> Tensor:
+def play(experiment: BuiltRun, updates: list[ClientUpdate], round: int = 0) -> Tensor:
     """One round with these answers, refiner and all; the deployed model."""
     parts = experiment.rounds.parts
 
-    def handed() -> Iterator[Update]:
+    def handed() -> Iterator[ClientUpdate]:
         for update in updates:
             if parts.refiner is not None:
                 parts.refiner.take(round, update)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from fedloom.data import Federation, Samples
+from fedloom.data import FederatedDataset, Samples
 
 
-class Quadratics(Federation):
+class Quadratics(FederatedDataset):
     """Client k has f_k(v) = mean over its samples of |a (v - b)|^2 / 2, with a, b of its own."""
 
     classes = 0

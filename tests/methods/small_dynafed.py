@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.experiment import Experiment
+from fedloom.methods._support.trajectory_matching import SyntheticData
 from fedloom.methods.dynafed import DynaFedRefiner
-from fedloom.methods.synthesis import Synthetic
+from fedloom.runs.build import BuiltRun
 
 TINY: dict[str, Any] = {
     "L": 2,
@@ -37,14 +37,14 @@ def convolutions() -> nn.Module:
     )
 
 
-def refiner_of(experiment: Experiment) -> DynaFedRefiner:
+def refiner_of(experiment: BuiltRun) -> DynaFedRefiner:
     refiner = experiment.rounds.parts.refiner
     assert isinstance(refiner, DynaFedRefiner)
     return refiner
 
 
-def samples_of(refiner: DynaFedRefiner) -> Synthetic:
+def samples_of(refiner: DynaFedRefiner) -> SyntheticData:
     assert refiner.images is not None
     assert refiner.logits is not None
     assert refiner.rate is not None
-    return Synthetic(refiner.images, refiner.logits, refiner.rate)
+    return SyntheticData(refiner.images, refiner.logits, refiner.rate)

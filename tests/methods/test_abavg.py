@@ -4,14 +4,14 @@ import pytest
 import torch
 from proxies import always, answers, noisy, play, put_together
 
+from fedloom.core.averaging import WeightedMean
 from fedloom.data import Samples
-from fedloom.rows import Mean
-from fedloom.small_runs import SmallFederation
+from fedloom.testing.fixtures import SmallFederatedDataset
 
 
 def labelled(labels: list[int]) -> Samples:
     """Samples of the small federation with these labels."""
-    data = SmallFederation().server_data
+    data = SmallFederatedDataset().server_data
     assert data is not None
     y = torch.tensor(labels)
     return Samples(data.x[torch.arange(len(y)) % len(data)], y)
@@ -38,7 +38,7 @@ def test_equal_accuracies_are_the_uniform_mean_bit_for_bit() -> None:
     """Small steps from one model say the same of clear samples."""
     with put_together("abavg", {}) as experiment:
         rows = noisy(experiment, 5, scale=1e-7)
-        uniform = Mean(experiment.layout)
+        uniform = WeightedMean(experiment.layout)
         for row in rows:
             uniform.add(row)
         expected = torch.empty_like(rows[0])

@@ -3,15 +3,15 @@
 import pytest
 
 from fedloom.errors import InputError
-from fedloom.methods import Local, Method, Options, compose, methods, register
+from fedloom.methods import Client, Method, Options, compose, methods, register
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.fedprox import FedProxLocal
+from fedloom.methods.fedprox import FedProxClient
 
 
 def test_parts_that_nobody_brings_are_fedavgs() -> None:
     composition = compose("fedprox")
     assert composition.owner("server").server is FedAvgServer
-    assert composition.owner("local").local is FedProxLocal
+    assert composition.owner("local").local is FedProxClient
     assert composition.owner("companion") is None
 
 
@@ -57,14 +57,14 @@ def test_a_method_sets_defaults_of_the_parts_it_leans_on_and_the_user_overrides_
 
 
 def test_ours_cannot_be_replaced_but_ones_own_can() -> None:
-    mine = Method("mine", "a test", "nobody", local=Local)
+    mine = Method("mine", "a test", "nobody", local=Client)
     assert register(mine) is mine
-    register(Method("mine", "a better one", "nobody", local=Local))
+    register(Method("mine", "a better one", "nobody", local=Client))
     assert methods()["mine"].summary == "a better one"
     with pytest.raises(InputError, match="already a method 'fedavg'"):
-        register(Method("fedavg", "x", "y", local=Local))
+        register(Method("fedavg", "x", "y", local=Client))
     with pytest.raises(InputError, match="letters, digits"):
-        register(Method("a+b", "x", "y", local=Local))
+        register(Method("a+b", "x", "y", local=Client))
 
 
 def test_every_option_in_force_is_stated() -> None:
@@ -82,16 +82,16 @@ def test_methods_of_installed_packages_are_found_and_broken_ones_named(monkeypat
             self.load = load
 
     def loads() -> None:
-        register(Method("installed", "a test", "nobody", local=Local))
+        register(Method("installed", "a test", "nobody", local=Client))
 
     def breaks() -> None:
         raise ImportError("no such thing")
 
-    monkeypatch.setattr("fedloom.methods.catalogue._installed", False)
-    monkeypatch.setattr("fedloom.methods.catalogue.entry_points", lambda group: [Point(loads)])
+    monkeypatch.setattr("fedloom.methods.registry._installed", False)
+    monkeypatch.setattr("fedloom.methods.registry.entry_points", lambda group: [Point(loads)])
     assert "installed" in methods()
-    monkeypatch.setattr("fedloom.methods.catalogue._installed", False)
-    monkeypatch.setattr("fedloom.methods.catalogue.entry_points", lambda group: [Point(breaks)])
+    monkeypatch.setattr("fedloom.methods.registry._installed", False)
+    monkeypatch.setattr("fedloom.methods.registry.entry_points", lambda group: [Point(breaks)])
     with pytest.raises(InputError, match=r"package\.module.*no such thing"):
         methods()
 
@@ -100,7 +100,7 @@ def test_a_method_without_options_says_so() -> None:
     class Bare(Options):
         pass
 
-    register(Method("bare", "a test", "nobody", options=Bare, local=Local))
+    register(Method("bare", "a test", "nobody", options=Bare, local=Client))
     with pytest.raises(InputError, match=r"bare has no options, so bare\.x cannot be set"):
         compose("bare", {"bare": {"x": 1}})
 

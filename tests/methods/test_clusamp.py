@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.exchange import Job, Update
-from fedloom.methods.clusamp import _groups, distances, distributions
-from fedloom.rows import Mean
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.methods.clusamp import _groups, clusamp_sampling_distributions, clusamp_update_distances
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 100))
@@ -24,7 +24,7 @@ def test_distributions_are_full_and_fair_in_integers(sizes: list[int], m: int, s
         return
     points = np.random.default_rng(seed).normal(size=(len(n), 3))
     between = np.linalg.norm(points[:, None] - points, axis=2)
-    r = distributions(n, m, between)
+    r = clusamp_sampling_distributions(n, m, between)
     assert r.shape == (m, len(n))
     assert (r >= 0).all()
     assert (r.sum(1) == n.sum()).all()
@@ -34,18 +34,18 @@ def test_distributions_are_full_and_fair_in_integers(sizes: list[int], m: int, s
 def test_two_groups_of_one_mass_give_one_client_each() -> None:
     n = np.array([3, 5, 2, 6])
     between = np.array([[0, 0.1, 3, 3], [0.1, 0, 3, 3], [3, 3, 0, 0.1], [3, 3, 0.1, 0]], dtype=float)
-    r = distributions(n, 2, between)
+    r = clusamp_sampling_distributions(n, 2, between)
     assert sorted(tuple(np.flatnonzero(row)) for row in r) == [(0, 1), (2, 3)]
 
 
 def test_the_heaviest_groups_begin_the_distributions_and_the_others_are_poured_in() -> None:
     points = np.array([0.0, 0.1, 10.0, 10.1, 20.0])
-    r = distributions(np.array([3, 3, 2, 4, 4]), 2, np.abs(points[:, None] - points))
+    r = clusamp_sampling_distributions(np.array([3, 3, 2, 4, 4]), 2, np.abs(points[:, None] - points))
     assert sorted(r.tolist()) == [[0, 0, 4, 8, 4], [6, 6, 0, 0, 4]]
 
 
 def test_a_client_with_more_than_a_share_gets_distributions_of_its_own() -> None:
-    r = distributions(np.array([70, 10, 20]), 4, np.zeros((3, 3)))
+    r = clusamp_sampling_distributions(np.array([70, 10, 20]), 4, np.zeros((3, 3)))
     assert (r[:2] == [100, 0, 0]).all()
     assert (r[2:].sum(0) == [80, 40, 80]).all()
 
@@ -88,23 +88,23 @@ def test_distances_are_what_they_say_and_zero_rows_lie_at_no_angle() -> None:
         torch.zeros(3),
         torch.tensor([-3.0, 0.0, 0.0]),
     ]
-    angle = distances(rows, [0, 2], "angle")
+    angle = clusamp_update_distances(rows, [0, 2], "angle")
     torch.testing.assert_close(angle[:, 0], torch.tensor([0.0, pi / 2, 0.0, pi, 0.0], dtype=torch.float64))
     assert not angle[:, 1].any()
-    l2, l1 = (distances(rows, [1], kind)[:, 0] for kind in ("l2", "l1"))
+    l2, l1 = (clusamp_update_distances(rows, [1], kind)[:, 0] for kind in ("l2", "l1"))
     torch.testing.assert_close(l2, torch.tensor([5**0.5, 0, 2, 13**0.5, 2], dtype=torch.float64))
     torch.testing.assert_close(l1, torch.tensor([3.0, 0, 2, 5, 2], dtype=torch.float64))
 
 
 def test_nearly_parallel_updates_give_an_angle_and_not_nan() -> None:
     row = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
-    angles = distances([row, row * 3, -row], [0], "angle")[:, 0]
+    angles = clusamp_update_distances([row, row * 3, -row], [0], "angle")[:, 0]
     assert torch.isfinite(angles).all()
     torch.testing.assert_close(angles[:3], torch.tensor([0, 0, pi], dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_clients_without_samples_are_never_drawn_and_others_by_their_samples() -> None:
-    with small_experiment("clusamp", {}).engine_closed() as experiment:
+    with build_small_run("clusamp", {}).engine_closed() as experiment:
         server, context = experiment.rounds.parts.server, experiment.rounds.context
         sizes = [0, 5, 40, 1, 10, 0, 12, 4]
         object.__setattr__(context, "samples", sizes.__getitem__)
@@ -118,7 +118,7 @@ def test_clients_without_samples_are_never_drawn_and_others_by_their_samples() -
 
 def test_similar_clients_are_not_drawn_together() -> None:
     """Four kinds of clients, two of each, all of one size: every round asks one of each kind."""
-    with small_experiment("clusamp", {}).engine_closed() as experiment:
+    with build_small_run("clusamp", {}).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         object.__setattr__(experiment.rounds.context, "samples", lambda client: 10)
         row = server.bank.rows[0].clone()
@@ -126,7 +126,7 @@ def test_similar_clients_are_not_drawn_together() -> None:
         for client in range(8):
             answer = row.clone()
             answer[client % 4] += 1.0 + 0.1 * client
-            updates.append(Update(Job(client, row), answer, samples=10, loss=1.0, steps=1))
+            updates.append(ClientUpdate(ClientTask(client, row), answer, samples=10, loss=1.0, steps=1))
         server.dispatch(0, list(range(8)))
         server.collect(0, iter(updates))
         assert layout.trainable > 4
@@ -136,11 +136,11 @@ def test_similar_clients_are_not_drawn_together() -> None:
 
 
 def test_a_client_drawn_twice_is_asked_once_and_counts_twice() -> None:
-    with small_experiment("clusamp", {}).engine_closed() as experiment:
+    with build_small_run("clusamp", {}).engine_closed() as experiment:
         server, engine = experiment.rounds.parts.server, experiment.engine
         jobs = list(server.dispatch(0, [2, 5, 2]))
         assert [job.client for job in jobs] == [2, 5]
-        mean, rows = Mean(experiment.layout), [update.row.clone() for update in engine.train(0, jobs)]
+        mean, rows = WeightedMean(experiment.layout), [update.row.clone() for update in engine.train(0, jobs)]
         mean.add(rows[0], 2)
         mean.add(rows[1], 1)
         expected = rows[0].clone()
@@ -150,8 +150,8 @@ def test_a_client_drawn_twice_is_asked_once_and_counts_twice() -> None:
 
 
 def test_control_variates_stay_true_where_a_client_is_drawn_twice() -> None:
-    federation = SmallFederation(sizes=dict.fromkeys(range(1, 8), 4))
-    with small_experiment("clusamp+scaffold", {}).engine_closed() as experiment:
+    federation = SmallFederatedDataset(sizes=dict.fromkeys(range(1, 8), 4))
+    with build_small_run("clusamp+scaffold", {}).engine_closed() as experiment:
         object.__setattr__(experiment.rounds.context, "samples", federation.samples)
         asked = []
         for number in range(4):
@@ -165,11 +165,11 @@ def test_control_variates_stay_true_where_a_client_is_drawn_twice() -> None:
 
 def test_what_it_knows_of_clients_is_kept() -> None:
     """Client by client: the updates of a saved server are those of the one that goes on from it."""
-    with small_experiment("clusamp", {}).engine_closed() as experiment:
+    with build_small_run("clusamp", {}).engine_closed() as experiment:
         for number in range(3):
             experiment.rounds.play(number)
         state = experiment.state()
-        with small_experiment("clusamp", {}).engine_closed() as other:
+        with build_small_run("clusamp", {}).engine_closed() as other:
             other.load(state)
             mine, theirs = experiment.rounds.parts.server, other.rounds.parts.server
             assert sorted(mine.G) == sorted(theirs.G) != []

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from fedloom.api import resume, run
 from fedloom.config import make_config
-from fedloom.errors import InputError
-from fedloom.grids import PLAIN, make_grid
+from fedloom.errors import InputError, RunStopped
 from fedloom.methods import compose, methods
-from fedloom.report.grid import Cell, Grid
-from fedloom.small_runs import SETTINGS, Outcome, SmallFederation, plain_network, small_run
-from fedloom.watching import Silent, Stopped
+from fedloom.report.effects import EffectCell, EffectGrid
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.compare import PLAIN, _make_grid
+from fedloom.runs.execute import resume, run
+from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, SmallRunResult, simple_network, small_run
 
 NAMES = {
     "server": ("fedavg", "fedcda", "fedcross", "fedmr", "scaffold"),
@@ -44,11 +44,11 @@ def options_for(method: str) -> dict[str, dict[str, Any]]:
     return {name: OPTIONS[name] for name in method.split("+") if name in OPTIONS}
 
 
-def _grid() -> Grid:
+def _grid() -> EffectGrid:
     """All the combinations of methods that are there."""
     known = {*methods(), *PLAIN.values()}
     config = make_config({**SETTINGS, "clients": 8, "model": "logreg"})
-    return make_grid([[name for name in names if name in known] for names in NAMES.values()], config, OPTIONS)
+    return _make_grid([[name for name in names if name in known] for names in NAMES.values()], config, OPTIONS)
 
 
 GRID = _grid()
@@ -56,7 +56,7 @@ POSSIBLE = [cell.method for cell in GRID.cells if cell.refusal is None]
 REFUSED = [cell for cell in GRID.cells if cell.refusal is not None]
 
 
-class StopAfter(Silent):
+class StopAfter(SilentCallback):
     """Asks a run to stop when some round has been played."""
 
     def __init__(self, round: int) -> None:
@@ -70,25 +70,25 @@ class StopAfter(Silent):
 
 
 @cache
-def whole(method: str) -> Outcome:
+def whole(method: str) -> SmallRunResult:
     """A run without a break, on the plain engine."""
-    return small_run(method, options_for(method), model=plain_network, rounds=ROUNDS)
+    return small_run(method, options_for(method), model=simple_network, rounds=ROUNDS)
 
 
 def broken(method: str, place: Path, begin: dict[str, Any], go_on: dict[str, Any]) -> str:
     """The digest of a run that is stopped in the middle: after the first, second or third round, in turn."""
-    federation, settings = SmallFederation(), {**SETTINGS, "rounds": ROUNDS, "report": False, **begin}
-    with pytest.raises(Stopped):
+    federation, settings = SmallFederatedDataset(), {**SETTINGS, "rounds": ROUNDS, "report": False, **begin}
+    with pytest.raises(RunStopped):
         run(
             method,
             federation,
-            plain_network,
+            simple_network,
             options=options_for(method),
             out=place,
             watcher=StopAfter(1 + POSSIBLE.index(method) % (ROUNDS - 1)),
             **settings,
         )
-    return resume(place, data=federation, model=plain_network, report=False, **go_on).digest
+    return resume(place, data=federation, model=simple_network, report=False, **go_on).digest
 
 
 def test_the_names_that_must_combine_are_all_there() -> None:
@@ -107,7 +107,7 @@ def test_a_combination_learns_resumes_exactly_and_does_not_depend_on_workers(met
     host = {"engine": "host", "workers": 2}
     if broken(method, tmp_path / "both", host, {"engine": "plain"}) != expected.digest:
         assert broken(method, tmp_path / "stop", {}, {}) == expected.digest, "it does not resume exactly"
-        alone = small_run(method, options_for(method), model=plain_network, rounds=ROUNDS, **host)
+        alone = small_run(method, options_for(method), model=simple_network, rounds=ROUNDS, **host)
         assert alone.digest == expected.digest, "it depends on the workers"
         pytest.fail("it does not go on exactly on another engine")
 
@@ -116,7 +116,7 @@ def test_a_combination_learns_resumes_exactly_and_does_not_depend_on_workers(met
 def test_the_number_of_workers_does_not_matter(method: str) -> None:
     for workers in (1, 3):
         again = small_run(
-            method, options_for(method), model=plain_network, rounds=ROUNDS, engine="host", workers=workers
+            method, options_for(method), model=simple_network, rounds=ROUNDS, engine="host", workers=workers
         )
         assert again.digest == whole(method).digest
 
@@ -130,7 +130,7 @@ def test_every_part_makes_a_difference() -> None:
 
 
 @pytest.mark.parametrize("cell", REFUSED, ids=lambda cell: cell.method)
-def test_what_cannot_be_combined_is_refused_by_name(cell: Cell, tmp_path: Path) -> None:
+def test_what_cannot_be_combined_is_refused_by_name(cell: EffectCell, tmp_path: Path) -> None:
     server, local, *_ = cell.levels
     sentence = f"'{cell.method}' cannot be run: {server} and {local} both bring a local, and a run has one local."
     assert cell.refusal == sentence
@@ -139,5 +139,5 @@ def test_what_cannot_be_combined_is_refused_by_name(cell: Cell, tmp_path: Path) 
         compose(cell.method)
     assert str(refused.value) == sentence
     with pytest.raises(InputError):
-        run(cell.method, SmallFederation(), plain_network, out=tmp_path / "run", **SETTINGS)
+        run(cell.method, SmallFederatedDataset(), simple_network, out=tmp_path / "run", **SETTINGS)
     assert not (tmp_path / "run").exists()

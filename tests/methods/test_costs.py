@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.experiment import Experiment
-from fedloom.listing import list_methods
+from fedloom.cli.output import _list_methods
+from fedloom.core.layout import TensorKind
 from fedloom.methods import methods
-from fedloom.methods.catalogue import BUILT_IN
-from fedloom.rows import Kind
-from fedloom.small_runs import normed_network, plain_network, small_experiment
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
 
 NAMES = sorted(BUILT_IN)
 CLIENTS, CLASSES, INPUTS, NUMBER = 8, 10, 64, 4
@@ -25,14 +25,14 @@ QUICK: dict[str, dict[str, Any]] = {
 """Options that save time, or let a method do in four rounds what it does later."""
 
 
-def played(name: str, network: Any, rounds: int = 4) -> tuple[Experiment, list[dict[str, Any]]]:
+def played(name: str, network: Any, rounds: int = 4) -> tuple[BuiltRun, list[dict[str, Any]]]:
     """All clients take part, so that after a round each has been seen; `fedcluster` has its own idea of a round."""
     given = {name: QUICK[name]} if name in QUICK else {}
-    with small_experiment(name, given, model=network, per_round=CLIENTS, rounds=50).engine_closed() as experiment:
+    with build_small_run(name, given, model=network, per_round=CLIENTS, rounds=50).engine_closed() as experiment:
         return experiment, [experiment.rounds.play(round) for round in range(rounds)]
 
 
-def bytes_of(experiment: Experiment, kinds: tuple[type[nn.Module], ...]) -> int:
+def bytes_of(experiment: BuiltRun, kinds: tuple[type[nn.Module], ...]) -> int:
     """Bytes of the parameters and buffers of the last module of one of these kinds, with the zeros before them."""
     module = experiment.rounds.context.make_module()
     units = [name for name, each in module.named_modules() if isinstance(each, kinds)]
@@ -40,7 +40,7 @@ def bytes_of(experiment: Experiment, kinds: tuple[type[nn.Module], ...]) -> int:
     return sum(columns.stop - columns.start for columns in own) * NUMBER
 
 
-def said(name: str, experiment: Experiment, clients: int) -> int:
+def said(name: str, experiment: BuiltRun, clients: int) -> int:
     """The bytes of a round of so many clients, by what the catalogue says and what its words mean."""
     sends = methods()[name].models_sent
     if sends == "K(M + 1)":  # and a number for each model that came beside the client's own
@@ -62,7 +62,7 @@ def said(name: str, experiment: Experiment, clients: int) -> int:
     return clients * total
 
 
-@pytest.mark.parametrize("network", [plain_network, normed_network], ids=["plain", "normed"])
+@pytest.mark.parametrize("network", [simple_network, batch_norm_network], ids=["plain", "normed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_as_many_bytes_travel_as_a_method_says(name: str, network: Any) -> None:
     experiment, records = played(name, network, rounds=9 if name == "fedcluster" else 3)
@@ -73,7 +73,7 @@ def test_as_many_bytes_travel_as_a_method_says(name: str, network: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_keep_what_a_method_says(name: str) -> None:
-    experiment, _ = played(name, normed_network, rounds=2)
+    experiment, _ = played(name, batch_norm_network, rounds=2)
     kept = sum(torch.Size(shape).numel() for shape in experiment.engine.homes.shapes.values()) * NUMBER
     meaning = {
         "nothing": 0,
@@ -97,7 +97,7 @@ def numbers(state: Any) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_server_keeps_what_a_method_says(name: str) -> None:
     """In whole models: a few numbers about the clients are not counted."""
-    experiment, _ = played(name, plain_network, rounds=3)
+    experiment, _ = played(name, simple_network, rounds=3)
     kept = sum(numbers(part.state()) for _, part in experiment.rounds.parts.items()) / experiment.layout.nbytes
     says = methods()[name].server_keeps
     symbols = {"K": CLIENTS, "N": CLIENTS, "L": 4}
@@ -113,14 +113,14 @@ def test_the_server_keeps_what_a_method_says(name: str) -> None:
 
 
 def test_every_method_has_a_year_a_cost_and_words_for_its_computation() -> None:
-    for entry in list_methods():
+    for entry in _list_methods():
         assert entry["year"] in range(2017, 2026), entry["name"]
         assert entry["extra compute"], entry["name"]
         assert entry["server data"] in ("no", "inputs", "labels")
-    buffers = {e.kind for e in small_layout()} - {Kind.PARAMETER}
-    assert buffers == {Kind.BUFFER, Kind.INTEGER}, "the network of these tests has everything that travels"
+    buffers = {e.kind for e in small_layout()} - {TensorKind.PARAMETER}
+    assert buffers == {TensorKind.BUFFER, TensorKind.INTEGER}, "the network of these tests has everything that travels"
 
 
 def small_layout() -> Any:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
+    with build_small_run("fedavg", {}).engine_closed() as experiment:
         return experiment.layout.entries

@@ -3,8 +3,8 @@
 import torch
 
 from fedloom.methods import methods
-from fedloom.methods.soups import greedy_soup, merit
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.methods.soups import _validation_merit, greedy_soup
+from fedloom.testing.fixtures import build_small_run, small_run
 
 DIWA_AS_SOUP = {
     "selection": "greedy",
@@ -31,7 +31,7 @@ def test_it_has_all_options_of_a_soup() -> None:
 def test_uniform_is_the_mean_of_all_runs_and_restricted_is_not_worse_than_the_best() -> None:
     def train(selection: str) -> tuple[torch.Tensor, list[torch.Tensor], list[float]]:
         options = {"diwa": {"selection": selection, "models": 5, "estimate": False}}
-        with small_experiment("diwa", options, epochs=3, lr=0.3).engine_closed() as experiment:
+        with build_small_run("diwa", options, epochs=3, lr=0.3).engine_closed() as experiment:
             local, ends = experiment.rounds.parts.local, []
             plain = local.one_run
 
@@ -43,7 +43,11 @@ def test_uniform_is_the_mean_of_all_runs_and_restricted_is_not_worse_than_the_be
             (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
             row, bench = update.row.clone(), experiment.engine._bench
             assert torch.equal(greedy_soup(bench, ends), row) == (selection == "greedy")
-            return row[: experiment.layout.floats], ends, [merit(bench, each) for each in (update.row, *ends)]
+            return (
+                row[: experiment.layout.floats],
+                ends,
+                [_validation_merit(bench, each) for each in (update.row, *ends)],
+            )
 
     row, ends, _ = train("uniform")
     mean = torch.stack(ends)[:, : row.numel()].double().mean(0).float()

@@ -12,19 +12,20 @@ import torch
 from small_dynafed import convolutions, images, refiner_of
 
 import fedloom
-from fedloom import drafts
 from fedloom.config import make_config
-from fedloom.drafts import Drafts
-from fedloom.experiment import build
-from fedloom.folder import RunFolder
-from fedloom.storage import write_json
-from fedloom.watching import Silent, Stopped
+from fedloom.errors import RunStopped
+from fedloom.runs import checkpoints
+from fedloom.runs.build import build_run
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.checkpoints import Drafts
+from fedloom.runs.directory import RunDirectory
+from fedloom.utils.storage import write_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ITERATIONS = 6
 
 
-class Watching(Silent):
+class Watching(SilentCallback):
     """Notes how far the synthesis is, and does something after a step of it."""
 
     def __init__(self, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
@@ -63,7 +64,7 @@ def settings(**more: Any) -> dict[str, Any]:
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is kept, and nobody waits for the end of a round."""
-    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -92,7 +93,7 @@ def test_who_wants_it_to_stop_need_not_wait_for_the_synthesis(tmp_path: Path) ->
     given = settings()
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
-    with pytest.raises(Stopped, match=r"^stopped within a round, .*; go on with: fedloom resume .*cut$"):
+    with pytest.raises(RunStopped, match=r"^stopped within a round, .*; go on with: fedloom resume .*cut$"):
         fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **given)
     assert watcher.steps == [0, 1, 2, 3]
     after = Watching()
@@ -102,7 +103,7 @@ def test_who_wants_it_to_stop_need_not_wait_for_the_synthesis(tmp_path: Path) ->
 
 def test_a_short_synthesis_is_waited_for(tmp_path: Path) -> None:
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
-    with pytest.raises(Stopped, match="stopped after round 2"):
+    with pytest.raises(RunStopped, match="stopped after round 2"):
         fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
     assert watcher.steps == [*range(ITERATIONS + 1)]
     assert not (tmp_path / "cut" / "draft").exists(), "and nothing was worth keeping"
@@ -156,7 +157,7 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
         noting = Noting()
         values = {**images(**options), "method": "dynafed", "model": "mlp", "seed": seed}
         values.pop("report")
-        with build(make_config(values)).engine_closed() as experiment:
+        with build_run(make_config(values)).engine_closed() as experiment:
             refiner = refiner_of(experiment)
             refiner.context = replace(refiner.context, drafts=noting)
             refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
@@ -170,7 +171,7 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
 
 def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = 0.0, list[int]()
-    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 10.0, lambda: False, "")
 
     def give(step: int) -> Mapping[str, Any]:
@@ -207,18 +208,18 @@ def test_they_are_never_kept_more_often_than_every_few_seconds(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, kept = 0.0, list[float]()
-    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     place = kept_in(tmp_path, seconds, lambda: False, "")
     for tenth in range(1000):
         now = tenth / 10
         place.offer("work", tenth, lambda now=now: kept.append(now) or {})
-    assert kept[0] == pytest.approx(max(seconds, drafts.PATIENCE))
-    assert all(b - a >= drafts.PATIENCE for a, b in pairwise(kept))
+    assert kept[0] == pytest.approx(max(seconds, checkpoints.PATIENCE))
+    assert all(b - a >= checkpoints.PATIENCE for a, b in pairwise(kept))
 
 
 def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, kept = 0.0, list[float]()
-    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 10.0, lambda: False, "")
 
     def slow() -> Mapping[str, Any]:
@@ -229,7 +230,7 @@ def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monke
         nonlocal now
         now += 4.0
 
-    monkeypatch.setattr("fedloom.drafts.write_json", slowly)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_json", slowly)
     for second in range(500):
         now = max(now, float(second))
         place.offer("work", second, slow)
@@ -240,14 +241,14 @@ def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monke
 def test_a_run_keeps_drafts_as_often_as_checkpoints(
     seconds: float, drafts_made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
     made: list[Path] = []
 
     def noted(path: Path, value: Any) -> None:
         made.append(path)
         write_json(path, value)
 
-    monkeypatch.setattr("fedloom.drafts.write_json", noted)
+    monkeypatch.setattr("fedloom.runs.checkpoints.write_json", noted)
     fedloom.run("dynafed", out=tmp_path / "run", **{**settings(), "checkpoint_seconds": seconds})
     assert [path.parent.name for path in made] == ["draft"] * drafts_made
 
@@ -256,14 +257,14 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run is not played again, so that nobody would take it away."""
-    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
-    write = RunFolder.write_summary
+    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
+    write = RunDirectory.write_summary
 
-    def dies(self: RunFolder, summary: dict[str, Any]) -> None:
+    def dies(self: RunDirectory, summary: dict[str, Any]) -> None:
         write(self, summary)
         raise Killed
 
-    monkeypatch.setattr(RunFolder, "write_summary", dies)
+    monkeypatch.setattr(RunDirectory, "write_summary", dies)
     with pytest.raises(Killed):
         fedloom.run("dynafed", out=tmp_path / "run", **settings())
     assert fedloom.resume(tmp_path / "run", model=convolutions, report=False).digest
@@ -272,14 +273,14 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
 
 def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 1e9, lambda: now >= 107, "go on")
     for each in (100.0, 106.9, 107.0, 111.9):
         now = each
         place.offer("work", 1, lambda: {"n": 1})
     assert place.find("work") is None
     now = 112.0
-    with pytest.raises(Stopped, match="go on"):
+    with pytest.raises(RunStopped, match="go on"):
         place.offer("work", 2, lambda: {"n": 2})
     assert place.find("work") == {"n": 2}
 
@@ -287,12 +288,12 @@ def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, mo
 def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is longer than anybody's patience was under way when it was asked for; another would follow it."""
     now = 0.0
-    monkeypatch.setattr("fedloom.drafts.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 1e9, lambda: now > 100, "go on")
     place.offer("long", 1, lambda: {"n": 1})
     now = 180.0
     place.offer("other work", 1, lambda: {"n": 1})  # its first draft: it may be short
-    with pytest.raises(Stopped, match="go on"):
+    with pytest.raises(RunStopped, match="go on"):
         place.offer("long", 2, lambda: {"n": 2})
     assert (place.find("long"), place.find("other work")) == ({"n": 2}, None)
 
@@ -307,7 +308,11 @@ def test_without_a_folder_nothing_is_kept_or_asked_for() -> None:
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize(
     ("dies", "found"),
-    [("fedloom.drafts.write_tensors", 1), ("fedloom.drafts.write_json", 1), ("pathlib.Path.unlink", 2)],
+    [
+        ("fedloom.runs.checkpoints.write_safetensors", 1),
+        ("fedloom.runs.checkpoints.write_json", 1),
+        ("pathlib.Path.unlink", 2),
+    ],
 )
 def test_a_draft_whose_writing_is_cut_off_does_not_cost_the_one_before(
     dies: str, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -331,10 +336,10 @@ def test_a_draft_whose_writing_is_cut_off_does_not_cost_the_one_before(
 def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "PATIENCE", 0.0)
+    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
     monkeypatch.setattr("fedloom.engines.base.Engine.saves_every_round", True)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
-    with pytest.raises(Stopped, match="stopped after round 2"):
+    with pytest.raises(RunStopped, match="stopped after round 2"):
         fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
 
 

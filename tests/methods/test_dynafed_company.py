@@ -4,11 +4,11 @@ import pytest
 from small_dynafed import refiner_of, tiny
 from torch import Tensor
 
+from fedloom.core.layout import model_digest
 from fedloom.errors import InputError
 from fedloom.methods import compose
-from fedloom.rows import digest
-from fedloom.small_runs import plain_network, small_experiment
 from fedloom.testing import CHECKS, check_method
+from fedloom.testing.fixtures import build_small_run, simple_network
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,24 +26,24 @@ def test_conformance_in_company() -> None:
 @pytest.mark.parametrize("name", ["fedcross", "fedmr", "fedcda", "scaffold", "indep"])
 def test_it_refines_every_model_of_every_server(name: str) -> None:
     options = tiny()
-    with small_experiment(f"{name}+dynafed", options, model=plain_network).engine_closed() as experiment:
+    with build_small_run(f"{name}+dynafed", options, model=simple_network).engine_closed() as experiment:
         rounds, refiner, server = experiment.rounds, refiner_of(experiment), experiment.rounds.parts.server
         calls: list[tuple[int, str]] = []
         tune = refiner.fine_tune
 
         def spied(round: int, slot: int, row: Tensor) -> None:
-            before = digest(row)
+            before = model_digest(row)
             tune(round, slot, row)
-            assert digest(row) != before
+            assert model_digest(row) != before
             assert row.data_ptr() == server.models()[slot].data_ptr(), "in place"
-            calls.append((slot, digest(row)))
+            calls.append((slot, model_digest(row)))
 
         refiner.fine_tune = spied  # type: ignore[method-assign]
         for round in range(4):
             rounds.play(round)
         count = len(server.models())
         assert [slot for slot, _ in calls] == list(range(count)) * 2
-        assert [row for _, row in calls[-count:]] == [digest(row) for row in server.models()]
+        assert [row for _, row in calls[-count:]] == [model_digest(row) for row in server.models()]
         assert experiment.layout.is_finite(server.deploy())
 
 

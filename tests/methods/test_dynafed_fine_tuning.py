@@ -5,9 +5,9 @@ import torch
 from small_dynafed import refiner_of, samples_of, tiny
 from torch import Tensor, nn
 
-from fedloom.methods.synthesis import Step
-from fedloom.rows import Kind, digest
-from fedloom.small_runs import normed_network, plain_network, small_experiment
+from fedloom.core.layout import TensorKind, model_digest
+from fedloom.methods._support.trajectory_matching import TrajectoryStep
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_fine_tuning_is_training_on_the_soft_labels() -> None:
     """One batch, by hand with torch's own Adam on the module."""
     options = tiny(refine_batch=0, refine_epochs=3, augment="none")
-    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         for round in range(2):
             experiment.rounds.play(round)
         refiner, layout = refiner_of(experiment), experiment.layout
         data, row = samples_of(refiner), experiment.rounds.parts.server.deploy().clone()
-        module = plain_network()
+        module = simple_network()
         module.load_state_dict(layout.state_dict(row))
         adam = torch.optim.Adam(module.parameters(), lr=0.01)
         for _ in range(3):
@@ -35,18 +35,18 @@ def test_fine_tuning_is_training_on_the_soft_labels() -> None:
 
 def test_an_epoch_passes_over_all_samples_in_batches_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[list[int]] = []
-    plain = Step.take
+    plain = TrajectoryStep.take
 
-    def noted(step: Step, images: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def noted(step: TrajectoryStep, images: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         assert step.index is not None
         taken.append(step.index.tolist())
         return plain(step, images, logits)
 
     options = tiny(refine_batch=4, refine_epochs=3)
-    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         for round in range(2):
             experiment.rounds.play(round)
-        monkeypatch.setattr(Step, "take", noted)
+        monkeypatch.setattr(TrajectoryStep, "take", noted)
         refiner_of(experiment).fine_tune(7, 0, experiment.rounds.parts.server.deploy().clone())
     assert [len(batch) for batch in taken] == [4, 4, 2] * 3
     epochs = [[*taken[at], *taken[at + 1], *taken[at + 2]] for at in (0, 3, 6)]
@@ -55,22 +55,22 @@ def test_an_epoch_passes_over_all_samples_in_batches_in_an_order_of_its_own(monk
 
 
 def test_every_fine_tuning_begins_with_a_new_optimiser() -> None:
-    with small_experiment("dynafed", tiny(refine_batch=4), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(refine_batch=4), model=simple_network).engine_closed() as experiment:
         for round in range(2):
             experiment.rounds.play(round)
         rows = [experiment.rounds.parts.server.deploy().clone() for _ in range(3)]
         for row, slot in zip(rows, (0, 1, 0), strict=True):
             refiner_of(experiment).fine_tune(5, slot, row)
-        assert digest(rows[0]) == digest(rows[2]), "nothing is left over from the models before"
-        assert digest(rows[0]) != digest(rows[1]), "each has batches of its own"
+        assert model_digest(rows[0]) == model_digest(rows[2]), "nothing is left over from the models before"
+        assert model_digest(rows[0]) != model_digest(rows[1]), "each has batches of its own"
 
 
 def test_batch_norm_keeps_the_statistics_that_were_averaged() -> None:
-    with small_experiment("dynafed", tiny()).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny()).engine_closed() as experiment:
         for round in range(2):
             experiment.rounds.play(round)
         refiner, layout = refiner_of(experiment), experiment.layout
-        assert any(entry.kind is Kind.BUFFER for entry in layout.entries)
+        assert any(entry.kind is TensorKind.BUFFER for entry in layout.entries)
         row = experiment.rounds.parts.server.deploy().clone()
         before = row.clone()
         refiner.fine_tune(5, 0, row)
@@ -80,11 +80,11 @@ def test_batch_norm_keeps_the_statistics_that_were_averaged() -> None:
 
 def test_fine_tuning_lowers_the_loss_on_the_synthetic_samples() -> None:
     options = tiny(refine_epochs=30, label_init=5.0, augment="none")
-    with small_experiment("dynafed", options, model=normed_network).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=batch_norm_network).engine_closed() as experiment:
         for round in range(2):
             experiment.rounds.play(round)
         refiner, row = refiner_of(experiment), experiment.rounds.parts.server.deploy().clone()
-        data, module = samples_of(refiner), normed_network().eval()
+        data, module = samples_of(refiner), batch_norm_network().eval()
         losses = []
         for _ in range(2):
             module.load_state_dict(experiment.layout.state_dict(row))

@@ -8,13 +8,13 @@ import torch
 from small_dynafed import convolutions, images
 
 import fedloom
-from fedloom.storage import read_tensors
-from fedloom.watching import Silent
+from fedloom.runs.callback import SilentCallback
+from fedloom.utils.storage import read_safetensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Interrupted(Silent):
+class Interrupted(SilentCallback):
     """Pulls the plug in the middle of the synthesis."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def test_a_run_killed_in_the_synthesis_goes_on_as_if_nothing_had_happened(tmp_pa
 
 def test_the_samples_lie_in_the_folder_and_in_the_report(tmp_path: Path) -> None:
     run = fedloom.run("dynafed", out=tmp_path / "run", **{**images(iterations=3), "report": True})
-    made = read_tensors(tmp_path / "run" / "synthetic.safetensors")
+    made = read_safetensors(tmp_path / "run" / "synthetic.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {
         "images": (10, 1, 8, 8),
         "labels": (10, 10),

@@ -12,7 +12,7 @@ import fedloom
 from fedloom.errors import InputError
 from fedloom.methods import compose
 from fedloom.methods.dynafed import DynaFedOptions
-from fedloom.small_runs import small_experiment
+from fedloom.testing.fixtures import build_small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,12 +49,12 @@ class Hot(nn.Module):
 )
 def test_networks_it_cannot_work_with_are_refused(network: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        small_experiment("dynafed", {}, model=network)
+        build_small_run("dynafed", {}, model=network)
 
 
 def test_data_without_classes_is_refused(tmp_path: Path) -> None:
     x = np.linspace(0, 1, 40, dtype=np.float32).reshape(20, 2)
-    federation = fedloom.Federation.from_arrays([(x, x[:, :1]), (x, x[:, :1])])
+    federation = fedloom.FederatedDataset.from_arrays([(x, x[:, :1]), (x, x[:, :1])])
     with pytest.raises(InputError, match="needs data with classes"):
         fedloom.run("dynafed", federation, lambda: nn.Linear(2, 1), rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

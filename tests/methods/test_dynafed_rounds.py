@@ -7,9 +7,9 @@ import torch
 from small_dynafed import refiner_of, samples_of, tiny
 from torch import Tensor
 
+from fedloom.core.layout import model_digest
 from fedloom.methods.dynafed import DynaFedRefiner
-from fedloom.rows import digest
-from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_before_it_fine_tunes_it_is_fedavg_bit_for_bit(options: dict[str, Any], equal: int, differ: int) -> None:
     """With L = 3: Algorithm 2 synthesises in round 3 and fine-tunes from round 4 on; the code already in round 3."""
     for rounds in (equal, differ):
-        mine = small_run("dynafed", tiny(L=3, **options), rounds=rounds, model=plain_network).digest
-        plain = small_run("fedavg", {}, rounds=rounds, model=plain_network).digest
+        mine = small_run("dynafed", tiny(L=3, **options), rounds=rounds, model=simple_network).digest
+        plain = small_run("fedavg", {}, rounds=rounds, model=simple_network).digest
         assert (mine == plain) == (rounds == equal), rounds
 
 
 def test_without_epochs_it_is_fedavg_for_ever() -> None:
     mine, plain = (
-        small_run(name, options, rounds=5, model=plain_network)
+        small_run(name, options, rounds=5, model=simple_network)
         for name, options in (("dynafed", tiny(refine_epochs=0)), ("fedavg", {}))
     )
     assert mine.digest == plain.digest
@@ -38,35 +38,35 @@ def test_without_epochs_it_is_fedavg_for_ever() -> None:
 
 @pytest.mark.parametrize(("at_once", "rounds", "told"), [(False, 3, True), (False, 4, False), (True, 3, False)])
 def test_a_run_too_short_for_it_is_told_so(at_once: bool, rounds: int, told: bool) -> None:
-    with small_experiment(
-        "dynafed", tiny(L=3, at_once=at_once), model=plain_network, rounds=rounds
+    with build_small_run(
+        "dynafed", tiny(L=3, at_once=at_once), model=simple_network, rounds=rounds
     ).engine_closed() as e:
         assert bool(e.notes) == told
         assert all("refines from round 4 on (dynafed.L is 3), and this run has 3" in note for note in e.notes)
-    equal = small_run("dynafed", tiny(L=3, at_once=at_once), rounds=rounds, model=plain_network).digest
-    assert (equal == small_run("fedavg", {}, rounds=rounds, model=plain_network).digest) == told
+    equal = small_run("dynafed", tiny(L=3, at_once=at_once), rounds=rounds, model=simple_network).digest
+    assert (equal == small_run("fedavg", {}, rounds=rounds, model=simple_network).digest) == told
 
 
 def test_in_company_it_does_not_call_the_rounds_before_it_fedavg() -> None:
-    with small_experiment("fedcross+dynafed", tiny(L=3), model=plain_network, rounds=3).engine_closed() as e:
+    with build_small_run("fedcross+dynafed", tiny(L=3), model=simple_network, rounds=3).engine_closed() as e:
         (note,) = e.notes
     assert note.endswith("until then it changes nothing.")
 
 
 def test_the_trajectory_is_the_deployed_models_each_a_copy() -> None:
-    with small_experiment("dynafed", tiny(L=4), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(L=4), model=simple_network).engine_closed() as experiment:
         refiner, server = refiner_of(experiment), experiment.rounds.parts.server
-        expected = [digest(experiment.rounds.context.initial)]
+        expected = [model_digest(experiment.rounds.context.initial)]
         for round in range(3):
             experiment.rounds.play(round)
-            expected.append(digest(server.deploy()))
+            expected.append(model_digest(server.deploy()))
             server.models().add_(1.0)  # what happens to the model later must not reach the trajectory
-        assert [digest(row) for row in refiner.trajectory] == expected
+        assert [model_digest(row) for row in refiner.trajectory] == expected
         assert len(set(expected)) == 4
 
 
 def test_without_the_initial_model_the_trajectory_is_one_round_later() -> None:
-    with small_experiment("dynafed", tiny(L=3, initial=False), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(L=3, initial=False), model=simple_network).engine_closed() as experiment:
         refiner, server, lengths = refiner_of(experiment), experiment.rounds.parts.server, []
         seen: list[Tensor] = []
         refiner.synthesise = lambda: lengths.append(list(refiner.trajectory)) or DynaFedRefiner.synthesise(refiner)  # type: ignore[func-returns-value, method-assign]
@@ -78,12 +78,12 @@ def test_without_the_initial_model_the_trajectory_is_one_round_later() -> None:
 
 
 def test_it_synthesises_once_and_keeps_what_it_made() -> None:
-    with small_experiment("dynafed", tiny(), model=plain_network, rounds=5).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(), model=simple_network, rounds=5).engine_closed() as experiment:
         refiner, made = refiner_of(experiment), []
         for round in range(5):
             experiment.rounds.play(round)
             made.append(
-                None if refiner.images is None else [digest(t.flatten()) for t in samples_of(refiner).tensors()]
+                None if refiner.images is None else [model_digest(t.flatten()) for t in samples_of(refiner).tensors()]
             )
         assert made[0] is None
         assert made[1] is not None
@@ -92,17 +92,17 @@ def test_it_synthesises_once_and_keeps_what_it_made() -> None:
 
 
 def test_a_round_without_an_answer_neither_counts_nor_refines() -> None:
-    with small_experiment("dynafed", tiny(), model=plain_network, lost=0.999999).engine_closed() as experiment:
-        before = digest(experiment.rounds.parts.server.deploy())
+    with build_small_run("dynafed", tiny(), model=simple_network, lost=0.999999).engine_closed() as experiment:
+        before = model_digest(experiment.rounds.parts.server.deploy())
         for round in range(4):
             experiment.rounds.play(round)
         refiner = refiner_of(experiment)
         assert (refiner.seen, refiner.images, len(refiner.trajectory)) == (0, None, 1)
-        assert digest(experiment.rounds.parts.server.deploy()) == before
-    with small_experiment("dynafed", tiny(), model=plain_network).engine_closed() as experiment:
+        assert model_digest(experiment.rounds.parts.server.deploy()) == before
+    with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
         rounds, server = experiment.rounds, experiment.rounds.parts.server
         for round in range(3):
             rounds.play(round)
-        before = digest(server.deploy())
+        before = model_digest(server.deploy())
         refiner_of(experiment).refine(3, server)
-        assert digest(server.deploy()) == before
+        assert model_digest(server.deploy()) == before

@@ -9,28 +9,28 @@ from small_dynafed import images, refiner_of, samples_of, tiny
 
 import fedloom
 from fedloom.errors import FedloomError
-from fedloom.methods.synthesis import match
-from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.methods._support.trajectory_matching import match_trajectory
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_first_samples_are_noise_with_labels_that_say_nothing() -> None:
-    with small_experiment("dynafed", tiny(images_per_class=40), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(images_per_class=40), model=simple_network).engine_closed() as experiment:
         first = refiner_of(experiment)._first_samples()
         assert first.images.shape == (400, 64)
         assert abs(float(first.images.mean())) < 0.02
         assert abs(float(first.images.std()) - 1) < 0.02
         assert torch.equal(first.logits.softmax(1), torch.full((400, 10), 0.1))
         assert float(first.rate) == 1.0
-    with small_experiment("dynafed", tiny(label_init=2.0), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(label_init=2.0), model=simple_network).engine_closed() as experiment:
         assert refiner_of(experiment)._first_samples().logits.argmax(1).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("target", ["last", "two", "several"])
 def test_segments_lie_on_the_trajectory(target: str) -> None:
     options = tiny(L=7, s=3, target=target)
-    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         refiner, size = refiner_of(experiment), experiment.layout.size
         # Rows that hold powers of 4: the digits of a sum then tell which were in it, and how often.
         refiner.trajectory = [torch.full((size,), float(4**place)) for place in range(7)]
@@ -59,7 +59,7 @@ def _models(total: float) -> list[int]:
 
 def test_batches_of_the_inner_steps_pass_over_all_samples() -> None:
     options = tiny(images_per_class=2, inner_batch=6, inner_steps=8)
-    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         steps = refiner_of(experiment).inner_steps(0)
         indices = [step.index for step in steps]
         assert [len(i) for i in indices if i is not None] == [6, 6, 6, 2] * 2
@@ -68,12 +68,12 @@ def test_batches_of_the_inner_steps_pass_over_all_samples() -> None:
         assert not torch.equal(*passes)
         again = refiner_of(experiment).inner_steps(0)
         assert all(torch.equal(a.index, b.index) for a, b in zip(steps, again, strict=True))  # type: ignore[arg-type]
-    with small_experiment("dynafed", tiny(), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
         assert [step.index for step in refiner_of(experiment).inner_steps(0)] == [None, None]
 
 
 def test_what_is_no_image_is_not_augmented() -> None:
-    with small_experiment("dynafed", tiny(), model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
         assert all(step.change is None for step in refiner_of(experiment).inner_steps(0))
 
 
@@ -81,7 +81,7 @@ def test_what_is_no_image_is_not_augmented() -> None:
 def test_the_matching_loss_falls(optimizer: str) -> None:
     rates = {"adam": {}, "sgd": {"image_lr": 20.0, "label_lr": 20.0, "rate_lr": 0.0}}[optimizer]
     options = tiny(L=4, s=2, iterations=40, inner_steps=5, inner_lr=5.0, optimizer=optimizer, **rates)
-    with small_experiment("dynafed", options, model=plain_network, epochs=3).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network, epochs=3).engine_closed() as experiment:
         for round in range(4):
             experiment.rounds.play(round)
         losses, rate = refiner_of(experiment).losses, refiner_of(experiment).rate
@@ -94,13 +94,13 @@ def test_the_matching_loss_falls(optimizer: str) -> None:
 
 def test_a_zero_inner_rate_has_matching_loss_one_throughout() -> None:
     options = tiny(inner_lr=0.0, rate_lr=0.0, iterations=4)
-    with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         for round in range(2):
             experiment.rounds.play(round)
         refiner = refiner_of(experiment)
         assert refiner.losses is not None
         assert refiner.losses.tolist() == [1.0] * 4
-        found = match(
+        found = match_trajectory(
             refiner._network,
             samples_of(refiner),
             refiner.inner_steps(0),
@@ -114,7 +114,7 @@ def test_checkpointing_changes_memory_and_nothing_else() -> None:
     made = []
     for checkpoint in (True, False):
         options = tiny(checkpoint=checkpoint, iterations=3, inner_steps=4)
-        with small_experiment("dynafed", options, model=plain_network).engine_closed() as experiment:
+        with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
             for round in range(2):
                 experiment.rounds.play(round)
             made.append(samples_of(refiner_of(experiment)))
@@ -124,9 +124,9 @@ def test_checkpointing_changes_memory_and_nothing_else() -> None:
 
 def test_samples_that_are_not_finite_end_the_run() -> None:
     with pytest.raises(FedloomError, match=r"diverged within 2 iterations.*Lower dynafed\.inner_lr"):
-        small_run("dynafed", tiny(inner_lr=1e30), model=plain_network)
+        small_run("dynafed", tiny(inner_lr=1e30), model=simple_network)
     with pytest.raises(FedloomError, match=r"round 3: a model is not finite.*lower dynafed\.refine_lr"):
-        small_run("dynafed", tiny(refine_lr=3e37, refine_epochs=40), model=plain_network)
+        small_run("dynafed", tiny(refine_lr=3e37, refine_epochs=40), model=simple_network)
 
 
 @pytest.mark.gpu
@@ -135,7 +135,7 @@ def test_an_iteration_on_a_gpu_does_not_wait_for_it(tmp_path: Path) -> None:
     run = fedloom.run("dynafed", out=tmp_path / "run", **{**images(inner_batch=6), "device": "cuda"})
     assert np.isfinite(run.summary["loss"])
     options = tiny(L=4, inner_steps=8, inner_batch=6)
-    with small_experiment("dynafed", options, model=plain_network, device="cuda").engine_closed() as experiment:
+    with build_small_run("dynafed", options, model=simple_network, device="cuda").engine_closed() as experiment:
         for round in range(3):
             experiment.rounds.play(round)
         refiner = refiner_of(experiment)
@@ -145,6 +145,6 @@ def test_an_iteration_on_a_gpu_does_not_wait_for_it(tmp_path: Path) -> None:
         try:
             for n in range(3):
                 t, target = refiner.segment(n)
-                match(refiner._network, data, refiner.inner_steps(n), refiner.trajectory[t], target)
+                match_trajectory(refiner._network, data, refiner.inner_steps(n), refiner.trajectory[t], target)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -13,15 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import Job, Update
+from fedloom import ClientTask, ClientUpdate
 from fedloom.config import make_config
-from fedloom.experiment import Experiment, build
+from fedloom.core.layout import model_digest
 from fedloom.methods import methods
-from fedloom.methods.catalogue import BUILT_IN
-from fedloom.methods.clusamp import distributions
-from fedloom.request import Own
-from fedloom.rows import digest
-from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, plain_network, small_experiment
+from fedloom.methods.clusamp import clusamp_sampling_distributions
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.resolve import UserObjects
+from fedloom.testing.fixtures import (
+    SETTINGS,
+    SmallFederatedDataset,
+    batch_norm_network,
+    build_small_run,
+    simple_network,
+)
 
 UNIFORM = {"weighting": "uniform"}
 EVERYONE = 8
@@ -38,7 +44,7 @@ class Equal:
     """Options of FedAvg: the papers of some methods weight all clients alike."""
     bits: bool = True
     """Equal bit for bit, or to rounding."""
-    networks: tuple[Callable[[], nn.Module], ...] = (plain_network, normed_network)
+    networks: tuple[Callable[[], nn.Module], ...] = (simple_network, batch_norm_network)
     sizes: Mapping[int, int] = field(default_factory=dict)
     """Of clients that have fewer samples than usual."""
 
@@ -70,7 +76,7 @@ TABLE = [
     Equal("scaffold", {"option": "I"}, {"rounds": 1, "momentum": 0.0, "weight_decay": 0.0}, fedavg=UNIFORM),
     Equal("fedexp", {"average": False}, {"per_round": 1}),  # one client: the step is 1
     Equal("fedexp", {"average": False, "epsilon": 1e300}),
-    Equal("fedbn", networks=(plain_network,)),
+    Equal("fedbn", networks=(simple_network,)),
     Equal("swa", {"snapshots": 1}),
     Equal("swad", {"checks": 10**9, "optimum_patience": 10**9, "validation": 0.0}),
     Equal("soups", {"models": 1}),
@@ -106,11 +112,11 @@ def rows_of(
     method: str, options: Mapping[str, Any], network: Callable[[], nn.Module], sizes: Mapping[int, int], **given: Any
 ) -> tuple[list[Tensor], int]:
     """The deployed model after each round, and how many of its numbers are floats."""
-    federation = SmallFederation(sizes=sizes)
+    federation = SmallFederatedDataset(sizes=sizes)
     settings = {**SETTINGS, "rounds": 3, "momentum": 0.9, "weight_decay": 0.01, **given}
     values = {**settings, "method": method, "options": {method: dict(options)}, "clients": len(federation)}
     config = make_config({**values, "data": "small", "partition": "own", "model": "small"})
-    with build(config, Own(federation, network)).engine_closed() as experiment:
+    with build_run(config, UserObjects(federation, network)).engine_closed() as experiment:
         rows = []
         for round in range(config.rounds):
             experiment.rounds.play(round)
@@ -126,10 +132,10 @@ def rows_of(
 def test_it_is_fedavg(row: Equal, network: Callable[[], nn.Module]) -> None:
     ours, floats = rows_of(row.method, row.options, network, row.sizes, **row.settings)
     theirs, _ = rows_of("fedavg", row.fedavg, network, row.sizes, **row.settings)
-    assert digest(theirs[0]) != digest(theirs[-1]) or len(theirs) == 1, "FedAvg itself stands still"
+    assert model_digest(theirs[0]) != model_digest(theirs[-1]) or len(theirs) == 1, "FedAvg itself stands still"
     for mine, other in zip(ours, theirs, strict=True):
         if row.bits:
-            assert digest(mine) == digest(other)
+            assert model_digest(mine) == model_digest(other)
         else:
             torch.testing.assert_close(mine[:floats], other[:floats], rtol=1e-5, atol=1e-6)
             assert torch.equal(mine[floats:], other[floats:])
@@ -147,9 +153,9 @@ def test_and_with_its_own_options_it_is_not(name: str) -> None:
         "swa": {"start": 0.0},
         "fedexp": {"epsilon": 0.0},
     }.get(name, {})
-    ours, _ = rows_of(name, options, normed_network, {}, rounds=4)
-    theirs, _ = rows_of("fedavg", {}, normed_network, {}, rounds=4)
-    assert digest(ours[-1]) != digest(theirs[-1])
+    ours, _ = rows_of(name, options, batch_norm_network, {}, rounds=4)
+    theirs, _ = rows_of("fedavg", {}, batch_norm_network, {}, rounds=4)
+    assert model_digest(ours[-1]) != model_digest(theirs[-1])
 
 
 def test_every_method_is_in_the_table_or_has_a_reason_not_to_be() -> None:
@@ -163,12 +169,12 @@ def test_every_method_is_in_the_table_or_has_a_reason_not_to_be() -> None:
 # What else the methods have to do with each other
 
 
-def answers(experiment: Experiment, clients: list[int]) -> list[Tensor]:
+def answers(experiment: BuiltRun, clients: list[int]) -> list[Tensor]:
     """What these clients make of the first model."""
     jobs = list(experiment.rounds.parts.server.dispatch(0, clients))
     found = []
     for update in experiment.engine.train(0, jobs):
-        assert isinstance(update, Update), update
+        assert isinstance(update, ClientUpdate), update
         found.append(update.row.clone())
     return found
 
@@ -177,7 +183,7 @@ def answers(experiment: Experiment, clients: list[int]) -> list[Tensor]:
 def test_feddyns_clients_begin_as_fedproxs(alpha: float) -> None:
     found = []
     for method, options in (("feddyn", {"alpha": alpha}), ("fedprox", {"mu": alpha}), ("fedavg", {})):
-        with small_experiment(method, {method: options}, epochs=2).engine_closed() as experiment:
+        with build_small_run(method, {method: options}, epochs=2).engine_closed() as experiment:
             found.append(answers(experiment, [1, 4, 6]))
     for dyn, prox, plain in zip(*found, strict=True):
         torch.testing.assert_close(dyn, prox, rtol=1e-6, atol=1e-7)
@@ -187,13 +193,13 @@ def test_feddyns_clients_begin_as_fedproxs(alpha: float) -> None:
 @pytest.mark.parametrize(("updates", "step"), [("equal", 1.0), ("orthogonal", 4.0)])
 def test_fedexps_step_is_one_or_half_the_clients(updates: str, step: float) -> None:
     options = {"fedexp": {"epsilon": 0.0, "weighting": "uniform", "average": False}}
-    with small_experiment("fedexp", options, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedexp", options, per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         before, rows = server.deploy().clone(), []
         for client in range(8):
             row = before.clone()
             row[0 if updates == "equal" else client] += 2.0
-            rows.append(Update(Job(client, before), row, samples=10, loss=1.0, steps=1))
+            rows.append(ClientUpdate(ClientTask(client, before), row, samples=10, loss=1.0, steps=1))
         server.collect(0, iter(rows))
         assert server.diagnostics()["eta_g"] == pytest.approx(step, rel=1e-5)
         moved = 2.0 if updates == "equal" else step * 2.0 / 8
@@ -205,7 +211,7 @@ def test_clusamps_rows_and_columns_sum_up() -> None:
     for m in range(1, 9):
         n = draw.integers(0, 30, 12)
         apart = draw.random((12, 12))
-        r = distributions(n, m, apart + apart.T - np.diag(2 * apart.diagonal()))
+        r = clusamp_sampling_distributions(n, m, apart + apart.T - np.diag(2 * apart.diagonal()))
         assert r.shape == (m, 12)
         assert (r.sum(1) == n.sum()).all()
         assert (r.sum(0) == m * n).all()
@@ -219,7 +225,7 @@ def test_clusamps_rows_and_columns_sum_up() -> None:
 )
 def test_what_moves_on_the_server_and_what_stays(method: str, away: set[str]) -> None:
     quick = {"fedrep": {"fedrep": {"head_epochs": 1}}}.get(method, {})
-    with small_experiment(method, quick, weight_decay=0.1, momentum=0.9).engine_closed() as experiment:
+    with build_small_run(method, quick, weight_decay=0.1, momentum=0.9).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         before = experiment.layout.state_dict(server.deploy())
         for round in range(3):
@@ -234,12 +240,12 @@ def test_what_moves_on_the_server_and_what_stays(method: str, away: set[str]) ->
 @pytest.mark.parametrize("method", ["fedma", "gamf"])
 def test_a_permuted_network_is_put_back(method: str) -> None:
     """More kinds of networks: test_matching.py."""
-    with small_experiment(method, {}).engine_closed() as experiment:
+    with build_small_run(method, {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         row = server.deploy().clone()
         orders = server.symmetries.random(torch.Generator().manual_seed(1))
         copy = server.symmetries.permuted(row, orders)
         assert not torch.equal(copy, row)
-        updates = [Update(Job(k, row), each, n, 1.0, 1) for k, each, n in ((0, copy, 5), (1, row, 9))]
+        updates = [ClientUpdate(ClientTask(k, row), each, n, 1.0, 1) for k, each, n in ((0, copy, 5), (1, row, 9))]
         server.collect(0, iter(updates))
         assert torch.equal(server.deploy(), row)

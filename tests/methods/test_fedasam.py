@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
-from fedloom.methods.fedasam import SwaOptions, place_in_cycle
-from fedloom.rows import Kind
-from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.fedasam import FedASAMSwaOptions, fedasam_cycle_position
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 
 
-def ascent(v: Tensor, g: Tensor, model: object = plain_network, **options: float) -> Tensor:
+def ascent(v: Tensor, g: Tensor, model: object = simple_network, **options: float) -> Tensor:
     """The way to the worst point from v, with the gradient g."""
-    with small_experiment("fedasam", {"fedasam": options}, model=model).engine_closed() as experiment:
+    with build_small_run("fedasam", {"fedasam": options}, model=model).engine_closed() as experiment:
         bench, local = experiment.engine._bench, experiment.rounds.parts.local
         row = experiment.layout.empty()
         bench.begin(0, 1, experiment.federation.client(1), row, row.clone(), {}, {}, {}, True)
@@ -25,18 +25,18 @@ def ascent(v: Tensor, g: Tensor, model: object = plain_network, **options: float
 
 
 def entries(model: nn.Module) -> dict[str, slice]:
-    from fedloom.rows import Layout
+    from fedloom.core.layout import Layout
 
-    return {entry.name: entry.columns for entry in Layout.of(model).entries if entry.kind is Kind.PARAMETER}
+    return {entry.name: entry.columns for entry in Layout.of(model).entries if entry.kind is TensorKind.PARAMETER}
 
 
-SIZE = sum(p.numel() for p in plain_network().parameters())
+SIZE = sum(p.numel() for p in simple_network().parameters())
 
 
 def test_the_ascent_is_the_papers() -> None:
     v, g = torch.randn(SIZE), torch.randn(SIZE)
     t = torch.ones(SIZE)
-    for name, columns in entries(plain_network()).items():
+    for name, columns in entries(simple_network()).items():
         if name.endswith("weight"):
             t[columns] = v[columns].abs() + 0.2
     expected = 0.7 * t**2 * g / (t * g).norm()
@@ -45,7 +45,7 @@ def test_the_ascent_is_the_papers() -> None:
 
 def test_without_eta_a_zero_weight_is_never_moved_and_a_zero_bias_is() -> None:
     v, g = torch.randn(SIZE), torch.randn(SIZE)
-    places = entries(plain_network())
+    places = entries(simple_network())
     v[places["0.weight"]] = 0.0
     v[places["0.bias"]] = 0.0
     way = ascent(v, g, eta=0.0)
@@ -57,7 +57,7 @@ def test_without_eta_a_zero_weight_is_never_moved_and_a_zero_bias_is() -> None:
 def test_scaling_one_weight_up_and_the_next_down_scales_the_ascent_alike() -> None:
     v, g, a = torch.randn(SIZE), torch.randn(SIZE), 8.0
     scale = torch.ones(SIZE)
-    places = entries(plain_network())
+    places = entries(simple_network())
     scale[places["0.weight"]], scale[places["2.weight"]] = a, 1 / a
     plain, scaled = ascent(v, g, eta=0.0), ascent(v * scale, g / scale, eta=0.0)
     torch.testing.assert_close(scaled, plain * scale, rtol=1e-4, atol=1e-7)
@@ -111,22 +111,26 @@ def test_no_gradient_no_ascent() -> None:
 
 
 def test_cycles_begin_after_their_share_of_the_rounds_and_end_in_one() -> None:
-    options = SwaOptions(start=0.75, cycle=2)
-    assert [place_in_cycle(round, 8, options) for round in range(8)] == [None] * 6 + [0.5, 1.0]
-    assert [place_in_cycle(round, 3, SwaOptions(start=0.0, cycle=1)) for round in range(3)] == [1.0] * 3
-    assert [place_in_cycle(round, 3, SwaOptions(start=0.5, cycle=1)) for round in range(3)] == [None, None, 1.0]
-    assert [place_in_cycle(round, 4, SwaOptions(start=1.0)) for round in range(4)] == [None] * 4
+    options = FedASAMSwaOptions(start=0.75, cycle=2)
+    assert [fedasam_cycle_position(round, 8, options) for round in range(8)] == [None] * 6 + [0.5, 1.0]
+    assert [fedasam_cycle_position(round, 3, FedASAMSwaOptions(start=0.0, cycle=1)) for round in range(3)] == [1.0] * 3
+    assert [fedasam_cycle_position(round, 3, FedASAMSwaOptions(start=0.5, cycle=1)) for round in range(3)] == [
+        None,
+        None,
+        1.0,
+    ]
+    assert [fedasam_cycle_position(round, 4, FedASAMSwaOptions(start=1.0)) for round in range(4)] == [None] * 4
 
 
-def swa(**options: float) -> Experiment:
+def swa(**options: float) -> BuiltRun:
     given = {"rho": 0.0, "start": 0.5, "cycle": 2, "lr_end": 0.1, **options}
-    return small_experiment("fedasam-swa", {"fedasam-swa": given}, rounds=8)
+    return build_small_run("fedasam-swa", {"fedasam-swa": given}, rounds=8)
 
 
 def test_the_mean_of_models_at_the_ends_of_cycles_is_deployed_and_feeds_nothing() -> None:
     with swa().engine_closed() as experiment:
         server, floats, ends = experiment.rounds.parts.server, experiment.layout.floats, []
-        plain = small_experiment("fedavg", {}, rounds=8)
+        plain = build_small_run("fedavg", {}, rounds=8)
         with plain.engine_closed():
             for number in range(8):
                 experiment.rounds.play(number)
@@ -156,7 +160,7 @@ def test_the_learning_rate_falls_in_each_cycle() -> None:
         local, bench, rates = experiment.rounds.parts.local, experiment.engine._bench, []
         for round in range(8):
             (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [1])))
-            assert isinstance(update, Update), update
+            assert isinstance(update, ClientUpdate), update
             rates.append(bench.lr)
         assert local.options.lr_end == 0.01
         falling = [0.07, 0.04, 0.01]

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 import fedloom
 import one_client
-from fedloom.data import Federation
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
-from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.data import FederatedDataset
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run, simple_network
 
 
 def reference(
-    module: nn.Module, federation: Federation, seed: int, rounds: int, cohort: int, **options: float
+    module: nn.Module, federation: FederatedDataset, seed: int, rounds: int, cohort: int, **options: float
 ) -> nn.Module:
     """FedAvg as one would write it down: slow, and obviously right."""
-    streams, size = Streams(seed), int(options["batch_size"])
+    streams, size = RngStreams(seed), int(options["batch_size"])
     for number in range(rounds):
         clients = streams.numpy("select", number).choice(len(federation), cohort, replace=False)
         total = sum(federation.samples(int(client)) for client in clients)
@@ -49,11 +49,11 @@ def reference(
     return module
 
 
-@pytest.mark.parametrize("network", [plain_network, normed_network])
+@pytest.mark.parametrize("network", [simple_network, batch_norm_network])
 def test_a_run_equals_the_naive_loop(network, tmp_path) -> None:
-    federation = SmallFederation()
+    federation = SmallFederatedDataset()
     options = {"epochs": 2, "batch_size": 8, "lr": 0.1, "momentum": 0.5}
-    with Streams(5).globally("init"):
+    with RngStreams(5).globally("init"):
         start = network()
     ours = fedloom.run(
         "fedavg", federation, network, rounds=4, per_round=4, seed=5, out=tmp_path / "run", report=False, **options
@@ -65,8 +65,8 @@ def test_a_run_equals_the_naive_loop(network, tmp_path) -> None:
 
 def test_one_client_with_full_batches_is_plain_sgd_bit_for_bit(tmp_path) -> None:
     x, y = torch.randn(30, 64), torch.randint(0, 10, (30,))
-    federation = Federation.from_arrays([(x, y)], test=(x, y), classes=10)
-    module = plain_network()
+    federation = FederatedDataset.from_arrays([(x, y)], test=(x, y), classes=10)
+    module = simple_network()
     ours = fedloom.run(
         "fedavg", federation, module, rounds=3, epochs=2, batch_size=0, lr=0.2, out=tmp_path / "run", report=False
     ).model()
@@ -78,8 +78,8 @@ def test_one_client_with_full_batches_is_plain_sgd_bit_for_bit(tmp_path) -> None
 
 def test_clients_with_the_same_data_and_one_full_batch_take_one_central_step(tmp_path) -> None:
     x, y = torch.randn(12, 64), torch.randint(0, 10, (12,))
-    federation = Federation.from_arrays([(x, y)] * 4, test=(x, y), classes=10)
-    module = plain_network()
+    federation = FederatedDataset.from_arrays([(x, y)] * 4, test=(x, y), classes=10)
+    module = simple_network()
     settings = {"rounds": 1, "epochs": 1, "batch_size": 0, "lr": 0.3, "out": tmp_path / "run", "report": False}
     ours = fedloom.run("fedavg", federation, module, **settings).model()
     F.cross_entropy(module(x), y).backward()
@@ -88,21 +88,21 @@ def test_clients_with_the_same_data_and_one_full_batch_take_one_central_step(tmp
         torch.testing.assert_close(ours.state_dict()[name], central, rtol=1e-5, atol=1e-6)
 
 
-def answers(experiment: Experiment, rows: list[Tensor], samples: list[int]) -> list[Update]:
+def answers(experiment: BuiltRun, rows: list[Tensor], samples: list[int]) -> list[ClientUpdate]:
     server = experiment.rounds.parts.server
     return [
-        Update(Job(client, server.deploy()), row, count, 0.0, 1)
+        ClientUpdate(ClientTask(client, server.deploy()), row, count, 0.0, 1)
         for client, (row, count) in enumerate(zip(rows, samples, strict=True))
     ]
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_the_mean_is_over_the_clients_that_answered(weighting: str) -> None:
-    with small_experiment("fedavg", {"fedavg": {"weighting": weighting}}).engine_closed() as experiment:
+    with build_small_run("fedavg", {"fedavg": {"weighting": weighting}}).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
         rows = [torch.randn(layout.size) for _ in range(3)]
         for row in rows:
-            for counter in layout.views(row, fedloom.rows.Kind.INTEGER):
+            for counter in layout.views(row, fedloom.core.layout.TensorKind.INTEGER):
                 counter.zero_()
         counts = [1, 5, 10]
         server.collect(0, iter(answers(experiment, rows, counts)))
@@ -114,7 +114,7 @@ def test_the_mean_is_over_the_clients_that_answered(weighting: str) -> None:
 
 
 def test_equal_answers_are_their_own_mean_bit_for_bit() -> None:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
+    with build_small_run("fedavg", {}).engine_closed() as experiment:
         row = torch.randn(experiment.layout.size)
         server = experiment.rounds.parts.server
         server.collect(0, iter(answers(experiment, [row, row.clone(), row.clone()], [3, 7, 11])))
@@ -122,7 +122,7 @@ def test_equal_answers_are_their_own_mean_bit_for_bit() -> None:
 
 
 def test_the_server_step_goes_beyond_the_mean_for_parameters_only() -> None:
-    with small_experiment("fedavg", {"fedavg": {"server_lr": 2.0}}).engine_closed() as experiment:
+    with build_small_run("fedavg", {"fedavg": {"server_lr": 2.0}}).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
         old = server.deploy().clone()
         row = old + 1
@@ -134,8 +134,8 @@ def test_the_server_step_goes_beyond_the_mean_for_parameters_only() -> None:
 
 
 def test_steps_and_batches_are_what_was_asked_for(tmp_path) -> None:
-    federation = SmallFederation()
-    with small_experiment("fedavg", {}, epochs=3, batch_size=7).engine_closed() as experiment:
+    federation = SmallFederatedDataset()
+    with build_small_run("fedavg", {}, epochs=3, batch_size=7).engine_closed() as experiment:
         jobs = list(experiment.rounds.parts.server.dispatch(0, list(range(len(federation)))))
         for update in experiment.engine.train(0, jobs):
             assert update.steps == 3 * ceil(federation.samples(update.client) / 7)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.rows import digest
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.core.layout import model_digest
+from fedloom.testing.fixtures import build_small_run, small_run
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from fedloom.small_runs import small_experiment, small_run
     ],
 )
 def test_the_head_is_its_start_to_the_bit(settings: dict[str, Any]) -> None:
-    with small_experiment("fedbabu", {}, **settings).engine_closed() as experiment:
+    with build_small_run("fedbabu", {}, **settings).engine_closed() as experiment:
         head = experiment.rounds.parts.local.head(experiment.layout)
         start = experiment.rounds.context.initial.clone()
         for number in range(4):
             experiment.rounds.play(number)
         end = experiment.rounds.deployed()
-        assert digest(end[head]) == digest(start[head])
+        assert model_digest(end[head]) == model_digest(start[head])
         body = slice(0, head.start)
         assert not torch.equal(end[body], start[body])
 
@@ -58,7 +58,7 @@ def test_fine_tuning_is_for_scoring_and_helps() -> None:
 
 @pytest.mark.parametrize("part", ["head", "body", "all"])
 def test_only_the_named_part_is_fine_tuned(part: str) -> None:
-    with small_experiment("fedbabu", {"fedbabu": {"finetune": part}}).engine_closed() as experiment:
+    with build_small_run("fedbabu", {"fedbabu": {"finetune": part}}).engine_closed() as experiment:
         bench, row = experiment.engine._bench, experiment.layout.empty()
         local, start = experiment.rounds.parts.local, experiment.rounds.deployed()
         home = experiment.engine.homes.copy_for(2, torch.device("cpu"))

@@ -8,23 +8,23 @@ import torch.nn.functional as F
 from proxies import answers, noisy, play, put_together
 from torch import Tensor
 
-from fedloom.experiment import Experiment
+from fedloom.core.layout import TensorKind
+from fedloom.methods._support.distillation import DistillationData
 from fedloom.methods.fedbe import FedBERefiner
-from fedloom.methods.proxy import Proxy
-from fedloom.rows import Kind
-from fedloom.small_runs import normed_network, plain_network
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import batch_norm_network, simple_network
 
 KINDS = ["gaussian", "normalised", "dirichlet"]
 
 
-def refiner_of(experiment: Experiment) -> FedBERefiner:
+def refiner_of(experiment: BuiltRun) -> FedBERefiner:
     refiner = experiment.rounds.parts.refiner
     assert isinstance(refiner, FedBERefiner)
     return refiner
 
 
-def drawn(experiment: Experiment, rows: list[Tensor], count: int, samples: list[int] | None = None) -> Tensor:
+def drawn(experiment: BuiltRun, rows: list[Tensor], count: int, samples: list[int] | None = None) -> Tensor:
     """So many models drawn around `rows`, which were trained from the initial model."""
     sent = experiment.rounds.context.initial.expand(len(rows), -1)
     sizes = samples or [10] * len(rows)
@@ -33,7 +33,7 @@ def drawn(experiment: Experiment, rows: list[Tensor], count: int, samples: list[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_identical_clients_that_one_model_is_drawn(kind: str) -> None:
-    with put_together("fedbe", {"distribution": kind}, normed_network) as experiment:
+    with put_together("fedbe", {"distribution": kind}, batch_norm_network) as experiment:
         row = noisy(experiment, 1)[0]
         models = drawn(experiment, [row] * 3, 4)
         if kind == "dirichlet":
@@ -52,14 +52,14 @@ def test_clients_that_have_not_moved_are_no_trouble(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_statistics_of_batch_norm_are_means_and_counters_are_counters(kind: str) -> None:
     """A Gaussian draw of variances as far apart as these would often be negative."""
-    with put_together("fedbe", {"distribution": kind}, normed_network) as experiment:
+    with put_together("fedbe", {"distribution": kind}, batch_norm_network) as experiment:
         layout, rows = experiment.layout, noisy(experiment, 3)
         for number, row in enumerate(rows):
             row[layout.trainable : layout.floats] = 0.01 if number else 5.0
-            layout.views(row, Kind.INTEGER)[0].fill_(7 + number)
+            layout.views(row, TensorKind.INTEGER)[0].fill_(7 + number)
         for model in drawn(experiment, rows, 20):
             assert (model[layout.trainable : layout.floats] >= 0.01 - 1e-6).all()
-            assert int(layout.views(model, Kind.INTEGER)[0]) == 9
+            assert int(layout.views(model, TensorKind.INTEGER)[0]) == 9
 
 
 def test_gaussian_draws_have_the_clients_mean_and_deviation() -> None:
@@ -100,7 +100,9 @@ def test_dirichlet_draws_are_means_that_count_samples() -> None:
 
 def test_the_teacher_is_the_sharpened_mean_of_all_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     taught: list[Tensor] = []
-    monkeypatch.setattr(Proxy, "distil", lambda self, row, index, teacher, optimizer, lr: taught.append(teacher))
+    monkeypatch.setattr(
+        DistillationData, "distil", lambda self, row, index, teacher, optimizer, lr: taught.append(teacher)
+    )
     with put_together("fedbe", {"samples": 2, "epochs": 1}) as experiment:
         rows, refiner = noisy(experiment, 3, 0.5), refiner_of(experiment)
         mean = play(experiment, answers(experiment, rows))
@@ -119,7 +121,7 @@ def test_the_new_model_is_the_mean_of_the_students_that_count(start: int, every:
     """Without one that counts it is the last; 6 epochs of one step each."""
     seen: list[Tensor] = []
 
-    class Watched(Proxy):
+    class Watched(DistillationData):
         def distil(self, row: Tensor, *others: Any) -> None:  # type: ignore[override]
             super().distil(row, *others)
             seen.append(row.clone())
@@ -137,7 +139,7 @@ def test_the_new_model_is_the_mean_of_the_students_that_count(start: int, every:
 def test_the_student_descends_as_pytorchs_own_sgd_does() -> None:
     """Five steps on all of the server's data, with momentum and weight decay; too few for a student to count."""
     options = {"samples": 2, "epochs": 5, "batch_size": 0, "lr": 0.1, "momentum": 0.7, "weight_decay": 0.05}
-    with put_together("fedbe", options, normed_network) as experiment:
+    with put_together("fedbe", options, batch_norm_network) as experiment:
         rows, refiner, context = noisy(experiment, 3, 0.5), refiner_of(experiment), experiment.rounds.context
         experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
         expected = experiment.rounds.parts.server.deploy().clone()
@@ -158,7 +160,7 @@ def test_the_student_descends_as_pytorchs_own_sgd_does() -> None:
 
 
 def test_only_trainable_parameters_learn() -> None:
-    with put_together("fedbe", {"lr": 0.1}, normed_network) as experiment:
+    with put_together("fedbe", {"lr": 0.1}, batch_norm_network) as experiment:
         rows, trainable = noisy(experiment, 3, 0.5), experiment.layout.trainable
         experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
         mean = experiment.rounds.parts.server.deploy().clone()
@@ -170,7 +172,7 @@ def test_only_trainable_parameters_learn() -> None:
 def test_the_order_of_clients_does_not_matter() -> None:
     digests = []
     for turn in (1, -1):
-        with put_together("fedbe", {"distribution": "dirichlet"}, plain_network) as experiment:
+        with put_together("fedbe", {"distribution": "dirichlet"}, simple_network) as experiment:
             updates = answers(experiment, noisy(experiment, 4, 0.5), [1, 2, 3, 4])[::turn]
             digests.append(play(experiment, updates))
     assert torch.allclose(digests[0], digests[1], atol=1e-6)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.bench import STAYS
-from fedloom.models import build
-from fedloom.rows import Kind, Layout
-from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.core.layout import Layout, TensorKind
+from fedloom.models import build_model
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from fedloom.training.context import STAYS
 
 
 class Residual(nn.Module):
@@ -45,15 +45,15 @@ def names_at_home(experiment) -> set[str]:
 
 def test_norms_are_found_by_type_wherever_they_are() -> None:
     statistics = {"running_mean", "running_var", "num_batches_tracked"}
-    with small_experiment("fedbn", {}, model=Residual).engine_closed() as experiment:
+    with build_small_run("fedbn", {}, model=Residual).engine_closed() as experiment:
         wanted = {f"{unit}.{leaf}" for unit in ("downsample.1", "shared") for leaf in ("weight", "bias", *statistics)}
         assert names_at_home(experiment) == wanted | {"stateless.weight", "stateless.bias"}
 
 
 def test_norms_of_a_resnet_in_its_shortcuts_too() -> None:
-    network = build("resnet20:width=2", (3, 8, 8), 10)
+    network = build_model("resnet20:width=2", (3, 8, 8), 10)
     norms = {name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
-    with small_experiment("fedbn", {}).engine_closed() as experiment:
+    with build_small_run("fedbn", {}).engine_closed() as experiment:
         local = experiment.rounds.parts.local
         local = type(local)(_with(experiment.rounds.context, network), local.options)
         layout = Layout.of(network)
@@ -68,7 +68,7 @@ def _with(context, network):
 
 
 def test_after_a_round_norms_are_each_clients_own_and_the_rest_is_common() -> None:
-    with small_experiment("fedbn", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedbn", {}, per_round=8).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
         columns = experiment.rounds.parts.local.stays_home(layout)
         trained = {}
@@ -90,14 +90,14 @@ def test_after_a_round_norms_are_each_clients_own_and_the_rest_is_common() -> No
 
 
 def test_without_batch_norm_it_is_fedavg() -> None:
-    ours = small_run("fedbn", {}, model=plain_network)
-    assert ours.digest == small_run("fedavg", {}, model=plain_network).digest
+    ours = small_run("fedbn", {}, model=simple_network)
+    assert ours.digest == small_run("fedavg", {}, model=simple_network).digest
     assert "personal_accuracy_mean" not in ours.records[-1], "its clients use the deployed model"
     assert small_run("fedbn", {}).digest != small_run("fedavg", {}).digest
 
 
 def test_the_deployed_model_has_the_mean_of_the_clients_norms() -> None:
-    with small_experiment("fedbn", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedbn", {}, per_round=8).engine_closed() as experiment:
         layout, homes = experiment.layout, experiment.engine.homes
         initial = experiment.rounds.deployed().clone()
         assert torch.equal(initial, experiment.rounds.context.initial), "nobody has been asked"
@@ -114,7 +114,7 @@ def test_the_deployed_model_has_the_mean_of_the_clients_norms() -> None:
         weights /= weights.sum()
         for entry in layout.entries:
             theirs = torch.stack([entry.view(row) for row in rows])
-            if entry.kind is Kind.INTEGER:
+            if entry.kind is TensorKind.INTEGER:
                 assert torch.equal(entry.view(deployed), theirs.amax(0))
                 assert entry.view(deployed) > 0
             else:

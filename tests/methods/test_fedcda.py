@@ -16,31 +16,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from many_models import context_of
 
+from fedloom.core.bank import RowStore
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
+from fedloom.methods._support.model_selection import MOST
 from fedloom.methods.fedcda import FedCDAOptions, FedCDAServer
-from fedloom.methods.selection import MOST
-from fedloom.rows import Kind
-from fedloom.rowstore import RowStore
-from fedloom.small_runs import plain_network, small_experiment, small_run
-from fedloom.storage import join, split
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from fedloom.utils.storage import join_state_tensors, split_state_tensors
 
 
 @pytest.fixture
-def experiment() -> Iterator[Experiment]:
-    with small_experiment("fedcda", {"fedcda": {"warmup": 0, "B": 2}}).engine_closed() as made:
+def experiment() -> Iterator[BuiltRun]:
+    with build_small_run("fedcda", {"fedcda": {"warmup": 0, "B": 2}}).engine_closed() as made:
         yield made
 
 
-def server_of(experiment: Experiment) -> FedCDAServer:
+def server_of(experiment: BuiltRun) -> FedCDAServer:
     server = experiment.rounds.parts.server
     assert isinstance(server, FedCDAServer)
     return server
 
 
-def answers(experiment: Experiment, clients: list[int], seed: int = 0) -> list[Update]:
+def answers(experiment: BuiltRun, clients: list[int], seed: int = 0) -> list[ClientUpdate]:
     """Made-up answers of these clients."""
     layout, server = experiment.layout, server_of(experiment)
     updates = []
@@ -49,7 +49,7 @@ def answers(experiment: Experiment, clients: list[int], seed: int = 0) -> list[U
         row = server.deploy().clone()
         row[: layout.floats] += 0.1 * torch.randn(layout.floats, generator=generator).abs()
         loss = float(torch.rand((), generator=generator))
-        updates.append(Update(Job(client, server.deploy()), row, 5, loss, 1))
+        updates.append(ClientUpdate(ClientTask(client, server.deploy()), row, 5, loss, 1))
     return updates
 
 
@@ -63,7 +63,7 @@ def objective(server: FedCDAServer, rows: torch.Tensor, losses: list[float], L: 
     return float(np.mean(losses) + L / 2 * (w - w.mean(0)).square().sum(1).mean())
 
 
-def test_the_global_model_is_the_mean_of_the_chosen_models_of_all_clients_seen(experiment: Experiment) -> None:
+def test_the_global_model_is_the_mean_of_the_chosen_models_of_all_clients_seen(experiment: BuiltRun) -> None:
     server, floats = server_of(experiment), experiment.layout.floats
     for number, clients in enumerate(([0, 1, 2], [2, 3], [1, 4, 0], [3, 2, 1])):
         server.collect(number, iter(answers(experiment, clients, number)))
@@ -80,7 +80,7 @@ def test_the_global_model_is_the_mean_of_the_chosen_models_of_all_clients_seen(e
 def test_the_cache_is_the_last_k_answers_of_each_client_oldest_first(selection: str, warmup: int) -> None:
     given = {"fedcda": {"warmup": warmup, "selection": selection, "K": 2}}
     answered: dict[int, list[tuple[torch.Tensor, float]]] = {}
-    with small_experiment("fedcda", given).engine_closed() as experiment:
+    with build_small_run("fedcda", given).engine_closed() as experiment:
         server = server_of(experiment)
         for number, clients in enumerate(([0, 1], [0, 2], [1, 0], [0, 1], [2, 0])):
             for update in (updates := answers(experiment, clients, number)):
@@ -93,7 +93,7 @@ def test_the_cache_is_the_last_k_answers_of_each_client_oldest_first(selection: 
                 assert loss == wanted
 
 
-def test_who_does_not_take_part_keeps_cache_and_choice(experiment: Experiment) -> None:
+def test_who_does_not_take_part_keeps_cache_and_choice(experiment: BuiltRun) -> None:
     server = server_of(experiment)
     server.collect(0, iter(answers(experiment, [0, 1, 2])))
     before = {client: (list(server.cache[client]), server.chosen[client]) for client in (0, 1)}
@@ -106,7 +106,7 @@ def test_who_does_not_take_part_keeps_cache_and_choice(experiment: Experiment) -
 def test_the_choice_is_what_trying_everything_finds(selection: str) -> None:
     """B = 1 against brute force over all combinations, on the models; the approximation is never better."""
     options = {"fedcda": {"warmup": 0, "selection": selection, "B": 3, "L": 5.0}}
-    with small_experiment("fedcda", options).engine_closed() as experiment:
+    with build_small_run("fedcda", options).engine_closed() as experiment:
         server = server_of(experiment)
         for number in range(3):
             server.collect(number, iter(answers(experiment, [0, 1, 2, 3], number)))
@@ -144,7 +144,7 @@ def test_no_batch_has_too_many_combinations(
     asked: int, K: int, B: int, selection: Any, rounds: int, warmup: int
 ) -> None:
     """`optimal` is refused if it would have; `approximate` takes as few batches as are enough, but at least B."""
-    context = context_of(plain_network, asked, rounds=rounds)
+    context = context_of(simple_network, asked, rounds=rounds)
     options = FedCDAOptions(K=K, B=B, selection=selection, warmup=warmup)
     models, selects = min(K, rounds), rounds > warmup
     if selection == "optimal" and selects and models**asked > MOST:
@@ -160,7 +160,7 @@ def test_no_batch_has_too_many_combinations(
     assert (f"in {batches} batches instead of {B}" in " ".join(server.notes())) is (batches > B)
 
 
-def test_it_says_how_far_a_clients_models_lie_apart(experiment: Experiment) -> None:
+def test_it_says_how_far_a_clients_models_lie_apart(experiment: BuiltRun) -> None:
     server, trainable = server_of(experiment), experiment.layout.trainable
     for number in range(2):
         server.collect(number, iter(answers(experiment, [0, 1, 2], number)))
@@ -175,7 +175,7 @@ def test_it_says_how_far_a_clients_models_lie_apart(experiment: Experiment) -> N
     assert 0.0 < np.mean(shares) < 1.0
 
 
-def test_models_of_a_client_that_are_all_alike_have_no_spread(experiment: Experiment) -> None:
+def test_models_of_a_client_that_are_all_alike_have_no_spread(experiment: BuiltRun) -> None:
     server = server_of(experiment)
     for number in range(2):
         same = answers(experiment, [0, 1])
@@ -193,7 +193,7 @@ def test_moving_all_models_or_the_losses_of_one_client_changes_no_choice(
     picks = []
     for moved in (False, True):
         options = {"fedcda": {"warmup": 0, "selection": "optimal", "L": L}}
-        with small_experiment("fedcda", options).engine_closed() as experiment:
+        with build_small_run("fedcda", options).engine_closed() as experiment:
             server, layout = server_of(experiment), experiment.layout
             generator = torch.Generator().manual_seed(seed)
             rows = torch.rand(12, layout.size, generator=generator, dtype=torch.float64)
@@ -202,14 +202,14 @@ def test_moving_all_models_or_the_losses_of_one_client_changes_no_choice(
             for i in range(12):
                 client, loss = i % 4, losses[i] + (extra if moved and i % 4 == 2 else 0.0)
                 row = (rows[i] + offset).float()
-                server._cache(Update(Job(client, row), row, 1, loss, 1))
+                server._cache(ClientUpdate(ClientTask(client, row), row, 1, loss, 1))
             server.bank.rows[0] = offset.float()
             picks.append(server.choose(0, [0, 1, 2, 3]))
     assert picks[0] == picks[1]
 
 
 def test_random_takes_any_cached_model_alike() -> None:
-    with small_experiment("fedcda", {"fedcda": {"warmup": 0, "selection": "random"}}).engine_closed() as experiment:
+    with build_small_run("fedcda", {"fedcda": {"warmup": 0, "selection": "random"}}).engine_closed() as experiment:
         server = server_of(experiment)
         for number in range(3):
             server.collect(number, iter(answers(experiment, [0, 1], number)))
@@ -223,7 +223,7 @@ def test_random_takes_any_cached_model_alike() -> None:
 
 
 def test_without_divergence_the_lowest_loss_wins() -> None:
-    with small_experiment("fedcda", {"fedcda": {"warmup": 0, "L": 0.0}}).engine_closed() as experiment:
+    with build_small_run("fedcda", {"fedcda": {"warmup": 0, "L": 0.0}}).engine_closed() as experiment:
         server = server_of(experiment)
         for number in range(3):
             server.collect(number, iter(answers(experiment, [0, 1, 2], number)))
@@ -241,7 +241,7 @@ def test_without_divergence_the_lowest_loss_wins() -> None:
 def test_a_model_whose_loss_is_not_finite_is_the_last_resort(bad: float, L: float) -> None:
     """An overflow is no low loss; and where all have overflowed the models alone decide."""
     options = {"fedcda": {"warmup": 0, "L": L, "selection": "optimal"}}
-    with small_experiment("fedcda", options).engine_closed() as experiment:
+    with build_small_run("fedcda", options).engine_closed() as experiment:
         server = server_of(experiment)
         losses = {0: [bad, 2.0, 3.0], 1: [2.0, bad, 3.0], 2: [3.0, 2.0, bad], 3: [bad, bad, bad]}
         for number in range(3):
@@ -251,7 +251,7 @@ def test_a_model_whose_loss_is_not_finite_is_the_last_resort(bad: float, L: floa
         assert all(np.isfinite(losses[client][picks[client]]) for client in (0, 1, 2))
         if L == 0:
             assert picks == {0: 1, 1: 0, 2: 1, 3: 2}, "the lowest finite loss, or the newest of equals"
-        assert json.loads(json.dumps(split(server.state())[0])), "it can be saved"
+        assert json.loads(json.dumps(split_state_tensors(server.state())[0])), "it can be saved"
 
 
 def test_one_cached_model_and_everyone_taking_part_is_uniform_fedavg() -> None:
@@ -281,11 +281,11 @@ def test_a_cache_in_a_file_gives_the_same_bits_and_resumes(tmp_path: Path) -> No
     options = {"fedcda": {"warmup": 0}}
     in_memory = small_run("fedcda", options, rounds=8).digest
     assert small_run("fedcda", options, rounds=8, cache_dir=str(tmp_path / "cache")).digest == in_memory
-    with small_experiment("fedcda", options, rounds=8, cache_dir=str(tmp_path / "other")).engine_closed() as first:
+    with build_small_run("fedcda", options, rounds=8, cache_dir=str(tmp_path / "other")).engine_closed() as first:
         for number in range(4):
             first.rounds.play(number)
         saved = first.state()
-        tree, tensors = split(saved)
+        tree, tensors = split_state_tensors(saved)
         stored = json.loads(json.dumps(tree)), {name: tensor.clone() for name, tensor in tensors.items()}
         size = server_of(first).store.path.stat().st_size
         assert not any(isinstance(value, torch.Tensor) for value in saved["server"]["store"].values())
@@ -293,8 +293,8 @@ def test_a_cache_in_a_file_gives_the_same_bits_and_resumes(tmp_path: Path) -> No
             first.rounds.play(number)
         expected = first.rounds.parts.server.deploy().clone()
         assert size > 0
-    with small_experiment("fedcda", options, rounds=8, cache_dir=str(tmp_path / "other")).engine_closed() as second:
-        second.load(join(*stored))
+    with build_small_run("fedcda", options, rounds=8, cache_dir=str(tmp_path / "other")).engine_closed() as second:
+        second.load(join_state_tensors(*stored))
         for number in range(4, 8):
             second.rounds.play(number)
         assert torch.equal(second.rounds.parts.server.deploy(), expected)
@@ -313,20 +313,20 @@ def test_rows_in_a_file_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
         return row
 
     monkeypatch.setattr(RowStore, "read", watched)
-    with small_experiment("fedcda", options, cache_dir=str(tmp_path / "cache")).engine_closed() as experiment:
+    with build_small_run("fedcda", options, cache_dir=str(tmp_path / "cache")).engine_closed() as experiment:
         for number in range(4):
             server_of(experiment).collect(number, iter(answers(experiment, [0, 1, 2, 3], number)))
     assert 1 <= most <= 2, "of 12 candidates: one that is read, and one that is about to go"
 
 
-def test_integer_buffers_are_those_of_a_model(experiment: Experiment) -> None:
+def test_integer_buffers_are_those_of_a_model(experiment: BuiltRun) -> None:
     server = server_of(experiment)
     updates = answers(experiment, [0, 1])
     for update in updates:
-        for counter in experiment.layout.views(update.row, Kind.INTEGER):
+        for counter in experiment.layout.views(update.row, TensorKind.INTEGER):
             counter.fill_(7 + update.client)
     server.collect(0, iter(updates))
-    assert [int(c) for c in experiment.layout.views(server.deploy(), Kind.INTEGER)] == [8]
+    assert [int(c) for c in experiment.layout.views(server.deploy(), TensorKind.INTEGER)] == [8]
 
 
 @pytest.mark.parametrize("L", [0.01, 3.0, 1000.0])
@@ -337,7 +337,7 @@ def test_batches_are_decided_one_after_the_other_beside_those_before_them(B: int
     With B = 1 that is brute force over everyone, with B = P one participant at a time; more batches than that are P.
     """
     participants = [0, 1, 2, 3]
-    with small_experiment("fedcda", {"fedcda": {"warmup": 0, "B": B, "L": L}}).engine_closed() as experiment:
+    with build_small_run("fedcda", {"fedcda": {"warmup": 0, "B": B, "L": L}}).engine_closed() as experiment:
         server, found = server_of(experiment), Counter[int]()
         for number in range(3):
             server.collect(number, iter(answers(experiment, [0, 1, 2, 3, 4, 5], number)))
@@ -365,7 +365,7 @@ def test_batches_are_decided_one_after_the_other_beside_those_before_them(B: int
 
 @pytest.mark.parametrize(("warmup", "told"), [(2, False), (3, True)])
 def test_a_run_that_is_all_warm_up_is_told_so(warmup: int, told: bool) -> None:
-    with small_experiment(
+    with build_small_run(
         "fedcda", {"fedcda": {"warmup": warmup}}, rounds=3, engine="plain"
     ).engine_closed() as experiment:
         said = [note for note in experiment.notes if f"warm-up of {warmup} rounds" in note and "this run has 3" in note]

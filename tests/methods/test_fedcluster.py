@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
 from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 
 
 def test_one_cluster_is_fedavg_bit_for_bit() -> None:
@@ -18,7 +18,7 @@ def test_one_cluster_is_fedavg_bit_for_bit() -> None:
 @settings(max_examples=12, deadline=None)
 def test_clusters_share_the_clients_and_each_has_one_turn_in_a_cycle(clusters: int) -> None:
     given_options = {"fedcluster": {"clusters": clusters}}
-    with small_experiment("fedcluster", given_options, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedcluster", given_options, per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         count = min(clusters, 8)
         assert sorted(client for cluster in server.clusters for client in cluster) == list(range(8))
@@ -31,14 +31,14 @@ def test_clusters_share_the_clients_and_each_has_one_turn_in_a_cycle(clusters: i
 
 
 def test_the_order_of_clusters_is_drawn_anew_in_each_cycle() -> None:
-    with small_experiment("fedcluster", {"fedcluster": {"clusters": 8}}).engine_closed() as experiment:
+    with build_small_run("fedcluster", {"fedcluster": {"clusters": 8}}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         orders = {tuple(server.cluster_at(8 * cycle + turn) for turn in range(8)) for cycle in range(5)}
         assert len(orders) > 1
 
 
 def test_no_more_clients_are_asked_than_the_run_allows() -> None:
-    with small_experiment("fedcluster", {"fedcluster": {"clusters": 2}}, per_round=3).engine_closed() as experiment:
+    with build_small_run("fedcluster", {"fedcluster": {"clusters": 2}}, per_round=3).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         for number in range(6):
             asked = server.select(number)
@@ -47,7 +47,7 @@ def test_no_more_clients_are_asked_than_the_run_allows() -> None:
 
 
 def test_a_cluster_for_each_client_is_training_in_sequence() -> None:
-    with small_experiment("fedcluster", {"fedcluster": {"clusters": 8}}).engine_closed() as experiment:
+    with build_small_run("fedcluster", {"fedcluster": {"clusters": 8}}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         row = experiment.rounds.context.initial.clone()
         for number in range(8):
@@ -61,7 +61,7 @@ def test_a_cluster_for_each_client_is_training_in_sequence() -> None:
 
 
 def test_a_cluster_without_samples_leaves_the_model_alone() -> None:
-    federation = SmallFederation(sizes={3: 0})
+    federation = SmallFederatedDataset(sizes={3: 0})
     finished = small_run("fedcluster", {"fedcluster": {"clusters": 8}}, federation=federation, rounds=8)
     assert sum(record["idle"] for record in finished.records) == 1
     assert sum("note" in record for record in finished.records) == 1

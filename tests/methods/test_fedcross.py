@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from many_models import COUNTS, SEEDS, Loose, Network, random_rows
 from torch import nn
 
-from fedloom import gram
+from fedloom.core import similarity as gram
+from fedloom.core.layout import model_digest
 from fedloom.errors import InputError
 from fedloom.methods import compose
-from fedloom.methods.fedcross import mix_singly, mix_together
-from fedloom.rows import digest
-from fedloom.small_runs import normed_network, plain_network, small_run
+from fedloom.methods.fedcross import cross_aggregate_batched, cross_aggregate_by_row
 from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import batch_norm_network, simple_network, small_run
 
 # Who is mixed with whom
 
@@ -86,7 +86,7 @@ def test_lowest_and_highest_by_hand() -> None:
 
 def test_nearly_parallel_models_are_ranked_rightly() -> None:
     """As far apart as after a round of careful training: 1e-5 of their length, where float32 cosines are all 1."""
-    server = make(5, plain_network)
+    server = make(5, simple_network)
     trainable = server.context.layout.trainable
     naive_fails = 0
     for seed in range(10):
@@ -120,7 +120,7 @@ def test_ties_of_some_go_to_the_first_of_them_after_the_model() -> None:
 @quick
 @given(SEVERAL, SEEDS, SELECTIONS, SIMILARITIES)
 def test_buffers_do_not_decide(count: int, seed: int, selection: str, similarity: str) -> None:
-    server = make(count, normed_network, selection=selection, similarity=similarity)
+    server = make(count, batch_norm_network, selection=selection, similarity=similarity)
     v = random_rows(server, seed)
     changed = v.clone()
     changed[:, server.context.layout.trainable :] = 0
@@ -150,7 +150,7 @@ def test_it_is_the_papers_formula_for_floats_and_a_copy_for_integers(
         other = v[partners[0]] if partners else v[i]
         wanted = alpha * v[i, :floats].double() + (1 - alpha) * other[:floats].double()
         torch.testing.assert_close(w[i, :floats].double(), wanted, rtol=1e-6, atol=1e-6)
-    assert digest(w[:, floats:]) == digest(v[:, floats:])
+    assert model_digest(w[:, floats:]) == model_digest(v[:, floats:])
 
 
 @settings(deadline=None, max_examples=40)
@@ -179,7 +179,7 @@ def test_alpha_1_never_mixes(
     v = random_rows(server, seed)
     v[0, 0], v[-1, 1] = -0.0, 3e38  # a sum with 0 times another model would keep neither
     v[-1, 0], v[0, 1] = 1.0, -3e38
-    assert digest(combined(server, round, v)) == digest(v)
+    assert model_digest(combined(server, round, v)) == model_digest(v)
 
 
 @quick
@@ -203,15 +203,15 @@ def test_equal_models_stay_as_they_are(
     options = {"alpha": alpha, "selection": selection, "propellers": propellers}
     server = make(count, network, **options, first_stage=1, propeller_rounds=2, dynamic_rounds=2)
     v = random_rows(server, seed)[:1].repeat(count, 1)
-    assert digest(combined(server, round, v)) == digest(v)
+    assert model_digest(combined(server, round, v)) == model_digest(v)
 
 
 @pytest.mark.parametrize("propellers", range(1, 9))
 def test_equal_models_stay_as_they_are_with_any_number_of_propellers(propellers: int) -> None:
     """A sum divided by five, seven or eight is not always what was summed; half the error would show at 0.5."""
-    server = make(9, plain_network, alpha=0.5, propellers=propellers, propeller_rounds=1)
+    server = make(9, simple_network, alpha=0.5, propellers=propellers, propeller_rounds=1)
     v = random_rows(server, 0)[:1].repeat(9, 1)
-    assert digest(combined(server, 0, v)) == digest(v)
+    assert model_digest(combined(server, 0, v)) == model_digest(v)
 
 
 @quick
@@ -223,7 +223,7 @@ def test_all_new_models_are_made_of_one_snapshot(
     server = make(count, network, alpha=0.7, selection=selection)
     v = random_rows(server, seed)
     turned = combined(server, round, v.roll(1, 0)).roll(-1, 0)
-    assert digest(turned) == digest(combined(server, round, v))
+    assert model_digest(turned) == model_digest(combined(server, round, v))
 
 
 @quick
@@ -236,11 +236,11 @@ def test_mixed_together_they_have_the_bits_of_those_mixed_singly(
     v, columns = torch.randn(count, width + aside, generator=draw), slice(0, width)
     theirs = torch.randint(0, count, (count, partners), generator=draw).tolist()
     singly, together = torch.zeros(2, count, width + aside)
-    mix_singly(v, theirs, alpha, singly, columns)
+    cross_aggregate_by_row(v, theirs, alpha, singly, columns)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gram.BLOCK_BYTES, "cpu", 0)  # as little as it ever takes
-        mix_together(v, theirs, alpha, together, columns)
-    assert digest(together) == digest(singly)
+        cross_aggregate_batched(v, theirs, alpha, together, columns)
+    assert model_digest(together) == model_digest(singly)
     assert not together[:, width:].any()
 
 
@@ -248,13 +248,13 @@ def test_one_model_alone_is_not_mixed() -> None:
     for selection in ("in-order", "lowest", "highest"):
         server = make(1, selection=selection, propeller_rounds=2, dynamic_rounds=2)
         v = random_rows(server, 0)
-        assert all(digest(combined(server, round, v)) == digest(v) for round in range(5))
+        assert all(model_digest(combined(server, round, v)) == model_digest(v) for round in range(5))
 
 
 # Whole runs
 
 
-@pytest.mark.parametrize("settings", [{}, {"lost": 0.3}, {"model": plain_network, "per_round": 3}])
+@pytest.mark.parametrize("settings", [{}, {"lost": 0.3}, {"model": simple_network, "per_round": 3}])
 def test_runs_with_alpha_1_are_those_of_models_that_never_meet(settings: dict[str, Any]) -> None:
     given = {"fedcross": {"alpha": 1.0}}
     assert small_run("fedcross", given, **settings).digest == small_run("indep", {}, **settings).digest

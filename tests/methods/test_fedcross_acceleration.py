@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from many_models import COUNTS, SEEDS, Loose, Network, random_rows
 from torch import nn
 
-from fedloom.rows import digest
+from fedloom.core.layout import model_digest
 
 # Acceleration
 
@@ -40,7 +40,7 @@ def test_propellers_share_the_weight_of_the_others(
         wanted = alpha * v[i, :floats].double() + (1 - alpha) / number * others
         torch.testing.assert_close(w[i, :floats].double(), wanted, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(w[:, :floats].mean(0), v[:, :floats].mean(0), rtol=1e-5, atol=2e-6)
-    assert digest(w[:, floats:]) == digest(v[:, floats:])
+    assert model_digest(w[:, floats:]) == model_digest(v[:, floats:])
 
 
 def test_after_their_rounds_the_collaborator_is_one_again() -> None:
@@ -52,7 +52,7 @@ def test_after_their_rounds_the_collaborator_is_one_again() -> None:
 def test_one_propeller_is_the_collaborator_in_order() -> None:
     single, plain = make(4, propellers=1, propeller_rounds=9), make(4, selection="in-order")
     v = random_rows(plain, 0)
-    assert all(digest(combined(single, r, v)) == digest(combined(plain, r, v)) for r in range(9))
+    assert all(model_digest(combined(single, r, v)) == model_digest(combined(plain, r, v)) for r in range(9))
 
 
 @quick
@@ -79,7 +79,7 @@ def test_first_stage_then_propellers_then_rising_alpha() -> None:
         w = combined(staged, round, v)
         assert all(torch.equal(row, staged.mean(v)) for row in w)
     for r in range(9):
-        assert digest(combined(staged, 5 + r, v)) == digest(combined(plain, r, v))
+        assert model_digest(combined(staged, 5 + r, v)) == model_digest(combined(plain, r, v))
 
 
 @quick
@@ -88,7 +88,7 @@ def test_the_first_stage_makes_all_models_their_uniform_mean(count: int, network
     server = make(count, network, first_stage=1)
     layout, v = server.context.layout, random_rows(server, seed)
     w = combined(server, 0, v)
-    assert len({digest(row) for row in w}) == 1
+    assert len({model_digest(row) for row in w}) == 1
     torch.testing.assert_close(w[0, : layout.floats], v[:, : layout.floats].mean(0), rtol=1e-5, atol=1e-6)
 
 
@@ -114,7 +114,7 @@ def test_the_model_of_a_lost_client_takes_part_as_it_is(
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
     v = torch.stack([before[i] if i in lost else update.row for i, update in enumerate(updates)])
     server.collect(1, iter(update for i, update in enumerate(updates) if i not in lost))
-    assert digest(server.bank.rows) == digest(combined(server, 1, v))
+    assert model_digest(server.bank.rows) == model_digest(combined(server, 1, v))
 
 
 @quick
@@ -122,10 +122,10 @@ def test_the_model_of_a_lost_client_takes_part_as_it_is(
 def test_with_no_answer_at_all_nothing_changes(count: int, network: Network, seed: int) -> None:
     server = make(count, network, alpha=0.5, first_stage=1)
     server.bank.rows[:] = random_rows(server, seed)
-    before = digest(server.bank.rows)
+    before = model_digest(server.bank.rows)
     for round in range(3):
         server.collect(round, iter(()))
-    assert digest(server.bank.rows) == before
+    assert model_digest(server.bank.rows) == before
 
 
 @quick
@@ -143,7 +143,7 @@ def test_fewer_clients_than_models_take_some_of_them(seed: int, clients: int) ->
     for update in updates:
         v[update.slot] = update.row
     server.collect(2, iter(updates))
-    assert digest(server.bank.rows) == digest(combined(server, 2, v))
+    assert model_digest(server.bank.rows) == model_digest(combined(server, 2, v))
 
 
 def test_then_all_models_have_their_turn() -> None:
@@ -157,9 +157,9 @@ def test_then_all_models_have_their_turn() -> None:
 def test_deploying_is_the_uniform_mean_and_leaves_the_models(count: int, network: Network, seed: int) -> None:
     server = make(count, network)
     server.bank.rows[:] = random_rows(server, seed)
-    layout, before = server.context.layout, digest(server.bank.rows)
+    layout, before = server.context.layout, model_digest(server.bank.rows)
     deployed = server.deploy()
     mean = server.bank.rows[:, : layout.floats].double().mean(0)
     torch.testing.assert_close(deployed[: layout.floats].double(), mean, rtol=1e-5, atol=1e-6)
     deployed.fill_(9)
-    assert digest(server.bank.rows) == before
+    assert model_digest(server.bank.rows) == before

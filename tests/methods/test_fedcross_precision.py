@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.banks import Bank
-from fedloom.methods import Context
+from fedloom.config import TrainingConfig
+from fedloom.core.bank import Bank
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.methods import MethodContext
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
-from fedloom.rows import Layout
-from fedloom.streams import Streams
-from fedloom.training import Training
 
 WIDTH = 40_000
 network = partial(nn.Linear, WIDTH, 1, bias=False)
@@ -30,9 +30,9 @@ def rows_of(seed: int, count: int, drift: float, outlier: float) -> Tensor:
 
 def server_of(count: int) -> FedCrossServer:
     layout = Layout.of(network())
-    context = Context(
-        layout=layout, initial=layout.empty(), clients=9, per_round=count, rounds=3, streams=Streams(0),
-        training=Training(), samples=lambda _: 1, criterion=nn.functional.mse_loss, make_module=network,
+    context = MethodContext(
+        layout=layout, initial=layout.empty(), clients=9, per_round=count, rounds=3, streams=RngStreams(0),
+        training=TrainingConfig(), samples=lambda _: 1, criterion=nn.functional.mse_loss, make_module=network,
         classes=0, shape=(WIDTH,), cache_dir=None, keep_checkpoints=1, device=torch.device("cpu"),
         make_bank=lambda rows, width: Bank.memory(rows, width),
     )  # fmt: skip

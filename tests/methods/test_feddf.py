@@ -8,20 +8,21 @@ import torch.nn.functional as F
 from proxies import always, answers, noisy, play, put_together
 
 import fedloom
-from fedloom.data import Federation, Samples
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import TensorKind
+from fedloom.data import FederatedDataset, Samples
 from fedloom.errors import FedloomError, InputError
-from fedloom.experiment import Experiment
+from fedloom.methods._support.distillation import DistillationData, distillation_loss
 from fedloom.methods.feddf import FedDFRefiner
-from fedloom.methods.proxy import Proxy, divergence
-from fedloom.optim import Adam
-from fedloom.rows import Kind, Mean
-from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_run
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, simple_network, small_run
+from fedloom.training.optimizers import Adam
 
 QUICK: dict[str, Any] = {"steps": 30, "check_every": 10, "patience": 20, "lr": 0.01}
 
 
-def refiner_of(experiment: Experiment) -> FedDFRefiner:
+def refiner_of(experiment: BuiltRun) -> FedDFRefiner:
     refiner = experiment.rounds.parts.refiner
     assert isinstance(refiner, FedDFRefiner)
     return refiner
@@ -31,7 +32,7 @@ def test_the_teacher_is_the_softmax_of_the_mean_logits_of_networks_in_evaluation
     """And not the mean of probabilities; dropout and batch norm are at rest."""
 
     def network() -> torch.nn.Module:
-        return torch.nn.Sequential(*normed_network(), torch.nn.Dropout(0.5))
+        return torch.nn.Sequential(*batch_norm_network(), torch.nn.Dropout(0.5))
 
     with put_together("feddf", {"temperature": 2.0}, network) as experiment:
         refiner, rows = refiner_of(experiment), noisy(experiment, 3, 0.5)
@@ -60,14 +61,14 @@ def test_the_student_comes_nearer_to_the_ensemble(validation: float) -> None:
         assert teacher is not None
         experiment.rounds.parts.server.collect(0, iter(updates))
         server = experiment.rounds.parts.server
-        before = divergence(teacher, refiner._proxy.outputs(server.deploy()))
+        before = distillation_loss(teacher, refiner._proxy.outputs(server.deploy()))
         refiner.refine(0, server)
-        assert divergence(teacher, refiner._proxy.outputs(server.deploy())) < 0.7 * before
+        assert distillation_loss(teacher, refiner._proxy.outputs(server.deploy())) < 0.7 * before
 
 
 def test_equal_teachers_leave_the_mean_as_it_is() -> None:
     """Their mean has no loss and no gradient, and nothing is a gain over that."""
-    with put_together("feddf", QUICK, normed_network) as experiment:
+    with put_together("feddf", QUICK, batch_norm_network) as experiment:
         row = noisy(experiment, 1)[0]
         updates = answers(experiment, [row] * 3)
         assert torch.equal(play(experiment, updates), row)
@@ -78,16 +79,16 @@ def test_equal_teachers_leave_the_mean_as_it_is() -> None:
         assert teacher is not None
         weights = row[: experiment.layout.trainable].clone().requires_grad_()
         x = refiner._proxy.inputs(torch.arange(20))
-        loss = divergence(teacher[:20], refiner._proxy.network(weights, x, row))
+        loss = distillation_loss(teacher[:20], refiner._proxy.network(weights, x, row))
         (gradient,) = torch.autograd.grad(loss, weights)
         assert abs(loss.item()) < 1e-7
         assert gradient.abs().max() < 1e-7
 
 
 def test_only_trainable_parameters_learn() -> None:
-    with put_together("feddf", QUICK, normed_network) as experiment:
+    with put_together("feddf", QUICK, batch_norm_network) as experiment:
         rows = noisy(experiment, 4, 0.5)
-        mean = Mean(experiment.layout)
+        mean = WeightedMean(experiment.layout)
         for row in rows:
             mean.add(row, 10)
         expected = torch.empty_like(rows[0])
@@ -95,7 +96,7 @@ def test_only_trainable_parameters_learn() -> None:
         refined, trainable = play(experiment, answers(experiment, rows)), experiment.layout.trainable
         assert torch.equal(refined[trainable:], expected[trainable:])
         assert not torch.equal(refined[:trainable], expected[:trainable])
-        assert len(experiment.layout.views(refined, Kind.INTEGER)) == 1
+        assert len(experiment.layout.views(refined, TensorKind.INTEGER)) == 1
 
 
 def test_it_ends_when_nothing_is_gained_and_keeps_the_best() -> None:
@@ -122,7 +123,7 @@ def test_the_rate_falls_to_nothing_by_half_a_cosine(monkeypatch: pytest.MonkeyPa
 def test_the_student_descends_as_pytorchs_own_adam_does() -> None:
     """Seven steps on all of the server's data, at another temperature, with PyTorch's own cosine."""
     options = {"steps": 7, "batch_size": 0, "lr": 0.02, "temperature": 2.0, "validation": 0.0}
-    with put_together("feddf", options, normed_network) as experiment:
+    with put_together("feddf", options, batch_norm_network) as experiment:
         rows, refiner, context = noisy(experiment, 3, 0.5), refiner_of(experiment), experiment.rounds.context
         experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
         expected = experiment.rounds.parts.server.deploy().clone()
@@ -143,7 +144,7 @@ def test_the_student_descends_as_pytorchs_own_adam_does() -> None:
 
 
 def test_a_student_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Proxy, "distil", lambda self, row, *others: row[:1].fill_(torch.nan))
+    monkeypatch.setattr(DistillationData, "distil", lambda self, row, *others: row[:1].fill_(torch.nan))
     with (
         put_together("feddf", {"steps": 5, "validation": 0.0}) as experiment,
         pytest.raises(FedloomError, match=r"round 1: .*lower feddf\.lr"),
@@ -211,16 +212,16 @@ def test_all_models_of_a_server_learn() -> None:
 def test_labels_of_the_server_are_not_used() -> None:
     digests = []
     for shift in (0, 3):
-        federation = SmallFederation()
+        federation = SmallFederatedDataset()
         assert federation.server_data is not None
         federation.server_data = Samples(federation.server_data.x, (federation.server_data.y + shift) % 10)
-        digests.append(small_run("feddf", {"feddf": QUICK}, federation=federation, model=plain_network).digest)
+        digests.append(small_run("feddf", {"feddf": QUICK}, federation=federation, model=simple_network).digest)
     assert digests[0] == digests[1]
 
 
 def test_it_needs_classes() -> None:
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-    regression = Federation.from_arrays([(x, x[:, :1]), (x, x[:, :1])])
+    regression = FederatedDataset.from_arrays([(x, x[:, :1]), (x, x[:, :1])])
     regression.server_data = Samples(x, x[:, :1])
     with pytest.raises(InputError, match=r"feddf .* needs data with classes"):
         fedloom.run("feddf", regression, lambda: torch.nn.Linear(3, 1), rounds=1, report=False)

@@ -7,15 +7,15 @@ import torch
 from quadratics import Point, Quadratics
 
 import fedloom
-from fedloom.rows import Kind
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.core.layout import TensorKind
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 
 UNIFORM = {"fedavg": {"weighting": "uniform"}}
 
 
 def test_h_is_always_the_mean_of_all_g() -> None:
-    with small_experiment("feddyn", {"feddyn": {"alpha": 0.1}}).engine_closed() as experiment:
+    with build_small_run("feddyn", {"feddyn": {"alpha": 0.1}}).engine_closed() as experiment:
         for number in range(5):
             experiment.rounds.play(number)
             homes = experiment.engine.homes
@@ -38,7 +38,7 @@ def test_in_the_first_round_clients_do_what_fedprox_does(alpha: float) -> None:
 
 @pytest.mark.parametrize("per_round", [4, 8])
 def test_after_the_first_round_the_model_runs_ahead_of_the_mean_by_the_share_of_clients(per_round: int) -> None:
-    with small_experiment("feddyn", {}, per_round=per_round).engine_closed() as experiment:
+    with build_small_run("feddyn", {}, per_round=per_round).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         start = experiment.rounds.context.initial[: layout.trainable]
         experiment.rounds.play(0)
@@ -61,9 +61,9 @@ def test_it_finds_the_minimum_of_clients_that_disagree_and_fedavg_does_not(tmp_p
 
 
 def test_a_refused_update_leaves_g_alone() -> None:
-    experiment = small_experiment("feddyn", {})
+    experiment = build_small_run("feddyn", {})
     with experiment.engine_closed():
-        experiment.engine.shop.federation._clients = SmallFederation(poisoned=3)._clients
+        experiment.engine.shop.federation._clients = SmallFederatedDataset(poisoned=3)._clients
         for number in range(3):
             experiment.rounds.play(number)
         assert 3 not in experiment.engine.homes
@@ -71,11 +71,11 @@ def test_a_refused_update_leaves_g_alone() -> None:
 
 
 def test_running_variances_stay_positive_where_the_model_overshoots() -> None:
-    with small_experiment("feddyn", {"feddyn": {"alpha": 1e-3}}, per_round=8, lr=0.5).engine_closed() as experiment:
+    with build_small_run("feddyn", {"feddyn": {"alpha": 1e-3}}, per_round=8, lr=0.5).engine_closed() as experiment:
         for number in range(4):
             experiment.rounds.play(number)
         layout, (w, _) = experiment.layout, experiment.rounds.parts.server.bank.rows
-        variances = [e.view(w) for e in layout.entries if e.kind is Kind.BUFFER and "var" in e.name]
+        variances = [e.view(w) for e in layout.entries if e.kind is TensorKind.BUFFER and "var" in e.name]
         assert variances
         assert all(bool((variance > 0).all()) for variance in variances)
 
@@ -86,7 +86,7 @@ def test_the_model_that_trains_on_may_be_deployed_instead() -> None:
 
 def test_a_refiner_sees_what_is_deployed() -> None:
     for deploy, rows in (("mean", 2), ("model", 1)):
-        with small_experiment("feddyn", {"feddyn": {"deploy": deploy}}).engine_closed() as experiment:
+        with build_small_run("feddyn", {"feddyn": {"deploy": deploy}}).engine_closed() as experiment:
             server = experiment.rounds.parts.server
             experiment.rounds.play(0)
             assert len(server.models()) == rows

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
-from fedloom.methods.fedexp import step_size
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.methods.fedexp import fedexp_step_size
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run, small_run
 
 
-def collect(experiment: Experiment, changes: list[Tensor], samples: list[int] | None = None) -> float:
+def collect(experiment: BuiltRun, changes: list[Tensor], samples: list[int] | None = None) -> float:
     """One round in which clients return the model with these changes of its first columns; eta_g."""
     server = experiment.rounds.parts.server
     row, updates = server.bank.rows[0].clone(), []
@@ -20,13 +20,13 @@ def collect(experiment: Experiment, changes: list[Tensor], samples: list[int] | 
         answer = row.clone()
         answer[: len(change)] += change
         count = samples[client] if samples else 5
-        updates.append(Update(Job(client, row), answer, samples=count, loss=1.0, steps=1))
+        updates.append(ClientUpdate(ClientTask(client, row), answer, samples=count, loss=1.0, steps=1))
     server.collect(0, iter(updates))
     return server.diagnostics()["eta_g"]
 
 
-def made(**options: object) -> Experiment:
-    return small_experiment("fedexp", {"fedexp": options})
+def made(**options: object) -> BuiltRun:
+    return build_small_run("fedexp", {"fedexp": options})
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
@@ -53,7 +53,7 @@ def test_identical_updates_or_a_single_one_give_the_mean(count: int) -> None:
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 10))
 @settings(deadline=None)
 def test_the_step_is_never_below_one_and_always_a_number(squares: float, square: float, epsilon: float) -> None:
-    eta = step_size(squares, square, epsilon)
+    eta = fedexp_step_size(squares, square, epsilon)
     assert eta >= 1.0
     assert eta == eta
 

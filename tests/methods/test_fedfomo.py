@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.engines.base import train_client
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run, small_run
+from fedloom.training.local_training import train_client
 
 
-def visit(experiment: Experiment, v: Tensor, others: list[Tensor], client: int = 2) -> tuple[Tensor, list[float]]:
+def visit(experiment: BuiltRun, v: Tensor, others: list[Tensor], client: int = 2) -> tuple[Tensor, list[float]]:
     """What the mixture is that the client would train, and u. The run trains for no epoch."""
-    job = Job(client, v, client, {f"w{n}": w for n, w in enumerate(others)})
+    job = ClientTask(client, v, client, {f"w{n}": w for n, w in enumerate(others)})
     (update,) = experiment.engine.train(0, [job])
     return update.row.clone(), update.extras["u"].tolist()
 
@@ -23,17 +23,17 @@ def visit(experiment: Experiment, v: Tensor, others: list[Tensor], client: int =
 @pytest.fixture
 def trained():
     """An experiment that trains for no epoch, and models from bad to good for its client 2."""
-    with small_experiment("fedavg", {}, validation=0.2, epochs=1).engine_closed() as other:
+    with build_small_run("fedavg", {}, validation=0.2, epochs=1).engine_closed() as other:
         rows, row = [other.rounds.context.initial.clone()], other.rounds.context.initial.clone()
         for number in range(3):
-            (update,) = other.engine.train(number, [Job(2, row)])
+            (update,) = other.engine.train(number, [ClientTask(2, row)])
             row = update.row.clone()
             rows.append(row)
-    with small_experiment("fedfomo", {"fedfomo": {"M": 4}}, epochs=0).engine_closed() as experiment:
+    with build_small_run("fedfomo", {"fedfomo": {"M": 4}}, epochs=0).engine_closed() as experiment:
         yield experiment, rows
 
 
-def loss_of(experiment: Experiment, row: Tensor, client: int = 2) -> float:
+def loss_of(experiment: BuiltRun, row: Tensor, client: int = 2) -> float:
     """On what this client holds out."""
     bench, layout = experiment.engine._bench, experiment.layout
     given: dict[str, Mapping[str, Tensor]] = {"extras": {}, "home": {}, "uploads": {"u": torch.zeros(3)}}
@@ -88,7 +88,7 @@ def test_a_model_whose_loss_overflows_helps_by_nothing(trained) -> None:
 
 
 def test_the_server_keeps_what_clients_sent_and_who_gained_from_whom() -> None:
-    with small_experiment("fedfomo", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedfomo", {}, per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         first = experiment.rounds.play(0)
         assert first["models_down"] == 8, "nobody has sent a model that others could have"
@@ -109,21 +109,21 @@ def test_the_server_keeps_what_clients_sent_and_who_gained_from_whom() -> None:
 
 def test_gains_add_up_over_the_rounds_as_they_are() -> None:
     """Negative ones too; and for those alone whose models were received."""
-    with small_experiment("fedfomo", {"fedfomo": {"M": 3, "epsilon": 0.0}}).engine_closed() as experiment:
+    with build_small_run("fedfomo", {"fedfomo": {"M": 3, "epsilon": 0.0}}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         server.sent[:] = 1
         server.P[0] = torch.tensor([0.0, 5.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0])
         for round, u in enumerate([[0.5, -0.25], [1.0, 0.125]]):
             (job,) = server.dispatch(round, [0])
             row = job.row.clone()
-            server.collect(round, iter([Update(job, row, 10, 1.0, 1, {"u": torch.tensor(u)})]))
+            server.collect(round, iter([ClientUpdate(job, row, 10, 1.0, 1, {"u": torch.tensor(u)})]))
         assert server.P[0].tolist() == [0.0, 6.5, 3.875, 0.0, 0.0, 0.0, 0.0, 0.0]
         assert not server.P[1:].any()
 
 
 def test_models_of_a_round_stay_until_its_last_client_has_read_them() -> None:
     """Jobs point at the server's rows; what client 0 sends must not reach client 1 in the same round."""
-    with small_experiment("fedfomo", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedfomo", {}, per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         experiment.rounds.play(0)
         before = server.bank.rows.clone()
@@ -140,7 +140,7 @@ def test_models_of_a_round_stay_until_its_last_client_has_read_them() -> None:
 
 def chosen(epsilon: float, round: int, decay: float = 0.05) -> list[list[int]]:
     options = {"fedfomo": {"M": 4, "epsilon": epsilon, "epsilon_decay": decay}}
-    with small_experiment("fedfomo", options).engine_closed() as experiment:
+    with build_small_run("fedfomo", options).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         server.sent[:] = 1
         server.sent[6] = 0
@@ -169,7 +169,7 @@ def test_a_client_alone_with_its_model_trains_it_on() -> None:
 
 
 def test_clients_that_never_sent_a_model_are_no_candidates_and_use_the_deployed_one() -> None:
-    with small_experiment("fedfomo", {}, per_round=3).engine_closed() as experiment:
+    with build_small_run("fedfomo", {}, per_round=3).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         assert torch.equal(server.deploy(), experiment.rounds.context.initial)
         experiment.rounds.play(0)
@@ -181,5 +181,5 @@ def test_clients_that_never_sent_a_model_are_no_candidates_and_use_the_deployed_
 
 def test_the_runs_own_validation_comes_first() -> None:
     for settings, share in (({}, 0.2), ({"validation": 0.5}, 0.5)):
-        with small_experiment("fedfomo", {}, **settings).engine_closed() as experiment:
+        with build_small_run("fedfomo", {}, **settings).engine_closed() as experiment:
             assert experiment.engine.shop.workshop.training.validation == share

@@ -5,24 +5,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
 from fedloom.methods import compose
-from fedloom.methods.generator import Generator, diversity, generator_loss, label_weights
-from fedloom.optim import Adam
-from fedloom.rows import Layout
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.methods.fedgen import FedGenGenerator, fedgen_diversity_loss, fedgen_generator_loss, fedgen_label_weights
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from fedloom.training.optimizers import Adam
 
 
 def test_the_authors_generator_has_the_authors_size() -> None:
-    layout = Layout.of(Generator(32, 10, 256, 32, torch.float32))
+    layout = Layout.of(FedGenGenerator(32, 10, 256, 32, torch.float32))
     assert layout.trainable == 19_744
     assert layout.floats == layout.trainable + 2 * 256
 
 
 def test_shares_of_an_owned_class_sum_to_one_and_nobodys_is_zero() -> None:
-    a = label_weights(torch.tensor([[3.0, 0.0, 5.0], [1.0, 0.0, 0.0]]))
+    a = fedgen_label_weights(torch.tensor([[3.0, 0.0, 5.0], [1.0, 0.0, 0.0]]))
     torch.testing.assert_close(a, torch.tensor([[0.75, 0.0, 1.0], [0.25, 0.0, 0.0]]))
 
 
@@ -33,21 +33,21 @@ def test_diversity_is_the_papers_and_one_where_all_is_the_same() -> None:
         for i in range(4)
         for j in range(4)
     )
-    torch.testing.assert_close(diversity(noise, made), torch.tensor(-total / 16).exp())
-    assert diversity(noise, made[:1].expand(4, -1)) == 1.0
+    torch.testing.assert_close(fedgen_diversity_loss(noise, made), torch.tensor(-total / 16).exp())
+    assert fedgen_diversity_loss(noise, made[:1].expand(4, -1)) == 1.0
 
 
 def test_the_loss_weighs_heads_by_who_owns_a_label() -> None:
     made, noise, y = torch.randn(6, 5), torch.rand(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
     heads = [{"weight": torch.randn(3, 5), "bias": torch.randn(3)} for _ in range(2)]
     counts = torch.tensor([[4.0, 0.0, 1.0], [0.0, 2.0, 3.0]])
-    expected = diversity(noise, made)
+    expected = fedgen_diversity_loss(noise, made)
     for head, a in zip(heads, ([1.0, 0.0, 0.25], [0.0, 1.0, 0.75]), strict=True):
         logits = made @ head["weight"].T + head["bias"]
         expected = expected + sum(
             a[int(label)] * F.cross_entropy(logits[i : i + 1], y[i : i + 1]) for i, label in enumerate(y)
         ) / len(y)
-    torch.testing.assert_close(generator_loss(made, noise, y, heads, counts), expected)
+    torch.testing.assert_close(fedgen_generator_loss(made, noise, y, heads, counts), expected)
 
 
 def test_the_first_round_is_fedavg_and_later_ones_are_not() -> None:
@@ -61,22 +61,24 @@ def test_without_its_two_terms_it_is_fedavg_for_ever() -> None:
         assert small_run("fedgen", {"fedgen": {term: 0.0}}).digest != small_run("fedavg", {}).digest
 
 
-def sent(experiment: Experiment, round: int, client: int) -> Update:
+def sent(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
     companion = experiment.rounds.parts.companion
     (job,) = experiment.rounds.parts.server.dispatch(round, [client])
-    (update,) = experiment.engine.train(round, [Job(job.client, job.row, job.slot, companion.send(round, client))])
-    assert isinstance(update, Update), update
+    (update,) = experiment.engine.train(
+        round, [ClientTask(job.client, job.row, job.slot, companion.send(round, client))]
+    )
+    assert isinstance(update, ClientUpdate), update
     return update
 
 
 def test_clients_count_the_labels_of_their_steps() -> None:
-    with small_experiment("fedgen", {}, epochs=2).engine_closed() as experiment:
+    with build_small_run("fedgen", {}, epochs=2).engine_closed() as experiment:
         counts = torch.bincount(experiment.federation.client(2).y, minlength=10)
         assert torch.equal(sent(experiment, 0, 2).extras["labels"], 2.0 * counts)
 
 
 def test_the_generator_travels_once_it_has_learned_and_is_counted() -> None:
-    with small_experiment("fedgen", {}).engine_closed() as experiment:
+    with build_small_run("fedgen", {}).engine_closed() as experiment:
         first, second = (experiment.rounds.play(number) for number in range(2))
         row = experiment.rounds.parts.companion.row
         assert first["bytes_down"] == 4 * experiment.layout.nbytes
@@ -85,7 +87,7 @@ def test_the_generator_travels_once_it_has_learned_and_is_counted() -> None:
 
 
 def test_the_generator_learns_what_the_heads_know() -> None:
-    with small_experiment("fedgen", {"fedgen": {"steps": 300, "lr": 3e-3}}).engine_closed() as experiment:
+    with build_small_run("fedgen", {"fedgen": {"steps": 300, "lr": 3e-3}}).engine_closed() as experiment:
         companion = experiment.rounds.parts.companion
         experiment.rounds.play(0)
         y, noise = torch.arange(10).repeat(20), torch.rand(200, 32)
@@ -97,7 +99,7 @@ def test_the_generator_learns_what_the_heads_know() -> None:
 
 
 def test_heads_stand_still_while_the_generator_learns() -> None:
-    with small_experiment("fedgen", {}).engine_closed() as experiment:
+    with build_small_run("fedgen", {}).engine_closed() as experiment:
         companion, server = experiment.rounds.parts.companion, experiment.rounds.parts.server
         jobs = list(server.dispatch(0, [0, 1, 2]))
         for update in experiment.engine.train(0, jobs):
@@ -111,7 +113,7 @@ def test_heads_stand_still_while_the_generator_learns() -> None:
 
 
 def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> None:
-    with small_experiment("fedgen", {}).engine_closed() as experiment:
+    with build_small_run("fedgen", {}).engine_closed() as experiment:
         companion, layout = experiment.rounds.parts.companion, experiment.layout
         before, drawn = companion.row.clone(), []
         plain = companion.generator.lesson
@@ -124,7 +126,7 @@ def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> 
 
         def answer(labels: list[float]) -> None:
             row = experiment.rounds.context.initial.clone()
-            companion.take(0, Update(Job(0, row), row, 5, 1.0, 1, {"labels": torch.tensor(labels)}))
+            companion.take(0, ClientUpdate(ClientTask(0, row), row, 5, 1.0, 1, {"labels": torch.tensor(labels)}))
             companion.finish(0)
 
         answer([1.0] * 10)
@@ -138,7 +140,7 @@ def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> 
 
 
 def test_clients_leave_the_generator_and_its_statistics_alone() -> None:
-    with small_experiment("fedgen", {}).engine_closed() as experiment:
+    with build_small_run("fedgen", {}).engine_closed() as experiment:
         experiment.rounds.play(0)
         row = experiment.rounds.parts.companion.row
         before = row.clone()
@@ -150,7 +152,7 @@ def test_clients_leave_the_generator_and_its_statistics_alone() -> None:
 
 
 def test_noise_is_uniform_on_the_clients_as_on_the_server() -> None:
-    with small_experiment("fedgen", {"fedgen": {"steps": 3}}).engine_closed() as experiment:
+    with build_small_run("fedgen", {"fedgen": {"steps": 3}}).engine_closed() as experiment:
         local, companion = experiment.rounds.parts.local, experiment.rounds.parts.companion
         drawn: dict[str, list[Tensor]] = {"client": [], "server": []}
         at, lesson = local.generator.at, companion.generator.lesson
@@ -174,7 +176,7 @@ def test_generated_representations_teach_the_head_and_not_the_rest() -> None:
     rows = []
     for alpha in (0.0, 5.0):
         options = {"fedgen": {"alpha": alpha, "beta": 1e-30}}
-        with small_experiment("fedgen", options, steps=1).engine_closed() as experiment:
+        with build_small_run("fedgen", options, steps=1).engine_closed() as experiment:
             experiment.rounds.play(0)
             rows.append(sent(experiment, 1, 2).row.clone())
             layout = experiment.layout
@@ -186,7 +188,7 @@ def test_a_clients_step_follows_the_papers_loss_whose_weights_decay_by_the_round
     """One step of plain SGD on all samples, against the three terms written out and differentiated as they are."""
     options = {"fedgen": {"alpha": 3.0, "beta": 0.8, "decay": 0.5}}
     given = {"steps": 1, "batch_size": 0, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
-    with small_experiment("fedgen", options, **given).engine_closed() as experiment:
+    with build_small_run("fedgen", options, **given).engine_closed() as experiment:
         experiment.rounds.play(0)
         local, module, layout = (
             experiment.rounds.parts.local,
@@ -217,26 +219,26 @@ def test_a_clients_step_follows_the_papers_loss_whose_weights_decay_by_the_round
 def test_the_generator_learns_as_with_pytorchs_own_adam_whose_moments_last() -> None:
     """Three rounds of four steps, in training mode, with weight decay, against the module itself."""
     options = {"steps": 4, "lr": 0.02, "decay": 0.5, "weight_decay": 0.3, "noise": 5, "hidden": 6}
-    with small_experiment("fedgen", {"fedgen": options}).engine_closed() as experiment:
+    with build_small_run("fedgen", {"fedgen": options}).engine_closed() as experiment:
         companion, lessons = experiment.rounds.parts.companion, []
         lesson = companion.generator.lesson
         companion.generator.lesson = lambda row, *given: (lessons.append(given), lesson(row, *given))[1]
         for round in range(3):
             experiment.rounds.play(round)
         ours = companion.row.clone()
-        theirs = Generator.fit(experiment.rounds.context, 5, 6).train()
+        theirs = FedGenGenerator.fit(experiment.rounds.context, 5, 6).train()
     assert len(lessons) == 12
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.02, weight_decay=0.3)
     for number, (noise, y, heads, counts) in enumerate(lessons):
         optimizer.param_groups[0]["lr"] = 0.02 * 0.5 ** (number // 4)
         optimizer.zero_grad()
-        generator_loss(theirs(noise, y), noise, y, heads, counts).backward()
+        fedgen_generator_loss(theirs(noise, y), noise, y, heads, counts).backward()
         optimizer.step()
     torch.testing.assert_close(ours, theirs.layout.read(theirs)[: len(ours)], rtol=1e-3, atol=1e-5)
 
 
 def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
-    with small_experiment("fedgen", {}).engine_closed() as experiment:
+    with build_small_run("fedgen", {}).engine_closed() as experiment:
         companion, drawn = experiment.rounds.parts.companion, []
         lesson = companion.generator.lesson
         companion.generator.lesson = lambda row, noise, y, *given: (
@@ -246,7 +248,7 @@ def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
         row = experiment.rounds.context.initial.clone()
         for client in range(2):
             labels = torch.tensor([1.0, 2.0 * client, *[0.0] * 8])
-            companion.take(0, Update(Job(client, row), row, 5, 1.0, 1, {"labels": labels}))
+            companion.take(0, ClientUpdate(ClientTask(client, row), row, 5, 1.0, 1, {"labels": labels}))
         companion.finish(0)
     assert set(drawn) == {1}
 
@@ -254,20 +256,20 @@ def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
 def test_the_generators_rate_decays_by_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
     monkeypatch.setattr(Adam, "step", lambda self, weights, gradient, lr: rates.append(lr))
-    with small_experiment("fedgen", {"fedgen": {"steps": 2, "lr": 0.4, "decay": 0.5}}).engine_closed() as experiment:
+    with build_small_run("fedgen", {"fedgen": {"steps": 2, "lr": 0.4, "decay": 0.5}}).engine_closed() as experiment:
         for round in range(3):
             experiment.rounds.play(round)
     assert rates == [0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
 
 
 def test_classes_of_nobody_and_a_client_of_one_sample_are_no_trouble() -> None:
-    federation = SmallFederation(sizes={0: 0, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
+    federation = SmallFederatedDataset(sizes={0: 0, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
     finished = small_run("fedgen", {}, federation=federation, per_round=8)
     assert not any(record["lost"] for record in finished.records)
 
 
 def test_data_without_classes_are_refused() -> None:
-    federation = SmallFederation()
+    federation = SmallFederatedDataset()
     federation.classes = 0
     with pytest.raises(InputError, match="these data have none"):
         small_run("fedgen", {}, federation=federation)

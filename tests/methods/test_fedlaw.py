@@ -10,29 +10,30 @@ from proxies import always, answers, noisy, play, put_together
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.experiment import Experiment
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import TensorKind
 from fedloom.methods.fedlaw import FedLAWServer
-from fedloom.optim import Adam
-from fedloom.rows import Kind, Mean
-from fedloom.small_runs import normed_network, plain_network
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import batch_norm_network, simple_network
+from fedloom.training.optimizers import Adam
 
 
-def server_of(experiment: Experiment) -> FedLAWServer:
+def server_of(experiment: BuiltRun) -> FedLAWServer:
     server = experiment.rounds.parts.server
     assert isinstance(server, FedLAWServer)
     return server
 
 
-def mean_of(experiment: Experiment, rows: list[Tensor], weights: list[float]) -> Tensor:
-    mean, made = Mean(experiment.layout), torch.empty_like(rows[0])
+def mean_of(experiment: BuiltRun, rows: list[Tensor], weights: list[float]) -> Tensor:
+    mean, made = WeightedMean(experiment.layout), torch.empty_like(rows[0])
     for row, weight in zip(rows, weights, strict=True):
         mean.add(row, weight)
     mean.into(made)
     return made
 
 
-def loss_of(experiment: Experiment, row: Tensor) -> float:
+def loss_of(experiment: BuiltRun, row: Tensor) -> float:
     proxy = server_of(experiment)._proxy
     return float(F.cross_entropy(proxy.outputs(row), proxy.samples.y))
 
@@ -56,7 +57,7 @@ def test_the_weights_lie_on_the_simplex_and_the_factor_is_positive(form: str) ->
         assert weights != pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.05)
 
 
-@pytest.mark.parametrize("network", [plain_network, normed_network])
+@pytest.mark.parametrize("network", [simple_network, batch_norm_network])
 def test_what_is_learned_lowers_the_loss_on_the_servers_data(network: Callable[[], nn.Module]) -> None:
     with put_together("fedlaw", {"lr": 0.1}, network) as experiment:
         rows, sizes = noisy(experiment, 5, 0.3), [5, 4, 3, 2, 1]
@@ -66,16 +67,16 @@ def test_what_is_learned_lowers_the_loss_on_the_servers_data(network: Callable[[
 
 
 def test_the_factor_scales_trainable_parameters_only() -> None:
-    with put_together("fedlaw", {"lr": 0.1}, normed_network) as experiment:
+    with put_together("fedlaw", {"lr": 0.1}, batch_norm_network) as experiment:
         rows, layout = noisy(experiment, 3), experiment.layout
         for number, row in enumerate(rows):
-            layout.views(row, Kind.INTEGER)[0].fill_(number + 4)
+            layout.views(row, TensorKind.INTEGER)[0].fill_(number + 4)
         weights, gamma = server_of(experiment).learn(0, torch.stack(rows), [10] * 3)
         merged, mean = play(experiment, answers(experiment, rows)), mean_of(experiment, rows, weights)
         assert abs(gamma - 1) > 0.01
         assert torch.allclose(merged[: layout.trainable], gamma * mean[: layout.trainable])
         assert torch.equal(merged[layout.trainable :], mean[layout.trainable :])
-        assert int(layout.views(merged, Kind.INTEGER)[0]) == 6
+        assert int(layout.views(merged, TensorKind.INTEGER)[0]) == 6
 
 
 def test_without_shrinking_the_factor_stays_one() -> None:
@@ -148,7 +149,7 @@ def test_conformance_together(method: str) -> None:
     check_method(method, {"lss": {"models": 2}} if "lss" in method else {})
 
 
-def by_torch(experiment: Experiment, rows: Tensor, start: Tensor, moves: list[bool], epochs: int) -> list[Tensor]:
+def by_torch(experiment: BuiltRun, rows: Tensor, start: Tensor, moves: list[bool], epochs: int) -> list[Tensor]:
     """(u, s) after each step of PyTorch's own Adam on all of the server's data, of which only some numbers move."""
     server, layout, module = server_of(experiment), experiment.layout, experiment.rounds.context.make_module()
     z = start.clone().requires_grad_()
@@ -166,7 +167,7 @@ def by_torch(experiment: Experiment, rows: Tensor, start: Tensor, moves: list[bo
 
 def test_while_it_learns_batch_norm_has_the_statistics_that_would_be_deployed() -> None:
     """The clients' mean by the weights of the moment, through which no gradient goes; against PyTorch's own Adam."""
-    with put_together("fedlaw", {"epochs": 6, "batch_size": 0, "lr": 0.1}, normed_network) as experiment:
+    with put_together("fedlaw", {"epochs": 6, "batch_size": 0, "lr": 0.1}, batch_norm_network) as experiment:
         server, rows, layout = server_of(experiment), torch.stack(noisy(experiment, 3, 0.5)), experiment.layout
         rows[:, layout.trainable : layout.floats] *= torch.tensor([0.2, 1.0, 6.0])[:, None]  # far apart
         module, data = experiment.rounds.context.make_module().eval(), server._proxy.samples
@@ -177,9 +178,9 @@ def test_while_it_learns_batch_norm_has_the_statistics_that_would_be_deployed() 
             state = {}
             for entry in layout.entries:
                 views = [entry.view(row) for row in rows]
-                if entry.kind is Kind.PARAMETER:
+                if entry.kind is TensorKind.PARAMETER:
                     state[entry.name] = gamma * sum(a * view for a, view in zip(lam, views, strict=True))
-                elif entry.kind is Kind.BUFFER:
+                elif entry.kind is TensorKind.BUFFER:
                     state[entry.name] = sum(a * view for a, view in zip(lam.detach(), views, strict=True))
             optimizer.zero_grad()
             F.cross_entropy(functional_call(module, state, (data.x,)), data.y).backward()

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import Layout, Update
-from fedloom.banks import Bank
+from fedloom import ClientUpdate, Layout
+from fedloom.core.bank import Bank
+from fedloom.core.layout import TensorKind
 from fedloom.errors import InputError
-from fedloom.methods import Context
-from fedloom.methods.fedma_layers import FedMALayersOptions, FedMALayersServer, columns, stages
-from fedloom.methods.growing import Prior, grow
-from fedloom.methods.symmetries import find
-from fedloom.models.networks import build
-from fedloom.rows import Kind
-from fedloom.small_runs import normed_network, small_experiment
+from fedloom.methods import MethodContext
+from fedloom.methods.fedma_layers import FedMALayersOptions, FedMALayersServer, fedma_layer_columns, fedma_layer_stages
+from fedloom.methods.matching.alignment import AlignmentPrior, align_growing_neurons
+from fedloom.methods.matching.symmetries import find_symmetries
+from fedloom.models.registry import build_model
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import batch_norm_network, build_small_run
 
 CLASSES = 10
 
@@ -41,8 +41,8 @@ def perceptron() -> nn.Module:
 
 
 @lru_cache(maxsize=1)
-def some_context() -> Context:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
+def some_context() -> MethodContext:
+    with build_small_run("fedavg", {}).engine_closed() as experiment:
         return experiment.rounds.context
 
 
@@ -68,7 +68,7 @@ def play(server: FedMALayersServer, rounds: range, change: Any = lambda slot, ro
         updates = []
         for job in server.dispatch(round, list(range(server.context.per_round))):
             extras = {"counts": torch.tensor(counts[job.slot])} if counts else {}
-            updates.append(Update(job, change(job.slot, job.row.clone()), 9 - job.client, 1.0, 1, extras))
+            updates.append(ClientUpdate(job, change(job.slot, job.row.clone()), 9 - job.client, 1.0, 1, extras))
         server.collect(round, iter(updates))
 
 
@@ -82,7 +82,7 @@ def test_a_pass_puts_permuted_clients_back() -> None:
     assert server.length == 3
     play(server, range(1), lambda slot, _: copies[slot])
     assert torch.equal(server.deploy(), row)  # the last pass's, which is the beginning
-    first = columns(server.context.layout, server.stage, 0, 1)
+    first = fedma_layer_columns(server.context.layout, server.stage, 0, 1)
     for slot in server.slots.rows:
         assert torch.equal(slot[: len(first)][first], row[: len(first)][first])
     assert not torch.equal(server.slots.rows[0], server.slots.rows[1])
@@ -93,7 +93,7 @@ def test_a_pass_puts_permuted_clients_back() -> None:
 
 def test_a_pass_puts_a_permuted_resnet_back() -> None:
     torch.manual_seed(0)
-    server = make(build("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), clients=2, shape=(1, 8, 8))
+    server = make(build_model("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), clients=2, shape=(1, 8, 8))
     layout, row = server.context.layout, server.bank.rows[0].clone()
     row[: layout.floats] += 0.1 * torch.rand(layout.floats)
     copy = server.symmetries.permuted(row, server.symmetries.random(torch.Generator().manual_seed(1)))
@@ -105,9 +105,9 @@ def test_a_pass_puts_a_permuted_resnet_back() -> None:
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (perceptron, (6,)),
-    "cnn with flatten": (lambda: build("lenet", (1, 28, 28), CLASSES), (1, 28, 28)),
-    "resnet": (lambda: build("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), (1, 8, 8)),
-    "resnet with padded shortcuts": (lambda: build("resnet20:width=4", (1, 8, 8), CLASSES), (1, 8, 8)),
+    "cnn with flatten": (lambda: build_model("lenet", (1, 28, 28), CLASSES), (1, 28, 28)),
+    "resnet": (lambda: build_model("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), (1, 8, 8)),
+    "resnet with padded shortcuts": (lambda: build_model("resnet20:width=4", (1, 8, 8), CLASSES), (1, 8, 8)),
 }
 
 
@@ -125,7 +125,7 @@ def test_a_pass_puts_permuted_clients_of_every_kind_back(kind: str, start: float
     server = make(module, clients=3, shape=shape, start=start, gamma=gamma)
     layout, row = server.context.layout, server.bank.rows[0]
     for entry in layout.entries:  # statistics and biases that tell units apart
-        if entry.kind is Kind.BUFFER:
+        if entry.kind is TensorKind.BUFFER:
             entry.view(row).add_(0.1 * torch.rand(entry.shape))
     draw, groups = torch.Generator().manual_seed(1), server.symmetries.groups
     orders = [[among(size, g.size, draw) for size, g in zip(server.sizes, groups, strict=True)] for _ in range(2)]
@@ -142,10 +142,10 @@ def test_a_pass_puts_permuted_clients_of_every_kind_back(kind: str, start: float
 
 
 def test_a_norm_rests_with_the_convolution_before_it() -> None:
-    module = build("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES)
+    module = build_model("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES)
     layout = Layout.of(module)
-    symmetries = find(module, layout, (1, 8, 8))
-    order = stages(layout, symmetries)
+    symmetries = find_symmetries(module, layout, (1, 8, 8))
+    order = fedma_layer_stages(layout, symmetries)
     stage = {entry.name: order[entry.offset] for entry in layout.entries}
     assert stage["conv1.weight"] == stage["norm1.running_mean"] == 0
     assert stage["body.layer1.0.conv1.weight"] == stage["body.layer1.0.norm1.weight"] == 1
@@ -164,12 +164,12 @@ def test_the_same_clients_stay_for_a_pass() -> None:
 
 def test_matched_layers_rest_while_the_others_train() -> None:
     options = {"fedma-layers": {}}
-    with small_experiment("fedma-layers", options, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
+    with build_small_run("fedma-layers", options, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         assert isinstance(server, FedMALayersServer)
         clients = server.select(0)
         for round in (0, 1):
-            rests = columns(layout, server.stage, 0, round)
+            rests = fedma_layer_columns(layout, server.stage, 0, round)
             jobs = list(server.dispatch(round, clients))
             updates = []
             for update in experiment.engine.train(round, jobs):
@@ -185,11 +185,11 @@ def test_matched_layers_rest_while_the_others_train() -> None:
 
 def test_a_layer_that_rests_does_so_in_every_step() -> None:
     """And is not just put back at the end: the layers behind it must learn with it as it is."""
-    with small_experiment("fedma-layers", {}, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
+    with build_small_run("fedma-layers", {}, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
         server, local, layout = experiment.rounds.parts.server, experiment.rounds.parts.local, experiment.layout
         assert isinstance(server, FedMALayersServer)
         experiment.rounds.play(0)
-        rests = columns(layout, server.stage, 0, 1)[: layout.trainable]
+        rests = fedma_layer_columns(layout, server.stage, 0, 1)[: layout.trainable]
         step, seen = local.step, []
         local.step = lambda bench, batch: (step(bench, batch), seen.append(bench.weights.clone()))[0]
         (job, *_) = server.dispatch(1, server.select(1))
@@ -268,30 +268,32 @@ def test_equal_clients_grow_into_a_network_of_the_same_function(gamma: float) ->
 
 def test_gains_are_those_of_the_formula() -> None:
     u, total = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.tensor([[2.0, 0.0]], dtype=torch.float64)
-    gains = Prior(sigma=1, sigma0=1, gamma=7).gains(u, total, torch.tensor([2.0]), clients=4, new=2)
+    gains = AlignmentPrior(sigma=1, sigma0=1, gamma=7).gains(u, total, torch.tensor([2.0]), clients=4, new=2)
     # s = s0 = 1, G = (2, 0), S = 3: |u + G|^2 / 4 - |G|^2 / 3 + log(2 / 2), and |u|^2 / 2 + 2 log(7 / 4) - 2 log e.
     expected = [13 / 4 - 4 / 3, 5 / 2 + 2 * log(7 / 4), 5 / 2 + 2 * log(7 / 4) - 2 * log(2)]
     torch.testing.assert_close(gains[0], torch.tensor(expected, dtype=torch.float64))
     # With mu0 = (0, 1) and s0 = 4: G = (2, 4), S = 6, |u + G|^2 / 7 - |G|^2 / 6, and |u + (0, 4)|^2 / 5 - 16 / 4 + ...
     mean = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    gains = Prior(sigma=1, sigma0=0.5, gamma=7, mu0=mean).gains(u, total, torch.tensor([2.0]), clients=4, new=1)
+    gains = AlignmentPrior(sigma=1, sigma0=0.5, gamma=7, mu0=mean).gains(
+        u, total, torch.tensor([2.0]), clients=4, new=1
+    )
     expected = [(9 + 36) / 7 - 20 / 6, 37 / 5 - 4 + 2 * log(7 / 4)]
     torch.testing.assert_close(gains[0], torch.tensor(expected, dtype=torch.float64))
     # A neuron of 14 of 16 clients counts as one of ten in the logarithm, and only there: G = (2, 0), S = 15.
-    gains = Prior(sigma=1, sigma0=1, gamma=7).gains(u, total, torch.tensor([14.0]), clients=16, new=0)
+    gains = AlignmentPrior(sigma=1, sigma0=1, gamma=7).gains(u, total, torch.tensor([14.0]), clients=16, new=0)
     torch.testing.assert_close(gains[0], torch.tensor([13 / 16 - 4 / 15 + log(10 / 6)], dtype=torch.float64))
-    everyone = Prior(1, 1, 7).gains(u, total, torch.tensor([40.0]), clients=3, new=0)
+    everyone = AlignmentPrior(1, 1, 7).gains(u, total, torch.tensor([40.0]), clients=3, new=0)
     assert bool(torch.isfinite(everyone).all())
 
 
 def test_biases_are_expected_around_another_mean_than_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def noted(vectors: Any, first: Any, width: int, prior: Prior, *others: Any) -> Any:
+    def noted(vectors: Any, first: Any, width: int, prior: AlignmentPrior, *others: Any) -> Any:
         seen.append(prior.mu0)
-        return grow(vectors, first, width, prior, *others)
+        return align_growing_neurons(vectors, first, width, prior, *others)
 
-    monkeypatch.setattr("fedloom.methods.fedma_layers.grow", noted)
+    monkeypatch.setattr("fedloom.methods.fedma_layers.align_growing_neurons", noted)
     torch.manual_seed(0)
     play(make(perceptron(), start=0.5, bias0=0.25), range(2))
     assert [mean.tolist() for mean in seen] == [[0.0] * 6 + [0.25], [0.0] * 12 + [0.25]]
@@ -300,11 +302,13 @@ def test_biases_are_expected_around_another_mean_than_weights(monkeypatch: pytes
 def test_neurons_that_differ_open_new_places_and_equal_ones_do_not() -> None:
     a = 10 * torch.eye(3, 8, dtype=torch.float64)
     b = 10 * torch.eye(8, dtype=torch.float64)[[2, 5, 6]]
-    places = grow([a, b], torch.tensor([1, 4, 7]), 8, Prior(1, 1, 1), 5, np.random.default_rng(0))
+    places = align_growing_neurons(
+        [a, b], torch.tensor([1, 4, 7]), 8, AlignmentPrior(1, 1, 1), 5, np.random.default_rng(0)
+    )
     assert places[0].tolist() == [1, 4, 7]
     assert places[1][0] == 7
     assert len({*places[0].tolist(), *places[1].tolist()}) == 5
-    full = grow([a, b], torch.arange(3), 4, Prior(1, 1, 1), 5, np.random.default_rng(0))
+    full = align_growing_neurons([a, b], torch.arange(3), 4, AlignmentPrior(1, 1, 1), 5, np.random.default_rng(0))
     assert len({*full[0].tolist(), *full[1].tolist()}) <= 4
     assert all(len(set(each.tolist())) == 3 for each in full)
 
@@ -322,11 +326,11 @@ def test_a_growing_run_keeps_the_contract() -> None:
 
 def test_units_that_a_client_has_not_stay_zero_in_its_training() -> None:
     options = {"fedma-layers": {"start": 0.5}}
-    with small_experiment("fedma-layers", options, model=normed_network).engine_closed() as experiment:
+    with build_small_run("fedma-layers", options, model=batch_norm_network).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         assert isinstance(server, FedMALayersServer)
         group = server.symmetries.groups[0]
         for update in experiment.engine.train(0, list(server.dispatch(0, server.select(0)))):
-            numbers = group.vectors(update.row, [tie for tie in group.ties if tie.entry.kind is Kind.PARAMETER])
+            numbers = group.vectors(update.row, [tie for tie in group.ties if tie.entry.kind is TensorKind.PARAMETER])
             assert float(numbers[8:].abs().max()) == 0
             assert bool((numbers[:8].abs().sum(1) > 0).all())

@@ -5,13 +5,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.bench import Batch
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
 from fedloom.methods.fedmix import fedmix_loss
-from fedloom.small_runs import SmallFederation, normed_network, plain_network, small_experiment, small_run
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import (
+    SmallFederatedDataset,
+    batch_norm_network,
+    build_small_run,
+    simple_network,
+    small_run,
+)
+from fedloom.training.batches import Batch
 
 NAMES = ["fedmix", "naivemix"]
 
@@ -31,16 +37,18 @@ def test_the_two_differ() -> None:
     assert small_run("fedmix", {}).digest != small_run("naivemix", {}).digest
 
 
-def visit(experiment: Experiment, client: int) -> Update:
+def visit(experiment: BuiltRun, client: int) -> ClientUpdate:
     companion = experiment.rounds.parts.companion
     jobs = experiment.rounds.parts.server.dispatch(0, [client])
-    (update,) = experiment.engine.train(0, [Job(j.client, j.row, j.slot, companion.send(0, client)) for j in jobs])
-    assert isinstance(update, Update), update
+    (update,) = experiment.engine.train(
+        0, [ClientTask(j.client, j.row, j.slot, companion.send(0, client)) for j in jobs]
+    )
+    assert isinstance(update, ClientUpdate), update
     return update
 
 
 def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
-    with small_experiment("fedmix", {}).engine_closed() as experiment:
+    with build_small_run("fedmix", {}).engine_closed() as experiment:
         update, samples = visit(experiment, 2), experiment.federation.client(2)
         torch.testing.assert_close(update.extras["x"][0], samples.x.mean(0), rtol=1e-4, atol=1e-5)
         shares = F.one_hot(samples.y, 10).float().mean(0)
@@ -50,8 +58,8 @@ def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 10, 11])
 def test_groups_share_the_samples_evenly_and_empty_ones_are_left_out(size: int) -> None:
-    with small_experiment("fedmix", {"fedmix": {"groups": 3}}).engine_closed() as experiment:
-        experiment.engine.shop.federation._clients = SmallFederation(sizes={2: size})._clients
+    with build_small_run("fedmix", {"fedmix": {"groups": 3}}).engine_closed() as experiment:
+        experiment.engine.shop.federation._clients = SmallFederatedDataset(sizes={2: size})._clients
         update, companion = visit(experiment, 2), experiment.rounds.parts.companion
         samples, counts = experiment.engine.shop.federation.client(2), update.extras["count"]
         assert counts.sum() == len(samples) == size
@@ -90,7 +98,7 @@ def test_for_an_affine_loss_it_is_mixup_to_first_order() -> None:
 
 def test_a_batch_counts_the_same_however_often_it_is_repeated() -> None:
     """The derivative of a mean loss is not averaged a second time."""
-    f, x, y = plain_network(), torch.randn(4, 64), torch.arange(4)
+    f, x, y = simple_network(), torch.randn(4, 64), torch.arange(4)
     x_, y_ = torch.randn(1, 64), torch.full((1, 10), 0.1)
     losses = [
         fedmix_loss(f, F.cross_entropy, Batch(x.repeat(n, 1), y.repeat(n)), x_, y_.expand(4 * n, -1), 0.1)
@@ -100,7 +108,7 @@ def test_a_batch_counts_the_same_however_often_it_is_repeated() -> None:
 
 
 def test_the_gradient_goes_through_the_taylor_term() -> None:
-    f, x, y = plain_network().double(), torch.randn(3, 64).double(), torch.arange(3)
+    f, x, y = simple_network().double(), torch.randn(3, 64).double(), torch.arange(3)
     x_, y_ = torch.randn(1, 64).double(), torch.full((3, 10), 0.1).double()
     weight, at, step = f[0].weight, (2, 7), 1e-6
 
@@ -117,7 +125,7 @@ def test_the_gradient_goes_through_the_taylor_term() -> None:
 
 
 def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
-    with small_experiment("naivemix", {"naivemix": {"lam": 0.25}}, model=plain_network).engine_closed() as experiment:
+    with build_small_run("naivemix", {"naivemix": {"lam": 0.25}}, model=simple_network).engine_closed() as experiment:
         bench, local, samples = experiment.engine._bench, experiment.rounds.parts.local, experiment.federation.client(1)
         row = experiment.layout.empty()
         uploads = {name: torch.zeros(shape) for name, shape in local.uploads(experiment.layout).items()}
@@ -130,7 +138,7 @@ def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
 
 
 def test_the_pool_grows_with_the_clients_seen_and_is_counted_in_bytes() -> None:
-    with small_experiment("fedmix", {}, model=normed_network).engine_closed() as experiment:
+    with build_small_run("fedmix", {}, model=batch_norm_network).engine_closed() as experiment:
         first, second = (experiment.rounds.play(number) for number in range(2))
         size, mean = experiment.layout.nbytes, 4 * (64 + 10)
         assert first["bytes_down"] == 4 * size
@@ -142,7 +150,7 @@ def test_the_pool_grows_with_the_clients_seen_and_is_counted_in_bytes() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_step_mixes_with_one_of_all_means_and_its_own_labels(name: str) -> None:
-    with small_experiment(name, {}, per_round=8, epochs=30).engine_closed() as experiment:
+    with build_small_run(name, {}, per_round=8, epochs=30).engine_closed() as experiment:
         experiment.rounds.play(0)
         local, pool, seen = experiment.rounds.parts.local, experiment.rounds.parts.companion.send(1, 2), []
         mixed = local.mixed
@@ -162,7 +170,7 @@ def test_a_pool_of_small_groups_keeps_the_contract() -> None:
 
 
 def test_data_without_classes_are_refused() -> None:
-    federation = SmallFederation()
+    federation = SmallFederatedDataset()
     federation.classes = 0
     with pytest.raises(InputError, match="no classes"):
         small_run("fedmix", {}, federation=federation)

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from many_models import COUNTS, SEEDS, Network, random_rows
 from torch import Tensor, nn
 
-from fedloom import Job, Layout, Update
+from fedloom import ClientTask, ClientUpdate, Layout
+from fedloom.core.layout import model_digest
 from fedloom.errors import InputError
 from fedloom.methods import compose
-from fedloom.methods.fedmr import layers
-from fedloom.rows import digest
-from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
+from fedloom.methods.fedmr import fedmr_layer_columns
 from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network, small_run
 
 # What recombination keeps
 
@@ -93,7 +93,7 @@ def test_by_tensor_even_those_of_one_module_part() -> None:
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_each_layer_draws_for_itself_and_each_round_anew(secure: bool) -> None:
-    servers = [make(5, plain_network, seed, secure=secure) for seed in range(5)]
+    servers = [make(5, simple_network, seed, secure=secure) for seed in range(5)]
     draws = [[tuple(map(tuple, sources(server, round))) for round in range(4)] for server in servers]
     assert any(rows[0] != rows[2] for draw in draws for rows in draw), "the two modules have draws of their own"
     assert all(len(set(draw)) > 1 for draw in draws), "rounds differ"
@@ -101,7 +101,7 @@ def test_each_layer_draws_for_itself_and_each_round_anew(secure: bool) -> None:
 
 
 def test_all_permutations_are_equally_likely() -> None:
-    server = make(3, plain_network)
+    server = make(3, simple_network)
     rounds, marked, w = 1200, marked_rows(server), torch.zeros(3, server.context.layout.size)
     pairs = Counter[tuple[tuple[float, ...], tuple[float, ...]]]()
     for round in range(rounds):
@@ -123,7 +123,7 @@ def test_one_model_alone_stays_as_it_is(
 ) -> None:
     server = make(1, network, seed, granularity=granularity, secure=secure)
     v = random_rows(server, seed)
-    assert digest(combined(server, round, v)) == digest(v)
+    assert model_digest(combined(server, round, v)) == model_digest(v)
 
 
 # What a layer is
@@ -136,7 +136,7 @@ def test_one_segment_permutes_whole_models(
 ) -> None:
     server = make(count, network, seed, granularity=granularity)
     v = random_rows(server, seed)
-    assert sorted(digest(row) for row in combined(server, round, v)) == sorted(digest(row) for row in v)
+    assert sorted(model_digest(row) for row in combined(server, round, v)) == sorted(model_digest(row) for row in v)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,16 @@ def test_one_segment_permutes_whole_models(
 )
 def test_segments_as_the_paper_counts_them(granularity: str, sizes: list[int]) -> None:
     """Ten layers, of a weight and a bias each."""
-    assert [len(columns) for columns in layers(Layout.of(ten_layers()), granularity)] == [2 * size for size in sizes]
+    assert [len(columns) for columns in fedmr_layer_columns(Layout.of(ten_layers()), granularity)] == [
+        2 * size for size in sizes
+    ]
 
 
 def test_a_norm_without_weights_is_in_the_segment_of_its_neighbours() -> None:
     norms = [nn.BatchNorm1d(4, affine=False) for _ in range(2)]
     layout = Layout.of(nn.Sequential(nn.Linear(2, 4), norms[0], nn.Linear(4, 4), norms[1]))
     owners = {entry.columns.start: entry.unit for entry in layout.entries}
-    found = [{owners[part.start] for part in columns} for columns in layers(layout, "segment:0.5")]
+    found = [{owners[part.start] for part in columns} for columns in fedmr_layer_columns(layout, "segment:0.5")]
     assert found == [{"0", "1"}, {"2", "3"}]
 
 
@@ -170,7 +172,7 @@ def test_a_norm_without_weights_is_in_the_segment_of_its_neighbours() -> None:
 @given(st.integers(1, 12), st.integers(1, 100))
 def test_segments_are_consecutive_and_at_most_one_more_than_one_over_x(count: int, percent: int) -> None:
     layout = Layout.of(nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))))
-    found = layers(layout, f"segment:{percent / 100}")
+    found = fedmr_layer_columns(layout, f"segment:{percent / 100}")
     assert [part for columns in found for part in columns] == [
         part for unit in layout.units().values() for part in unit
     ]
@@ -184,7 +186,10 @@ def test_segments_are_consecutive_and_at_most_one_more_than_one_over_x(count: in
 def test_layers_cover_a_model_once(network: Network, granularity: str) -> None:
     layout = Layout.of(network())
     covered = Counter(
-        column for columns in layers(layout, granularity) for part in columns for column in range(part.start, part.stop)
+        column
+        for columns in fedmr_layer_columns(layout, granularity)
+        for part in columns
+        for column in range(part.start, part.stop)
     )
     wanted = [column for entry in layout.entries for column in range(entry.columns.start, entry.columns.stop)]
     assert sorted(covered) == sorted(wanted)
@@ -192,9 +197,9 @@ def test_layers_cover_a_model_once(network: Network, granularity: str) -> None:
 
 
 def test_by_tensor_there_are_as_many_layers_as_entries() -> None:
-    layout = Layout.of(normed_network())
-    assert len(layers(layout, "tensor")) == len(normed_network().state_dict()) == 9
-    assert len(layers(layout, "module")) == 3
+    layout = Layout.of(batch_norm_network())
+    assert len(fedmr_layer_columns(layout, "tensor")) == len(batch_norm_network().state_dict()) == 9
+    assert len(fedmr_layer_columns(layout, "module")) == 3
 
 
 @pytest.mark.parametrize(
@@ -254,12 +259,12 @@ def test_in_the_first_stage_all_models_become_their_mean(count: int, network: Ne
     floats, v = server.context.layout.floats, random_rows(server, seed)
     for round in range(2):
         w = combined(server, round, v)
-        assert len({digest(row) for row in w}) == 1
+        assert len({model_digest(row) for row in w}) == 1
         torch.testing.assert_close(w[0, :floats], v[:, :floats].mean(0), rtol=1e-5, atol=1e-6)
     assert sorted(gathered(combined(server, 2, v), server.layers[0])) == sorted(gathered(v, server.layers[0]))
 
 
-@pytest.mark.parametrize("settings", [{}, {"model": plain_network, "per_round": 3}, {"rounds": 2, "seed": 5}])
+@pytest.mark.parametrize("settings", [{}, {"model": simple_network, "per_round": 3}, {"rounds": 2, "seed": 5}])
 def test_runs_within_the_first_stage_are_uniform_fedavg(settings: dict[str, Any]) -> None:
     """Bit for bit: the same clients, in the same order, through the same mean; equal models are their own mean."""
     staged = small_run("fedmr", {"fedmr": {"first_stage": 4}}, **settings)
@@ -276,8 +281,8 @@ def test_and_after_it_they_are_not() -> None:
 
 def played(method: str, rounds: int, **options: Any) -> tuple[Tensor, Tensor]:
     """The deployed model and all models after some rounds of training."""
-    with small_experiment(
-        method, {method: options} if options else {}, model=plain_network
+    with build_small_run(
+        method, {method: options} if options else {}, model=simple_network
     ).engine_closed() as experiment:
         for round in range(rounds):
             experiment.rounds.play(round)
@@ -294,30 +299,30 @@ def test_whole_models_that_change_places_are_indep_for_one_round_only() -> None:
     first, models = played("fedmr", 1, granularity="segment:1")
     alone, wanted = played("indep", 1)
     torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
-    assert sorted(map(digest, models)) == sorted(map(digest, wanted))
+    assert sorted(map(model_digest, models)) == sorted(map(model_digest, wanted))
     assert not torch.equal(models, wanted), "with this seed the places do change"
     later, _ = played("fedmr", 2, granularity="segment:1")
     assert not torch.allclose(later, played("indep", 2)[0], rtol=1e-3, atol=1e-3)
 
 
 def test_indep_keeps_what_comes_back() -> None:
-    with small_experiment("indep", {}).engine_closed() as experiment:
+    with build_small_run("indep", {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         jobs = list(server.dispatch(0, server.select(0)))
-        rows = [update.row.clone() for update in experiment.engine.train(0, jobs) if isinstance(update, Update)]
-        server.collect(0, iter([Update(j, r, 1, 0.0, 1) for j, r in zip(jobs, rows, strict=True)]))
-        assert [digest(row) for row in server.models()] == [digest(row) for row in rows]
-        assert len({digest(row) for row in rows}) == len(rows)
+        rows = [update.row.clone() for update in experiment.engine.train(0, jobs) if isinstance(update, ClientUpdate)]
+        server.collect(0, iter([ClientUpdate(j, r, 1, 0.0, 1) for j, r in zip(jobs, rows, strict=True)]))
+        assert [model_digest(row) for row in server.models()] == [model_digest(row) for row in rows]
+        assert len({model_digest(row) for row in rows}) == len(rows)
 
 
 def test_each_of_indeps_models_is_trained_by_the_clients_it_visits_one_after_the_other() -> None:
-    with small_experiment("indep", {}, model=plain_network).engine_closed() as experiment:
+    with build_small_run("indep", {}, model=simple_network).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         alone = [experiment.rounds.context.initial.clone() for _ in range(4)]
         for round in range(3):
             for slot, client in enumerate(server.select(round)):
-                (update,) = experiment.engine.train(round, [Job(client, alone[slot])])
-                assert isinstance(update, Update)
+                (update,) = experiment.engine.train(round, [ClientTask(client, alone[slot])])
+                assert isinstance(update, ClientUpdate)
                 alone[slot] = update.row.clone()
         for round in range(3):
             experiment.rounds.play(round)
@@ -343,6 +348,6 @@ def test_a_lost_client_leaves_its_model_to_be_recombined() -> None:
     server = make(3)
     server.bank.rows[:] = before = random_rows(server, 0)
     jobs, rows = list(server.dispatch(0, [0, 1, 2])), random_rows(server, 1)
-    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
+    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
     wanted = combined(server, 0, torch.stack([rows[0], before[1], rows[2]]))
-    assert digest(server.bank.rows) == digest(wanted)
+    assert model_digest(server.bank.rows) == model_digest(wanted)

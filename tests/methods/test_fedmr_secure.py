@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from many_models import COUNTS, SEEDS, Network, random_rows
 from torch import Tensor
 
-from fedloom import Update
+from fedloom import ClientUpdate
+from fedloom.core.layout import model_digest
 from fedloom.errors import InputError
-from fedloom.methods import recombination
+from fedloom.methods._support import layer_exchange
+from fedloom.methods._support.layer_exchange import LayerExchangeClient, exchange_layers_until_mixed
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
-from fedloom.methods.recombination import Participant, mix
-from fedloom.rows import digest
-from fedloom.small_runs import normed_network, plain_network, small_run
+from fedloom.testing.fixtures import batch_norm_network, simple_network, small_run
 
 
-class Censor(Participant):
+class Censor(LayerExchangeClient):
     """Hands back sevens in place of every layer, so that whatever else reaches the server shows."""
 
     def assemble(self) -> list[Tensor]:
@@ -34,7 +34,7 @@ def test_what_the_server_gets_comes_from_the_participants_alone(
     server = make(count, network, granularity=granularity, secure=True)
     v, w = random_rows(server, seed), torch.zeros(count, server.context.layout.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recombination, "Participant", Censor)
+        patch.setattr(layer_exchange, "LayerExchangeClient", Censor)
         server.combine(0, v, w)
     for entry in server.context.layout.entries:
         assert bool((w[:, entry.columns] == 7).all()), f"{entry.name} went past the participants"
@@ -45,22 +45,24 @@ def test_after_the_exchange_the_uploaded_models_are_never_looked_at() -> None:
     server = make(4, secure=True)
     jobs = list(server.dispatch(0, [3, 1, 0, 2]))
     rows = random_rows(server, 0)
-    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    deployed, models = digest(server.deploy()), digest(server.models())
+    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    deployed, models = model_digest(server.deploy()), model_digest(server.models())
     server._uploaded.rows.fill_(torch.nan)
-    assert digest(server.deploy()) == deployed
-    assert digest(server.models()) == models
-    assert [digest(job.row) for job in server.dispatch(1, [0, 1, 2, 3])] == [digest(row) for row in server.models()]
+    assert model_digest(server.deploy()) == deployed
+    assert model_digest(server.models()) == models
+    assert [model_digest(job.row) for job in server.dispatch(1, [0, 1, 2, 3])] == [
+        model_digest(row) for row in server.models()
+    ]
     assert list(server.state()) == ["bank"]
-    server.collect(1, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    server.collect(1, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
     assert server.context.layout.is_finite(server.deploy())
 
 
 def test_send_probability_zero_keeps_everything_and_one_does_not() -> None:
     kept, sent = make(4, secure=True, send_probability=0), make(4, secure=True, send_probability=1)
     v = random_rows(kept, 0)
-    assert all(digest(combined(kept, round, v)) == digest(v) for round in range(10))
-    assert any(digest(combined(sent, round, v)) != digest(v) for round in range(10))
+    assert all(model_digest(combined(kept, round, v)) == model_digest(v) for round in range(10))
+    assert any(model_digest(combined(sent, round, v)) != model_digest(v) for round in range(10))
 
 
 def test_a_secure_run_that_never_sends_is_indep() -> None:
@@ -73,22 +75,22 @@ def test_a_lost_client_takes_no_part_in_the_exchange() -> None:
     server = make(4, secure=True, send_probability=0.9)
     server.bank.rows[:] = before = random_rows(server, 0)
     jobs, rows = list(server.dispatch(0, [0, 1, 2, 3])), random_rows(server, 1)
-    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
-    assert digest(server.bank.rows[1]) == digest(before[1])
+    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
+    assert model_digest(server.bank.rows[1]) == model_digest(before[1])
     others = [0, 2, 3]
     for columns in server.layers:
         assert sorted(gathered(server.bank.rows[others], columns)) == sorted(gathered(rows[others], columns))
-    server.collect(1, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    server.collect(1, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
     assert not server.absent
 
 
 @quick
 @given(st.integers(3, 5), SEEDS, ROUNDS)
 def test_mixed_models_are_nobody_s_whole(count: int, seed: int, round: int) -> None:
-    server = make(count, normed_network, seed, secure=True, mixed=True)
+    server = make(count, batch_norm_network, seed, secure=True, mixed=True)
     v = random_rows(server, seed)
     w = combined(server, round, v)
-    assert not {digest(row) for row in w} & {digest(row) for row in v}
+    assert not {model_digest(row) for row in w} & {model_digest(row) for row in v}
     for columns in server.layers:
         assert sorted(gathered(w, columns)) == sorted(gathered(v, columns))
 
@@ -99,23 +101,23 @@ def test_mixed_changes_nothing_where_models_are_mixed_already() -> None:
     same = 0
     for round in range(20):
         once, again = combined(plain, round, v), combined(mixed, round, v)
-        if {digest(row) for row in once} & {digest(row) for row in v}:
-            assert digest(once) != digest(again)
+        if {model_digest(row) for row in once} & {model_digest(row) for row in v}:
+            assert model_digest(once) != model_digest(again)
         else:
             same += 1
-            assert digest(once) == digest(again)
+            assert model_digest(once) == model_digest(again)
     assert 0 < same < 20
 
 
 def test_where_twelve_exchanges_do_not_mix_two_layers_clients_begin_anew() -> None:
     """With five clients and two layers that is one round in twenty."""
-    server = make(5, plain_network, secure=True, mixed=True)
+    server = make(5, simple_network, secure=True, mixed=True)
     v, again = random_rows(server, 0), 0
     models = {i: [row[part].clone() for part in (slice(0, 1), slice(1, 2))] for i, row in enumerate(v)}
     for round in range(60):
         w = combined(server, round, v)
-        assert not {digest(row) for row in w} & {digest(row) for row in v}
-        again += mix(models, partial(server.context.streams.numpy, round=round), 0.5) is None
+        assert not {model_digest(row) for row in w} & {model_digest(row) for row in v}
+        again += exchange_layers_until_mixed(models, partial(server.context.streams.numpy, round=round), 0.5) is None
     assert again, "in none of these rounds were twelve exchanges too few"
 
 
@@ -123,13 +125,13 @@ def test_models_that_are_never_mixed_are_not_handed_over() -> None:
     server = make(3, secure=True, mixed=True, send_probability=1e-9)
     server.bank.rows[:] = before = random_rows(server, 0)
     jobs, rows = list(server.dispatch(0, [0, 1, 2])), random_rows(server, 1)
-    server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    assert digest(server.models()) == digest(before)
+    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    assert model_digest(server.models()) == model_digest(before)
     assert server.diagnostics() == {"exchange given up": 1.0}
     server.collect(1, iter(()))
     assert server.diagnostics() == {}
-    server.collect(2, iter([Update(jobs[1], rows[1], 1, 1.0, 1)]))  # alone it has nobody to mix with
-    assert digest(server.models()[1]) == digest(rows[1])
+    server.collect(2, iter([ClientUpdate(jobs[1], rows[1], 1, 1.0, 1)]))  # alone it has nobody to mix with
+    assert model_digest(server.models()[1]) == model_digest(rows[1])
     assert server.diagnostics() == {}
 
 
@@ -152,8 +154,8 @@ def test_what_clients_have_exchanged_is_taken_as_it_comes() -> None:
     rows = random_rows(server, 0)
     for exchanged in (True, False):
         jobs = server.dispatch(0, [0, 1, 2, 3])
-        server.collect(0, iter([Update(job, rows[job.slot], 1, 1.0, 1, exchanged=exchanged) for job in jobs]))
-        assert (digest(server.models()) == digest(rows)) == exchanged
+        server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1, exchanged=exchanged) for job in jobs]))
+        assert (model_digest(server.models()) == model_digest(rows)) == exchanged
 
 
 def test_clients_exchange_only_where_it_is_asked_for() -> None:

@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
-from fedloom.methods.fedmut import coefficients
-from fedloom.rows import Kind
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.fedmut import fedmut_coefficients
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 
 
 @given(st.integers(1, 30), st.floats(0, 1), st.integers(0, 1000))
 def test_coefficients_are_pairs_and_an_odd_one_is_zero(count: int, lean: float, seed: int) -> None:
-    v = coefficients(count, lean, np.random.default_rng(seed))
+    v = fedmut_coefficients(count, lean, np.random.default_rng(seed))
     pairs = count // 2
     assert sorted(v) == sorted([1.0] * pairs + [lean - 1.0] * pairs + [0.0] * (count % 2))
     if count % 2:
         assert v[-1] == 0
 
 
-def mutants(experiment: Experiment, round: int) -> tuple[Tensor, Tensor, Tensor]:
+def mutants(experiment: BuiltRun, round: int) -> tuple[Tensor, Tensor, Tensor]:
     """The models sent in a round, the global model and its last change."""
     server = experiment.rounds.parts.server
     w, before = server.bank.rows
@@ -34,7 +34,7 @@ def mutants(experiment: Experiment, round: int) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize(("a0", "ahead"), [(0.0, 0.0), (0.3, 4.0 * 0.3 * 0.5 / 2)])
 def test_their_mean_is_the_model_or_ahead_of_it(a0: float, ahead: float) -> None:
     """T_a is 2, so after one round half of a0 is left."""
-    with small_experiment("fedmut", {"fedmut": {"a0": a0, "T_a": 2}}).engine_closed() as experiment:
+    with build_small_run("fedmut", {"fedmut": {"a0": a0, "T_a": 2}}).engine_closed() as experiment:
         experiment.rounds.play(0)
         rows, w, delta = mutants(experiment, 1)
         trainable = experiment.layout.trainable
@@ -44,14 +44,14 @@ def test_their_mean_is_the_model_or_ahead_of_it(a0: float, ahead: float) -> None
 
 
 def test_each_layer_of_each_mutant_goes_forth_or_back_as_a_whole_and_buffers_stay() -> None:
-    with small_experiment("fedmut", {"fedmut": {"T_a": 0}}, per_round=5).engine_closed() as experiment:
+    with build_small_run("fedmut", {"fedmut": {"T_a": 0}}, per_round=5).engine_closed() as experiment:
         experiment.rounds.play(0)
         rows, w, delta = mutants(experiment, 1)
         layout = experiment.layout
         signs: dict[str, list[tuple[float, ...]]] = {}
         for entry in layout.entries:
             ways = torch.stack([entry.view(row) - entry.view(w) for row in rows]).view(len(rows), -1)
-            if entry.kind is not Kind.PARAMETER:
+            if entry.kind is not TensorKind.PARAMETER:
                 assert not ways.any(), f"{entry.name} mutated"
                 continue
             step = 4.0 * entry.view(delta).flatten().float()
@@ -64,13 +64,13 @@ def test_each_layer_of_each_mutant_goes_forth_or_back_as_a_whole_and_buffers_sta
 
 
 def test_in_the_first_round_all_get_the_same_model() -> None:
-    with small_experiment("fedmut", {}).engine_closed() as experiment:
+    with build_small_run("fedmut", {}).engine_closed() as experiment:
         rows, w, _ = mutants(experiment, 0)
         assert all(torch.equal(row, w) for row in rows)
 
 
 def test_running_variances_stay_positive() -> None:
-    with small_experiment("fedmut", {"fedmut": {"alpha": 50.0}}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedmut", {"fedmut": {"alpha": 50.0}}, per_round=8).engine_closed() as experiment:
         for number in range(3):
             experiment.rounds.play(number)
         layout, rows = experiment.layout, mutants(experiment, 3)[0]
@@ -80,7 +80,7 @@ def test_running_variances_stay_positive() -> None:
 
 
 def test_without_alpha_it_is_fedavg_with_uniform_weights() -> None:
-    federation = SmallFederation(sizes={0: 0})
+    federation = SmallFederatedDataset(sizes={0: 0})
     uniform = {"fedavg": {"weighting": "uniform"}}
     settings = {"federation": federation, "per_round": 7}
     own = small_run("fedmut", {"fedmut": {"alpha": 0.0}}, **settings)
@@ -96,7 +96,7 @@ def test_tensors_may_mutate_each_on_its_own() -> None:
 @pytest.mark.parametrize("lost", [(), (0,), (1, 2, 5), tuple(range(1, 8))])
 def test_lost_clients_do_not_drag_the_model_along_its_last_update(lost: tuple[int, ...]) -> None:
     """Every client moves its mutant by the same step: so does the model, and it leans ahead as with all of them."""
-    with small_experiment("fedmut", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedmut", {}, per_round=8).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         experiment.rounds.play(0)
         w, before = (row.clone() for row in server.bank.rows)
@@ -106,7 +106,7 @@ def test_lost_clients_do_not_drag_the_model_along_its_last_update(lost: tuple[in
             row = job.row.clone()
             row[: layout.floats] += step
             if job.client not in lost:
-                updates.append(Update(job, row, samples=1 + job.client, loss=1.0, steps=1))
+                updates.append(ClientUpdate(job, row, samples=1 + job.client, loss=1.0, steps=1))
         server.collect(1, iter(updates))
         ahead = w + 4.0 * server.lean(1) / 2 * (w - before)
         ahead[layout.trainable :] = w[layout.trainable :]

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.experiment import Experiment
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run, small_run
 
 
 def test_without_a_pull_it_is_fedavg_bit_for_bit() -> None:
@@ -20,7 +20,7 @@ def test_one_step_is_fedavg_for_any_pull(mu: float) -> None:
     assert small_run("fedprox", {"fedprox": {"mu": mu}}, **one).digest == small_run("fedavg", {}, **one).digest
 
 
-def drift(experiment: Experiment) -> float:
+def drift(experiment: BuiltRun) -> float:
     jobs = list(experiment.rounds.parts.server.dispatch(0, [1]))
     trained = experiment.layout.trainable
     (update,) = experiment.engine.train(0, jobs)
@@ -30,13 +30,13 @@ def drift(experiment: Experiment) -> float:
 def test_a_stronger_pull_keeps_clients_closer() -> None:
     drifts = []
     for mu in (0.0, 0.5, 5.0):
-        with small_experiment("fedprox", {"fedprox": {"mu": mu}}, epochs=5).engine_closed() as experiment:
+        with build_small_run("fedprox", {"fedprox": {"mu": mu}}, epochs=5).engine_closed() as experiment:
             drifts.append(drift(experiment))
     assert drifts[0] > drifts[1] > drifts[2] > 0
 
 
 def test_the_pull_is_mu_times_the_way_gone_on_parameters_alone() -> None:
-    with small_experiment("fedprox", {"fedprox": {"mu": 0.3}}).engine_closed() as experiment:
+    with build_small_run("fedprox", {"fedprox": {"mu": 0.3}}).engine_closed() as experiment:
         local, bench = experiment.rounds.parts.local, experiment.engine._bench
         layout = experiment.layout
         received, row = torch.randn(layout.size), torch.randn(layout.size)

@@ -7,24 +7,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import Bench
-from fedloom.bench import STAYS
+from fedloom import LocalTrainer
+from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment
-from fedloom.models import build
-from fedloom.rows import Kind, Layout
-from fedloom.small_runs import SmallFederation, normed_network, small_experiment, small_run
+from fedloom.models import build_model
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run, small_run
+from fedloom.training.context import STAYS
 
 HARD = {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0}
 """Everything that moves a weight whose gradient is zero."""
 
 
-def steps_of(experiment: Experiment, client: int = 2, round: int = 0) -> list[tuple[Tensor, Tensor]]:
+def steps_of(experiment: BuiltRun, client: int = 2, round: int = 0) -> list[tuple[Tensor, Tensor]]:
     """The model before and after each step of one client's training."""
     local, seen = experiment.rounds.parts.local, []
     plain = type(local).step
 
-    def step(bench: Bench, batch: Any) -> Tensor:
+    def step(bench: LocalTrainer, batch: Any) -> Tensor:
         before = bench.row.clone()
         loss = plain(local, bench, batch)
         seen.append((before, bench.row.clone()))
@@ -40,7 +40,7 @@ def steps_of(experiment: Experiment, client: int = 2, round: int = 0) -> list[tu
 @pytest.mark.parametrize("settings", [{}, HARD, {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.1}])
 def test_the_head_moves_first_and_alone_then_the_body_alone(settings: dict[str, Any]) -> None:
     options = {"fedrep": {"head_epochs": 2, "body_epochs": 1}}
-    with small_experiment("fedrep", options, **settings).engine_closed() as experiment:
+    with build_small_run("fedrep", options, **settings).engine_closed() as experiment:
         layout = experiment.layout
         head = experiment.rounds.parts.local.head(layout)
         seen = steps_of(experiment)
@@ -52,13 +52,15 @@ def test_the_head_moves_first_and_alone_then_the_body_alone(settings: dict[str, 
             moved, still = (inside, ~inside) if number < first else (~inside, inside)
             assert torch.equal(before[still], after[still]), "statistics and all"
             assert not torch.equal(before[moved], after[moved])
-        counters = [layout.views(row, Kind.INTEGER)[0].item() for row in (seen[0][0], seen[first][0], seen[-1][1])]
+        counters = [
+            layout.views(row, TensorKind.INTEGER)[0].item() for row in (seen[0][0], seen[first][0], seen[-1][1])
+        ]
         assert counters[0] == counters[1] < counters[2], "the body's statistics are renewed in its own phase"
 
 
 def test_each_phase_begins_with_a_new_optimiser() -> None:
     """The first step of a new Adam is as long as its rate in every weight that has a gradient."""
-    with small_experiment("fedrep", {}, optimizer="adam", lr=0.01).engine_closed() as experiment:
+    with build_small_run("fedrep", {}, optimizer="adam", lr=0.01).engine_closed() as experiment:
         seen, trainable = steps_of(experiment), experiment.layout.trainable
         steps = [(after - before)[:trainable].abs() for before, after in seen]
         first = len(seen) // 11 * 10
@@ -70,14 +72,14 @@ def test_each_phase_begins_with_a_new_optimiser() -> None:
 
 def test_a_clipped_gradient_is_that_of_the_part_which_moves() -> None:
     """Were the frozen part's gradient to count, steps would be shorter than the clip allows."""
-    with small_experiment("fedrep", {"fedrep": {"head_epochs": 1}}, clip=1e-2, lr=0.5).engine_closed() as experiment:
+    with build_small_run("fedrep", {"fedrep": {"head_epochs": 1}}, clip=1e-2, lr=0.5).engine_closed() as experiment:
         trainable = experiment.layout.trainable
         ways = [float((after - before)[:trainable].norm()) for before, after in steps_of(experiment)]
     assert ways == pytest.approx([0.5 * 1e-2] * len(ways), rel=1e-3)
 
 
 def test_heads_are_the_clients_own_and_never_reach_the_server() -> None:
-    with small_experiment("fedrep", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedrep", {}, per_round=8).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
         head = experiment.rounds.parts.local.head(layout)
         initial = server.deploy().clone()
@@ -95,7 +97,7 @@ def test_heads_are_the_clients_own_and_never_reach_the_server() -> None:
 
 
 def test_a_client_goes_on_with_its_own_head() -> None:
-    with small_experiment("fedrep", {"fedrep": {"head_epochs": 1}}).engine_closed() as experiment:
+    with build_small_run("fedrep", {"fedrep": {"head_epochs": 1}}).engine_closed() as experiment:
         head = experiment.rounds.parts.local.head(experiment.layout)
         first, second = steps_of(experiment, 2, 0), steps_of(experiment, 2, 1)
         assert torch.equal(second[0][0][head], first[-1][1][head])
@@ -124,9 +126,9 @@ class Named(nn.Module):
         return self.head(self.first(x)) * self.scale.weight
 
 
-@pytest.mark.parametrize(("network", "head"), [(Named, "head"), (normed_network, "3")])
+@pytest.mark.parametrize(("network", "head"), [(Named, "head"), (batch_norm_network, "3")])
 def test_the_head_is_the_layer_called_so_or_the_last(network: Callable[[], nn.Module], head: str) -> None:
-    with small_experiment("fedrep", {}, model=network).engine_closed() as experiment:
+    with build_small_run("fedrep", {}, model=network).engine_closed() as experiment:
         layout: Layout = experiment.layout
         columns = experiment.rounds.parts.local.head(layout)
         inside = {e.name for e in layout.entries if columns.start <= e.offset < columns.stop}
@@ -150,8 +152,8 @@ def test_the_head_is_the_layer_called_so_or_the_last(network: Callable[[], nn.Mo
 def test_the_head_of_our_networks_is_what_scores_classes(name: str, shape: tuple[int, ...]) -> None:
     if name.startswith("vit"):
         pytest.importorskip("peft", reason="peft (the extra fedloom[vit]) is not installed")
-    layout = Layout.of(build(name, shape, 7))
-    with small_experiment("fedrep", {}).engine_closed() as experiment:
+    layout = Layout.of(build_model(name, shape, 7))
+    with build_small_run("fedrep", {}).engine_closed() as experiment:
         columns = experiment.rounds.parts.local.head(layout)
     weight, bias = [e for e in layout.entries if columns.start <= e.offset < columns.stop]
     assert (weight.shape[0], bias.shape) == (7, (7,))
@@ -165,7 +167,7 @@ def test_a_network_of_one_layer_has_no_body() -> None:
 
 def test_it_serves_clients_better_than_one_model_does() -> None:
     """What it is for: each client has its own mixture of classes."""
-    settings = {"rounds": 10, "per_round": 8, "federation": SmallFederation()}
+    settings = {"rounds": 10, "per_round": 8, "federation": SmallFederatedDataset()}
     own = small_run("fedrep", {}, **settings).records[-1]
     assert own["personal_accuracy_mean"] > own["accuracy"]
     assert own["personal_accuracy_worst10"] <= own["personal_accuracy_mean"]
@@ -174,5 +176,5 @@ def test_it_serves_clients_better_than_one_model_does() -> None:
 def test_a_head_that_is_not_finite_is_refused() -> None:
     """With no epoch for the body, the body alone would look sound."""
     options = {"fedrep": {"body_epochs": 0, "head_epochs": 1}}
-    records = small_run("fedrep", options, federation=SmallFederation(poisoned=3), per_round=8).records
+    records = small_run("fedrep", options, federation=SmallFederatedDataset(poisoned=3), per_round=8).records
     assert all("keeps is not finite" in record["lost_clients"]["3"] for record in records)

@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
-from fedloom.small_runs import plain_network, small_experiment, small_run
+from fedloom.core.tasks import ClientUpdate
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 
-def sam(rho: float, **settings: object) -> Experiment:
-    return small_experiment("fedsam", {"fedsam": {"rho": rho}}, **settings)
+def sam(rho: float, **settings: object) -> BuiltRun:
+    return build_small_run("fedsam", {"fedsam": {"rho": rho}}, **settings)
 
 
-def seated(experiment: Experiment, loss: Callable[[Bench], Tensor]) -> tuple[Bench, Batch]:
+def seated(experiment: BuiltRun, loss: Callable[[LocalTrainer], Tensor]) -> tuple[LocalTrainer, Batch]:
     """A bench with client 1 at it, whose loss is this function of its parameters."""
     bench, samples = experiment.engine._bench, experiment.federation.client(1)
     row = experiment.layout.empty()
@@ -25,7 +26,7 @@ def seated(experiment: Experiment, loss: Callable[[Bench], Tensor]) -> tuple[Ben
     return bench, Batch(samples.x[:4], samples.y[:4])
 
 
-def half_square(bench: Bench) -> Tensor:
+def half_square(bench: LocalTrainer) -> Tensor:
     return sum((p.square().sum() for p in bench.module.parameters()), start=torch.zeros(())) / 2
 
 
@@ -44,7 +45,7 @@ def test_weight_decay_is_no_part_of_the_ascent() -> None:
         slope = torch.randn(experiment.layout.trainable)
         seen = []
 
-        def linear(bench: Bench) -> Tensor:
+        def linear(bench: LocalTrainer) -> Tensor:
             seen.append(bench.weights.clone())
             return torch.cat([p.flatten() for p in bench.module.parameters()]) @ slope
 
@@ -61,9 +62,9 @@ def test_without_a_gradient_there_is_no_ascent() -> None:
         assert torch.equal(bench.weights, v)
 
 
-def trained(experiment: Experiment) -> Update:
+def trained(experiment: BuiltRun) -> ClientUpdate:
     (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
-    assert isinstance(update, Update), update
+    assert isinstance(update, ClientUpdate), update
     return update
 
 
@@ -78,7 +79,7 @@ def test_statistics_and_counters_see_each_batch_once() -> None:
     """Where nothing is learned, the buffers are FedAvg's bit for bit, however wide the ascent."""
     rows = []
     for name, options in (("fedsam", {"fedsam": {"rho": 5.0}}), ("fedavg", {})):
-        with small_experiment(name, options, lr=0.0, epochs=2).engine_closed() as experiment:
+        with build_small_run(name, options, lr=0.0, epochs=2).engine_closed() as experiment:
             rows.append(trained(experiment).row.clone())
     assert torch.equal(rows[0].view(torch.uint8), rows[1].view(torch.uint8))
 
@@ -94,6 +95,6 @@ def test_a_tiny_rho_is_fedavg_to_rounding() -> None:
 
 
 def test_it_goes_with_other_servers_and_momentum() -> None:
-    settings = {"model": plain_network, "momentum": 0.9, "clip": 1.0}
+    settings = {"model": simple_network, "momentum": 0.9, "clip": 1.0}
     digests = {small_run(name, {}, **settings).digest for name in ("fedcross+fedsam", "fedcross", "fedsam")}
     assert len(digests) == 3

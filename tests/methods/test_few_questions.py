@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedloom.engines import PlainEngine
-from fedloom.exchange import Job, Lost, Update
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.engines.sequential import SequentialEngine
 from fedloom.methods import methods
-from fedloom.small_runs import small_experiment
+from fedloom.testing.fixtures import build_small_run
 
 MORE = {
     "abavg": "asks how many samples each client's model has right",
@@ -62,9 +62,11 @@ class Questions(TorchDispatchMode):
 
 
 def asked_in_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    questions, train = Questions(monkeypatch), PlainEngine.train
+    questions, train = Questions(monkeypatch), SequentialEngine.train
 
-    def training(engine: PlainEngine, round: int, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+    def training(
+        engine: SequentialEngine, round: int, jobs: Sequence[ClientTask]
+    ) -> Iterator[ClientUpdate | ClientFailure]:
         answers = train(engine, round, jobs)
         while True:
             questions.training = True
@@ -73,12 +75,12 @@ def asked_in_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> Counter[st
             if answer is None:
                 return
             # As from a GPU, which has found out beside the rest whether all numbers are finite.
-            yield replace(answer, finite=True) if isinstance(answer, Update) else answer
+            yield replace(answer, finite=True) if isinstance(answer, ClientUpdate) else answer
 
     given = {"engine": "plain", "per_round": 8, "rounds": 100, "eval_every": 100}
-    with small_experiment(method, {}, **given).engine_closed() as experiment:
+    with build_small_run(method, {}, **given).engine_closed() as experiment:
         experiment.rounds.play(0)
-        monkeypatch.setattr(PlainEngine, "train", training)
+        monkeypatch.setattr(SequentialEngine, "train", training)
         questions.counts.clear()
         with questions:
             assert not experiment.rounds.play(1)["lost"]

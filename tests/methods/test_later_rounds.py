@@ -5,37 +5,37 @@ import torch
 from torch import Tensor
 
 from fake_graphs import fake_tape
-from fedloom.engines import CudaEngine
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.engines.base import Engine
-from fedloom.exchange import Job, Update
-from fedloom.small_runs import normed_network, plain_network, small_experiment
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
 
 Answer = dict[str, Tensor]
 
 
-def answers(engine: Engine, jobs: list[Job], round: int) -> list[Answer]:
+def answers(engine: Engine, jobs: list[ClientTask], round: int) -> list[Answer]:
     found = []
     for update in engine.train(round, jobs):
-        assert isinstance(update, Update), update
+        assert isinstance(update, ClientUpdate), update
         assert update.steps > 0
         tensors = {"row": update.row, **update.extras, **update.home}
         found.append({name: tensor.clone() for name, tensor in tensors.items()})
     return found
 
 
-@pytest.mark.parametrize("network", [plain_network, normed_network], ids=["plain", "normed"])
+@pytest.mark.parametrize("network", [simple_network, batch_norm_network], ids=["plain", "normed"])
 @pytest.mark.parametrize("method", ["feddyn", "moon", "fedmix", "naivemix", "fedgen"])
 def test_replayed_steps_do_what_was_written(method: str, network: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.slot.make_tape", fake_tape)
-    monkeypatch.setattr("fedloom.engines.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
     settings = {"momentum": 0.5, "lr_decay": 0.9, "per_round": 8, "model": network}
-    with small_experiment(method, {}, **settings).engine_closed() as plain:
+    with build_small_run(method, {}, **settings).engine_closed() as plain:
         plain.rounds.play(0)  # now every client has been seen
         server, companion = plain.rounds.parts.server, plain.rounds.parts.companion
         engine = CudaEngine(plain.engine.shop, "cpu", 2)
         for round in range(1, 4):
             jobs = [
-                Job(job.client, job.row, job.slot, companion.send(round, job.client) if companion else {})
+                ClientTask(job.client, job.row, job.slot, companion.send(round, job.client) if companion else {})
                 for job in server.dispatch(round, [5, 0, 7, 2, 1, 6])
             ]
             assert all(job.extras for job in jobs) == (companion is not None)

@@ -9,9 +9,10 @@ from lss_benches import AUTHORS, CONTEXT, forced, grow, network, seat, soup
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.bench import Batch, Bench
-from fedloom.methods.base import Local
-from fedloom.methods.lss import LSSLocal, LSSOptions, simplex_weights
+from fedloom.methods.base import Client
+from fedloom.methods.lss import LSSClient, LSSOptions, lss_simplex_weights
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_weights_are_uniform_on_the_simplex(count: int) -> None:
     """Then P(a_1 > t) = (1 - t)^(count - 1), and one coordinate is like another."""
     torch.manual_seed(0)
-    draws = torch.stack([simplex_weights(count, torch.zeros(1)) for _ in range(6000)])
+    draws = torch.stack([lss_simplex_weights(count, torch.zeros(1)) for _ in range(6000)])
     assert draws.shape == (6000, count)
     assert bool((draws >= 0).all())
     torch.testing.assert_close(draws.sum(1), torch.ones(6000))
@@ -77,13 +78,13 @@ def test_the_gradient_is_the_weight_times_the_gradient_at_the_point() -> None:
         leaf = bench.weights.clone().requires_grad_()
         f_p = bench.received[: layout.trainable]
         others = [f_p, *(f_p + bench.scratch["rows"][:-1])]
-        a = simplex_weights(len(others) + 1, leaf)
+        a = lss_simplex_weights(len(others) + 1, leaf)
         point = sum((w * m for w, m in zip(a, [*others, leaf], strict=True)), start=torch.zeros_like(leaf))
         named = {entry.name: entry.view(point) for entry in layout.entries}
         loss = F.cross_entropy(functional_call(model, named, batch.x), batch.y)
         (expected,) = torch.autograd.grad(loss, leaf)
         with forced(lambda count: a):
-            got = LSSLocal.step(local, bench, batch)
+            got = LSSClient.step(local, bench, batch)
         torch.testing.assert_close(got, loss)
         torch.testing.assert_close(bench.gradient, expected)
         checked.append(float(expected.norm()))
@@ -98,7 +99,7 @@ def test_the_gradient_is_the_weight_times_the_gradient_at_the_point() -> None:
 def test_with_all_weight_on_the_member_it_is_plain_training() -> None:
     for optimizer, lr in (("adam", 0.01), ("sgd", 0.1)):
         plain, bench = seat(optimizer=optimizer, lr=lr), seat(optimizer=optimizer, lr=lr)
-        for piece in Local.train(Local(CONTEXT, LSSOptions()), plain):
+        for piece in Client.train(Client(CONTEXT, LSSOptions()), plain):
             plain.run(piece)
         with forced(lambda count: torch.eye(count)[-1]):
             (member,) = grow(soup(models=1, affinity=0, diversity=0), bench)
@@ -116,8 +117,8 @@ def test_a_first_member_trained_alone_is_neither_interpolated_nor_pushed(init: b
     bench = seat()
     f_p = bench.received[: bench.layout.trainable]
 
-    class Pulled(Local[LSSOptions]):
-        def correct(self, bench: Bench) -> None:
+    class Pulled(Client[LSSOptions]):
+        def correct(self, bench: LocalTrainer) -> None:
             bench.gradient.add_(bench.weights - f_p, alpha=2.0)
 
     for piece in Pulled(CONTEXT, LSSOptions()).train(bench):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.errors import InputError
 from fedloom.methods import compose
 from fedloom.methods.lss import LSSOptions
-from fedloom.small_runs import small_run
+from fedloom.testing.fixtures import small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

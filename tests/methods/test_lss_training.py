@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from lss_benches import AUTHORS, grow, network, seat, soup
 from torch import nn
 
-from fedloom.small_runs import plain_network, small_run
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import simple_network, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,6 +72,6 @@ def test_conformance_with_other_options(options: dict[str, Any]) -> None:
 
 
 def test_it_composes_with_a_server_that_keeps_many_models() -> None:
-    finished = small_run("fedcross+lss", {"lss": {"models": 2}}, rounds=8, model=plain_network, epochs=2)
+    finished = small_run("fedcross+lss", {"lss": {"models": 2}}, rounds=8, model=simple_network, epochs=2)
     losses = [record["loss"] for record in finished.records]
     assert losses[-1] < 0.9 * losses[0]

@@ -12,28 +12,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import Job, Layout, Update
-from fedloom.banks import Bank
+from fedloom import ClientTask, ClientUpdate, Layout
+from fedloom.core.bank import Bank
+from fedloom.core.layout import TensorKind
+from fedloom.core.similarity import pairwise_squared_distances
 from fedloom.errors import InputError
-from fedloom.methods import Context
-from fedloom.methods.aligning import AligningServer, assign, squared_distances
+from fedloom.methods import MethodContext
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.fedma import FedMAOptions, FedMAServer, incoming, match
-from fedloom.methods.gamf import Edges, GAMFOptions, GAMFServer, fourth_norms, graduated, sinkhorn
-from fedloom.models.networks import build
-from fedloom.rows import Kind
-from fedloom.small_runs import normed_network, small_experiment, small_run
+from fedloom.methods.fedma import FedMAOptions, FedMAServer, fedma_incoming_weights, match_fedma_neurons
+from fedloom.methods.gamf import (
+    GAMFEdgeWeights,
+    GAMFOptions,
+    GAMFServer,
+    gamf_graduated_assignment,
+    gamf_l4_distances,
+    gamf_sinkhorn,
+)
+from fedloom.methods.matching.alignment import AlignmentServer, align_units_by_cost
+from fedloom.models.registry import build_model
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, small_run
 
-SERVERS: dict[str, tuple[type[AligningServer[Any]], type[Any]]] = {
+SERVERS: dict[str, tuple[type[AlignmentServer[Any]], type[Any]]] = {
     "fedma": (FedMAServer, FedMAOptions),
     "gamf": (GAMFServer, GAMFOptions),
 }
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)), (9,)),
-    "batch norm": (normed_network, (64,)),
-    "cnn with flatten": (lambda: build("lenet", (1, 28, 28), 10), (1, 28, 28)),
-    "resnet": (lambda: build("resnet20:shortcut=B,width=4", (1, 8, 8), 10), (1, 8, 8)),
-    "resnet with padded shortcuts": (lambda: build("resnet20:width=4", (1, 8, 8), 10), (1, 8, 8)),
+    "batch norm": (batch_norm_network, (64,)),
+    "cnn with flatten": (lambda: build_model("lenet", (1, 28, 28), 10), (1, 28, 28)),
+    "resnet": (lambda: build_model("resnet20:shortcut=B,width=4", (1, 8, 8), 10), (1, 8, 8)),
+    "resnet with padded shortcuts": (lambda: build_model("resnet20:width=4", (1, 8, 8), 10), (1, 8, 8)),
 }
 
 
@@ -47,8 +55,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def some_context() -> Context:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
+def some_context() -> MethodContext:
+    with build_small_run("fedavg", {}).engine_closed() as experiment:
         return experiment.rounds.context
 
 
@@ -60,7 +68,7 @@ def network(name: str) -> tuple[nn.Module, Layout, Tensor]:
     layout = Layout.of(module)
     row = layout.read(module)
     for entry in layout.entries:
-        if entry.kind is not Kind.INTEGER and len(entry.shape) == 1:
+        if entry.kind is not TensorKind.INTEGER and len(entry.shape) == 1:
             entry.view(row).add_(0.1 * torch.rand(entry.shape))
     return module, layout, row
 
@@ -80,9 +88,9 @@ def make(method: str, name: str, **options: Any) -> Any:
     return server(context, kind(**options))
 
 
-def updates(rows: list[Tensor], samples: list[int]) -> list[Update]:
+def updates(rows: list[Tensor], samples: list[int]) -> list[ClientUpdate]:
     return [
-        Update(Job(k, row), row, samples=n, loss=1.0, steps=1)
+        ClientUpdate(ClientTask(k, row), row, samples=n, loss=1.0, steps=1)
         for k, (row, n) in enumerate(zip(rows, samples, strict=True))
     ]
 
@@ -208,7 +216,7 @@ def test_networks_that_cannot_be_matched_are_refused_before_anything_runs() -> N
 def test_matching_is_the_best_of_all_for_two_models() -> None:
     draw = np.random.default_rng(0)
     a, b = (torch.from_numpy(draw.normal(size=(5, 3))) for _ in range(2))
-    order = match([a, b], [2.0, 1.0], 5, draw)[1]
+    order = match_fedma_neurons([a, b], [2.0, 1.0], 5, draw)[1]
     costs = {p: float(((a - b[list(p)]) ** 2).sum()) for p in permutations(range(5))}
     assert tuple(order.tolist()) == min(costs, key=lambda p: costs[p])
 
@@ -235,7 +243,7 @@ def test_matching_is_that_of_a_slow_version_which_weighs_and_tries_all_orders(se
         if places == before:
             break
     back = np.argsort(places[0])
-    found = match([torch.from_numpy(v) for v in vectors], weights, sweeps, np.random.default_rng(seed))
+    found = match_fedma_neurons([torch.from_numpy(v) for v in vectors], weights, sweeps, np.random.default_rng(seed))
     assert [each.tolist() for each in found] == [np.array(places[k])[back].tolist() for k in range(4)]
 
 
@@ -246,7 +254,7 @@ def test_sweeps_never_make_the_matching_worse_and_sometimes_better() -> None:
         vectors = [torch.from_numpy(draw.normal(size=(6, 3))) for _ in range(5)]
         spread = []
         for sweeps in (0, 5):
-            orders = match(vectors, [1.0] * 5, sweeps, np.random.default_rng(seed))
+            orders = match_fedma_neurons(vectors, [1.0] * 5, sweeps, np.random.default_rng(seed))
             assert torch.equal(orders[0], torch.arange(6))
             aligned = torch.stack([v[o] for v, o in zip(vectors, orders, strict=True)])
             spread.append(float(((aligned - aligned.mean(0)) ** 2).sum()))
@@ -256,15 +264,15 @@ def test_sweeps_never_make_the_matching_worse_and_sometimes_better() -> None:
 
 
 def test_units_that_are_alike_stay_where_they_are() -> None:
-    assert assign(torch.zeros(6, 6)).tolist() == list(range(6))
+    assert align_units_by_cost(torch.zeros(6, 6)).tolist() == list(range(6))
     dead = torch.zeros(4, 3)
     dead[2] = 1
-    assert assign(squared_distances(dead, dead)).tolist() == [0, 1, 2, 3]
+    assert align_units_by_cost(pairwise_squared_distances(dead, dead)).tolist() == [0, 1, 2, 3]
 
 
 def test_a_layer_is_matched_by_weights_whose_inputs_are_in_order_already() -> None:
     server = make("fedma", "resnet")
-    used = {group.name: {tie.entry.name for tie in ties} for group, ties in incoming(server.symmetries)}
+    used = {group.name: {tie.entry.name for tie in ties} for group, ties in fedma_incoming_weights(server.symmetries)}
     stream = used["conv1"]
     assert "conv1.weight" in stream
     assert "norm1.weight" in stream
@@ -279,21 +287,21 @@ def test_a_layer_is_matched_by_weights_whose_inputs_are_in_order_already() -> No
 def test_sinkhorn_gives_rows_and_columns_that_sum_to_one() -> None:
     logits = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for temperature in (10.0, 1.0, 0.05):
-        P = sinkhorn(logits / temperature, 50_000)
+        P = gamf_sinkhorn(logits / temperature, 50_000)
         torch.testing.assert_close(P.sum(0), torch.ones(7, dtype=torch.float64))
         torch.testing.assert_close(P.sum(1), torch.ones(7, dtype=torch.float64), rtol=1e-5, atol=1e-5)
         ratio = P[0, 0] * P[1, 1] / (P[0, 1] * P[1, 0])  # scaling rows and columns leaves it alone
         expected = torch.exp((logits[0, 0] + logits[1, 1] - logits[0, 1] - logits[1, 0]) / temperature)
         torch.testing.assert_close(ratio, expected)
-    extreme = sinkhorn(1e6 * torch.eye(5, dtype=torch.float64)[torch.tensor([2, 0, 1, 4, 3])], 50)
+    extreme = gamf_sinkhorn(1e6 * torch.eye(5, dtype=torch.float64)[torch.tensor([2, 0, 1, 4, 3])], 50)
     torch.testing.assert_close(extreme, torch.eye(5, dtype=torch.float64)[torch.tensor([2, 0, 1, 4, 3])])
 
 
 def test_fourth_norms_are_what_they_say() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(2))
-    torch.testing.assert_close(fourth_norms(a, b), torch.cdist(a, b, p=4))
-    assert float(fourth_norms(a, a).diagonal().max()) < 1e-3
+    torch.testing.assert_close(gamf_l4_distances(a, b), torch.cdist(a, b, p=4))
+    assert float(gamf_l4_distances(a, a).diagonal().max()) < 1e-3
 
 
 def test_affinities_are_those_of_the_formula() -> None:
@@ -308,7 +316,7 @@ def test_affinities_are_those_of_the_formula() -> None:
         a, b = (entry.view(each).double() for each in (anchor, row))
         a, b = (a.T, b.T) if turned else (a, b @ P[0].T)
         expected = torch.tensor([[float(((x - y) ** 4).sum() ** 0.25) for y in b] for x in a]).double().mul(-0.5).exp()
-        found = Edges(server.symmetries, hidden, tie).affinity(anchor, row, P)
+        found = GAMFEdgeWeights(server.symmetries, hidden, tie).affinity(anchor, row, P)
         torch.testing.assert_close(found, expected / expected.mean(), rtol=1e-5, atol=1e-6)
 
 
@@ -331,8 +339,10 @@ def test_sweeps_and_their_temperatures_are_those_of_a_slow_version(monkeypatch: 
     )
     row = anchor + 0.3 * torch.randn(anchor.shape, generator=torch.Generator().manual_seed(11))
     iterations = []
-    monkeypatch.setattr("fedloom.methods.gamf.sinkhorn", lambda M, n: (iterations.append(n), sinkhorn(M, n))[1])
-    found = graduated(server.symmetries, anchor, row, server.options)
+    monkeypatch.setattr(
+        "fedloom.methods.gamf.gamf_sinkhorn", lambda M, n: (iterations.append(n), gamf_sinkhorn(M, n))[1]
+    )
+    found = gamf_graduated_assignment(server.symmetries, anchor, row, server.options)
     assert iterations == [20, 20, 70, 70, 120, 120, 170, 170]
     (A, B, C), (a, b, c) = ([layout.entries[i].view(each).double() for i in (0, 2, 4)] for each in (anchor, row))
     P, Q = (torch.full((n, n), 1 / n, dtype=torch.float64) for n in (12, 8))
@@ -346,7 +356,7 @@ def test_soft_matchings_mix_and_hard_ones_do_not() -> None:
     soft, hard = make("gamf", "mlp", output="soft", sweeps=3), make("gamf", "mlp", sweeps=3)
     row = network("mlp")[2]
     other = row + 0.3 * torch.randn(row.shape, generator=torch.Generator().manual_seed(6))
-    for P in graduated(soft.symmetries, row, other, soft.options):
+    for P in gamf_graduated_assignment(soft.symmetries, row, other, soft.options):
         torch.testing.assert_close(P.sum(0), torch.ones(len(P), dtype=torch.float64))
         torch.testing.assert_close(P.sum(1), torch.ones(len(P), dtype=torch.float64), rtol=1e-4, atol=1e-4)
         assert float(P.max()) < 0.9

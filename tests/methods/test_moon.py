@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.layout import model_digest
+from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
-from fedloom.methods.heads import find_head
-from fedloom.methods.moon import contrast
-from fedloom.rows import digest
-from fedloom.small_runs import SmallFederation, small_experiment, small_run
+from fedloom.methods._support.classifier_head import find_classifier_head
+from fedloom.methods.moon import moon_contrastive_loss
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 
 
 def naive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
@@ -25,7 +25,7 @@ def naive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
 def test_the_contrast_is_the_papers_and_so_is_its_gradient() -> None:
     z = torch.randn(6, 5, requires_grad=True)
     z_g, z_p = torch.randn(6, 5), torch.randn(6, 5)
-    ours, theirs = contrast(z, z_g, z_p, 0.5), naive(z, z_g, z_p, 0.5)
+    ours, theirs = moon_contrastive_loss(z, z_g, z_p, 0.5), naive(z, z_g, z_p, 0.5)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, z), torch.autograd.grad(theirs, z))
 
@@ -33,7 +33,7 @@ def test_the_contrast_is_the_papers_and_so_is_its_gradient() -> None:
 @pytest.mark.parametrize("count", [1, 7])
 def test_where_the_past_is_the_global_model_it_is_log_two_without_a_gradient(count: int) -> None:
     z, z_g = torch.randn(count, 5, requires_grad=True), torch.randn(count, 5)
-    value = contrast(z, z_g, z_g.clone(), 0.5)
+    value = moon_contrastive_loss(z, z_g, z_g.clone(), 0.5)
     assert value.item() == pytest.approx(log(2), abs=1e-7)
     (gradient,) = torch.autograd.grad(value, z)
     assert not gradient.any()
@@ -41,7 +41,7 @@ def test_where_the_past_is_the_global_model_it_is_log_two_without_a_gradient(cou
 
 def test_a_representation_of_zeros_is_no_trouble() -> None:
     z = torch.zeros(3, 5, requires_grad=True)
-    value = contrast(z.relu(), torch.randn(3, 5), torch.zeros(3, 5), 0.5)
+    value = moon_contrastive_loss(z.relu(), torch.randn(3, 5), torch.zeros(3, 5), 0.5)
     (gradient,) = torch.autograd.grad(value, z)
     assert torch.isfinite(value)
     assert torch.isfinite(gradient).all()
@@ -56,32 +56,32 @@ def test_without_mu_it_is_fedavg_bit_for_bit() -> None:
     assert small_run("moon", {"moon": {"mu": 0.0}}).digest == small_run("fedavg", {}).digest
 
 
-def visit(experiment: Experiment, round: int, client: int) -> Update:
+def visit(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
     jobs = list(experiment.rounds.parts.server.dispatch(round, [client]))
     (update,) = experiment.engine.train(round, jobs)
-    assert isinstance(update, Update), update
+    assert isinstance(update, ClientUpdate), update
     return update
 
 
 def test_a_client_keeps_the_model_it_returned_and_starts_from_the_received_one() -> None:
-    with small_experiment("moon", {}).engine_closed() as experiment:
+    with build_small_run("moon", {}).engine_closed() as experiment:
         for number in range(2):
             update = visit(experiment, number, 2)
-            assert digest(update.home["previous"]) == digest(update.row)
+            assert model_digest(update.home["previous"]) == model_digest(update.row)
             experiment.engine.accept(update)
-        kept = digest(experiment.engine.homes.get(2)["previous"])
-        assert kept == digest(update.row)
+        kept = model_digest(experiment.engine.homes.get(2)["previous"])
+        assert kept == model_digest(update.row)
 
 
 def test_frozen_models_stay_as_they_are_and_statistics_see_a_batch_once() -> None:
     """Where nothing is learned, all but the home is FedAvg's: the frozen passes move no statistics."""
     rows = []
     for name in ("moon", "fedavg"):
-        with small_experiment(name, {}, lr=0.0).engine_closed() as experiment:
+        with build_small_run(name, {}, lr=0.0).engine_closed() as experiment:
             experiment.engine.accept(visit(experiment, 0, 2))
-            sent = digest(experiment.rounds.parts.server.bank.rows[0])
-            rows.append(digest(visit(experiment, 1, 2).row))
-            assert digest(experiment.rounds.parts.server.bank.rows[0]) == sent
+            sent = model_digest(experiment.rounds.parts.server.bank.rows[0])
+            rows.append(model_digest(visit(experiment, 1, 2).row))
+            assert model_digest(experiment.rounds.parts.server.bank.rows[0]) == sent
     assert rows[0] == rows[1]
 
 
@@ -89,7 +89,7 @@ def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
     """One client, visited again: with a strong contrast its features end nearer to those of the model it received."""
     near = []
     for mu in (0.0, 20.0):
-        with small_experiment("moon", {"moon": {"mu": mu}}, epochs=5).engine_closed() as experiment:
+        with build_small_run("moon", {"moon": {"mu": mu}}, epochs=5).engine_closed() as experiment:
             experiment.engine.accept(visit(experiment, 0, 2))
             update = visit(experiment, 1, 2)
             x = experiment.federation.client(2).x
@@ -104,7 +104,7 @@ def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
 def test_a_clients_step_follows_the_papers_loss() -> None:
     """One step of plain SGD on all samples, against the loss as the paper writes it, differentiated as it is."""
     given = {"steps": 1, "batch_size": 0, "lr": 0.1, "per_round": 8}
-    with small_experiment("moon", {"moon": {"mu": 3.0, "tau": 0.2}}, **given).engine_closed() as experiment:
+    with build_small_run("moon", {"moon": {"mu": 3.0, "tau": 0.2}}, **given).engine_closed() as experiment:
         experiment.rounds.play(0)
         local, layout, batches = experiment.rounds.parts.local, experiment.layout, []
         step = local.step
@@ -124,7 +124,7 @@ def test_a_clients_step_follows_the_papers_loss() -> None:
 
 
 def test_batches_of_one_are_no_trouble() -> None:
-    finished = small_run("moon", {}, federation=SmallFederation(sizes={1: 1, 2: 9}), per_round=8, batch_size=8)
+    finished = small_run("moon", {}, federation=SmallFederatedDataset(sizes={1: 1, 2: 9}), per_round=8, batch_size=8)
     assert not any(record["lost"] for record in finished.records)
 
 
@@ -143,6 +143,6 @@ def test_a_network_without_a_linear_layer_is_refused() -> None:
 
 def test_the_head_is_the_layer_of_that_name_or_else_the_last_linear_one() -> None:
     last = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.Dropout())
-    assert find_head(last, "moon") == ("2", last[2])
+    assert find_classifier_head(last, "moon") == ("2", last[2])
     named = nn.ModuleDict({"head": nn.Linear(3, 2), "body": nn.Linear(4, 3)})
-    assert find_head(named, "moon") == ("head", named["head"])
+    assert find_classifier_head(named, "moon") == ("head", named["head"])

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom import Bench, Job, Layout, Method, Pass, Refiner, Server, Update, register
-from fedloom.bench import STAYS
-from fedloom.methods import Context, Local, Options, compose
+from fedloom import ClientTask, ClientUpdate, Layout, LocalSteps, LocalTrainer, Method, Refiner, Server, register
+from fedloom.core.layout import TensorKind
+from fedloom.methods import Client, MethodContext, Options, compose
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.rows import Kind
-from fedloom.small_runs import plain_network, small_experiment, small_run
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from fedloom.training.context import STAYS
 
 
-class NormsStayHome(Local[Options]):
+class NormsStayHome(Client[Options]):
     """FedBN: the modules with running statistics are each client's own."""
 
     def stays_home(self, layout: Layout) -> list[slice]:
-        units = {entry.unit for entry in layout.entries if entry.kind is Kind.BUFFER}
+        units = {entry.unit for entry in layout.entries if entry.kind is TensorKind.BUFFER}
         return [entry.columns for entry in layout.entries if entry.unit in units]
 
 
@@ -28,15 +28,15 @@ class Swarm(Server[Options]):
 
     kept = ("bank",)
 
-    def __init__(self, context: Context, options: Options) -> None:
+    def __init__(self, context: MethodContext, options: Options) -> None:
         super().__init__(context, options)
         self.bank = context.bank(context.per_round)
         self.bank.rows[:] = context.initial
 
-    def dispatch(self, round: int, clients: list[int]) -> list[Job]:
-        return [Job(client, self.bank.rows[slot], slot) for slot, client in enumerate(clients)]
+    def dispatch(self, round: int, clients: list[int]) -> list[ClientTask]:
+        return [ClientTask(client, self.bank.rows[slot], slot) for slot, client in enumerate(clients)]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         for update in updates:
             self.bank.rows[update.slot] = update.row
 
@@ -55,12 +55,12 @@ class Shrinker(Refiner[Options]):
 
     kept = ("seen",)
 
-    def __init__(self, context: Context, options: Options) -> None:
+    def __init__(self, context: MethodContext, options: Options) -> None:
         super().__init__(context, options)
         self.seen = 0
         self.module = context.make_module()
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         self.seen += 1
 
     def refine(self, round: int, server: Server[Options]) -> None:
@@ -70,15 +70,15 @@ class Shrinker(Refiner[Options]):
         return {"seen": self.seen}
 
 
-class TwoModels(Local[Options]):
+class TwoModels(Client[Options]):
     """Trains a second model after the first, from the same start, and returns their mean: a small soup."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         first = bench.weights.clone()
         bench.weights.copy_(bench.received[: bench.layout.trainable])
         bench.new_optimizer()
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
         bench.weights.add_(first).div_(2)
 
 
@@ -107,7 +107,7 @@ def test_a_composition_takes_each_part_from_the_method_that_brings_it() -> None:
 
 @pytest.mark.parametrize("engine", ["plain", "host"])
 def test_what_stays_home_is_the_clients_own_and_never_travels(engine: str) -> None:
-    with small_experiment("norms-home", {}, engine=engine, per_round=8).engine_closed() as experiment:
+    with build_small_run("norms-home", {}, engine=engine, per_round=8).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
         columns = experiment.rounds.parts.local.stays_home(layout)
         away = [experiment.rounds.context.initial[part].clone() for part in columns]
@@ -123,13 +123,13 @@ def test_what_stays_home_is_the_clients_own_and_never_travels(engine: str) -> No
 
 def test_what_stays_home_is_what_the_client_trained() -> None:
     """Client 2 alone, twice: its second visit must start from its own statistics and the server's weights."""
-    with small_experiment("norms-home", {}).engine_closed() as experiment:
+    with build_small_run("norms-home", {}).engine_closed() as experiment:
         engine, server = experiment.engine, experiment.rounds.parts.server
         seen: list[Tensor] = []
         local = experiment.rounds.parts.local
         plain = type(local).step
 
-        def step(bench: Bench, batch):
+        def step(bench: LocalTrainer, batch):
             seen.append(bench.row.clone())
             return plain(local, bench, batch)
 
@@ -148,7 +148,7 @@ def test_what_stays_home_is_what_the_client_trained() -> None:
 
 def test_without_such_modules_nothing_stays() -> None:
     assert (
-        small_run("norms-home", {}, model=plain_network).digest == small_run("fedavg", {}, model=plain_network).digest
+        small_run("norms-home", {}, model=simple_network).digest == small_run("fedavg", {}, model=simple_network).digest
     )
 
 
@@ -159,7 +159,7 @@ def test_a_refiner_sees_the_updates_and_changes_what_is_sent_next() -> None:
 
 
 def test_several_models_on_a_server_keep_those_of_lost_clients() -> None:
-    with small_experiment("swarm", {}).engine_closed() as experiment:
+    with build_small_run("swarm", {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         experiment.rounds.play(0)
         before = server.bank.rows.clone()
@@ -172,7 +172,7 @@ def test_several_models_on_a_server_keep_those_of_lost_clients() -> None:
 
 def test_the_public_suite_names_the_promise_that_was_broken() -> None:
     class Nothing(FedAvgServer):
-        def collect(self, round: int, updates: Iterator[Update]) -> None:
+        def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
             for update in updates:
                 self.bank.rows[0].copy_(update.row)
 

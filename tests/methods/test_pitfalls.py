@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.api import resume, run
-from fedloom.checkpoints import Checkpoints
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import Samples
-from fedloom.engines.base import Homes
-from fedloom.errors import FedloomError
-from fedloom.exchange import Job, Update
-from fedloom.experiment import Experiment
+from fedloom.errors import FedloomError, RunStopped
 from fedloom.methods import methods
-from fedloom.methods.catalogue import BUILT_IN
-from fedloom.rows import Kind
-from fedloom.small_runs import SETTINGS, SmallFederation, normed_network, small_experiment, small_run
-from fedloom.watching import Silent, Stopped
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.build import BuiltRun
+from fedloom.runs.callback import SilentCallback
+from fedloom.runs.checkpoints import Checkpoints
+from fedloom.runs.execute import resume, run
+from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, batch_norm_network, build_small_run, small_run
+from fedloom.training.local_training import ClientStates
 
 NAMES = sorted(BUILT_IN)
 QUICK: dict[str, dict[str, Any]] = {
@@ -59,19 +59,19 @@ class Branched(nn.Module):
         return out
 
 
-def assert_sound(experiment: Experiment, row: Tensor) -> None:
+def assert_sound(experiment: BuiltRun, row: Tensor) -> None:
     """A model may be anything but this."""
     assert experiment.layout.is_finite(row)
     for entry in experiment.layout.entries:
         if entry.name.endswith("running_var"):
             assert float(entry.view(row).min()) >= 0, f"{entry.name} is negative"
-        if entry.kind is Kind.INTEGER:
+        if entry.kind is TensorKind.INTEGER:
             assert entry.view(row).dtype is torch.int64
 
 
-def played(name: str, rounds: int = 2, **settings: Any) -> tuple[Experiment, list[dict[str, Any]]]:
+def played(name: str, rounds: int = 2, **settings: Any) -> tuple[BuiltRun, list[dict[str, Any]]]:
     """A few rounds of a method; every model that it deployed or keeps is sound."""
-    with small_experiment(name, given(name), rounds=rounds, **settings).engine_closed() as experiment:
+    with build_small_run(name, given(name), rounds=rounds, **settings).engine_closed() as experiment:
         records = []
         for round in range(rounds):
             records.append(experiment.rounds.play(round))
@@ -80,23 +80,23 @@ def played(name: str, rounds: int = 2, **settings: Any) -> tuple[Experiment, lis
         return experiment, records
 
 
-def shrunken(experiment: Experiment, job: Job) -> Update:
+def shrunken(experiment: BuiltRun, job: ClientTask) -> ClientUpdate:
     """An answer whose variances have all but gone, of a client that went a way of its own; it has counted to 7 + k."""
     layout, row = experiment.layout, job.row.clone()
     row[: layout.trainable] += torch.randn(layout.trainable, generator=torch.Generator().manual_seed(job.client))
     for entry in layout.entries:
         if entry.name.endswith("running_var"):
             entry.view(row).mul_(0.01)
-        if entry.kind is Kind.INTEGER:
+        if entry.kind is TensorKind.INTEGER:
             entry.view(row).fill_(7 + job.client)
     extras = {key: torch.zeros(shape) for key, shape in experiment.rounds.parts.local.uploads(layout).items()}
-    return Update(job, row, samples=10, loss=1.0, steps=3, extras=extras)
+    return ClientUpdate(job, row, samples=10, loss=1.0, steps=3, extras=extras)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_running_variances_stay_positive_and_counters_are_not_averaged(name: str) -> None:
     """Whoever goes beyond the mean, or spreads models around it, must leave statistics out of it."""
-    with small_experiment(name, given(name), rounds=4, per_round=8).engine_closed() as experiment:
+    with build_small_run(name, given(name), rounds=4, per_round=8).engine_closed() as experiment:
         parts = experiment.rounds.parts
         server, beside = parts.server, [part for part in (parts.companion, parts.refiner) if part is not None]
         for round in range(3):
@@ -114,7 +114,7 @@ def test_running_variances_stay_positive_and_counters_are_not_averaged(name: str
                 parts.refiner.refine(round, server)
             assert_sound(experiment, server.deploy())
             for entry in experiment.layout.entries:
-                if entry.kind is Kind.INTEGER:
+                if entry.kind is TensorKind.INTEGER:
                     assert int(entry.view(server.deploy())) in {0, *range(7, 15)}, "a count that no client has"
 
 
@@ -137,7 +137,7 @@ MANY_MODELS = {
 def test_a_client_without_samples_changes_nothing(name: str) -> None:
     rows = []
     for clients in ([1, 5, 6], [1, 0, 5, 6]):
-        made = small_experiment(name, given(name), federation=SmallFederation(sizes={0: 0}), rounds=3)
+        made = build_small_run(name, given(name), federation=SmallFederatedDataset(sizes={0: 0}), rounds=3)
         with made.engine_closed() as experiment:
             experiment.rounds.parts.server.select = lambda round, clients=clients: list(clients)
             for round in range(3):
@@ -149,7 +149,7 @@ def test_a_client_without_samples_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", MANY_MODELS)
 def test_where_models_travel_one_that_met_no_samples_comes_back_as_it_went(name: str) -> None:
-    made = small_experiment(name, given(name), federation=SmallFederation(sizes={0: 0}), rounds=3)
+    made = build_small_run(name, given(name), federation=SmallFederatedDataset(sizes={0: 0}), rounds=3)
     with made.engine_closed() as experiment:
         experiment.rounds.parts.server.select = lambda _: [1, 0, 5, 6]
         for round in range(3):
@@ -160,7 +160,9 @@ def test_where_models_travel_one_that_met_no_samples_comes_back_as_it_went(name:
 @pytest.mark.parametrize("name", NAMES)
 def test_nobody_has_samples(name: str) -> None:
     """No weights to divide by, and nothing to learn from: the model stays as it is."""
-    made = small_experiment(name, given(name), federation=SmallFederation(sizes=dict.fromkeys(range(8), 0)), rounds=2)
+    made = build_small_run(
+        name, given(name), federation=SmallFederatedDataset(sizes=dict.fromkeys(range(8), 0)), rounds=2
+    )
     with made.engine_closed() as experiment:
         before = experiment.rounds.deployed().clone()
         for round in range(2):
@@ -172,20 +174,20 @@ def test_nobody_has_samples(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_round_without_an_answer_does_not_tell_the_numbers_of_an_earlier_one(name: str) -> None:
     """Nor would a run that was resumed before it have them."""
-    with small_experiment(name, given(name), rounds=4).engine_closed() as experiment:
+    with build_small_run(name, given(name), rounds=4).engine_closed() as experiment:
         for round in range(3):
             experiment.rounds.play(round)
         saved = deepcopy(experiment.state())
         experiment.engine.train = lambda round, jobs: iter(())  # type: ignore[method-assign]
         told = experiment.rounds.play(3).get("diagnostics", {})
-    with small_experiment(name, given(name), rounds=4).engine_closed() as experiment:
+    with build_small_run(name, given(name), rounds=4).engine_closed() as experiment:
         experiment.load(saved)
         experiment.engine.train = lambda round, jobs: iter(())  # type: ignore[method-assign]
         assert experiment.rounds.play(3).get("diagnostics", {}) == told
         assert all(isfinite(value) for value in told.values())
 
 
-class WithoutClasses(SmallFederation):
+class WithoutClasses(SmallFederatedDataset):
     """Nobody, the server included, has a sample of classes 3 and 7; there are ten classes all the same."""
 
     def __init__(self) -> None:
@@ -227,7 +229,7 @@ def test_updates_of_zero_leave_the_model_as_it_is(name: str) -> None:
 def test_batches_of_one_are_no_trouble(name: str) -> None:
     """All batches, and the last one of a client, and all that a client has."""
     for size in (1, 8):
-        federation = SmallFederation(sizes={0: 1, 1: 9, 2: 9, 3: 2})
+        federation = SmallFederatedDataset(sizes={0: 1, 1: 9, 2: 9, 3: 2})
         _, records = played(name, federation=federation, per_round=8, batch_size=size)
         assert not any(record["lost"] or record["idle"] for record in records)
 
@@ -251,7 +253,7 @@ def test_a_client_drawn_twice_does_its_work_once_and_counts_twice(name: str) -> 
     method = f"clusamp+{name}"
     # A server's data change nothing here: what refiners do comes after the mean.
     options = {**given(method), **{"feddf": {"feddf": {"steps": 0}}, "fedbe": {"fedbe": {"epochs": 0}}}.get(name, {})}
-    with small_experiment(method, options).engine_closed() as experiment:
+    with build_small_run(method, options).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         server.select = lambda _: [2, 5, 2, 2]
         seen: dict[int, Tensor] = {}
@@ -259,7 +261,7 @@ def test_a_client_drawn_twice_does_its_work_once_and_counts_twice(name: str) -> 
 
         def noted(round: int, jobs: Any) -> Any:
             for update in train(round, jobs):
-                assert isinstance(update, Update), update
+                assert isinstance(update, ClientUpdate), update
                 assert update.client not in seen
                 seen[update.client] = update.row.clone()
                 yield update
@@ -276,7 +278,7 @@ def test_a_client_drawn_twice_does_its_work_once_and_counts_twice(name: str) -> 
             torch.testing.assert_close(experiment.rounds.parts.companion.c, own)
 
 
-class StopAfter(Silent):
+class StopAfter(SilentCallback):
     """Asks a run to stop after some rounds."""
 
     def __init__(self, rounds: int) -> None:
@@ -295,12 +297,12 @@ KEEPING = sorted(name for name in NAMES if methods()[name].client_keeps != "noth
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_clients_keep_survives_a_stop_to_the_bit(name: str, tmp_path: Path) -> None:
     values = {**SETTINGS, "report": False, "checkpoint_seconds": 0, "options": given(name)}
-    start = partial(run, name, SmallFederation(), normed_network, **values)
+    start = partial(run, name, SmallFederatedDataset(), batch_norm_network, **values)
     start(out=tmp_path / "whole")
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         start(out=tmp_path / "stopped", watcher=StopAfter(2))
     host = {"engine": "host", "workers": 2}
-    resume(tmp_path / "stopped", data=SmallFederation(), model=normed_network, report=False, **host)
+    resume(tmp_path / "stopped", data=SmallFederatedDataset(), model=batch_norm_network, report=False, **host)
     kept = [homes_in(tmp_path / which, name) for which in ("whole", "stopped")]
     assert kept[0].keys() == kept[1].keys()
     assert len(kept[0]) > 4
@@ -309,8 +311,8 @@ def test_what_clients_keep_survives_a_stop_to_the_bit(name: str, tmp_path: Path)
 
 def homes_in(folder: Path, name: str) -> dict[tuple[int, str], Tensor]:
     """What the clients keep after the last round, as it is on disk."""
-    with small_experiment(name, given(name)).engine_closed() as experiment:
-        homes = Homes(experiment.engine.homes.shapes, experiment.layout.dtype)
+    with build_small_run(name, given(name)).engine_closed() as experiment:
+        homes = ClientStates(experiment.engine.homes.shapes, experiment.layout.dtype)
     checkpoints = Checkpoints(folder / "checkpoints")
     loaded = checkpoints.load_latest(homes)
     assert loaded is not None
@@ -335,7 +337,7 @@ accuracy, and servers that take no mean of what comes back: `fedcda`, `fedfomo`,
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in AVERAGES.items() for name in names.split()])
 def test_clients_count_as_the_paper_says(name: str, kind: str) -> None:
     quiet = {"fedlaw": {"epochs": 0}, "fedexp": {"epsilon": 1e300}, "fedcross": {"selection": "in-order"}}.get(name, {})
-    made = small_experiment(name, {name: quiet}, rounds=20)
+    made = build_small_run(name, {name: quiet}, rounds=20)
     with made.engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         samples, rows = [3, 10, 1, 40], []
@@ -345,7 +347,7 @@ def test_clients_count_as_the_paper_says(name: str, kind: str) -> None:
             row = job.row.clone()
             row[: layout.floats] += 1e-3 * torch.randn(layout.floats, generator=noise).abs()
             rows.append(row)
-        updates = [Update(job, row, n, 1.0, 1) for job, row, n in zip(jobs, rows, samples, strict=True)]
+        updates = [ClientUpdate(job, row, n, 1.0, 1) for job, row, n in zip(jobs, rows, samples, strict=True)]
         server.collect(0, iter(updates))
         weights = torch.tensor(WEIGHTS[kind](samples), dtype=torch.float64)
         mean = weights @ torch.stack(rows).double()[:, : layout.floats] / weights.sum()
@@ -358,7 +360,7 @@ def test_every_server_has_its_weights_named() -> None:
 
 
 def test_the_odd_clients_of_these_tests_are_odd() -> None:
-    federation = SmallFederation(sizes={0: 1, 1: 9, 2: 9, 3: 2})
+    federation = SmallFederatedDataset(sizes={0: 1, 1: 9, 2: 9, 3: 2})
     assert [federation.samples(client) for client in range(4)] == [1, 9, 9, 2]
     assert {3, 7}.isdisjoint({int(y) for k in range(8) for y in WithoutClasses().client(k).y})
     assert small_run("fedavg", {}, federation=WithoutClasses()).loss > 0
@@ -369,7 +371,7 @@ def test_a_server_that_asks_a_client_twice_is_stopped_where_that_would_be_ambigu
     """Clients that keep something would begin their second job where the first ended, or not, as engines like it."""
     rows = []
     for engine in ("plain", "host"):
-        with small_experiment(name, given(name), engine=engine).engine_closed() as experiment:
+        with build_small_run(name, given(name), engine=engine).engine_closed() as experiment:
             server = experiment.rounds.parts.server
             server.select = lambda _: [2, 5, 2]
             if methods()[name].client_keeps != "nothing":

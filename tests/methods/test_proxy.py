@@ -9,22 +9,22 @@ from proxies import noisy, put_together
 from torch import nn
 
 from fedloom.config import make_config
-from fedloom.data import PooledFederation, Samples
+from fedloom.data import PartitionedDataset, Samples
 from fedloom.errors import InputError
-from fedloom.experiment import build
-from fedloom.methods import proxy as module
-from fedloom.methods.proxy import Proxy
-from fedloom.small_runs import normed_network, plain_network, small_experiment, small_run
+from fedloom.methods._support import distillation as module
+from fedloom.methods._support.distillation import DistillationData
+from fedloom.runs.build import build_run
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network, small_run
 
 IMAGES = {"method": "feddf", "model": "cnn", "clients": 4, "engine": "plain", "server_data": "split:30"}
 
 
 def test_inputs_are_the_same_ready_made_and_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with build(make_config(IMAGES)).engine_closed() as experiment:
+    with build_run(make_config(IMAGES)).engine_closed() as experiment:
         context = experiment.rounds.context
-        at_once = Proxy(context, "feddf")
+        at_once = DistillationData(context, "feddf")
         monkeypatch.setattr(module, "MOST_PREPARED", 0)
-        by_batch = Proxy(context, "feddf")
+        by_batch = DistillationData(context, "feddf")
         index = torch.tensor([3, 0, 29])
         assert at_once._x is not None
         assert by_batch._x is None
@@ -33,9 +33,9 @@ def test_inputs_are_the_same_ready_made_and_batch_by_batch(monkeypatch: pytest.M
 
 
 def test_outputs_are_those_of_the_deployed_model() -> None:
-    with put_together("feddf", {}, normed_network) as experiment:
+    with put_together("feddf", {}, batch_norm_network) as experiment:
         context, row = experiment.rounds.context, noisy(experiment, 1)[0]
-        proxy, network = Proxy(context, "feddf"), context.make_module().eval()
+        proxy, network = DistillationData(context, "feddf"), context.make_module().eval()
         experiment.layout.bind(network, row.clone())
         assert context.server_data is not None
         assert torch.allclose(proxy.outputs(row), network(context.server_data.x), atol=1e-6)
@@ -46,7 +46,7 @@ def test_outputs_are_those_of_the_deployed_model() -> None:
 @pytest.mark.parametrize(("size", "sizes"), [(0, [80]), (32, [32, 32, 16]), (500, [80])])
 def test_batches_hold_every_position_once(size: int, sizes: list[int]) -> None:
     with put_together("feddf", {}) as experiment:
-        proxy = Proxy(experiment.rounds.context, "feddf")
+        proxy = DistillationData(experiment.rounds.context, "feddf")
         batches = list(proxy.batches(np.random.default_rng(0), size))
         assert [len(batch) for batch in batches] == sizes
         assert sorted(torch.cat(batches).tolist()) == list(range(80))
@@ -55,10 +55,10 @@ def test_batches_hold_every_position_once(size: int, sizes: list[int]) -> None:
 
 
 def test_without_data_it_says_so() -> None:
-    with small_experiment("fedavg", {}).engine_closed() as experiment:
+    with build_small_run("fedavg", {}).engine_closed() as experiment:
         assert experiment.rounds.context.server_data is None
         with pytest.raises(InputError, match="feddf needs data on the server"):
-            Proxy(experiment.rounds.context, "feddf")
+            DistillationData(experiment.rounds.context, "feddf")
 
 
 class Reader(nn.Module):
@@ -78,7 +78,7 @@ def test_text_is_no_trouble(method: str) -> None:
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.integers(0, 6, (60, 3)))
     pool = Samples(x, (x.sum(1) > 7).long())
-    federation = PooledFederation(pool, np.array_split(np.arange(60), 5), classes=2, tokens=6, test=pool)
+    federation = PartitionedDataset(pool, np.array_split(np.arange(60), 5), classes=2, tokens=6, test=pool)
     options = {"feddf": {"steps": 10}} if method == "feddf" else {}
     finished = small_run(method, options, federation=federation, model=Reader, server_data="split:0.2")
     plain = small_run("fedavg", {}, federation=federation, model=Reader, server_data="split:0.2")
@@ -88,9 +88,9 @@ def test_text_is_no_trouble(method: str) -> None:
 
 def test_outputs_that_are_no_rows_are_refused() -> None:
     def network() -> nn.Module:
-        return nn.Sequential(*plain_network(), nn.Unflatten(1, (10, 1)))
+        return nn.Sequential(*simple_network(), nn.Unflatten(1, (10, 1)))
 
-    with small_experiment("fedavg", {}, model=plain_network, server_data="own").engine_closed() as experiment:
+    with build_small_run("fedavg", {}, model=simple_network, server_data="own").engine_closed() as experiment:
         context = replace(experiment.rounds.context, make_module=network)
         with pytest.raises(InputError, match=r"needs one row of outputs .* shape \(1, 10, 1\)"):
-            Proxy(context, "abavg")
+            DistillationData(context, "abavg")

@@ -12,9 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.methods import recombination
-from fedloom.methods.recombination import MOST_ATTEMPTS, Message, Participant, deliver, exchange, mix, recombine
-from fedloom.streams import Streams
+from fedloom.core.rng import RngStreams
+from fedloom.methods._support import layer_exchange
+from fedloom.methods._support.layer_exchange import (
+    MOST_ATTEMPTS,
+    ExchangedLayer,
+    LayerExchangeClient,
+    _deliver_layers,
+    exchange_layers_until_mixed,
+    exchange_model_layers,
+    run_layer_exchange,
+)
 
 COUNTS = st.integers(1, 6)
 LAYERS = st.integers(1, 6)
@@ -22,24 +30,24 @@ CHANCES = st.floats(0, 1)
 SEEDS = st.integers(0, 2**32 - 1)
 quick = settings(deadline=None, max_examples=60)
 
-Carry = Callable[[dict[int, Participant], Iterable[Message]], int]
+Carry = Callable[[dict[int, LayerExchangeClient], Iterable[ExchangedLayer]], int]
 
 
-def everyone(count: int, layers: int, seed: int, chance: float = 0.5) -> dict[int, Participant]:
+def everyone(count: int, layers: int, seed: int, chance: float = 0.5) -> dict[int, LayerExchangeClient]:
     """Participants whose layers say whose they are and which."""
     return {
-        i: Participant(
+        i: LayerExchangeClient(
             me=i,
             others=[j for j in range(count) if j != i],
             layers=[torch.tensor([i, number]) for number in range(layers)],
-            draw=Streams(seed).numpy("exchange", 0, i),
+            draw=RngStreams(seed).numpy("exchange", 0, i),
             send_probability=chance,
         )
         for i in range(count)
     }
 
 
-def owners(participants: dict[int, Participant]) -> np.ndarray:
+def owners(participants: dict[int, LayerExchangeClient]) -> np.ndarray:
     """Whose layer each client ends with: clients x layers. Each layer must be in its place."""
     found = []
     for participant in participants.values():
@@ -53,22 +61,22 @@ class Wire:
     """Carries messages, remembers them, and may shuffle them on the way."""
 
     def __init__(self, shuffle: int | None = None) -> None:
-        self.seen: list[Message] = []
+        self.seen: list[ExchangedLayer] = []
         self.shuffle = None if shuffle is None else random.Random(shuffle)
 
-    def __call__(self, participants: dict[int, Participant], messages: Iterable[Message]) -> int:
+    def __call__(self, participants: dict[int, LayerExchangeClient], messages: Iterable[ExchangedLayer]) -> int:
         messages = list(messages)
         if self.shuffle is not None:
             self.shuffle.shuffle(messages)
         self.seen += messages
-        return deliver(participants, messages)
+        return _deliver_layers(participants, messages)
 
 
 @quick
 @given(COUNTS, LAYERS, SEEDS, CHANCES)
 def test_every_layer_instance_ends_with_exactly_one_client(count: int, layers: int, seed: int, chance: float) -> None:
     participants = everyone(count, layers, seed, chance)
-    exchange(participants)
+    run_layer_exchange(participants)
     found = owners(participants)
     assert found.shape == (count, layers), "one instance for each client and layer"
     assert (np.sort(found, axis=0) == np.arange(count)[:, None]).all(), "and all of them are still there"
@@ -80,7 +88,7 @@ def test_messages_are_twice_the_layers_sent_and_none_is_to_oneself(
     count: int, layers: int, seed: int, chance: float
 ) -> None:
     participants, wire = everyone(count, layers, seed, chance), Wire()
-    number = exchange(participants, wire)
+    number = run_layer_exchange(participants, wire)
     sent = [m for m in wire.seen if not m.back]
     returned = [m for m in wire.seen if m.back]
     assert number == len(wire.seen) == 2 * len(sent)
@@ -98,23 +106,23 @@ def test_messages_are_twice_the_layers_sent_and_none_is_to_oneself(
 def test_models_are_recombined_by_such_an_exchange_with_all_others_and_not_oneself(
     count: int, layers: int, seed: int, mixed: bool
 ) -> None:
-    sent: list[Message] = []
+    sent: list[ExchangedLayer] = []
 
-    class Watched(Participant):
-        def offer(self) -> list[Message]:
+    class Watched(LayerExchangeClient):
+        def offer(self) -> list[ExchangedLayer]:
             sent.extend(messages := super().offer())
             return messages
 
     models = {7 + i: [torch.tensor([7 + i, n]) for n in range(layers)] for i in range(count)}
-    draws = partial(Streams(seed).numpy, round=0)
+    draws = partial(RngStreams(seed).numpy, round=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recombination, "Participant", Watched)
-        found = recombine(models, draws, 0.9, mixed)
+        patch.setattr(layer_exchange, "LayerExchangeClient", Watched)
+        found = exchange_model_layers(models, draws, 0.9, mixed)
     assert all(m.receiver != m.sender for m in sent)
     assert {m.receiver for m in sent} | {m.sender for m in sent} <= set(models)
     if found is None:
         assert mixed, "a single exchange always comes to something"
-        assert all(mix(models, draws, 0.9, attempt) is None for attempt in range(MOST_ATTEMPTS))
+        assert all(exchange_layers_until_mixed(models, draws, 0.9, attempt) is None for attempt in range(MOST_ATTEMPTS))
         return
     assert list(found) == list(models)
     if mixed and count > 1:
@@ -129,7 +137,7 @@ def test_the_order_of_delivery_does_not_matter(count: int, layers: int, seed: in
     outcomes = []
     for wire in (Wire(), Wire(shuffle=order)):
         participants = everyone(count, layers, seed, chance)
-        exchange(participants, wire)
+        run_layer_exchange(participants, wire)
         outcomes.append(owners(participants))
     assert (outcomes[0] == outcomes[1]).all()
 
@@ -141,8 +149,8 @@ def test_nor_does_the_order_of_the_clients(count: int, layers: int, seed: int, c
     plain, mixed = everyone(count, layers, seed), everyone(count, layers, seed)
     order = list(mixed)
     chaos.shuffle(order)
-    exchange(plain)
-    exchange({i: mixed[i] for i in order})
+    run_layer_exchange(plain)
+    run_layer_exchange({i: mixed[i] for i in order})
     assert (owners(plain) == owners(mixed)).all()
 
 
@@ -150,7 +158,7 @@ def test_nor_does_the_order_of_the_clients(count: int, layers: int, seed: int, c
 @given(LAYERS, SEEDS, CHANCES)
 def test_a_client_alone_keeps_everything(layers: int, seed: int, chance: float) -> None:
     participants = everyone(1, layers, seed, chance)
-    assert exchange(participants) == 0
+    assert run_layer_exchange(participants) == 0
     assert (owners(participants) == 0).all()
 
 
@@ -158,7 +166,7 @@ def test_a_client_alone_keeps_everything(layers: int, seed: int, chance: float) 
 @given(COUNTS, LAYERS, SEEDS)
 def test_nothing_is_sent_with_probability_0(count: int, layers: int, seed: int) -> None:
     participants = everyone(count, layers, seed, 0.0)
-    assert exchange(participants) == 0
+    assert run_layer_exchange(participants) == 0
     assert (owners(participants) == np.arange(count)[:, None]).all()
 
 
@@ -166,7 +174,7 @@ def test_nothing_is_sent_with_probability_0(count: int, layers: int, seed: int) 
 @given(st.integers(2, 6), LAYERS, SEEDS)
 def test_everything_is_sent_with_probability_1(count: int, layers: int, seed: int) -> None:
     participants = everyone(count, layers, seed, 1.0)
-    assert exchange(participants) == 2 * count * layers
+    assert run_layer_exchange(participants) == 2 * count * layers
     assert (np.sort(owners(participants), axis=0) == np.arange(count)[:, None]).all()
 
 
@@ -174,7 +182,7 @@ def test_two_clients_that_both_send_have_their_own_back() -> None:
     """A buffer with one foreign layer can only return it: always sending changes nothing between two."""
     for seed in range(20):
         participants = everyone(2, 3, seed, 1.0)
-        exchange(participants)
+        run_layer_exchange(participants)
         assert (owners(participants) == [[0] * 3, [1] * 3]).all()
 
 
@@ -184,7 +192,7 @@ def test_by_hand() -> None:
     for seed in range(20):
         participants = everyone(2, 1, seed)
         participants[0].send_probability, participants[1].send_probability = 1.0, 0.0
-        assert exchange(participants) == 2
+        assert run_layer_exchange(participants) == 2
         outcomes.add(tuple(owners(participants)[:, 0].tolist()))
     assert outcomes == {(0, 1), (1, 0)}
 
@@ -193,7 +201,7 @@ def test_payloads_are_passed_on_and_never_changed() -> None:
     participants = everyone(4, 3, 0)
     mine = {(i, n): layer for i, p in participants.items() for n, layer in enumerate(p.layers)}
     before = {key: layer.clone() for key, layer in mine.items()}
-    exchange(participants)
+    run_layer_exchange(participants)
     assert all(torch.equal(mine[key], before[key]) for key in mine)
     held = {id(layer) for p in participants.values() for layer in p.assemble()}
     assert held == {id(layer) for layer in mine.values()}
@@ -206,18 +214,18 @@ def test_layers_may_arrive_before_a_client_has_offered_its_own(
 ) -> None:
     """On a network nobody waits for the slowest to start: the outcome is the same."""
     together, one_by_one = everyone(count, layers, seed, chance), everyone(count, layers, seed, chance)
-    exchange(together)
+    run_layer_exchange(together)
     for participant in one_by_one.values():
-        deliver(one_by_one, participant.offer())
+        _deliver_layers(one_by_one, participant.offer())
     for participant in one_by_one.values():
-        deliver(one_by_one, participant.answer())
+        _deliver_layers(one_by_one, participant.answer())
     assert (owners(one_by_one) == owners(together)).all()
 
 
 def test_whoever_lost_a_layer_on_the_way_is_told() -> None:
     participants = everyone(3, 2, 0, 1.0)
     for participant in participants.values():
-        deliver(participants, participant.offer())
+        _deliver_layers(participants, participant.offer())
     with pytest.raises(RuntimeError, match="client 0 sent layer 0 away and has had none in return"):
         participants[0].assemble()
 
@@ -226,7 +234,7 @@ def test_whoever_has_not_answered_yet_is_told() -> None:
     participants = everyone(2, 1, 0)
     participants[0].send_probability, participants[1].send_probability = 1.0, 0.0
     for participant in participants.values():
-        deliver(participants, participant.offer())
+        _deliver_layers(participants, participant.offer())
     with pytest.raises(RuntimeError, match="client 1 ends with 2 instances of layer 0, not 1"):
         participants[1].assemble()
 
@@ -239,7 +247,7 @@ def many(count: int, layers: int, rounds: int, chance: float = 0.5) -> np.ndarra
     found = []
     for seed in range(rounds):
         participants = everyone(count, layers, seed, chance)
-        exchange(participants)
+        run_layer_exchange(participants)
         found.append(owners(participants))
     return np.array(found)
 
@@ -251,14 +259,14 @@ def test_with_ten_clients_three_layers_in_ten_change_owner() -> None:
 
 
 def test_half_of_the_layers_are_sent() -> None:
-    messages = sum(exchange(everyone(10, 5, seed)) for seed in range(100))
+    messages = sum(run_layer_exchange(everyone(10, 5, seed)) for seed in range(100))
     assert 0.47 < messages / (2 * 10 * 5 * 100) < 0.53
 
 
 def test_all_others_are_equally_likely_to_get_a_layer() -> None:
     wire = Wire()
     for seed in range(400):
-        exchange(everyone(4, 3, seed), wire)
+        run_layer_exchange(everyone(4, 3, seed), wire)
     routes = Counter((m.sender, m.receiver) for m in wire.seen if not m.back)
     assert len(routes) == 12
     assert all(140 < times < 260 for times in routes.values()), "200 expected, with a deviation of 13"
@@ -288,8 +296,9 @@ def test_layers_move_independently() -> None:
 def test_layers_of_any_kind_travel() -> None:
     tensors: list[Tensor] = [torch.zeros(0), torch.tensor(3.0), torch.ones(2, 2, dtype=torch.int64)]
     participants = {
-        i: Participant(i, [j for j in range(3) if j != i], list(tensors), np.random.default_rng(i)) for i in range(3)
+        i: LayerExchangeClient(i, [j for j in range(3) if j != i], list(tensors), np.random.default_rng(i))
+        for i in range(3)
     }
-    exchange(participants)
+    run_layer_exchange(participants)
     for participant in participants.values():
         assert [layer.shape for layer in participant.assemble()] == [layer.shape for layer in tensors]

@@ -9,9 +9,9 @@ from torch import Tensor
 import fedloom
 from fedloom.config import make_config
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment, build
-from fedloom.request import Own
-from fedloom.small_runs import SmallFederation, plain_network, small_experiment, small_run
+from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.resolve import UserObjects
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, simple_network, small_run
 
 
 def half_square(output: Tensor, target: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def test_it_reaches_the_minimiser_that_fedavg_misses(option: str, tmp_path) -> N
 @pytest.mark.parametrize("lost", [0.0, 0.4])
 def test_the_servers_variate_is_the_mean_of_all_clients(option: str, lost: float) -> None:
     settings = {"rounds": 5, "lost": lost, "weight_decay": 0.01}
-    with small_experiment("scaffold", {"scaffold": {"option": option}}, **settings).engine_closed() as experiment:
+    with build_small_run("scaffold", {"scaffold": {"option": option}}, **settings).engine_closed() as experiment:
         for number in range(5):
             experiment.rounds.play(number)
             homes = experiment.engine.homes
@@ -57,27 +57,27 @@ def test_the_first_round_is_fedavg_with_uniform_weights(option: str) -> None:
     assert later.digest != small_run("fedavg", {"fedavg": {"weighting": "uniform"}}, rounds=2).digest
 
 
-def one_client(experiment: Experiment, round: int = 0) -> tuple[fedloom.Update, list[Tensor]]:
+def one_client(experiment: BuiltRun, round: int = 0) -> tuple[fedloom.ClientUpdate, list[Tensor]]:
     """What client 2 returns, and the gradients of its steps before they were corrected."""
     local, gradients = experiment.rounds.parts.local, []
     plain = type(local).correct
 
-    def note(bench: fedloom.Bench) -> None:
+    def note(bench: fedloom.LocalTrainer) -> None:
         gradients.append(bench.gradient.clone())
         plain(local, bench)
 
     local.correct = note
     extras = experiment.rounds.parts.companion.send(round, 2)
     (job,) = experiment.rounds.parts.server.dispatch(round, [2])
-    (update,) = experiment.engine.train(round, [fedloom.Job(job.client, job.row, job.slot, extras)])
-    assert isinstance(update, fedloom.Update), update
+    (update,) = experiment.engine.train(round, [fedloom.ClientTask(job.client, job.row, job.slot, extras)])
+    assert isinstance(update, fedloom.ClientUpdate), update
     return update, gradients
 
 
 @pytest.mark.parametrize(("round", "decay"), [(0, 1.0), (3, 0.5)])
 def test_option_two_is_the_mean_of_the_gradients_that_were_used(round: int, decay: float) -> None:
     """With the learning rate that the round really has."""
-    with small_experiment("scaffold", {}, epochs=2, lr=0.05, lr_decay=decay).engine_closed() as experiment:
+    with build_small_run("scaffold", {}, epochs=2, lr=0.05, lr_decay=decay).engine_closed() as experiment:
         update, gradients = one_client(experiment, round)
         mean = torch.stack(gradients).mean(0)
         torch.testing.assert_close(update.home["c"], mean, rtol=1e-3, atol=1e-5)
@@ -86,7 +86,7 @@ def test_option_two_is_the_mean_of_the_gradients_that_were_used(round: int, deca
 
 def test_option_one_is_the_gradient_of_all_samples_at_the_received_model() -> None:
     options = {"scaffold": {"option": "I"}}
-    with small_experiment("scaffold", options, epochs=3, lr=0.2, model=plain_network).engine_closed() as experiment:
+    with build_small_run("scaffold", options, epochs=3, lr=0.2, model=simple_network).engine_closed() as experiment:
         update, gradients = one_client(experiment)
         module, samples = experiment.rounds.context.make_module(), experiment.federation.client(2)
         experiment.layout.bind(module, experiment.rounds.context.initial.clone())
@@ -101,14 +101,14 @@ def test_momentum_lengthens_the_way_and_is_taken_out_again(momentum: float) -> N
     """On a slope that never changes the variate is that slope, once momentum has built up."""
     values = {"method": "scaffold", "clients": 3, "steps": 400, "batch_size": 0, "lr": 1e-3, "momentum": momentum}
     config = make_config({**values, "data": "slope", "partition": "own", "model": "point", "engine": "plain"})
-    own = Own(Quadratics(), Point, lambda output, _: output.sum(1).mean())
-    with build(config, own).engine_closed() as experiment:
+    own = UserObjects(Quadratics(), Point, lambda output, _: output.sum(1).mean())
+    with build_run(config, own).engine_closed() as experiment:
         update, _ = one_client(experiment)
         torch.testing.assert_close(update.home["c"], Quadratics.slopes[2], rtol=0.03, atol=0.0)
 
 
 def test_a_refused_update_leaves_the_clients_variate_alone() -> None:
-    made = small_experiment("scaffold", {}, federation=SmallFederation(poisoned=3), per_round=8)
+    made = build_small_run("scaffold", {}, federation=SmallFederatedDataset(poisoned=3), per_round=8)
     with made.engine_closed() as experiment:
         for round in range(2):
             assert "refused" in experiment.rounds.play(round)["lost_clients"]["3"]

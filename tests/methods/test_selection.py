@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.methods.selection import MOST, Array, Fixed, enumerate_all, largest_batch
+from fedloom.methods._support.model_selection import (
+    MOST,
+    Array,
+    SelectedModelSums,
+    enumerate_model_selections,
+    largest_batch,
+)
 
-Problem = tuple[list[Array], Array, Array, Fixed, float]
+Problem = tuple[list[Array], Array, Array, SelectedModelSums, float]
 Vectors = tuple[list[Array], list[Array], Array, Array]
 seeds = st.integers(0, 2**32 - 1)
 
@@ -21,7 +27,7 @@ def from_vectors(
     losses: list[Array], candidates: list[Array], fixed: Array, fixed_losses: Array, L: float = 1.0
 ) -> Problem:
     rows = np.concatenate(candidates)
-    known = Fixed(len(fixed), float(fixed_losses.sum()), float((fixed**2).sum()))
+    known = SelectedModelSums(len(fixed), float(fixed_losses.sum()), float((fixed**2).sum()))
     return losses, rows @ rows.T, rows @ fixed.sum(0), known, L
 
 
@@ -65,7 +71,7 @@ def test_by_hand() -> None:
     # Points 0 1 2, 0 5 2, 3 1 2, 3 5 2: sums of squared distances 2, 38/3, 2, 14/3; J = (losses + 3/2 of that) / 3.
     wanted = [(0.9 + 3) / 3, (0.3 + 19) / 3, (1.2 + 3) / 3, (0.6 + 7) / 3]
     assert list(values_of(vectors, 3.0).values()) == pytest.approx(wanted)
-    assert enumerate_all(*from_vectors(*vectors, L=3.0)) == (0, 0)
+    assert enumerate_model_selections(*from_vectors(*vectors, L=3.0)) == (0, 0)
 
 
 @given(seeds, st.floats(0, 100))
@@ -73,7 +79,7 @@ def test_by_hand() -> None:
 def test_it_finds_what_brute_force_finds(seed: int, L: float) -> None:
     vectors = random_vectors(seed, 6)
     values = values_of(vectors, L)
-    picks = enumerate_all(*from_vectors(*vectors, L=L))
+    picks = enumerate_model_selections(*from_vectors(*vectors, L=L))
     assert values[picks] == pytest.approx(min(values.values()), rel=1e-9, abs=1e-9)
 
 
@@ -86,22 +92,27 @@ def test_of_equal_choices_it_takes_the_newest(seed: int, L: float) -> None:
     values = values_of(vectors, L)
     least = min(values.values())
     newest = max(picks for picks, value in values.items() if value <= least + 1e-9)
-    assert enumerate_all(*from_vectors(*vectors, L=L)) == newest
+    assert enumerate_model_selections(*from_vectors(*vectors, L=L)) == newest
 
 
 @given(seeds)
 @settings(max_examples=30, deadline=None)
 def test_neither_a_common_shift_nor_a_client_s_loss_level_changes_the_picks(seed: int) -> None:
     losses, candidates, fixed, F = random_vectors(seed, 6)
-    plain = enumerate_all(*from_vectors(losses, candidates, fixed, F))
+    plain = enumerate_model_selections(*from_vectors(losses, candidates, fixed, F))
     shift = np.random.default_rng(seed + 1).normal(size=fixed.shape[1]) * 10
-    assert enumerate_all(*from_vectors(losses, [own + shift for own in candidates], fixed + shift, F)) == plain
-    assert enumerate_all(*from_vectors([losses[0] + 5.0, *losses[1:]], candidates, fixed, F)) == plain
+    assert (
+        enumerate_model_selections(*from_vectors(losses, [own + shift for own in candidates], fixed + shift, F))
+        == plain
+    )
+    assert enumerate_model_selections(*from_vectors([losses[0] + 5.0, *losses[1:]], candidates, fixed, F)) == plain
 
 
 def test_without_L_each_client_has_its_lowest_loss() -> None:
     losses, gram, with_fixed, fixed, _ = large(12, 50)
-    assert enumerate_all(losses, gram, with_fixed, fixed, 0.0) == tuple(int(np.argmin(own)) for own in losses)
+    assert enumerate_model_selections(losses, gram, with_fixed, fixed, 0.0) == tuple(
+        int(np.argmin(own)) for own in losses
+    )
 
 
 def test_a_huge_L_is_the_least_variance() -> None:
@@ -111,14 +122,14 @@ def test_a_huge_L_is_the_least_variance() -> None:
         picks: np.stack([*fixed, *(own[p] for own, p in zip(candidates, picks, strict=True))]).var(0).sum()
         for picks in itertools.product(*(range(len(own)) for own in candidates))
     }
-    assert enumerate_all(*problem) == min(variance, key=lambda picks: variance[picks])
+    assert enumerate_model_selections(*problem) == min(variance, key=lambda picks: variance[picks])
 
 
 def test_a_single_client_and_a_single_candidate() -> None:
     one = from_vectors([np.array([0.2, 0.1, 0.3])], [np.eye(3)], np.zeros((0, 3)), np.zeros(0))
-    assert enumerate_all(*one) == (1,)  # alone, a client is its own mean: only the loss counts
+    assert enumerate_model_selections(*one) == (1,)  # alone, a client is its own mean: only the loss counts
     alone = from_vectors([np.array([0.2])], [np.ones((1, 3))], np.zeros((0, 3)), np.zeros(0))
-    assert enumerate_all(*alone) == (0,)
+    assert enumerate_model_selections(*alone) == (0,)
 
 
 @pytest.mark.parametrize("P", [4, 12])
@@ -126,17 +137,17 @@ def test_a_single_client_and_a_single_candidate() -> None:
 def test_ties_go_to_the_newest(P: int, L: float) -> None:
     """All equal; then two equal candidates of each client, of which the newer must win even where all have them."""
     equal = from_vectors([np.ones(3)] * P, [np.full((3, 4), 0.1)] * P, np.zeros((0, 4)), np.zeros(0), L)
-    assert enumerate_all(*equal) == (2,) * P
+    assert enumerate_model_selections(*equal) == (2,) * P
     rng = np.random.default_rng(5)
     own = [np.repeat(rng.normal(size=(2, 50)), [1, 2], axis=0)[[1, 0, 2]] for _ in range(P)]  # 0 and 2 are equal
     losses = [np.repeat(rng.random(2), [1, 2])[[1, 0, 2]] for _ in range(P)]
-    assert 0 not in enumerate_all(*from_vectors(losses, own, np.zeros((0, 50)), np.zeros(0), L))
+    assert 0 not in enumerate_model_selections(*from_vectors(losses, own, np.zeros((0, 50)), np.zeros(0), L))
 
 
 def test_differences_within_rounding_are_ties() -> None:
     losses = [np.array([0.3, 0.3 + 1e-15]), np.array([0.3, 0.3 + 1e-9])]
     problem = from_vectors(losses, [np.ones((2, 2))] * 2, np.zeros((0, 2)), np.zeros(0))
-    assert enumerate_all(*problem) == (1, 0)
+    assert enumerate_model_selections(*problem) == (1, 0)
 
 
 @given(st.integers(2, 2 * MOST))
@@ -152,7 +163,7 @@ def test_enumeration_is_fast() -> None:
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        enumerate_all(*problem)
+        enumerate_model_selections(*problem)
         took.append(time.perf_counter() - began)
     assert min(took) < 0.05
 
@@ -161,7 +172,7 @@ def test_the_largest_choice_takes_little_memory() -> None:
     assert largest_batch(4) == 10
     problem = large(10, 50, K=4)
     tracemalloc.start()
-    enumerate_all(*problem)
+    enumerate_model_selections(*problem)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * 8 * MOST
@@ -170,6 +181,6 @@ def test_the_largest_choice_takes_little_memory() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     losses, gram, with_fixed, fixed, L = large(2, 3)
     with pytest.raises(ValueError, match="do not fit"):
-        enumerate_all(losses[:1], gram, with_fixed, fixed, L)
+        enumerate_model_selections(losses[:1], gram, with_fixed, fixed, L)
     with pytest.raises(ValueError, match="do not fit"):
-        enumerate_all([], np.zeros((0, 0)), np.zeros(0), fixed, L)
+        enumerate_model_selections([], np.zeros((0, 0)), np.zeros(0), fixed, L)

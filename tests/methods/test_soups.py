@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.bench import Batch, Bench
-from fedloom.config import command_of, make_config, parse_settings
-from fedloom.data import Federation
+from fedloom.config import config_to_command, make_config, parse_config_overrides
+from fedloom.core.averaging import average_models
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientUpdate
+from fedloom.data import FederatedDataset
 from fedloom.errors import InputError
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
 from fedloom.methods import soups
-from fedloom.methods.soups import average, greedy_soup, merit
-from fedloom.rows import Layout
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.methods.soups import _validation_merit, greedy_soup
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import build_small_run, small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 
 def dropping() -> nn.Module:
@@ -32,7 +34,7 @@ def dropping() -> nn.Module:
 class Trace:
     """What the runs of one client had and gave."""
 
-    def __init__(self, experiment: Experiment, client: int = 1) -> None:
+    def __init__(self, experiment: BuiltRun, client: int = 1) -> None:
         local = experiment.rounds.parts.local
         self.starts: list[Tensor] = []
         self.ends: list[Tensor] = []
@@ -40,7 +42,7 @@ class Trace:
         self.batches: list[list[Tensor]] = []
         plain, step = local.one_run, local.step
 
-        def noted(bench: Bench) -> Any:
+        def noted(bench: LocalTrainer) -> Any:
             self.starts.append(bench.row.clone())
             rates = [layer.p for layer in bench.module.modules() if isinstance(layer, nn.Dropout)]
             self.settings.append((bench.lr, bench.training.batch_size, bench.optimizer.weight_decay, rates))
@@ -48,17 +50,17 @@ class Trace:
             yield from plain(bench)
             self.ends.append(bench.row.clone())
 
-        def looked(bench: Bench, batch: Batch) -> Tensor:
+        def looked(bench: LocalTrainer, batch: Batch) -> Tensor:
             self.batches[-1].append(batch.x.clone())
             return step(bench, batch)
 
         local.one_run, local.step = noted, looked
         jobs = list(experiment.rounds.parts.server.dispatch(0, [client]))
         (self.update,) = experiment.engine.train(0, jobs)
-        assert isinstance(self.update, Update), self.update
+        assert isinstance(self.update, ClientUpdate), self.update
 
 
-def started(experiment: Experiment, client: int = 1) -> Bench:
+def started(experiment: BuiltRun, client: int = 1) -> LocalTrainer:
     """The bench with a client's work laid out on it."""
     bench, start = experiment.engine._bench, experiment.rounds.context.initial
     bench.begin(0, client, experiment.federation.client(client), start.clone(), start, {}, {}, {}, True)
@@ -70,7 +72,7 @@ def started(experiment: Experiment, client: int = 1) -> Bench:
 
 def test_every_run_starts_at_the_received_model_and_their_mean_is_returned() -> None:
     options = {"soups": {"models": 3, "estimate": False}}
-    with small_experiment("soups", options, epochs=2).engine_closed() as experiment:
+    with build_small_run("soups", options, epochs=2).engine_closed() as experiment:
         trace = Trace(experiment)
         floats = experiment.layout.floats
         assert len(trace.starts) == 3
@@ -89,17 +91,17 @@ def test_one_model_is_fedavg_bit_for_bit(selection: str) -> None:
 
 
 def test_the_first_run_is_fedavgs_whatever_the_ranges() -> None:
-    with small_experiment("fedavg", {}, epochs=2).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, epochs=2).engine_closed() as experiment:
         (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
         expected = update.row.clone()
-    with small_experiment("soups", {}, epochs=2).engine_closed() as experiment:
+    with build_small_run("soups", {}, epochs=2).engine_closed() as experiment:
         assert torch.equal(Trace(experiment).ends[0], expected)
 
 
 def test_the_others_draw_from_the_ranges() -> None:
     options = {"models": 40, "lr_factors": [1, 0.5], "batch_factors": [0.5, 2], "weight_decays": [0.1, 0.2]}
     chosen = {"soups": {**options, "dropouts": [0.4, 0.6]}}
-    with small_experiment("soups", chosen, model=dropping, steps=1).engine_closed() as experiment:
+    with build_small_run("soups", chosen, model=dropping, steps=1).engine_closed() as experiment:
         trace = Trace(experiment)
         after = [layer.p for layer in experiment.engine._bench.module.modules() if isinstance(layer, nn.Dropout)]
     assert trace.settings[0] == (0.1, 8, 0.0, [0.25, 0.0])
@@ -117,7 +119,7 @@ def test_empty_ranges_leave_everything_alone_but_the_order_of_the_batches() -> N
     nothing: dict[str, list[float]] = {
         name: [] for name in ("lr_factors", "batch_factors", "weight_decays", "dropouts")
     }
-    with small_experiment("soups", {"soups": {**nothing, "models": 2}}, model=dropping).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {**nothing, "models": 2}}, model=dropping).engine_closed() as experiment:
         trace = Trace(experiment)
     assert trace.settings[0] == trace.settings[1]
     first, second = (torch.cat(batches) for batches in trace.batches)
@@ -126,13 +128,13 @@ def test_empty_ranges_leave_everything_alone_but_the_order_of_the_batches() -> N
 
 
 def test_whole_batches_stay_whole() -> None:
-    with small_experiment("soups", {"soups": {"batch_factors": [0.5]}}, batch_size=0).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {"batch_factors": [0.5]}}, batch_size=0).engine_closed() as experiment:
         trace = Trace(experiment)
         assert all(len(batches[0]) == experiment.federation.samples(1) for batches in trace.batches)
 
 
 def test_the_draws_belong_to_round_and_client() -> None:
-    with small_experiment("soups", {"soups": {"models": 12}}).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {"models": 12}}).engine_closed() as experiment:
         local, bench = experiment.rounds.parts.local, experiment.engine._bench
 
         def drawn(round: int, client: int) -> list[float]:
@@ -149,13 +151,13 @@ def test_the_draws_belong_to_round_and_client() -> None:
 def test_epochs_of_each_model_make_the_budget() -> None:
     """Two models of two epochs cost what four epochs of FedAvg cost, where the batches are alike."""
     options = {"soups": {"models": 2, "epochs": 2, "batch_factors": []}}
-    with small_experiment("soups", options, epochs=4).engine_closed() as experiment:
+    with build_small_run("soups", options, epochs=4).engine_closed() as experiment:
         steps = Trace(experiment).update.steps
         assert steps == 4 * -(-experiment.federation.samples(1) // 8)
 
 
 def test_a_client_that_failed_leaves_nothing_to_the_next() -> None:
-    with small_experiment("soups", {"soups": {"dropouts": [0.9]}}, model=dropping).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {"dropouts": [0.9]}}, model=dropping).engine_closed() as experiment:
         bench = started(experiment)
         for number, _ in enumerate(experiment.rounds.parts.local.train(bench)):
             if number == 1:
@@ -169,7 +171,7 @@ def test_a_client_that_failed_leaves_nothing_to_the_next() -> None:
 )
 def test_ranges_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
-        small_experiment("soups", {"soups": options})
+        build_small_run("soups", {"soups": options})
 
 
 # identity
@@ -178,7 +180,7 @@ def test_ranges_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("selection", ["uniform", "greedy"])
 def test_identical_models_make_exactly_that_model(selection: str) -> None:
     options = {"soups": {"selection": selection, "models": 5}}
-    with small_experiment("soups", options, lr=0.0).engine_closed() as experiment:
+    with build_small_run("soups", options, lr=0.0).engine_closed() as experiment:
         trace, trainable = Trace(experiment), experiment.layout.trainable
         assert torch.equal(trace.update.row[:trainable], experiment.rounds.context.initial[:trainable])
 
@@ -214,14 +216,14 @@ def fake_merit(bench: Fake, row: Tensor) -> float:
 def test_two_models_by_hand(
     merits: dict[float, float], strict: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soups, "merit", fake_merit)
+    monkeypatch.setattr(soups, "_validation_merit", fake_merit)
     rows = [torch.tensor([4.0]), torch.tensor([0.0])]
     assert float(greedy_soup(Fake(merits), rows, strict)) == expected
 
 
 def test_the_order_is_that_of_merit_and_what_was_refused_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """9 is best; 3 is tried next and refused; then 0 is averaged with 9 alone."""
-    monkeypatch.setattr(soups, "merit", fake_merit)
+    monkeypatch.setattr(soups, "_validation_merit", fake_merit)
     bench = Fake({9: 0.8, 3: 0.7, 0: 0.6, 6: 0.75, 4.5: 0.9})
     rows = [torch.tensor([value]) for value in (0.0, 3.0, 9.0)]
     assert float(greedy_soup(bench, rows)) == 4.5
@@ -229,21 +231,21 @@ def test_the_order_is_that_of_merit_and_what_was_refused_stays_out(monkeypatch: 
 
 def test_what_was_taken_is_the_mark_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """9 and 3 make 6, which is better; with 0 it would be 4, worse than 6 though better than 9 alone."""
-    monkeypatch.setattr(soups, "merit", fake_merit)
+    monkeypatch.setattr(soups, "_validation_merit", fake_merit)
     bench = Fake({9: 0.8, 3: 0.7, 0: 0.6, 6: 0.9, 4: 0.85})
     rows = [torch.tensor([value]) for value in (0.0, 3.0, 9.0)]
     assert float(greedy_soup(bench, rows)) == 6
 
 
 def test_one_ingredient_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soups, "merit", fake_merit)
+    monkeypatch.setattr(soups, "_validation_merit", fake_merit)
     assert float(greedy_soup(Fake({7: 0.1}), [torch.tensor([7.0])])) == 7
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0.1, 3))
 @settings(max_examples=25, deadline=None)
 def test_the_greedy_soup_is_never_worse_on_validation_than_its_best_model(seed: int, count: int, spread: float) -> None:
-    with small_experiment("soups", {"soups": {"selection": "greedy"}}).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {"selection": "greedy"}}).engine_closed() as experiment:
         bench = started(experiment)
         assert len(bench.validation) > 3
         generator = torch.Generator().manual_seed(seed)
@@ -252,27 +254,27 @@ def test_the_greedy_soup_is_never_worse_on_validation_than_its_best_model(seed: 
             row[: bench.layout.trainable] += spread * torch.randn(bench.layout.trainable, generator=generator)
         kept = [row.clone() for row in rows]
         soup = greedy_soup(bench, rows)
-        assert merit(bench, soup) >= max(merit(bench, row) for row in rows)
+        assert _validation_merit(bench, soup) >= max(_validation_merit(bench, row) for row in rows)
         assert all(torch.equal(row, before) for row, before in zip(rows, kept, strict=True))
 
 
 def test_a_greedy_client_returns_the_greedy_soup_of_its_runs() -> None:
     options = {"soups": {"selection": "greedy", "models": 5}}
-    with small_experiment("soups", options, epochs=3, lr=0.3).engine_closed() as experiment:
+    with build_small_run("soups", options, epochs=3, lr=0.3).engine_closed() as experiment:
         trace = Trace(experiment)
         mine = trace.update.row.clone()
         bench = started(experiment)
         assert torch.equal(mine, greedy_soup(bench, trace.ends, estimate=True))
-        best = max(merit(bench, row) for row in trace.ends)
-        assert merit(bench, mine) >= best > merit(bench, bench.received)
+        best = max(_validation_merit(bench, row) for row in trace.ends)
+        assert _validation_merit(bench, mine) >= best > _validation_merit(bench, bench.received)
 
 
 def test_a_model_that_is_not_finite_is_never_chosen() -> None:
-    with small_experiment("soups", {"soups": {"selection": "greedy"}}).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {"selection": "greedy"}}).engine_closed() as experiment:
         bench = started(experiment)
         broken, sound = bench.received.clone(), bench.received.clone()
         broken[: bench.layout.trainable] = torch.nan
-        assert merit(bench, broken) == -inf
+        assert _validation_merit(bench, broken) == -inf
         assert torch.equal(greedy_soup(bench, [broken, sound]), sound)
 
 
@@ -284,7 +286,7 @@ def test_what_is_held_out_is_what_is_needed() -> None:
         ({"selection": "greedy", "models": 1}, 0.0),
         ({"selection": "greedy", "validation": 0.4}, 0.4),
     ):
-        with small_experiment("soups", {"soups": options}).engine_closed() as experiment:
+        with build_small_run("soups", {"soups": options}).engine_closed() as experiment:
             bench = started(experiment)
             assert len(bench.validation) == int(share * experiment.federation.samples(1) + 0.5), options
 
@@ -296,14 +298,14 @@ def test_what_is_held_out_is_what_is_needed() -> None:
 def test_the_best_epoch_of_a_run_is_kept(stretch: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[tuple[float, Tensor]] = []
 
-    def noted(bench: Bench, row: Tensor) -> float:
+    def noted(bench: LocalTrainer, row: Tensor) -> float:
         value = [0.1, 0.7, 0.3, 0.7, 0.2][len(looked) % 5]
         looked.append((value, row.clone()))
         return value
 
-    monkeypatch.setattr(soups, "merit", noted)
+    monkeypatch.setattr(soups, "_validation_merit", noted)
     values = {**stretch, "batch_size": 16}
-    with small_experiment("soups", {"soups": {"keep": "best", "models": 1}}, **values).engine_closed() as experiment:
+    with build_small_run("soups", {"soups": {"keep": "best", "models": 1}}, **values).engine_closed() as experiment:
         assert torch.equal(Trace(experiment).update.row, looked[3][1]), "the later of two that are as good"
     assert len({tuple(row.tolist()) for _, row in looked}) == len(looked) == 5
 
@@ -311,7 +313,7 @@ def test_the_best_epoch_of_a_run_is_kept(stretch: dict[str, int], monkeypatch: p
 def test_looking_for_the_best_epoch_does_not_change_the_training() -> None:
     def last(keep: str) -> list[list[Tensor]]:
         options = {"soups": {"keep": keep, "models": 2}}
-        with small_experiment("soups", options, epochs=3, validation=0.2).engine_closed() as experiment:
+        with build_small_run("soups", options, epochs=3, validation=0.2).engine_closed() as experiment:
             return Trace(experiment).batches
 
     for mine, theirs in zip(last("best"), last("last"), strict=True):
@@ -324,7 +326,7 @@ def test_looking_for_the_best_epoch_does_not_change_the_training() -> None:
 def test_without_classes_the_loss_is_judged(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 40, 2, generator=generator)
-    federation = Federation.from_arrays([(part, part @ torch.tensor([[1.0], [2.0]])) for part in x])
+    federation = FederatedDataset.from_arrays([(part, part @ torch.tensor([[1.0], [2.0]])) for part in x])
     run = fedloom.run(
         "soups",
         federation,
@@ -341,7 +343,7 @@ def test_without_classes_the_loss_is_judged(tmp_path: Path) -> None:
 
 def test_the_average_of_rows_is_out_of_place() -> None:
     rows = [torch.tensor([1.0]), torch.tensor([4.0])]
-    assert float(average(LINE, rows)) == 2.5
+    assert float(average_models(LINE, rows)) == 2.5
     assert [float(row) for row in rows] == [1, 4]
 
 
@@ -351,7 +353,7 @@ def test_it_keeps_the_contract_when_greedy_and_combined() -> None:
 
 def test_its_lists_are_one_line_of_a_command() -> None:
     ranges = {"lr_factors": [1.0, 0.5], "dropouts": []}
-    command = command_of(make_config({"method": "soups", "options": {"soups": ranges}}))
+    command = config_to_command(make_config({"method": "soups", "options": {"soups": ranges}}))
     assert command == "fedloom run soups --device cpu --set 'soups.lr_factors=[1.0, 0.5]' --set 'soups.dropouts=[]'"
     given = [word for word in shlex.split(command) if word.startswith("soups.")]
-    assert parse_settings(given) == {"soups": ranges}
+    assert parse_config_overrides(given) == {"soups": ranges}

@@ -8,21 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
-from fedloom.methods.swa import snapshot_steps
-from fedloom.rows import Kind
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.swa import swa_snapshot_steps
+from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
+from fedloom.testing.fixtures import build_small_run, small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 
-def trace(experiment: Experiment, client: int = 1) -> tuple[Update, list[Tensor], list[float]]:
+def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Tensor], list[float]]:
     """A client's update, the model after each of its steps, and the learning rate of each."""
     local, rows, rates = experiment.rounds.parts.local, [], []
     plain = local.step
 
-    def noted(bench: Bench, batch: Batch) -> Tensor:
+    def noted(bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = plain(bench, batch)
         rows.append(bench.row.clone())
         rates.append(bench.lr)
@@ -45,12 +46,12 @@ def trace(experiment: Experiment, client: int = 1) -> tuple[Update, list[Tensor]
     ],
 )
 def test_snapshots_lie_evenly_after_the_start(total: int, start: float, snapshots: int, expected: list[int]) -> None:
-    assert snapshot_steps(total, start, snapshots) == expected
+    assert swa_snapshot_steps(total, start, snapshots) == expected
 
 
 @given(st.integers(1, 300), st.floats(0, 0.99), st.integers(1, 400))
 def test_the_last_snapshot_is_the_last_step(total: int, start: float, snapshots: int) -> None:
-    steps = snapshot_steps(total, start, snapshots)
+    steps = swa_snapshot_steps(total, start, snapshots)
     assert steps[-1] == total
     assert steps == sorted(set(steps))
     assert len(steps) == min(snapshots, total - int(start * total))
@@ -59,19 +60,19 @@ def test_the_last_snapshot_is_the_last_step(total: int, start: float, snapshots:
 
 @pytest.mark.parametrize("options", [{}, {"start": 0.0, "snapshots": 3}, {"start": 0.0, "snapshots": 1000}])
 def test_the_result_is_the_arithmetic_mean_of_the_snapshots(options: dict[str, Any]) -> None:
-    with small_experiment("fedavg", {}, epochs=4).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, epochs=4).engine_closed() as experiment:
         _, iterates, _ = trace(experiment)
-    with small_experiment("swa", {"swa": {**options, "estimate": False}}, epochs=4).engine_closed() as experiment:
+    with build_small_run("swa", {"swa": {**options, "estimate": False}}, epochs=4).engine_closed() as experiment:
         update, rows, _ = trace(experiment)
         layout = experiment.layout
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(rows, iterates, strict=True)), "no feedback"
         values = {"start": 0.75, "snapshots": 4} | options
-        at = snapshot_steps(len(rows), values["start"], values["snapshots"])
+        at = swa_snapshot_steps(len(rows), values["start"], values["snapshots"])
         assert len(at) > 1
         mean = torch.stack([iterates[i - 1] for i in at])[:, : layout.floats].double().mean(0).float()
         torch.testing.assert_close(update.row[: layout.floats], mean, rtol=1e-5, atol=1e-6)
         assert not torch.equal(update.row[: layout.floats], iterates[-1][: layout.floats])
-        pairs = (layout.views(row, Kind.INTEGER) for row in (update.row, iterates[-1]))
+        pairs = (layout.views(row, TensorKind.INTEGER) for row in (update.row, iterates[-1]))
         assert all(torch.equal(mine, last) for mine, last in zip(*pairs, strict=True)), "counters are not averaged"
 
 
@@ -84,7 +85,7 @@ def test_one_snapshot_is_fedavg_bit_for_bit(start: float) -> None:
 
 
 def test_weights_that_stand_still_stay_exactly_as_they_are() -> None:
-    with small_experiment("swa", {"swa": {"start": 0.0, "snapshots": 7}}, lr=0.0).engine_closed() as experiment:
+    with build_small_run("swa", {"swa": {"start": 0.0, "snapshots": 7}}, lr=0.0).engine_closed() as experiment:
         update, rows, _ = trace(experiment)
         assert len(rows) > 3
         trainable = experiment.layout.trainable
@@ -93,16 +94,16 @@ def test_weights_that_stand_still_stay_exactly_as_they_are() -> None:
 
 def test_a_cyclic_rate_falls_within_each_cycle_and_momentum_goes_on() -> None:
     options = {"swa": {"start": 0.5, "snapshots": 2, "lr_end": 0.1}}
-    with small_experiment("swa", options, steps=8, lr=0.2).engine_closed() as experiment:
+    with build_small_run("swa", options, steps=8, lr=0.2).engine_closed() as experiment:
         update, _, rates = trace(experiment)
     assert rates == pytest.approx([0.2] * 4 + [0.2 * 0.55, 0.2 * 0.1] * 2)
     assert update.steps == 8
     almost = {"swa": {"start": 0.5, "snapshots": 2, "lr_end": 1 - 1e-12}}
     constant = {"swa": {"start": 0.5, "snapshots": 2}}
-    with small_experiment("swa", almost, steps=8, momentum=0.9).engine_closed() as experiment:
+    with build_small_run("swa", almost, steps=8, momentum=0.9).engine_closed() as experiment:
         mine, _, _ = trace(experiment)
         row = mine.row.clone()
-    with small_experiment("swa", constant, steps=8, momentum=0.9).engine_closed() as experiment:
+    with build_small_run("swa", constant, steps=8, momentum=0.9).engine_closed() as experiment:
         theirs, _, _ = trace(experiment)
         torch.testing.assert_close(row, theirs.row, rtol=1e-5, atol=1e-7)
 
@@ -110,7 +111,7 @@ def test_a_cyclic_rate_falls_within_each_cycle_and_momentum_goes_on() -> None:
 @settings(max_examples=5, deadline=None)
 @given(st.integers(2, 9))
 def test_the_budget_is_fedavgs(snapshots: int) -> None:
-    with small_experiment("swa", {"swa": {"snapshots": snapshots}}, epochs=3).engine_closed() as experiment:
+    with build_small_run("swa", {"swa": {"snapshots": snapshots}}, epochs=3).engine_closed() as experiment:
         update, rows, _ = trace(experiment)
         samples = experiment.federation.samples(1)
         assert update.steps == len(rows) == 3 * -(-samples // 8)

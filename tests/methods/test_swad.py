@@ -8,19 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench
-from fedloom.exchange import Update
-from fedloom.experiment import Experiment
-from fedloom.methods.swad import SwadOptions, Valley
-from fedloom.rows import Kind, Layout, Mean
-from fedloom.small_runs import small_experiment, small_run
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import Layout, TensorKind
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.swad import SwadOptions, SwadValley
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run, small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 LAYOUT = Layout.of(torch.nn.Linear(1, 1, bias=False))
 
 
-def average(losses: list[float], **options: Any) -> tuple[float | None, Valley]:
+def average(losses: list[float], **options: Any) -> tuple[float | None, SwadValley]:
     """The mean over segments that are the numbers 1, 2, ..., one for each check; None when there was none."""
-    valley = Valley(Mean(LAYOUT), SwadOptions(**options))
+    valley = SwadValley(WeightedMean(LAYOUT), SwadOptions(**options))
     for number, loss in enumerate(losses, 1):
         valley.check(torch.tensor([float(number)]), 1, loss)
         if valley.ended:
@@ -73,7 +75,7 @@ def test_where_nothing_starts_the_last_segment_is_returned() -> None:
 
 
 def test_segments_count_by_their_steps() -> None:
-    valley = Valley(Mean(LAYOUT), SwadOptions(optimum_patience=1))
+    valley = SwadValley(WeightedMean(LAYOUT), SwadOptions(optimum_patience=1))
     for number, steps in ((1.0, 3), (5.0, 1)):
         valley.check(torch.tensor([number]), steps, 1.0)
     out = torch.zeros(1)
@@ -92,7 +94,7 @@ def test_it_is_the_papers_listing(losses: list[int], n_s: int, n_e: int, r: floa
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=60), st.integers(1, 6), st.integers(1, 6))
 @settings(max_examples=50, deadline=None)
 def test_few_segments_are_held_at_once(losses: list[float], n_s: int, n_e: int) -> None:
-    valley = Valley(Mean(LAYOUT), SwadOptions(optimum_patience=n_s, overfit_patience=n_e))
+    valley = SwadValley(WeightedMean(LAYOUT), SwadOptions(optimum_patience=n_s, overfit_patience=n_e))
     for loss in losses:
         valley.check(torch.zeros(1), 1, loss)
         assert len(valley._pending) <= max(n_s, n_e)
@@ -103,12 +105,12 @@ def test_few_segments_are_held_at_once(losses: list[float], n_s: int, n_e: int) 
 # on a client
 
 
-def trace(experiment: Experiment, client: int = 1) -> tuple[Update, list[Tensor]]:
+def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Tensor]]:
     """A client's update, and the model after each of its steps."""
     local, rows = experiment.rounds.parts.local, []
     plain = local.step
 
-    def noted(bench: Bench, batch: Batch) -> Tensor:
+    def noted(bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = plain(bench, batch)
         rows.append(bench.row.clone())
         return loss
@@ -125,21 +127,21 @@ ALWAYS = {"optimum_patience": 1, "tolerance": 1e9}
 @pytest.mark.parametrize("checks", [1, 3, 1000])
 def test_a_window_over_everything_is_the_mean_of_all_iterates(checks: int) -> None:
     options = {"swad": {**ALWAYS, "checks": checks, "estimate": False}}
-    with small_experiment("fedavg", {}, epochs=4, validation=0.2).engine_closed() as experiment:
+    with build_small_run("fedavg", {}, epochs=4, validation=0.2).engine_closed() as experiment:
         _, iterates = trace(experiment)
-    with small_experiment("swad", options, epochs=4).engine_closed() as experiment:
+    with build_small_run("swad", options, epochs=4).engine_closed() as experiment:
         update, rows = trace(experiment)
         layout = experiment.layout
         assert len(rows) == len(iterates) > 8
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(rows, iterates, strict=True)), "no feedback"
         mean = torch.stack(iterates)[:, : layout.floats].double().mean(0).float()
         torch.testing.assert_close(update.row[: layout.floats], mean, rtol=1e-5, atol=1e-6)
-        pairs = (layout.views(row, Kind.INTEGER) for row in (update.row, iterates[-1]))
+        pairs = (layout.views(row, TensorKind.INTEGER) for row in (update.row, iterates[-1]))
         assert all(torch.equal(mine, last) for mine, last in zip(*pairs, strict=True)), "counters are not averaged"
 
 
 def test_the_last_segment_alone_is_averaged_where_nothing_starts() -> None:
-    with small_experiment("swad", {"swad": {"optimum_patience": 1000, "checks": 2}}, steps=7).engine_closed() as held:
+    with build_small_run("swad", {"swad": {"optimum_patience": 1000, "checks": 2}}, steps=7).engine_closed() as held:
         update, rows = trace(held)
         trainable = held.layout.trainable
         mean = torch.stack(rows[-3:])[:, :trainable].double().mean(0).float()  # checks after steps 4 and 7
@@ -149,7 +151,7 @@ def test_the_last_segment_alone_is_averaged_where_nothing_starts() -> None:
 @pytest.mark.parametrize(("checks", "checked"), [(32, [1, 2, 3, 4, 5, 6]), (3, [2, 4, 6])])
 def test_the_checks_are_of_the_iterates_on_what_is_held_out(checks: int, checked: list[int]) -> None:
     """Of the last one of a segment, and not of its mean."""
-    with small_experiment("swad", {"swad": {"checks": checks}}, steps=6, lr=0.3).engine_closed() as experiment:
+    with build_small_run("swad", {"swad": {"checks": checks}}, steps=6, lr=0.3).engine_closed() as experiment:
         bench, scores = experiment.engine._bench, []
         plain = bench.validate
 
@@ -167,14 +169,14 @@ def test_the_checks_are_of_the_iterates_on_what_is_held_out(checks: int, checked
 
 def test_training_stops_when_the_end_is_seen() -> None:
     options = {"swad": {"optimum_patience": 1, "overfit_patience": 1, "tolerance": 1.0}}
-    with small_experiment("swad", options, steps=200, lr=2.0).engine_closed() as experiment:
+    with build_small_run("swad", options, steps=200, lr=2.0).engine_closed() as experiment:
         update, rows = trace(experiment)
         assert update.steps == len(rows) < 200
 
 
 def test_weights_that_stand_still_stay_exactly_as_they_are() -> None:
     for options in (ALWAYS, {}, {**ALWAYS, "checks": 2}):
-        with small_experiment("swad", {"swad": options}, lr=0.0, epochs=3).engine_closed() as experiment:
+        with build_small_run("swad", {"swad": options}, lr=0.0, epochs=3).engine_closed() as experiment:
             update, rows = trace(experiment)
             assert len(rows) > 5
             trainable = experiment.layout.trainable

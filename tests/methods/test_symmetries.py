@@ -7,11 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.methods.axes import Axis, Segment, Units, fixed, flat, fresh, is_fixed, part, reshaped, tie
-from fedloom.methods.symmetries import Symmetries, find
-from fedloom.models.networks import build
-from fedloom.rows import Kind, Layout
+from fedloom.methods.matching.axes import (
+    Axis,
+    AxisSegment,
+    AxisUnits,
+    is_fixed_axis,
+    make_fixed_axis,
+    make_permutable_axis,
+    reshape_axes,
+    resolve_axis_segments,
+    slice_axis,
+    tie_axes,
+)
+from fedloom.methods.matching.symmetries import Symmetries, find_symmetries
+from fedloom.models.registry import build_model
 
 
 class Gated(nn.Module):
@@ -63,7 +74,7 @@ class Recurrent(nn.Module):
 
 
 def from_catalogue(name: str, shape: tuple[int, ...]) -> Callable[[], nn.Module]:
-    return lambda: build(name, shape, 10, 20)
+    return lambda: build_model(name, shape, 10, 20)
 
 
 NETWORKS = {
@@ -97,7 +108,7 @@ def made(name: str) -> tuple[nn.Module, Layout, Tensor, Symmetries, tuple[int, .
     layout = Layout.of(module)
     row = layout.read(module)
     row[: layout.floats] += 0.1 * torch.rand(layout.floats, dtype=torch.float64)
-    return module, layout, row, find(module, layout, shape), shape
+    return module, layout, row, find_symmetries(module, layout, shape), shape
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -139,7 +150,7 @@ def test_all_writers_of_a_stream_share_its_permutation() -> None:
     read = {tie.entry.name for tie in stream.ties if not tie.made}
     inner = {f"body.layer1.{i}.conv1.weight" for i in range(3)}
     assert read == inner | {"body.layer2.0.conv1.weight", "body.layer2.0.shortcut.conv.weight"}
-    buffers = {tie.entry.name for tie in stream.ties if tie.entry.kind is Kind.BUFFER}
+    buffers = {tie.entry.name for tie in stream.ties if tie.entry.kind is TensorKind.BUFFER}
     assert {"norm1.running_mean", "norm1.running_var", "body.layer1.2.norm2.running_var"} <= buffers
 
 
@@ -150,11 +161,11 @@ def test_a_channel_takes_its_pixels_along_when_flattened() -> None:
 
 
 def test_what_lies_in_channels_last_order_is_permuted_too() -> None:
-    module = build("lenet", (3, 32, 32), 10)
+    module = build_model("lenet", (3, 32, 32), 10)
     rows = []
     for channels_last in (False, True):
         layout = Layout.of(module, channels_last=channels_last)
-        symmetries = find(module, layout, (3, 32, 32))
+        symmetries = find_symmetries(module, layout, (3, 32, 32))
         row = symmetries.permuted(layout.read(module), symmetries.random(torch.Generator().manual_seed(3)))
         rows.append(layout.state_dict(row))
     assert all(torch.equal(rows[0][name], rows[1][name]) for name in rows[0])
@@ -163,7 +174,7 @@ def test_what_lies_in_channels_last_order_is_permuted_too() -> None:
 def test_a_frozen_layer_holds_its_units_where_they_are() -> None:
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     module[0].requires_grad_(False)
-    groups = find(module, Layout.of(module), (4,)).groups
+    groups = find_symmetries(module, Layout.of(module), (4,)).groups
     assert [(group.name, group.size) for group in groups] == [("2", 5)]
 
 
@@ -180,7 +191,7 @@ def test_a_vector_that_is_not_uniform_holds_units_where_they_are() -> None:
     counts = []
     for marks in (torch.full((6,), 2.0), torch.arange(6.0)):
         module = Marked(marks)
-        counts.append(len(find(module, Layout.of(module), (4,)).groups))
+        counts.append(len(find_symmetries(module, Layout.of(module), (4,)).groups))
     assert counts == [1, 0]
 
 
@@ -207,65 +218,65 @@ class Hides(Sorts):
 def test_networks_that_cannot_be_understood_are_refused_by_name() -> None:
     module = Sorts()
     with pytest.raises(InputError, match=r"model Sorts cannot be matched: .*'sort'.*near first"):
-        find(module, Layout.of(module), (4,))
+        find_symmetries(module, Layout.of(module), (4,))
     grouped = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(InputError, match="2 groups"):
-        find(grouped, Layout.of(grouped), (4, 1, 1))
+        find_symmetries(grouped, Layout.of(grouped), (4, 1, 1))
     recurrent = Recurrent(last=True)
     with pytest.raises(InputError, match=r"model Recurrent cannot be matched: .*last state"):
-        find(recurrent, Layout.of(recurrent), (6, 5))
+        find_symmetries(recurrent, Layout.of(recurrent), (6, 5))
 
 
 def test_a_network_that_only_seems_to_be_understood_is_refused() -> None:
     torch.manual_seed(0)
     module = Hides()
     with pytest.raises(InputError, match="model Hides cannot be matched: it computes something else"):
-        find(module, Layout.of(module), (4,))
+        find_symmetries(module, Layout.of(module), (4,))
 
 
 # Axes
 
 
 def sizes(axis: Axis) -> list[tuple[int, int, bool]]:
-    return [(segment.units.size, segment.inner, segment.units.fixed) for segment in flat(axis)]
+    return [(segment.units.size, segment.inner, segment.units.fixed) for segment in resolve_axis_segments(axis)]
 
 
 def test_tying_splits_joins_and_bundles() -> None:
-    whole, first, second = fresh(6), fresh(2), fresh(4)
-    tie(whole, (*first, *second))
+    whole, first, second = make_permutable_axis(6), make_permutable_axis(2), make_permutable_axis(4)
+    tie_axes(whole, (*first, *second))
     assert sizes(whole) == [(2, 1, False), (4, 1, False)]
-    assert flat(whole)[1].units is flat(second)[0].units
-    wide = fresh(12)
-    tie(wide, (Segment(Units(3), 4),))
+    assert resolve_axis_segments(whole)[1].units is resolve_axis_segments(second)[0].units
+    wide = make_permutable_axis(12)
+    tie_axes(wide, (AxisSegment(AxisUnits(3), 4),))
     assert sizes(wide) == [(3, 4, False)]
-    half = fresh(4)
-    tie(half, (*fixed(2), *fresh(2)))
+    half = make_permutable_axis(4)
+    tie_axes(half, (*make_fixed_axis(2), *make_permutable_axis(2)))
     assert sizes(half) == [(2, 1, True), (2, 1, False)]
-    odd = fresh(5)
-    tie(odd, (Segment(Units(2), 2), *fixed(1)))
+    odd = make_permutable_axis(5)
+    tie_axes(odd, (AxisSegment(AxisUnits(2), 2), *make_fixed_axis(1)))
     assert sizes(odd) == [(2, 2, False), (1, 1, True)]
     with pytest.raises(ValueError, match="6 and 5"):
-        tie(fresh(6), fresh(5))
+        tie_axes(make_permutable_axis(6), make_permutable_axis(5))
 
 
 def test_bundles_that_do_not_fit_are_fixed() -> None:
-    a, b = (Segment(Units(2), 3),), (Segment(Units(3), 2),)
-    tie(a, b)
-    assert is_fixed(a)
-    assert is_fixed(b)
+    a, b = (AxisSegment(AxisUnits(2), 3),), (AxisSegment(AxisUnits(3), 2),)
+    tie_axes(a, b)
+    assert is_fixed_axis(a)
+    assert is_fixed_axis(b)
 
 
 def test_parts_and_shapes() -> None:
-    axis = (Segment(Units(4), 3),)
-    assert sizes(part(axis, 3, 6)) == [(2, 3, False)]
+    axis = (AxisSegment(AxisUnits(4), 3),)
+    assert sizes(slice_axis(axis, 3, 6)) == [(2, 3, False)]
     assert sizes(axis) == [(1, 3, True), (2, 3, False), (1, 3, True)]
-    through = (Segment(Units(4), 3),)
-    assert is_fixed(part(through, 0, 4))
-    assert is_fixed(through)
-    maps = [fixed(2), fresh(3), fixed(4), fixed(1)]
-    flattened = reshaped(maps, (2, 3, 4, 1), (2, 12))
+    through = (AxisSegment(AxisUnits(4), 3),)
+    assert is_fixed_axis(slice_axis(through, 0, 4))
+    assert is_fixed_axis(through)
+    maps = [make_fixed_axis(2), make_permutable_axis(3), make_fixed_axis(4), make_fixed_axis(1)]
+    flattened = reshape_axes(maps, (2, 3, 4, 1), (2, 12))
     assert sizes(flattened[1]) == [(3, 4, False)]
-    again = reshaped(flattened, (2, 12), (2, 3, 2, 2))
-    assert flat(again[1]) == flat(maps[1])
-    cut = [fixed(2), fresh(12)]
-    assert is_fixed(reshaped(cut, (2, 12), (2, 3, 4))[1])
+    again = reshape_axes(flattened, (2, 12), (2, 3, 2, 2))
+    assert resolve_axis_segments(again[1]) == resolve_axis_segments(maps[1])
+    cut = [make_fixed_axis(2), make_permutable_axis(12)]
+    assert is_fixed_axis(reshape_axes(cut, (2, 12), (2, 3, 4))[1])

@@ -10,9 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.methods.dsa import KINDS, Draw, _affine, kinds_of
-from fedloom.methods.synthesis import Network, Step, Synthetic, distance, match, soft_loss
-from fedloom.rows import Layout
+from fedloom.core.layout import Layout
+from fedloom.methods._support.differentiable_augmentation import (
+    KINDS,
+    AugmentationDraw,
+    _affine,
+    parse_differentiable_augmentation,
+)
+from fedloom.methods._support.distillation import FunctionalModel
+from fedloom.methods._support.trajectory_matching import (
+    SyntheticData,
+    TrajectoryStep,
+    match_trajectory,
+    trajectory_distance,
+    trajectory_soft_label_loss,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,36 +54,38 @@ class Problem:
         made = module()
         self.layout = Layout.of(made, channels_last=channels_last)
         self.row = self.layout.read(made)
-        self.network = Network(made, self.layout, CPU)
+        self.network = FunctionalModel(made, self.layout, CPU)
         self.target = self.row + 0.1 * torch.randn_like(self.row)
         images = torch.randn(count, *SHAPE, dtype=self.row.dtype)
         logits = torch.randn(count, CLASSES, dtype=self.row.dtype)
-        self.data = Synthetic(images, logits, torch.tensor(0.7, dtype=self.row.dtype))
+        self.data = SyntheticData(images, logits, torch.tensor(0.7, dtype=self.row.dtype))
 
-    def loss(self, data: Synthetic, steps: list[Step], kind: str = "squared") -> Tensor:
+    def loss(self, data: SyntheticData, steps: list[TrajectoryStep], kind: str = "squared") -> Tensor:
         """The same loss as a graph of ordinary operations, for autograd to go through."""
         w = start = self.row[: self.layout.trainable].clone().requires_grad_()
         target = self.target[: self.layout.trainable]
         for step in steps:
             x, y = step.take(data.images, data.logits)
-            (g,) = torch.autograd.grad(soft_loss(self.network(w, x, self.row), y), w, create_graph=True)
+            (g,) = torch.autograd.grad(
+                trajectory_soft_label_loss(self.network(w, x, self.row), y), w, create_graph=True
+            )
             w = w - data.rate * g
-        return distance(w, target, kind) / distance(start.detach(), target, kind)
+        return trajectory_distance(w, target, kind) / trajectory_distance(start.detach(), target, kind)
 
-    def steps(self, count: int, kinds: str = "none", batch: int = 0) -> list[Step]:
+    def steps(self, count: int, kinds: str = "none", batch: int = 0) -> list[TrajectoryStep]:
         generator = torch.Generator().manual_seed(1)
         size = len(self.data.images)
         made = []
         for k in range(count):
             index = torch.randperm(size, generator=generator)[:batch] if batch else None
-            names = kinds_of(kinds)
-            draw = Draw(batch or size, SHAPE, self.row.dtype, generator)
-            made.append(Step(index, KINDS[names[k % len(names)]](draw) if names else None))
+            names = parse_differentiable_augmentation(kinds)
+            draw = AugmentationDraw(batch or size, SHAPE, self.row.dtype, generator)
+            made.append(TrajectoryStep(index, KINDS[names[k % len(names)]](draw) if names else None))
         return made
 
 
-def close(one: Synthetic, other: Synthetic | tuple[Tensor, ...], rtol: float = 1e-9) -> None:
-    others = other.tensors() if isinstance(other, Synthetic) else other
+def close(one: SyntheticData, other: SyntheticData | tuple[Tensor, ...], rtol: float = 1e-9) -> None:
+    others = other.tensors() if isinstance(other, SyntheticData) else other
     for mine, theirs in zip(one.tensors(), others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-13)
 
@@ -81,7 +95,7 @@ def close(one: Synthetic, other: Synthetic | tuple[Tensor, ...], rtol: float = 1
 def test_gradients_agree_with_finite_differences(kind: str, remember: bool) -> None:
     problem, h = Problem(), 1e-5
     steps = problem.steps(3)
-    found = match(problem.network, problem.data, steps, problem.row, problem.target, kind, remember)
+    found = match_trajectory(problem.network, problem.data, steps, problem.row, problem.target, kind, remember)
     generator = torch.Generator().manual_seed(3)
     for name in ("images", "logits", "rate"):
         tensor, gradient = getattr(problem.data, name), getattr(found.gradients, name)
@@ -91,7 +105,9 @@ def test_gradients_agree_with_finite_differences(kind: str, remember: bool) -> N
             for moved in (value + h, value - h):
                 flat[place] = moved
                 losses.append(
-                    float(match(problem.network, problem.data, steps, problem.row, problem.target, kind).loss)
+                    float(
+                        match_trajectory(problem.network, problem.data, steps, problem.row, problem.target, kind).loss
+                    )
                 )
             flat[place] = value
             slope = (losses[0] - losses[1]) / (2 * h)
@@ -108,11 +124,11 @@ def test_the_sweep_is_what_autograd_finds(kind: str, kinds: str, batch: int) -> 
     """With all graphs kept, with none kept, and by autograd through the unrolled loop."""
     problem = Problem()
     steps = problem.steps(6, kinds, batch)
-    data = Synthetic(*(tensor.clone().requires_grad_() for tensor in problem.data.tensors()))
+    data = SyntheticData(*(tensor.clone().requires_grad_() for tensor in problem.data.tensors()))
     loss = problem.loss(data, steps, kind)
     expected = torch.autograd.grad(loss, data.tensors())
     for remember in (False, True):
-        found = match(problem.network, problem.data, steps, problem.row, problem.target, kind, remember)
+        found = match_trajectory(problem.network, problem.data, steps, problem.row, problem.target, kind, remember)
         torch.testing.assert_close(found.loss, loss.detach(), rtol=1e-12, atol=0)
         close(found.gradients, expected)
 
@@ -121,8 +137,8 @@ def test_the_sweep_is_what_autograd_finds(kind: str, kinds: str, batch: int) -> 
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 4), (0.7, 0)])
 def test_steps_that_lead_nowhere_have_loss_one(kind: str, rate: float, count: int) -> None:
     problem = Problem(lambda: smooth().float())
-    data = Synthetic(problem.data.images, problem.data.logits, torch.tensor(rate))
-    found = match(problem.network, data, problem.steps(count), problem.row, problem.target, kind)
+    data = SyntheticData(problem.data.images, problem.data.logits, torch.tensor(rate))
+    found = match_trajectory(problem.network, data, problem.steps(count), problem.row, problem.target, kind)
     assert float(found.loss) == 1.0
     assert torch.equal(found.end, problem.row[: problem.layout.trainable])
     assert not found.gradients.images.any()
@@ -133,7 +149,7 @@ def test_steps_that_lead_nowhere_have_loss_one(kind: str, rate: float, count: in
 @pytest.mark.parametrize("kind", ["squared", "cosine"])
 def test_a_segment_that_does_not_move_teaches_nothing(kind: str) -> None:
     problem = Problem()
-    found = match(problem.network, problem.data, problem.steps(2), problem.row, problem.row.clone(), kind)
+    found = match_trajectory(problem.network, problem.data, problem.steps(2), problem.row, problem.row.clone(), kind)
     assert float(found.loss) == 0.0
     assert all(not tensor.any() for tensor in found.gradients.tensors())
     assert not torch.equal(found.end, problem.row[: problem.layout.trainable])
@@ -142,8 +158,8 @@ def test_a_segment_that_does_not_move_teaches_nothing(kind: str) -> None:
 def test_arriving_at_the_target_has_loss_zero() -> None:
     problem = Problem()
     steps = problem.steps(3)
-    end = match(problem.network, problem.data, steps, problem.row, problem.target).end
-    assert float(match(problem.network, problem.data, steps, problem.row, end).loss) == 0.0
+    end = match_trajectory(problem.network, problem.data, steps, problem.row, problem.target).end
+    assert float(match_trajectory(problem.network, problem.data, steps, problem.row, end).loss) == 0.0
 
 
 @given(shift=st.floats(-50, 50), row=st.integers(0, 4))
@@ -153,8 +169,8 @@ def test_a_constant_added_to_a_row_of_labels_changes_nothing(shift: float, row: 
     steps = problem.steps(2)
     moved = problem.data.logits.clone()
     moved[row] += shift
-    data = Synthetic(problem.data.images, moved, problem.data.rate)
-    one, two = (match(problem.network, d, steps, problem.row, problem.target) for d in (problem.data, data))
+    data = SyntheticData(problem.data.images, moved, problem.data.rate)
+    one, two = (match_trajectory(problem.network, d, steps, problem.row, problem.target) for d in (problem.data, data))
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-9, atol=0)
     close(one.gradients, two.gradients, rtol=1e-7)
     assert one.gradients.logits.sum(1).abs().max() < 1e-12, "so the gradient has no part along the constant"
@@ -163,8 +179,11 @@ def test_a_constant_added_to_a_row_of_labels_changes_nothing(shift: float, row: 
 def test_whole_batches_do_not_depend_on_the_order_of_the_samples() -> None:
     problem = Problem()
     order = torch.tensor([3, 0, 4, 1, 2])
-    data = Synthetic(problem.data.images[order], problem.data.logits[order], problem.data.rate)
-    one, two = (match(problem.network, d, problem.steps(3), problem.row, problem.target) for d in (problem.data, data))
+    data = SyntheticData(problem.data.images[order], problem.data.logits[order], problem.data.rate)
+    one, two = (
+        match_trajectory(problem.network, d, problem.steps(3), problem.row, problem.target)
+        for d in (problem.data, data)
+    )
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-10, atol=0)
     torch.testing.assert_close(one.gradients.images[order], two.gradients.images, rtol=1e-8, atol=1e-13)
 
@@ -172,18 +191,18 @@ def test_whole_batches_do_not_depend_on_the_order_of_the_samples() -> None:
 def test_the_loss_is_cross_entropy_over_classes() -> None:
     output, labels = torch.randn(7, 5, dtype=torch.float64), torch.arange(7) % 5
     certain = 1000.0 * F.one_hot(labels, 5).double()
-    torch.testing.assert_close(soft_loss(output, certain), F.cross_entropy(output, labels) / 5)
+    torch.testing.assert_close(trajectory_soft_label_loss(output, certain), F.cross_entropy(output, labels) / 5)
     mixed = torch.randn(7, 5, dtype=torch.float64)
-    torch.testing.assert_close(soft_loss(output, mixed), F.cross_entropy(output, mixed.softmax(1)) / 5)
+    torch.testing.assert_close(trajectory_soft_label_loss(output, mixed), F.cross_entropy(output, mixed.softmax(1)) / 5)
 
 
 def test_cosine_distance() -> None:
     u, v = torch.randn(2, 50, dtype=torch.float64)
-    torch.testing.assert_close(distance(u, v, "cosine"), 1 - F.cosine_similarity(u, v, dim=0))
-    assert float(distance(u, 3 * u, "cosine")) < 1e-30
+    torch.testing.assert_close(trajectory_distance(u, v, "cosine"), 1 - F.cosine_similarity(u, v, dim=0))
+    assert float(trajectory_distance(u, 3 * u, "cosine")) < 1e-30
     near = u.float() * (1 + 1e-4 * torch.randn(50))
     exact = 1 - F.cosine_similarity(u.float().double(), near.double(), dim=0)
-    torch.testing.assert_close(distance(u.float(), near, "cosine").double(), exact, rtol=1e-2, atol=0)
+    torch.testing.assert_close(trajectory_distance(u.float(), near, "cosine").double(), exact, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -211,7 +230,7 @@ def test_a_network_of_a_row_is_the_module(channels_last: bool) -> None:
     row = layout.read(module)
     x = torch.randn(4, *SHAPE)
     expected = module.eval()(x).detach()
-    network = Network(Tied(), layout, CPU)
+    network = FunctionalModel(Tied(), layout, CPU)
     network.module.load_state_dict({"two.bias": module.two.bias}, strict=False)
     before = row.clone()
     weights = row[: layout.trainable].clone().requires_grad_()
@@ -244,7 +263,9 @@ def test_memory_without_kept_graphs_grows_by_one_row_a_step() -> None:
                 alive -= self.size
 
         with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
-            match(problem.network, problem.data, problem.steps(count), problem.row, problem.target, remember=remember)
+            match_trajectory(
+                problem.network, problem.data, problem.steps(count), problem.row, problem.target, remember=remember
+            )
         return most
 
     row = Problem().layout.size
@@ -259,7 +280,10 @@ def test_memory_without_kept_graphs_grows_by_one_row_a_step() -> None:
 def test_a_draw_changes_images_one_by_one_and_again_the_same(kind: str) -> None:
     torch.manual_seed(0)
     x = torch.rand(50, 3, 8, 12)
-    changes = [KINDS[kind](Draw(50, (3, 8, 12), x.dtype, torch.Generator().manual_seed(seed))) for seed in (0, 0, 1)]
+    changes = [
+        KINDS[kind](AugmentationDraw(50, (3, 8, 12), x.dtype, torch.Generator().manual_seed(seed)))
+        for seed in (0, 0, 1)
+    ]
     one, again, other = (change(x) for change in changes)
     assert one.shape == x.shape
     assert torch.equal(one, again)
@@ -274,7 +298,7 @@ def test_a_draw_changes_images_one_by_one_and_again_the_same(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draw_holds_less_than_the_images(kind: str) -> None:
     """Draws for all inner steps are there at once, where memory may grow by one row a step."""
-    change = KINDS[kind](Draw(50, (1, 40, 40), torch.float32, torch.Generator().manual_seed(0)))
+    change = KINDS[kind](AugmentationDraw(50, (1, 40, 40), torch.float32, torch.Generator().manual_seed(0)))
     held = [cell.cell_contents for cell in change.__closure__ or ()]  # type: ignore[attr-defined]
     sizes = [tensor.numel() * tensor.element_size() for tensor in held if isinstance(tensor, Tensor)]
     assert sizes
@@ -283,14 +307,14 @@ def test_a_draw_holds_less_than_the_images(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_pass_through_a_change(kind: str) -> None:
-    draw = Draw(3, (2, 5, 6), torch.float64, torch.Generator().manual_seed(2))
+    draw = AugmentationDraw(3, (2, 5, 6), torch.float64, torch.Generator().manual_seed(2))
     x = torch.randn(3, 2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(KINDS[kind](draw), x)
 
 
 def test_what_the_changes_do() -> None:
-    def draw() -> Draw:
-        return Draw(200, (1, 8, 8), torch.float32, torch.Generator().manual_seed(0))
+    def draw() -> AugmentationDraw:
+        return AugmentationDraw(200, (1, 8, 8), torch.float32, torch.Generator().manual_seed(0))
 
     ones = torch.ones(200, 1, 8, 8)
     holes = (KINDS["cutout"](draw())(ones) == 0).sum((1, 2, 3))
@@ -315,7 +339,7 @@ def test_sampling_is_that_of_torch() -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 3, 7, 9, dtype=torch.float64, requires_grad=True)
     theta = torch.eye(2, 3, dtype=torch.float64) + 0.3 * torch.randn(6, 2, 3, dtype=torch.float64)
-    mine = _affine(theta, Draw(6, (3, 7, 9), torch.float64, torch.Generator()))(x)
+    mine = _affine(theta, AugmentationDraw(6, (3, 7, 9), torch.float64, torch.Generator()))(x)
     theirs = F.grid_sample(x, F.affine_grid(theta, [6, 3, 7, 9], align_corners=False), align_corners=False)
     torch.testing.assert_close(mine, theirs)
     weights = torch.randn_like(mine)
@@ -323,21 +347,21 @@ def test_sampling_is_that_of_torch() -> None:
 
 
 def test_kinds_by_name() -> None:
-    assert kinds_of("none") == ()
-    assert kinds_of("dsa") == tuple(KINDS)
-    assert kinds_of("flip+crop") == ("flip", "crop")
+    assert parse_differentiable_augmentation("none") == ()
+    assert parse_differentiable_augmentation("dsa") == tuple(KINDS)
+    assert parse_differentiable_augmentation("flip+crop") == ("flip", "crop")
     for wrong in ("", "flip+", "flop", "flip+flip", "dsa+flip"):
         with pytest.raises(ValueError, match="joined by"):
-            kinds_of(wrong)
+            parse_differentiable_augmentation(wrong)
 
 
 def test_the_loss_falls_on_a_small_problem() -> None:
     """Images and labels that learn to lead from one model to another."""
     problem = Problem()
-    data = Synthetic(*(tensor.clone() for tensor in problem.data.tensors()))
+    data = SyntheticData(*(tensor.clone() for tensor in problem.data.tensors()))
     losses = []
     for _ in range(30):
-        found = match(problem.network, data, problem.steps(3), problem.row, problem.target)
+        found = match_trajectory(problem.network, data, problem.steps(3), problem.row, problem.target)
         losses.append(float(found.loss))
         for tensor, gradient in zip(data.tensors(), found.gradients.tensors(), strict=True):
             tensor.sub_(gradient, alpha=1.0)

@@ -31,5 +31,5 @@ def fusing_on_a_gpu(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers go through kernels of our own, as they do without FEDLOOM_FUSE=0."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    monkeypatch.setattr("fedloom.models.fusing.enabled", True)
-    monkeypatch.setattr("fedloom.precision._to_the_bit", False)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.enabled", True)
+    monkeypatch.setattr("fedloom.devices.precision._to_the_bit", False)

@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.models import batch_norm, build
-from fedloom.models.batch_norm import BatchNorm2d, NormReLU, norm_relu
-from fedloom.models.fusing import Chain
-from fedloom.models.norms import StatelessBatchNorm2d
+from fedloom.models import build_model
+from fedloom.models.layers import norms
+from fedloom.models.layers.fused_relu import FusedReLUSequential
+from fedloom.models.layers.norms import BatchNorm2d, BatchNormReLUFunction, StatelessBatchNorm2d, normalize_and_activate
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -61,13 +61,13 @@ def step_by_step() -> Any:
 @pytest.mark.parametrize("added", [False, True])
 def test_gradients_and_their_gradients(relu: bool, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for gradients of gradients, as DynaFed does, gets them from torch's operations."""
-    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
     torch.manual_seed(0)
     x, weight, bias = torch.randn(3, 2, 2, 2).double(), torch.randn(2).double(), torch.randn(2).double()
     inputs = [tensor.requires_grad_() for tensor in (x, torch.randn_like(x), weight, bias)]
 
     def fused(x: Tensor, beside: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y: Tensor = NormReLU.apply(x, beside if added else None, weight, bias, None, 0.1, 1e-5, relu)
+        y: Tensor = BatchNormReLUFunction.apply(x, beside if added else None, weight, bias, None, 0.1, 1e-5, relu)
         return y if added else y + 0 * beside
 
     assert torch.autograd.gradcheck(fused, inputs)
@@ -75,18 +75,20 @@ def test_gradients_and_their_gradients(relu: bool, added: bool, monkeypatch: pyt
 
 
 def test_gradients_of_gradients_with_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
     x = torch.randn(3, 2, 2, 2, dtype=torch.double, requires_grad=True)
     weight, bias = torch.rand(2).double(), torch.rand(2).double()
-    assert torch.autograd.gradgradcheck(lambda x: NormReLU.apply(x, None, weight, bias, None, 0.1, 1e-5, True), [x])
+    assert torch.autograd.gradgradcheck(
+        lambda x: BatchNormReLUFunction.apply(x, None, weight, bias, None, 0.1, 1e-5, True), [x]
+    )
 
 
 @pytest.mark.parametrize("model", ["resnet20:width=2", "resnet18:width=2", "resnet20-bottleneck:width=2"])
 def test_gradients_of_gradients_of_whole_networks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beside a layer may be what its input was computed from; that way must not count twice."""
-    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
     torch.manual_seed(0)
-    module, x = build(model, (3, 8, 8), 10).double(), torch.randn(6, 3, 8, 8).double().requires_grad_()
+    module, x = build_model(model, (3, 8, 8), 10).double(), torch.randn(6, 3, 8, 8).double().requires_grad_()
     found = []
     for fused in (True, False):
         monkeypatch.setattr(BatchNorm2d, "_may_fuse", lambda self, x, fused=fused: fused)
@@ -103,7 +105,7 @@ def test_gradients_of_gradients_of_whole_networks(model: str, monkeypatch: pytes
 @pytest.mark.parametrize("kind", [BatchNorm2d, StatelessBatchNorm2d])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_layer_does_what_torchs_does(kind: type[BatchNorm2d], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
+    monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
     monkeypatch.setattr(kind, "_may_fuse", lambda self, x: fused and (self.training or self.running_mean is None))
     ours, theirs = kind(5), nn.BatchNorm2d(5, track_running_stats=kind is BatchNorm2d)
     with torch.no_grad():
@@ -114,7 +116,7 @@ def test_a_layer_does_what_torchs_does(kind: type[BatchNorm2d], fused: bool, mon
         x, beside = torch.randn(4, 5, 3, 3) + 1, torch.randn(4, 5, 3, 3)
         torch.testing.assert_close(ours(x), theirs(x))
         torch.testing.assert_close(ours.relu(x), F.relu(theirs(x)))
-        torch.testing.assert_close(norm_relu(ours, x, beside), F.relu(theirs(x) + beside))
+        torch.testing.assert_close(normalize_and_activate(ours, x, beside), F.relu(theirs(x) + beside))
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
     ours.eval(), theirs.eval()
     torch.testing.assert_close(ours.relu(x, beside), F.relu(theirs(x) + beside))
@@ -122,7 +124,7 @@ def test_a_layer_does_what_torchs_does(kind: type[BatchNorm2d], fused: bool, mon
 
 def test_who_watches_a_layer_sees_what_goes_through() -> None:
     norm, relu, seen = BatchNorm2d(3), nn.ReLU(), list[Tensor]()
-    chain, x = Chain(nn.Conv2d(3, 3, 1), norm, relu), torch.randn(2, 3, 4, 4)
+    chain, x = FusedReLUSequential(nn.Conv2d(3, 3, 1), norm, relu), torch.randn(2, 3, 4, 4)
     for layer in (norm, relu):
         layer.register_forward_hook(lambda *given: seen.append(given[2]))
     y = chain(x)
@@ -136,12 +138,12 @@ def test_a_chain_is_a_sequence_of_layers() -> None:
     torch.manual_seed(0)
     layers = [nn.ReLU(), BatchNorm2d(3), nn.ReLU(), nn.ReLU(), BatchNorm2d(3), nn.Dropout(0.0), BatchNorm2d(3)]
     x = torch.randn(4, 3, 2, 2)
-    torch.testing.assert_close(Chain(*layers)(x), nn.Sequential(*layers)(x), rtol=0, atol=0)
+    torch.testing.assert_close(FusedReLUSequential(*layers)(x), nn.Sequential(*layers)(x), rtol=0, atol=0)
 
 
 def test_a_vgg_is_still_the_network_it_was() -> None:
     torch.manual_seed(0)
-    ours, x = build("vgg16", (3, 32, 32), 10).eval(), torch.randn(2, 3, 32, 32)
+    ours, x = build_model("vgg16", (3, 32, 32), 10).eval(), torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(ours(x), nn.Sequential.forward(ours, x), rtol=0, atol=0)
 
 
@@ -150,7 +152,7 @@ def test_a_vgg_is_still_the_network_it_was() -> None:
 
 @pytest.fixture(scope="module")
 def kernels(triton: None) -> Any:
-    return batch_norm.kernels()
+    return norms._load_norm_kernels()
 
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9))
@@ -241,7 +243,7 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
 
 @pytest.mark.parametrize("why", ["channels", "stride", "momentum", "type", "single", "order", "counter", "eval"])
 def test_what_is_not_as_usual_is_left_to_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_kernels", lambda _: True)
     norm, x = BatchNorm2d(4), torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
     assert norm._may_fuse(x)
     if why == "channels":
@@ -268,8 +270,8 @@ def test_what_is_not_as_usual_is_left_to_torch(why: str, monkeypatch: pytest.Mon
 def test_what_is_beside_a_layer_is_fused_if_it_is_like_it(
     beside: Any, hook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
-    monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
+    monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_kernels", lambda _: True)
     norm, x, seen = BatchNorm2d(4), maps(2, 4, 3, 3).cpu(), list[Tensor]()
     other = torch.ones(2, 4, 3, 3).double() if beside == "float64" else beside and torch.randn(beside)
     if hook:
@@ -280,12 +282,12 @@ def test_what_is_beside_a_layer_is_fused_if_it_is_like_it(
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
     assert len(seen) == hook
     fused = not hook and beside in (None, (2, 4, 3, 3))
-    assert (type(y.grad_fn).__name__ == "NormReLUBackward") is fused
+    assert (type(y.grad_fn).__name__ == "BatchNormReLUFunctionBackward") is fused
 
 
 def test_statistics_that_are_not_tracked_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "kernels", step_by_step)
-    monkeypatch.setattr("fedloom.models.fusing.may_fuse", lambda _: True)
+    monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_kernels", lambda _: True)
     norm = BatchNorm2d(3)
     norm.track_running_stats = False
     norm((torch.randn(4, 3, 2, 2) + 5).contiguous(memory_format=torch.channels_last))
@@ -304,9 +306,9 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("precision", ["fp32", "tf32"])
     def test_only_where_rounding_may_differ(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fedloom.precision._to_the_bit", precision == "fp32")
+        monkeypatch.setattr("fedloom.devices.precision._to_the_bit", precision == "fp32")
         norm, x = BatchNorm2d(16).cuda(), maps(8, 16, 8, 8)
-        assert (norm.relu(x).grad_fn.name() == "NormReLUBackward") is (precision == "tf32")  # type: ignore[union-attr]
+        assert (norm.relu(x).grad_fn.name() == "BatchNormReLUFunctionBackward") is (precision == "tf32")  # type: ignore[union-attr]
         assert norm.relu(x.contiguous()).grad_fn.name() == "ReluBackward0"  # type: ignore[union-attr]
         assert norm.eval().relu(x).grad_fn.name() == "ReluBackward0"  # type: ignore[union-attr]
 
@@ -315,7 +317,7 @@ class TestOnAGpu:
         """The first step's gradient is that of torch's layers: to rounding, which norms and ReLUs let grow."""
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.manual_seed(0)
-        module, x = build(model, (3, 32, 32), 10, 0).cuda(), maps(50, 3, 32, 32)
+        module, x = build_model(model, (3, 32, 32), 10, 0).cuda(), maps(50, 3, 32, 32)
         y, found = torch.arange(50, device="cuda") % 10, []
         for layer in module.modules():
             if isinstance(layer, nn.Dropout):
@@ -329,7 +331,7 @@ class TestOnAGpu:
 
     def test_an_ensemble_by_vmap(self) -> None:
         """Transforms do not know the order of what they stand for."""
-        module, x = build("resnet20", (3, 32, 32), 10).cuda().eval(), maps(4, 3, 32, 32)
+        module, x = build_model("resnet20", (3, 32, 32), 10).cuda().eval(), maps(4, 3, 32, 32)
         weights = {name: torch.stack([tensor, tensor]) for name, tensor in module.state_dict().items()}
         with torch.backends.cudnn.flags(enabled=False):  # type: ignore[no-untyped-call]  # cuDNN's own norm cannot do it
             found = torch.func.vmap(lambda one: torch.func.functional_call(module, one, x))(weights)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.models import build, fusing, pooling
-from fedloom.models.fusing import Chain
-from fedloom.models.pooling import PooledConv2d, PoolReLU
+from fedloom.models import build_model
+from fedloom.models.layers import fused_relu, pooling
+from fedloom.models.layers.fused_relu import FusedReLUSequential
+from fedloom.models.layers.pooling import MaxPoolReLUFunction, PooledConv2d
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -44,16 +45,17 @@ def step_by_step() -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_and_their_gradients(layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "kernels", step_by_step)
+    monkeypatch.setattr(pooling, "_load_pooling_kernels", step_by_step)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 6).double().contiguous(memory_format=layout).requires_grad_()
     inputs = (x, torch.randn(3).double().requires_grad_())
-    assert torch.autograd.gradcheck(PoolReLU.apply, inputs)
-    assert torch.autograd.gradgradcheck(PoolReLU.apply, inputs)
-    found = [torch.autograd.grad(f(*inputs).pow(3).sum(), inputs) for f in (PoolReLU.apply, by_torch)]
+    assert torch.autograd.gradcheck(MaxPoolReLUFunction.apply, inputs)
+    assert torch.autograd.gradgradcheck(MaxPoolReLUFunction.apply, inputs)
+    found = [torch.autograd.grad(f(*inputs).pow(3).sum(), inputs) for f in (MaxPoolReLUFunction.apply, by_torch)]
     torch.testing.assert_close(*found)
     found = [
-        torch.autograd.grad(f(*inputs).pow(3).sum(), inputs, create_graph=True) for f in (PoolReLU.apply, by_torch)
+        torch.autograd.grad(f(*inputs).pow(3).sum(), inputs, create_graph=True)
+        for f in (MaxPoolReLUFunction.apply, by_torch)
     ]
     torch.testing.assert_close(*found)
 
@@ -69,8 +71,8 @@ def test_networks_are_what_they_were() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 3, 32, 32)
     for name in ("cnn", "lenet", "convnet", "convnet:norm=batch", "cnn:norm=batch"):
-        module = build(name, (3, 32, 32), 10)
-        assert isinstance(module, Chain)
+        module = build_model(name, (3, 32, 32), 10)
+        assert isinstance(module, FusedReLUSequential)
         torch.testing.assert_close(module(x), nn.Sequential.forward(module, x), rtol=0, atol=0)
 
 
@@ -82,10 +84,10 @@ def test_triton_is_tried_out_once_by_whomever(monkeypatch: pytest.MonkeyPatch) -
         tries.append(device)
         return len(tries) == 1
 
-    monkeypatch.setattr(fusing, "_answers", {})
-    monkeypatch.setattr(fusing, "_tried", tried)
+    monkeypatch.setattr(fused_relu, "_answers", {})
+    monkeypatch.setattr(fused_relu, "_tried", tried)
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(fusing.triton_works, [torch.device("cuda:0")] * 8))
+        assert all(pool.map(fused_relu.fused_kernels_available, [torch.device("cuda:0")] * 8))
     assert len(tries) == 1
 
 
@@ -93,12 +95,12 @@ def test_triton_is_tried_out_once_by_whomever(monkeypatch: pytest.MonkeyPatch) -
 def test_triton_is_tried_out_where_it_may_be_used(
     model: str, to_the_bit: bool, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, tries, empty = build(model, (3, 32, 32), 10), list[torch.device](), torch.empty
-    monkeypatch.setattr(fusing, "enabled", True)
-    monkeypatch.setattr("fedloom.precision._to_the_bit", to_the_bit)
-    monkeypatch.setattr(fusing, "triton_works", tries.append)
+    module, tries, empty = build_model(model, (3, 32, 32), 10), list[torch.device](), torch.empty
+    monkeypatch.setattr(fused_relu, "enabled", True)
+    monkeypatch.setattr("fedloom.devices.precision._to_the_bit", to_the_bit)
+    monkeypatch.setattr(fused_relu, "fused_kernels_available", tries.append)
     monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))
-    fusing.prepare(module, torch.device("cuda"))
+    fused_relu.prepare_fused_relu(module, torch.device("cuda"))
     assert len(tries) == tried
 
 
@@ -107,7 +109,7 @@ def test_triton_is_tried_out_where_it_may_be_used(
 
 @pytest.fixture(scope="module")
 def kernels(triton: None) -> Any:
-    return pooling.kernels()
+    return pooling._load_pooling_kernels()
 
 
 def check(kernels: Any, x: Tensor) -> None:
@@ -170,7 +172,7 @@ def test_a_kernel_that_could_not_be_loaded_is_forgotten(kernels: Any) -> None:
 
 
 def test_the_first_try(triton: None) -> None:
-    assert fusing._tried(torch.device(DEVICE))
+    assert fused_relu._tried(torch.device(DEVICE))
 
 
 @pytest.mark.gpu
@@ -184,7 +186,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("precision", ["fp32", "tf32"])
     def test_only_where_rounding_may_differ(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fedloom.precision._to_the_bit", precision == "fp32")
+        monkeypatch.setattr("fedloom.devices.precision._to_the_bit", precision == "fp32")
         layer, x = PooledConv2d(3, 6, 5).cuda(), torch.randn(4, 3, 32, 32, device="cuda")
         assert type(layer.relu(x).grad_fn).__name__ == ("PoolReLUBackward" if precision == "tf32" else "ReluBackward0")
 
@@ -192,11 +194,11 @@ class TestOnAGpu:
     def test_networks_go_where_they_went(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.manual_seed(0)
-        module, x = build(model, (3, 32, 32), 10).cuda(), torch.randn(50, 3, 32, 32, device="cuda")
+        module, x = build_model(model, (3, 32, 32), 10).cuda(), torch.randn(50, 3, 32, 32, device="cuda")
         y, found = torch.arange(50, device="cuda") % 10, []
         for fused in (True, False):
             if not fused:
-                monkeypatch.setattr(fusing, "triton_works", lambda _: False)
+                monkeypatch.setattr(fused_relu, "fused_kernels_available", lambda _: False)
             module.zero_grad()
             F.cross_entropy(module(x), y).backward()
             found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
@@ -204,7 +206,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("model", ["lenet", "resnet20"])
     def test_a_network_can_still_be_traced(self, model: str) -> None:
-        module, x = build(model, (3, 32, 32), 10).cuda().eval(), torch.randn(4, 3, 32, 32, device="cuda")
+        module, x = build_model(model, (3, 32, 32), 10).cuda().eval(), torch.randn(4, 3, 32, 32, device="cuda")
         x = x.contiguous(memory_format=torch.channels_last)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

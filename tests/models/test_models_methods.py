@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fedloom.config import make_config
-from fedloom.data import Federation
+from fedloom.data import FederatedDataset
 from fedloom.errors import InputError
-from fedloom.experiment import build
-from fedloom.methods.catalogue import BUILT_IN
-from fedloom.models.networks import NETWORKS
-from fedloom.request import Own
+from fedloom.methods.registry import BUILT_IN
+from fedloom.models.registry import NETWORKS
+from fedloom.runs.build import build_run
+from fedloom.runs.resolve import UserObjects
 
 VIT = "depth=2,width=16,heads=2"
 CASES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -81,7 +81,7 @@ def test_no_network_is_forgotten() -> None:
     assert set(CASES) == set(NETWORKS)
 
 
-def federation(shape: tuple[int, ...]) -> Federation:
+def federation(shape: tuple[int, ...]) -> FederatedDataset:
     """A client with three samples and one with one, of three classes."""
     draw = np.random.default_rng(0)
 
@@ -89,7 +89,7 @@ def federation(shape: tuple[int, ...]) -> Federation:
         x: np.ndarray = draw.integers(0, 7, (count, *shape))
         return (x if len(shape) == 1 else x.astype(np.float32) / 7), np.arange(count) % 3
 
-    made = Federation.from_arrays([some(3), some(1)], test=some(3), name="few", classes=3)
+    made = FederatedDataset.from_arrays([some(3), some(1)], test=some(3), name="few", classes=3)
     made.server_data = made.client(0)
     return made
 
@@ -109,9 +109,9 @@ def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) 
     )
     if (name, method) in REFUSED:
         with pytest.raises(InputError, match=REFUSED[name, method]):
-            build(config, Own(data=federation(shape)))
+            build_run(config, UserObjects(data=federation(shape)))
         return
-    with build(config, Own(data=federation(shape))).engine_closed() as experiment:
+    with build_run(config, UserObjects(data=federation(shape))).engine_closed() as experiment:
         before = experiment.rounds.parts.server.deploy().clone()
         records = [experiment.rounds.play(round) for round in range(rounds)]
         after = experiment.rounds.parts.server.deploy()

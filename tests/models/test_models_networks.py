@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedloom.cli.output import _list_models
+from fedloom.core.layout import Layout
 from fedloom.errors import InputError
-from fedloom.listing import list_models
-from fedloom.models import build, catalogue, count, networks, vit
-from fedloom.models.pooling import PooledConv2d
-from fedloom.rows import Layout
+from fedloom.models import available_models, build_model, count_parameters, registry, vit
+from fedloom.models.layers.pooling import PooledConv2d
 
 DENSE = ["logreg", "mlp", "mlp-128"]
 POOLED_BY_MAXIMUM = ["lenet", "lenet-femnist", "cnn", "cnn-valid", "cnn-leaf", "cnn-cifar", "vgg16:width=4,norm=group"]
@@ -28,7 +28,7 @@ GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 
 
 def test_no_network_is_forgotten() -> None:
-    assert {name.partition(":")[0] for name in [*NAMES, *TEXT]} | set(vit.NETWORKS) == set(networks.NETWORKS)
+    assert {name.partition(":")[0] for name in [*NAMES, *TEXT]} | set(vit.NETWORKS) == set(registry.NETWORKS)
 
 
 @pytest.mark.parametrize(
@@ -88,20 +88,24 @@ def test_no_network_is_forgotten() -> None:
     ],
 )
 def test_published_parameter_counts(name: str, shape: tuple[int, ...], classes: int, expected: int) -> None:
-    assert count(name, shape, classes) == expected
+    assert count_parameters(name, shape, classes) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_counted_is_what_is_built(name: str) -> None:
-    module = build(name, (1, 16, 16), 7)
-    assert count(name, (1, 16, 16), 7) == sum(p.numel() for p in module.parameters()) == Layout.of(module).trainable
+    module = build_model(name, (1, 16, 16), 7)
+    assert (
+        count_parameters(name, (1, 16, 16), 7)
+        == sum(p.numel() for p in module.parameters())
+        == Layout.of(module).trainable
+    )
 
 
 def test_catalogue_counts_without_touching_the_generator() -> None:
     before = torch.get_rng_state()
-    infos = {info.name: info for info in catalogue()}
+    infos = {info.name: info for info in available_models()}
     assert torch.equal(torch.get_rng_state(), before)
-    assert list(infos) == list(networks.NETWORKS)
+    assert list(infos) == list(registry.NETWORKS)
     assert infos["cnn"].parameters_1x28x28 == 1_663_370
     assert infos["lenet"].parameters_3x32x32 == 62_006
     assert infos["lstm-shakespeare"].parameters_text == 819_920
@@ -109,12 +113,12 @@ def test_catalogue_counts_without_touching_the_generator() -> None:
 
 
 def test_options_are_listed_with_their_defaults() -> None:
-    listed = {entry["name"]: {o["name"]: o["default"] for o in entry["options"]} for entry in list_models()}
+    listed = {entry["name"]: {o["name"]: o["default"] for o in entry["options"]} for entry in _list_models()}
     assert listed["resnet20"] == {"norm": "batch", "groups": 2, "shortcut": "A", "width": 16}
     assert listed["resnet50"]["stem"] == "imagenet"
     assert listed["logreg"] == {}
     assert listed["vit-tiny-lora"].keys() == listed["vit-tiny"].keys() | {"rank", "alpha", "dropout"}
-    assert all(option["help"] for entry in list_models() for option in entry["options"])
+    assert all(option["help"] for entry in _list_models() for option in entry["options"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,7 +132,7 @@ def test_options_are_listed_with_their_defaults() -> None:
 def test_any_large_enough_image_gives_one_score_a_class(
     name: str, channels: int, height: int, width: int, classes: int
 ) -> None:
-    model = build(name, (channels, height, width), classes)
+    model = build_model(name, (channels, height, width), classes)
     assert model(torch.zeros(2, channels, height, width)).shape == (2, classes)
 
 
@@ -136,21 +140,21 @@ def test_any_large_enough_image_gives_one_score_a_class(
     ("name", "smallest"), [("lenet", 16), ("cnn", 4), ("cnn:padding=1", 10), ("cnn-valid", 16), ("convnet", 8)]
 )
 def test_the_smallest_size_named_works_and_one_less_does_not(name: str, smallest: int) -> None:
-    assert build(name, (1, smallest, smallest), 3)(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
+    assert build_model(name, (1, smallest, smallest), 3)(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
     for sides in ((smallest - 1, 40), (40, smallest - 1)):
         with pytest.raises(InputError, match=f"smallest it takes have {smallest} x {smallest}"):
-            build(name, (1, *sides), 3)
+            build_model(name, (1, *sides), 3)
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_vectors_suit_dense_networks(name: str) -> None:
-    assert build(name, (13,), 4)(torch.zeros(5, 13)).shape == (5, 4)
+    assert build_model(name, (13,), 4)(torch.zeros(5, 13)).shape == (5, 4)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_vectors_do_not_suit_convolutions(name: str) -> None:
     with pytest.raises(InputError, match=r"shape \(13,\); it wants images"):
-        build(name, (13,), 4)
+        build_model(name, (13,), 4)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +168,13 @@ def test_vectors_do_not_suit_convolutions(name: str) -> None:
 )
 def test_impossible_requests(name: str, shape: tuple[int, ...], classes: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build(name, shape, classes)
+        build_model(name, shape, classes)
 
 
 @pytest.mark.parametrize("name", [*RESIDUAL, "vgg16:width=4", "vgg16:width=4,classifier=7x7"])
 @pytest.mark.parametrize("sides", [(1, 1), (3, 1), (5, 7), (28, 28)])
 def test_deep_networks_take_images_of_any_size(name: str, sides: tuple[int, int]) -> None:
-    assert build(name, (2, *sides), 3)(torch.randn(4, 2, *sides)).shape == (4, 3)
+    assert build_model(name, (2, *sides), 3)(torch.randn(4, 2, *sides)).shape == (4, 3)
 
 
 def apart(layer: nn.Module) -> list[nn.Module]:
@@ -185,7 +189,7 @@ def apart(layer: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize("name", POOLED_BY_MAXIMUM)
 def test_relu_after_the_pool_equals_relu_before_it(name: str) -> None:
     torch.manual_seed(0)
-    model = build(name, (3, 20, 24), 5).eval()  # no dropout
+    model = build_model(name, (3, 20, 24), 5).eval()  # no dropout
     assert isinstance(model, nn.Sequential)
     layers = [part for layer in model for part in apart(layer)]
     swapped = []
@@ -207,7 +211,7 @@ def test_relu_after_the_pool_equals_relu_before_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_format_does_not_change_the_function(name: str) -> None:
     torch.manual_seed(0)
-    model, x = build(name, (3, 18, 22), 7).double().eval(), torch.randn(4, 3, 18, 22, dtype=torch.float64)
+    model, x = build_model(name, (3, 18, 22), 7).double().eval(), torch.randn(4, 3, 18, 22, dtype=torch.float64)
     plain = model(x)
     if name in CONVOLUTIONAL:
         model = model.to(memory_format=torch.channels_last)
@@ -216,7 +220,7 @@ def test_memory_format_does_not_change_the_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*NAMES, *TEXT])
 def test_the_last_layer_is_the_head(name: str) -> None:
-    model = build(name, (16,) if name in TEXT else (1, 16, 16), 7)
+    model = build_model(name, (16,) if name in TEXT else (1, 16, 16), 7)
     assert list(dict(model.named_parameters()))[-2:] == ["head.weight", "head.bias"]
     assert model.get_submodule("head").out_features == 7
 
@@ -224,7 +228,7 @@ def test_the_last_layer_is_the_head(name: str) -> None:
 @pytest.mark.parametrize("name", [*NAMES, *TEXT])
 def test_a_layer_is_a_leaf_module(name: str) -> None:
     """What FedMR swaps: never a whole block, and a norm's statistics with its weights."""
-    model = build(name, (16,) if name in TEXT else (1, 16, 16), 7)
+    model = build_model(name, (16,) if name in TEXT else (1, 16, 16), 7)
     owners = set(Layout.of(model).units())
     assert owners == {path for path, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert not any(list(model.get_submodule(owner).children()) for owner in owners)
@@ -248,11 +252,11 @@ def test_a_layer_is_a_leaf_module(name: str) -> None:
 )
 def test_wrong_options(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build(name, (3, 32, 32), 10)
+        build_model(name, (3, 32, 32), 10)
 
 
 def test_logistic_regression_is_one_affine_map() -> None:
-    model, x = build("logreg", (2, 3, 4), 5), torch.randn(6, 2, 3, 4)
+    model, x = build_model("logreg", (2, 3, 4), 5), torch.randn(6, 2, 3, 4)
     head = model.get_submodule("head")
     torch.testing.assert_close(model(x), x.reshape(6, prod((2, 3, 4))) @ head.weight.T + head.bias)
 
@@ -260,7 +264,7 @@ def test_logistic_regression_is_one_affine_map() -> None:
 def test_the_convnet_normalises_each_channel_of_each_image_by_itself() -> None:
     """Neither the other images of a batch nor the mode of the module change what it computes."""
     torch.manual_seed(0)
-    model, x = build("convnet", (1, 28, 28), 10), torch.randn(3, 1, 28, 28)
+    model, x = build_model("convnet", (1, 28, 28), 10), torch.randn(3, 1, 28, 28)
     assert not list(model.buffers())
     together = model(x)
     torch.testing.assert_close(model(x[1:2]), together[1:2], rtol=1e-4, atol=1e-5)
@@ -295,7 +299,7 @@ def written_out(name: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["mlp", "lenet", "cnn", "convnet"])
 def test_networks_compute_what_the_papers_write(name: str) -> None:
     torch.manual_seed(0)
-    module, x = build(name, GREY, 10), torch.randn(3, *GREY)
+    module, x = build_model(name, GREY, 10), torch.randn(3, *GREY)
     with torch.no_grad():
         for parameter in module.parameters():  # norms that are more than the identity
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.models import build
-from fedloom.models.batch_norm import BatchNorm2d
-from fedloom.models.norms import StatelessBatchNorm2d
-from fedloom.rows import Kind, Layout
+from fedloom.models import build_model
+from fedloom.models.layers.norms import BatchNorm2d, StatelessBatchNorm2d
 
 NORMED = ["cnn", "convnet", "resnet20", "resnet20-bottleneck", "resnet18", "resnet50", "vgg16"]
 KINDS = {"batch": BatchNorm2d, "batch-stateless": StatelessBatchNorm2d, "group": nn.GroupNorm}
@@ -25,8 +24,8 @@ def norms(module: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize("name", NORMED)
 def test_every_norm_of_a_network_is_of_the_chosen_kind(name: str, norm: str) -> None:
     with torch.device("meta"):
-        usual = build(f"{name}:norm=batch", (3, 40, 40), 4)
-        module = build(f"{name}:norm={norm}", (3, 40, 40), 4)
+        usual = build_model(f"{name}:norm=batch", (3, 40, 40), 4)
+        module = build_model(f"{name}:norm={norm}", (3, 40, 40), 4)
     found = norms(module)
     assert {type(part) for part in found} == ({KINDS[norm]} if norm != "none" else set())
     assert len(found) == (0 if norm == "none" else len(norms(usual)))
@@ -34,7 +33,9 @@ def test_every_norm_of_a_network_is_of_the_chosen_kind(name: str, norm: str) -> 
         if isinstance(part, nn.GroupNorm):
             assert part.num_groups == (2 if norm == "group" else part.num_channels)
     # Only batch norm's statistics are buffers: they alone would have to be averaged.
-    buffers = {entry.name.rpartition(".")[2] for entry in Layout.of(module).entries if entry.kind is not Kind.PARAMETER}
+    buffers = {
+        entry.name.rpartition(".")[2] for entry in Layout.of(module).entries if entry.kind is not TensorKind.PARAMETER
+    }
     assert buffers == ({"running_mean", "running_var", "num_batches_tracked"} if norm == "batch" else set())
 
 
@@ -44,7 +45,7 @@ def test_without_norms_convolutions_have_biases(name: str) -> None:
         biases = [
             {
                 part.bias is not None
-                for part in build(f"{name}:norm={norm}", (3, 8, 8), 4).modules()
+                for part in build_model(f"{name}:norm={norm}", (3, 8, 8), 4).modules()
                 if isinstance(part, nn.Conv2d)
             }
             for norm in ("none", "group")
@@ -53,7 +54,7 @@ def test_without_norms_convolutions_have_biases(name: str) -> None:
 
 
 def test_group_norm_takes_the_groups_it_is_given() -> None:
-    module = build("resnet18:norm=group,groups=4,width=8", (3, 16, 16), 4)
+    module = build_model("resnet18:norm=group,groups=4,width=8", (3, 16, 16), 4)
     assert {part.num_groups for part in norms(module) if isinstance(part, nn.GroupNorm)} == {4}
 
 
@@ -70,13 +71,13 @@ def test_group_norm_takes_the_groups_it_is_given() -> None:
 )
 def test_norms_that_cannot_be(name: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build(name, shape, 4)
+        build_model(name, shape, 4)
 
 
 @pytest.mark.parametrize(("name", "side"), [("resnet18", 9), ("resnet18:stem=imagenet", 33), ("vgg16", 32)])
 def test_instance_norm_leaves_something_of_images_that_are_large_enough(name: str, side: int) -> None:
     torch.manual_seed(0)
-    module = build(f"{name}{',' if ':' in name else ':'}norm=instance,width=4", (1, side, side), 4).eval()
+    module = build_model(f"{name}{',' if ':' in name else ':'}norm=instance,width=4", (1, side, side), 4).eval()
     out = module(torch.randn(3, 1, side, side))
     assert (out[0] - out[1]).abs().max() > 1e-5
 
@@ -119,7 +120,7 @@ def test_a_lone_value_is_treated_like_a_batch_of_its_copies() -> None:
 
 def test_stateless_batch_norm_tests_by_the_batch_at_hand() -> None:
     torch.manual_seed(0)
-    module = build("resnet18:norm=batch-stateless,width=4", (3, 8, 8), 4)
+    module = build_model("resnet18:norm=batch-stateless,width=4", (3, 8, 8), 4)
     x = torch.randn(6, 3, 8, 8)
     assert torch.equal(module.eval()(x), module.train()(x))
     assert not torch.allclose(module(x[:3]), module(x)[:3])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.models.pooling import LargestPool2d, MeanPool2d, PooledConv2d, _largest, _Mean
+from fedloom.models.layers.pooling import AvgPool2x2, MaxPool2x2, PooledConv2d, _largest, _Mean
 
 SIZES = [(2, 2), (4, 6), (5, 4), (6, 7), (3, 3)]
 
@@ -25,7 +25,7 @@ def third(pool: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
 def test_it_is_torchs_to_the_last_bit(size: tuple[int, int]) -> None:
     x = torch.randn(3, 4, *size, generator=torch.Generator().manual_seed(0))
     wanted = third(lambda x: F.avg_pool2d(x, 2), x)
-    for pool in (_Mean.apply, MeanPool2d()):
+    for pool in (_Mean.apply, AvgPool2x2()):
         for ours, theirs in zip(third(pool, x), wanted, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -39,7 +39,7 @@ def test_its_gradients_are_right(size: tuple[int, int]) -> None:
 
 def test_what_is_not_contiguous_stays_in_its_order() -> None:
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert MeanPool2d()(x).is_contiguous(memory_format=torch.channels_last)
+    assert AvgPool2x2()(x).is_contiguous(memory_format=torch.channels_last)
 
 
 def images(size: tuple[int, int], layout: torch.memory_format, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,7 +56,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 def test_the_largest_is_torchs_to_the_last_bit(size: tuple[int, int], layout: torch.memory_format) -> None:
     x = images(size, layout)
     wanted = third(lambda x: F.max_pool2d(x, 2), x)
-    for pool in (_largest, LargestPool2d()):
+    for pool in (_largest, MaxPool2x2()):
         for ours, theirs in zip(third(pool, x), wanted, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -116,6 +116,6 @@ def test_a_pooled_convolution_is_a_convolution_and_a_pool(as_on_a_gpu: bool) -> 
 def test_as_on_a_gpu_the_largest_is_torchs(batched: bool) -> None:
     x = images((6, 4), torch.contiguous_format)
     x = x if batched else x[0]
-    wanted, found = third(nn.MaxPool2d(2), x), third(LargestPool2d(), x.as_subclass(OnAGpu))
+    wanted, found = third(nn.MaxPool2d(2), x), third(MaxPool2x2(), x.as_subclass(OnAGpu))
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.as_subclass(Tensor), theirs)

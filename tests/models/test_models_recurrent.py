@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 import fedloom
-from fedloom.data import Federation
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.data import FederatedDataset
 from fedloom.errors import InputError
-from fedloom.initial import Source, begin_with
-from fedloom.models import build, count
-from fedloom.models.recurrent import TokenLSTM
-from fedloom.rows import Layout
-from fedloom.streams import Streams
+from fedloom.models import build_model, count_parameters
+from fedloom.models.initial_weights import InitialWeightsFile, load_initial_weights
+from fedloom.models.lstm import TokenLSTM
 
 
 def network(name: str, classes: int = 3, tokens: int = 0) -> TokenLSTM:
     torch.manual_seed(0)
-    module = build(name, (6,), classes, tokens)
+    module = build_model(name, (6,), classes, tokens)
     assert isinstance(module, TokenLSTM)
     return module
 
@@ -72,18 +72,20 @@ def test_a_token_beyond_the_vocabulary_is_named(token: int) -> None:
 
 def test_images_do_not_suit_text() -> None:
     with pytest.raises(InputError, match=r"shape \(1, 8, 8\); it wants rows of tokens"):
-        build("lstm-shakespeare", (1, 8, 8), 3)
+        build_model("lstm-shakespeare", (1, 8, 8), 3)
     with pytest.raises(InputError, match="know -1 tokens"):
-        build("lstm-shakespeare", (8,), 3, -1)
+        build_model("lstm-shakespeare", (8,), 3, -1)
 
 
 def test_a_frozen_embedding_does_not_travel_and_comes_from_a_file() -> None:
     module = network("lstm-sent140:vocabulary=8,embedding=3,hidden=4,frozen=true")
     layout = Layout.of(module)
     assert layout.frozen == ("embedding.weight",)
-    assert layout.size == count("lstm-sent140:vocabulary=8,embedding=3,hidden=4,frozen=true", (6,), 3)
+    assert layout.size == count_parameters("lstm-sent140:vocabulary=8,embedding=3,hidden=4,frozen=true", (6,), 3)
     vectors = {"embedding.weight": torch.randn(9, 3)}
-    begin_with(module, Source(path=Path("theirs"), sha256="", tensors=vectors, about={}), Streams(0))
+    load_initial_weights(
+        module, InitialWeightsFile(path=Path("theirs"), sha256="", tensors=vectors, about={}), RngStreams(0)
+    )
     assert torch.equal(module.embedding.weight, vectors["embedding.weight"])
 
 
@@ -95,7 +97,9 @@ def test_a_federation_learns_to_continue_text(tmp_path: object) -> None:
         x = draw.integers(0, 5, (count, 4))
         return x, (x[:, -1] + 1) % 5
 
-    federation = Federation.from_arrays([speaker(60) for _ in range(4)], test=speaker(100), name="alphabet", classes=5)
+    federation = FederatedDataset.from_arrays(
+        [speaker(60) for _ in range(4)], test=speaker(100), name="alphabet", classes=5
+    )
     settings = {"rounds": 15, "epochs": 2, "batch_size": 10, "lr": 1.0, "clip": 1.0, "out": f"{tmp_path}/run"}
     run = fedloom.run("fedavg", data=federation, model="lstm-shakespeare:hidden=16", report=False, **settings)
     assert run.accuracy is not None

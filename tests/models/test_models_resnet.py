@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.rng import RngStreams
 from fedloom.errors import InputError
-from fedloom.initial import Source, begin_with
-from fedloom.models import build, count
-from fedloom.models.resnet import Block, EarlyNormBottleneck, PaddedShortcut, ResNet
-from fedloom.streams import Streams
+from fedloom.models import build_model, count_parameters
+from fedloom.models.initial_weights import InitialWeightsFile, load_initial_weights
+from fedloom.models.resnet import BasicBlock, PaddedShortcut, PreActBottleneck, ResNet
 
 
 def resnet(name: str, shape: tuple[int, ...], classes: int = 4) -> ResNet:
     torch.manual_seed(0)
-    module = build(name, shape, classes)
+    module = build_model(name, shape, classes)
     assert isinstance(module, ResNet)
     return module.eval()
 
@@ -45,7 +45,7 @@ def test_shortcuts_of_resnet20() -> None:
     kinds = {}
     for option in "AB":
         module = resnet(f"resnet20:shortcut={option}", (3, 32, 32))
-        blocks = [part for part in module.modules() if isinstance(part, Block)]
+        blocks = [part for part in module.modules() if isinstance(part, BasicBlock)]
         assert len(blocks) == 9
         kinds[option] = [type(block.shortcut) for block in blocks]
     same = [nn.Identity] * 2
@@ -56,7 +56,7 @@ def test_shortcuts_of_resnet20() -> None:
 def test_a_block_is_what_the_paper_says() -> None:
     module = resnet("resnet20:shortcut=B,width=4", (3, 8, 8))
     block = module.get_submodule("body.layer2.0")
-    assert isinstance(block, Block)
+    assert isinstance(block, BasicBlock)
     x = torch.randn(2, 4, 8, 8)
     inner = block.norm2(block.conv2(F.relu(block.norm1(block.conv1(x)))))
     assert torch.equal(block(x), F.relu(inner + block.shortcut(x)))
@@ -92,7 +92,9 @@ def test_checkpoints_of_torchvision_and_timm_are_a_start() -> None:
         name = name.replace("shortcut.conv", "downsample.0").replace("shortcut.norm", "downsample.1")
         theirs[name] = torch.rand_like(tensor) if tensor.is_floating_point() else tensor
     assert {"bn1.running_var", "layer2.0.downsample.1.weight", "layer4.1.bn2.bias", "fc.weight"} <= theirs.keys()
-    begun = begin_with(ours, Source(path=Path("theirs"), sha256="", tensors=theirs, about={}), Streams(0))
+    begun = load_initial_weights(
+        ours, InitialWeightsFile(path=Path("theirs"), sha256="", tensors=theirs, about={}), RngStreams(0)
+    )
     assert (begun.missing, begun.unexpected, begun.replaced) == ((), (), ())
     assert torch.equal(
         ours.state_dict()["body.layer3.0.shortcut.norm.running_mean"], theirs["layer3.0.downsample.1.running_mean"]
@@ -102,9 +104,9 @@ def test_checkpoints_of_torchvision_and_timm_are_a_start() -> None:
 
 def test_the_bottleneck_net_of_the_authors_code() -> None:
     torch.manual_seed(0)
-    module = build("resnet20-bottleneck", (3, 32, 32), 10)
+    module = build_model("resnet20-bottleneck", (3, 32, 32), 10)
     assert len(module.state_dict()) == 119, "as many entries as in that code"
-    blocks = [part for part in module.modules() if isinstance(part, EarlyNormBottleneck)]
+    blocks = [part for part in module.modules() if isinstance(part, PreActBottleneck)]
     assert [type(block.shortcut) for block in blocks] == [nn.Conv2d, nn.Identity] * 3
     assert all((norm.weight == 0.5).all() for norm in module.modules() if isinstance(norm, nn.BatchNorm2d))
     for conv in (part for part in module.modules() if isinstance(part, nn.Conv2d)):
@@ -118,8 +120,8 @@ def test_the_bottleneck_net_of_the_authors_code() -> None:
 
 
 def test_norms_come_first_in_the_bottleneck_net() -> None:
-    block = build("resnet20-bottleneck", (3, 8, 8), 10).eval().get_submodule("body.layer2.0")
-    assert isinstance(block, EarlyNormBottleneck)
+    block = build_model("resnet20-bottleneck", (3, 8, 8), 10).eval().get_submodule("body.layer2.0")
+    assert isinstance(block, PreActBottleneck)
     x = torch.randn(2, 64, 8, 8)
     inner = block.conv1(F.relu(block.norm1(x)))
     inner = block.conv3(F.relu(block.norm3(block.conv2(F.relu(block.norm2(inner))))))
@@ -128,18 +130,18 @@ def test_norms_come_first_in_the_bottleneck_net() -> None:
 
 
 def test_grey_images_pass_a_maximum_in_the_bottleneck_net() -> None:
-    pools = [build("resnet20-bottleneck", (c, 8, 8), 10).get_submodule("pool") for c in (1, 3)]
+    pools = [build_model("resnet20-bottleneck", (c, 8, 8), 10).get_submodule("pool") for c in (1, 3)]
     assert [type(pool) for pool in pools] == [nn.MaxPool2d, nn.Identity]
     assert pools[0](torch.zeros(1, 2, 8, 8)).shape == (1, 2, 8, 8)
 
 
 @pytest.mark.parametrize("name", ["resnet18:width=4,stem=imagenet", "resnet50:width=4"])
 def test_grey_images_are_repeated_for_weights_from_colour_ones(name: str) -> None:
-    grey, colour = build(f"{name},colour=true", (1, 16, 16), 5).eval(), build(name, (3, 16, 16), 5).eval()
+    grey, colour = build_model(f"{name},colour=true", (1, 16, 16), 5).eval(), build_model(name, (3, 16, 16), 5).eval()
     grey.load_state_dict(colour.state_dict())
     x = torch.rand(2, 1, 16, 16)
     torch.testing.assert_close(grey(x), colour(x.repeat(1, 3, 1, 1)), rtol=0, atol=0)
-    assert count(f"{name},colour=true", (1, 16, 16), 5) == count(name, (3, 16, 16), 5)
-    assert count(f"{name},colour=true", (3, 16, 16), 5) == count(name, (3, 16, 16), 5)
+    assert count_parameters(f"{name},colour=true", (1, 16, 16), 5) == count_parameters(name, (3, 16, 16), 5)
+    assert count_parameters(f"{name},colour=true", (3, 16, 16), 5) == count_parameters(name, (3, 16, 16), 5)
     with pytest.raises(InputError, match="cannot take images of 2 channels; it takes 1 or 3"):
-        build(f"{name},colour=true", (2, 16, 16), 5)
+        build_model(f"{name},colour=true", (2, 16, 16), 5)

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedloom.models import build
-from fedloom.models.vgg import Spread
+from fedloom.models import build_model
+from fedloom.models.vgg import _AdaptivePool7x7
 
 
 def layers(name: str, side: int = 32) -> list[nn.Module]:
     with torch.device("meta"):
-        module = build(name, (3, side, side), 10)
+        module = build_model(name, (3, side, side), 10)
     assert isinstance(module, nn.Sequential)
     return list(module)
 
@@ -51,11 +51,11 @@ def test_a_pool_is_left_out_where_nothing_is_left_to_halve(side: int, pools: int
 @pytest.mark.parametrize("side", [1, 2, 7, 9])
 def test_spreading_is_the_adaptive_mean(side: int) -> None:
     x = torch.randn(2, 3, side, side)
-    torch.testing.assert_close(Spread()(x), F.adaptive_avg_pool2d(x, 7))
+    torch.testing.assert_close(_AdaptivePool7x7()(x), F.adaptive_avg_pool2d(x, 7))
 
 
 def test_without_norms_something_of_the_images_arrives_at_the_end() -> None:
     """With torch's usual weights all images would look alike (3e-7), and nothing could be learned."""
     torch.manual_seed(0)
-    module = build("vgg16:norm=none,classifier=linear,width=16", (3, 32, 32), 10)
+    module = build_model("vgg16:norm=none,classifier=linear,width=16", (3, 32, 32), 10)
     assert module(torch.randn(16, 3, 32, 32)).std(0).mean() > 1e-3

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.config import make_config
-from fedloom.data import Federation
-from fedloom.engines.host import HostEngine
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.data import FederatedDataset
+from fedloom.engines.multiprocess.engine import MultiprocessEngine
 from fedloom.errors import InputError
-from fedloom.experiment import Experiment
-from fedloom.experiment import build as build_run
-from fedloom.initial import begin_with, read_source
-from fedloom.models import build, count
-from fedloom.rows import Layout
-from fedloom.streams import Streams
+from fedloom.models import build_model, count_parameters
+from fedloom.models.initial_weights import load_initial_weights, read_initial_weights
+from fedloom.runs.build import BuiltRun, build_run
 
 peft = pytest.importorskip("peft", reason="peft (the extra fedloom[vit]) is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers (the extra fedloom[vit]) is not installed")
@@ -46,9 +45,9 @@ def trainable(module: nn.Module) -> list[str]:
 )
 def test_the_counts_are_right(name: str, shape: tuple[int, ...], classes: int) -> None:
     with torch.device("meta"):
-        module = build(name, shape, classes)
+        module = build_model(name, shape, classes)
     made = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert count(name, shape, classes) == made
+    assert count_parameters(name, shape, classes) == made
     if name == "vit-b16":
         assert made == 86_567_656  # as published
     if name.startswith("vit-b16-lora"):
@@ -57,12 +56,16 @@ def test_the_counts_are_right(name: str, shape: tuple[int, ...], classes: int) -
 
 def test_counts_for_ten_classes() -> None:
     """The body alone has 85,798,656; LoRA has 36,864 for each of its ranks."""
-    assert count("vit-b16", (3, 32, 32), 10) == 85_798_656 + 7_690
-    assert [count(f"vit-b16-lora:rank={r}", (3, 32, 32), 10) - 7_690 for r in (4, 8, 16)] == [147_456, 294_912, 589_824]
+    assert count_parameters("vit-b16", (3, 32, 32), 10) == 85_798_656 + 7_690
+    assert [count_parameters(f"vit-b16-lora:rank={r}", (3, 32, 32), 10) - 7_690 for r in (4, 8, 16)] == [
+        147_456,
+        294_912,
+        589_824,
+    ]
 
 
 def test_only_lora_and_head_are_rows() -> None:
-    module = build(f"vit-tiny-lora:{SMALL},rank=3", (1, 8, 8), 5)
+    module = build_model(f"vit-tiny-lora:{SMALL},rank=3", (1, 8, 8), 5)
     layout = Layout.of(module)
     assert {entry.name for entry in layout.entries} == set(trainable(module))
     assert all(".lora_" in name or name.startswith("head.") for name in trainable(module))
@@ -78,8 +81,8 @@ def test_only_lora_and_head_are_rows() -> None:
 def test_the_start_of_lora_is_the_frozen_network() -> None:
     """B is zero at first, whatever alpha."""
     torch.manual_seed(0)
-    whole = build(f"vit-tiny:{SMALL}", (1, 8, 8), 5).eval()
-    adapted = build(f"vit-tiny-lora:{SMALL},alpha=64", (1, 8, 8), 5).eval()
+    whole = build_model(f"vit-tiny:{SMALL}", (1, 8, 8), 5).eval()
+    adapted = build_model(f"vit-tiny-lora:{SMALL},alpha=64", (1, 8, 8), 5).eval()
     source = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     renamed = {name: source[name.replace(".base_layer", "")] for name in adapted.state_dict() if ".lora_" not in name}
     adapted.load_state_dict(renamed, strict=False)
@@ -89,7 +92,7 @@ def test_the_start_of_lora_is_the_frozen_network() -> None:
 
 def test_what_lora_adds_is_the_product_times_alpha_over_rank() -> None:
     torch.manual_seed(0)
-    adapted = build(f"vit-tiny-lora:{SMALL},rank=4,alpha=6", (1, 8, 8), 5).eval()
+    adapted = build_model(f"vit-tiny-lora:{SMALL},rank=4,alpha=6", (1, 8, 8), 5).eval()
     (first, *_) = [part for part in adapted.modules() if hasattr(part, "lora_A")]
     A, B = first.lora_A["default"].weight, first.lora_B["default"].weight
     nn.init.normal_(B)
@@ -100,15 +103,15 @@ def test_what_lora_adds_is_the_product_times_alpha_over_rank() -> None:
 @pytest.mark.parametrize("name", ["vit-tiny", "vit-tiny-lora"])
 def test_nothing_is_dropped_in_training_unless_asked_for(name: str) -> None:
     torch.manual_seed(0)
-    module, x = build(f"{name}:{SMALL}", (1, 8, 8), 5).train(), torch.randn(3, 1, 8, 8)
+    module, x = build_model(f"{name}:{SMALL}", (1, 8, 8), 5).train(), torch.randn(3, 1, 8, 8)
     assert torch.equal(module(x), module(x))
 
 
 def test_grey_images_of_any_size_suit_the_large_one() -> None:
-    module = build("vit-b16:depth=1,width=24,heads=2,size=32", (1, 28, 28), 4)
+    module = build_model("vit-b16:depth=1,width=24,heads=2,size=32", (1, 28, 28), 4)
     assert module(torch.randn(2, 1, 28, 28)).shape == (2, 4)
     with pytest.raises(InputError, match="takes 1 or 3"):
-        build("vit-b16", (2, 28, 28), 4)
+        build_model("vit-b16", (2, 28, 28), 4)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +130,13 @@ def test_grey_images_of_any_size_suit_the_large_one() -> None:
 )
 def test_wrong_options(name: str, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        build(name, shape, 5)
+        build_model(name, shape, 5)
 
 
 def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match=r"'vit-tiny' needs peft.*fedloom\[vit\]"):
-        build("vit-tiny", (1, 8, 8), 5)
+        build_model("vit-tiny", (1, 8, 8), 5)
 
 
 # starts
@@ -150,7 +153,7 @@ def test_lora_starts_from_a_pretrained_network(tmp_path: Path) -> None:
     assert any(after[name].any() for name in after if ".lora_B." in name), "and LoRA learned"
     assert fedloom.verify(run.path) == (run.digest, run.digest)
     sent = run.summary["bytes_up"] / 3
-    assert sent == 4 * count(f"vit-tiny-lora:{SMALL}", (1, 8, 8), 10)
+    assert sent == 4 * count_parameters(f"vit-tiny-lora:{SMALL}", (1, 8, 8), 10)
 
 
 @pytest.mark.parametrize("headed", [True, False])
@@ -161,8 +164,8 @@ def test_a_checkpoint_of_transformers_is_a_start(tmp_path: Path, headed: bool) -
     torch.manual_seed(3)
     theirs = kind(settings).eval()
     theirs.save_pretrained(tmp_path / "hub")
-    module = build(f"vit-tiny-lora:{SMALL}", (1, 8, 8), 7).eval()
-    begun = begin_with(module, read_source(tmp_path / "hub"), Streams(0))
+    module = build_model(f"vit-tiny-lora:{SMALL}", (1, 8, 8), 7).eval()
+    begun = load_initial_weights(module, read_initial_weights(tmp_path / "hub"), RngStreams(0))
     assert all(".lora_" in name or (not headed and name.startswith("head.")) for name in begun.missing)
     assert all(name.startswith("pooler.") for name in begun.unexpected)
     x = torch.randn(2, 1, 8, 8)
@@ -177,7 +180,7 @@ def test_a_checkpoint_of_transformers_is_a_start(tmp_path: Path, headed: bool) -
 
 
 @pytest.fixture
-def experiment() -> Iterator[Experiment]:
+def experiment() -> Iterator[BuiltRun]:
     config = make_config(
         {"model": "vit-tiny-lora:depth=4", "clients": 4, "per_round": 4, "rounds": 1, "epochs": 1, "workers": 2}
         | {"engine": "host", "partition": "iid", "classes": "0-1"}
@@ -200,7 +203,7 @@ def pages_of_its_own(pid: int, tensor: Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="no /proc/PID/pagemap on this system")
-def test_frozen_weights_are_in_memory_once_whatever_the_number_of_workers(experiment: Experiment) -> None:
+def test_frozen_weights_are_in_memory_once_whatever_the_number_of_workers(experiment: BuiltRun) -> None:
     """Bit 56 of a page's entry says that one process alone has it: after training no frozen page is a worker's own."""
     mine = torch.ones(1 << 20)
     own, total = pages_of_its_own(os.getpid(), mine)
@@ -208,7 +211,7 @@ def test_frozen_weights_are_in_memory_once_whatever_the_number_of_workers(experi
         pytest.skip("/proc/PID/pagemap does not tell here which pages are a process's own")
     experiment.rounds.play(0)
     engine = experiment.engine
-    assert isinstance(engine, HostEngine)
+    assert isinstance(engine, MultiprocessEngine)
     pids = engine.worker_pids()
     assert len(pids) == 2
     module, layout = experiment.module, experiment.layout
@@ -220,7 +223,7 @@ def test_frozen_weights_are_in_memory_once_whatever_the_number_of_workers(experi
         assert own == 0
 
 
-def test_a_refiner_s_copy_of_the_module_shares_the_frozen_weights(experiment: Experiment) -> None:
+def test_a_refiner_s_copy_of_the_module_shares_the_frozen_weights(experiment: BuiltRun) -> None:
     copy = experiment.rounds.context.make_module()
     for name, parameter in experiment.module.named_parameters():
         shared = copy.get_parameter(name).data_ptr() == parameter.data_ptr()
@@ -245,7 +248,7 @@ def update(module: nn.Module) -> dict[str, Tensor]:
 def test_the_mean_of_products_is_not_the_product_of_means(equal_a: bool) -> None:
     """FedAvg averages the rows, so A and B apart; that is the mean of the clients' BA only where all A are equal."""
     torch.manual_seed(0)
-    module = build(f"vit-tiny-lora:{SMALL},rank=2", (1, 8, 8), 5)
+    module = build_model(f"vit-tiny-lora:{SMALL},rank=2", (1, 8, 8), 5)
     layout = Layout.of(module)
     clients = torch.randn(3, layout.size)
     if equal_a:
@@ -266,7 +269,7 @@ def test_the_mean_of_products_is_not_the_product_of_means(equal_a: bool) -> None
 def test_dropout_of_lora_is_exact(tmp_path: Path) -> None:
     """Its draws come from the streams: the engines agree."""
     x, y = torch.randn(24, 1, 8, 8), torch.arange(24) % 3
-    data = Federation.from_arrays([(x[k::2], y[k::2]) for k in range(2)], test=(x, y))
+    data = FederatedDataset.from_arrays([(x[k::2], y[k::2]) for k in range(2)], test=(x, y))
     settings: dict[str, Any] = {"model": f"vit-tiny-lora:{SMALL},dropout=0.5", "rounds": 2, "report": False}
     runs = [
         fedloom.run(data=data, engine=engine, workers=2, out=tmp_path / engine, **settings)

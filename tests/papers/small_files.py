@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedloom.data.cifar import Records
-from fedloom.data.folder_sources import CINIC10, DOMAINNET
-from fedloom.data.source import Source
-from fedloom.data.sources import CIFAR10, CIFAR100, CIFAR100_COARSE, CifarSource
+from fedloom.data.sources.base import DatasetSource
+from fedloom.data.sources.cifar import CIFAR10, CIFAR100, CIFAR100_COARSE, CifarSource, _CifarRecords
+from fedloom.data.sources.image_folders import CINIC10, DOMAINNET
 
 TRAIN, TEST = 200, 10
 """Images for training and for testing, of those sets that are divided by a partition."""
 
 
-def write_all(root: Path) -> dict[str, Source]:
+def write_all(root: Path) -> dict[str, DatasetSource]:
     """Write all data sets below `root`; returns the sources that know how many samples of what these files hold."""
     for kind, count in (("train", TRAIN), ("t10k", TEST)):
         _idx(root / "fashion-mnist" / f"{kind}-images-idx3-ubyte", _pixels(count, 28, 28))
@@ -32,7 +31,7 @@ def write_all(root: Path) -> dict[str, Source]:
     _digit5(root / "digit5")
     _domainnet(root / "domainnet")
     _cinic(root / "cinic-10")
-    changed: list[Source] = [
+    changed: list[DatasetSource] = [
         _cifar(root, CIFAR10),
         _cifar(root, CIFAR100),
         _cifar(root, CIFAR100_COARSE),
@@ -71,7 +70,7 @@ def _cifar(root: Path, source: CifarSource) -> CifarSource:
             _put(root / source.folders[0] / name, content)
             found[name] = size, sha256(content).hexdigest()
         known.append(found)
-    return replace(source, records=Records(known[0], known[1], source.records.labels, source.records.used))
+    return replace(source, records=_CifarRecords(known[0], known[1], source.records.labels, source.records.used))
 
 
 def _leaf(folder: Path, users: Mapping[str, Mapping[str, list[Any]]], test: int) -> None:

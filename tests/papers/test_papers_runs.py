@@ -17,23 +17,26 @@ from papers_page import Row, read_rows
 from safetensors.torch import save_file
 from small_files import write_all
 
-from fedloom import api, cli, comparing
-from fedloom.config import Config
-from fedloom.data.datasets import SOURCES, Dataset, load
-from fedloom.data.federation import Federation
-from fedloom.data.normalize import normalized
-from fedloom.data.partition import partition
-from fedloom.data.partitions.request import Pool
-from fedloom.experiment import build
+from fedloom.cli import main
+from fedloom.config import Config, replace_config
+from fedloom.data.dataset import Dataset
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.partitions import partition_indices
+from fedloom.data.partitions.base import PartitionPool
+from fedloom.data.registry import load_dataset
+from fedloom.data.sources import SOURCES
+from fedloom.data.transforms import with_normalization
 from fedloom.methods import compose
-from fedloom.models import build as build_network
-from fedloom.models import count
-from fedloom.request import Own, replace_config
+from fedloom.models import build_model as build_network
+from fedloom.models import count_parameters
+from fedloom.runs import compare, execute
+from fedloom.runs.build import build_run
+from fedloom.runs.resolve import UserObjects
 
 ROWS = [row for row in read_rows() if row.command]
 RUNS = [row for row in ROWS if row.command.split()[1] in ("run", "compare")]
 
-PARSER = typer.main.get_command(cli.app)
+PARSER = typer.main.get_command(main.app)
 """The command's parser; `app` would make it anew for every command."""
 
 CLASSES = {
@@ -133,14 +136,14 @@ def configs_of(*words: str) -> tuple[Config, ...]:
         options = more.pop("options")
         for name in ("grid", "out", "target", "at_once", "watcher"):
             more.pop(name)
-        raise Understood([config for _, config in comparing._plans(methods, seeds, options, more, Own())])
+        raise Understood([config for _, config in compare._plans(methods, seeds, options, more, UserObjects())])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "app", PARSER)
-        patch.setattr(api, "execute", one)
-        patch.setattr(comparing, "compare", several)
+        patch.setattr(main, "app", PARSER)
+        patch.setattr(execute, "execute_run", one)
+        patch.setattr(compare, "compare", several)
         try:
-            cli.main(list(words))
+            main.main(list(words))
         except Understood as understood:
             return tuple(understood.configs)
         except SystemExit as ended:
@@ -149,7 +152,7 @@ def configs_of(*words: str) -> tuple[Config, ...]:
 
 @cache
 def loaded(data: str) -> Dataset:
-    return load(data)
+    return load_dataset(data)
 
 
 def all_configs() -> list[Config]:
@@ -161,7 +164,7 @@ def test_commands_are_understood(row: Row, place: Path) -> None:
     """By the parser, down to the options of the methods; and the data can be normalised as they say."""
     for words in row.commands():
         for data, how in {(config.data, config.normalize) for config in configs_of(*words)}:
-            normalized(loaded(data), how)
+            with_normalization(loaded(data), how)
 
 
 def configs_from(paper: str) -> list[Config]:
@@ -187,24 +190,26 @@ def test_clients_beside_dynafed_keep_their_adam(place: Path) -> None:
     assert all(config.keep_optimizer and config.optimizer == "adam" for config in configs_from("DynaFed"))
 
 
-def pool_at_full_size(data: str) -> Pool:
+def pool_at_full_size(data: str) -> PartitionPool:
     """The labels, owners or domains of a data set as it is published."""
     name = data.partition(":")[0]
     if name in CLASSES:
         samples, classes = CLASSES[name]
-        return Pool(np.arange(samples) % classes)
+        return PartitionPool(np.arange(samples) % classes)
     if name in OWNERS:
         clients, least = OWNERS[name]
-        return Pool(np.zeros(clients * least, dtype=np.int64), np.repeat(np.arange(clients), least))
+        return PartitionPool(np.zeros(clients * least, dtype=np.int64), np.repeat(np.arange(clients), least))
     marks = np.repeat(np.arange(len(DOMAINS[name])), DOMAINS[name])
-    return Pool(np.zeros(len(marks), dtype=np.int64), domains=marks, domain_names=tuple(map(str, DOMAINS[name])))
+    return PartitionPool(
+        np.zeros(len(marks), dtype=np.int64), domains=marks, domain_names=tuple(map(str, DOMAINS[name]))
+    )
 
 
 def test_partitions_can_be_made_at_full_size(place: Path) -> None:
     wanted = {(config.data, config.partition, config.clients) for config in all_configs()}
     assert len(wanted) > 30
     for data, spec, clients in sorted(wanted, key=str):
-        parts = partition(spec, pool_at_full_size(data), clients, np.random.default_rng(0))
+        parts = partition_indices(spec, pool_at_full_size(data), clients, np.random.default_rng(0))
         assert clients in (None, len(parts)), (data, spec)
         assert min(map(len, parts)) > 0, (data, spec)
 
@@ -267,7 +272,7 @@ def test_methods_play_a_round(task: Task, place: Path, tmp_path: Path) -> None:
         if key in played:
             continue
         played.add(key)
-        finished = api.execute(small(config), out=tmp_path / f"run{len(played)}", report=False)
+        finished = execute.execute_run(small(config), out=tmp_path / f"run{len(played)}", report=False)
         assert finished.summary["rounds"] == rounds_of(config), key
         assert np.isfinite(finished.summary["loss"]), key
         assert finished.summary["lost"] == 0, (key, finished.history[-1]["lost_clients"])
@@ -286,10 +291,10 @@ def test_networks_at_full_size_take_a_step(name: str, shape: tuple[int, ...], cl
     if name.startswith("vit"):
         pytest.importorskip("peft", reason="peft (fedloom[vit]) is not installed")
     x = np.zeros((1, *shape), dtype=np.int64 if len(shape) == 1 else np.float32)
-    own = Federation.from_arrays([(x, np.zeros(1, dtype=np.int64))], classes=classes, name="one")
+    own = FederatedDataset.from_arrays([(x, np.zeros(1, dtype=np.int64))], classes=classes, name="one")
     config = Config(data="one", partition="own", clients=1, rounds=1, steps=1, batch_size=1, engine="plain", model=name)
-    with build(config, Own(data=own)).engine_closed() as experiment:
-        assert experiment.layout.trainable == count(name, shape, classes, own.tokens)
+    with build_run(config, UserObjects(data=own)).engine_closed() as experiment:
+        assert experiment.layout.trainable == count_parameters(name, shape, classes, own.tokens)
         before = experiment.rounds.parts.server.deploy().clone()
         experiment.rounds.play(0)
         assert not torch.equal(before, experiment.rounds.parts.server.deploy())
@@ -299,7 +304,7 @@ def test_networks_at_full_size_take_a_step(name: str, shape: tuple[int, ...], cl
 def test_other_commands_work(row: Row, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for words in row.commands():
         with pytest.raises(SystemExit) as ended:
-            cli.main([*words, *(("--clients", "4") if words[0] == "partition" else ())])
+            main.main([*words, *(("--clients", "4") if words[0] == "partition" else ())])
         assert not ended.value.code, capfd.readouterr().err
         if "--plot" in words:
             assert (place / words[words.index("--plot") + 1]).stat().st_size > 1000

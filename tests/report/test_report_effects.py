@@ -11,9 +11,16 @@ from fake_runs import write_run
 from test_report_html import EVIL, Page, browse  # noqa: F401 - a fixture
 
 from fedloom.errors import InputError
-from fedloom.report import Record, analyse, compare, read_grid, read_run, write_report
-from fedloom.report.grid import FILE, Cell, Factor, Grid
-from fedloom.report.parts import heat_maps
+from fedloom.report import (
+    RunRecord,
+    analyze_effects,
+    make_comparison_table,
+    read_effect_grid,
+    read_run_record,
+    write_report_page,
+)
+from fedloom.report.effects import FILE, EffectCell, EffectFactor, EffectGrid
+from fedloom.report.figures import heat_map_figure_data
 
 PLAIN = ("fedavg", "sgd", "none")
 LEVELS = (("fedavg", "cross"), ("sgd", "prox", "soup"), ("none", "dyna"))
@@ -23,21 +30,25 @@ def name(levels) -> str:
     return "+".join(one for one, plain in zip(levels, PLAIN, strict=False) if one != plain) or "fedavg"
 
 
-def grid_of(lists=LEVELS, refused=()) -> Grid:
-    factors = tuple(Factor(what, tuple(one)) for what, one in zip(("server", "local", "refiner"), lists, strict=False))
-    cells = [Cell(one, name(one), f"{name(one)} clashes." if name(one) in refused else None) for one in product(*lists)]
-    return Grid(factors, tuple(cells))
+def grid_of(lists=LEVELS, refused=()) -> EffectGrid:
+    factors = tuple(
+        EffectFactor(what, tuple(one)) for what, one in zip(("server", "local", "refiner"), lists, strict=False)
+    )
+    cells = [
+        EffectCell(one, name(one), f"{name(one)} clashes." if name(one) in refused else None) for one in product(*lists)
+    ]
+    return EffectGrid(factors, tuple(cells))
 
 
-def run_of(method: str, seed: int, value: float | None, metric="accuracy", finished=True) -> Record:
+def run_of(method: str, seed: int, value: float | None, metric="accuracy", finished=True) -> RunRecord:
     history = [{"round": 0, metric: 0.1}, {"round": 1, metric: value, "loss" if metric != "loss" else "x": 1.0}]
-    return Record(Path(f"{method}-{seed}"), {"method": method, "seed": seed}, history, {} if finished else None)
+    return RunRecord(Path(f"{method}-{seed}"), {"method": method, "seed": seed}, history, {} if finished else None)
 
 
-def analysed(grid: Grid, scores: dict, **more):
+def analysed(grid: EffectGrid, scores: dict, **more):
     """The analysis of runs whose final results are `scores[method]`, one number a seed."""
     records = [run_of(m, seed, value, **more) for m, values in scores.items() for seed, value in enumerate(values)]
-    return analyse(grid, compare(records).groups)
+    return analyze_effects(grid, make_comparison_table(records).groups)
 
 
 def test_effects_of_an_additive_grid_are_what_was_put_in_and_nothing_is_beyond_the_sum():
@@ -88,11 +99,11 @@ def test_seeds_are_paired_and_only_finished_runs_count():
     records = [run_of(m, seed, 0.5 + 0.1 * seed) for m in ("fedavg", "prox") for seed in range(3)]
     records += [run_of("cross", seed, 0.6 + 0.1 * seed) for seed in (1, 2)]
     records += [run_of("cross+prox", 0, 0.9, finished=False)]
-    found = analyse(grid_of(lists), compare(records).groups)
+    found = analyze_effects(grid_of(lists), make_comparison_table(records).groups)
     cross = next(one for one in found.effects if one.level == "cross")
     assert cross.estimate.values == pytest.approx((0.1, 0.1))  # seeds 1 and 2; the level of a seed cancels
     assert cross.estimate.contexts == 1
-    assert heat_maps(found)["maps"][0]["cells"][1][1]["hover"] == "has no result yet"
+    assert heat_map_figure_data(found)["maps"][0]["cells"][1][1]["hover"] == "has no result yet"
 
 
 def test_a_run_without_a_final_result_is_no_evidence():
@@ -106,7 +117,7 @@ def test_of_a_grid_without_results_only_what_was_left_out_is_said(tmp_path):
     grid = grid_of(refused=["cross+prox"])
     found = analysed(grid, {"other": [0.5]})
     assert (found.effects, found.pairs, found.sentence) == ((), (), "")
-    write_report([run_of("fedavg", 0, 0.5, finished=False)], tmp_path / "report.html", grid=grid)
+    write_report_page([run_of("fedavg", 0, 0.5, finished=False)], tmp_path / "report.html", grid=grid)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "No combination has a result." in page.text
     assert "cross+prox clashes." in page.text
@@ -134,41 +145,41 @@ def test_where_there_is_only_a_loss_less_is_better():
     scores = {"fedavg": [1.0, 1.0, 1.0], "prox": [0.5, 0.52, 0.51], "soup": [2.0, 2.0, 2.1]}
     found = analysed(grid_of(lists), scores, metric="loss")
     assert "Of the locals prox helped most: −0.490 ± 0.006 against sgd, clearly." in found.sentence
-    assert heat_maps(found)["better"] == "low"
+    assert heat_map_figure_data(found)["better"] == "low"
 
 
 def test_a_grid_is_read_back_as_it_was_and_a_damaged_one_refused(tmp_path):
     grid = grid_of(refused=["cross+prox"])
-    assert read_grid(tmp_path) is None
+    assert read_effect_grid(tmp_path) is None
     (tmp_path / FILE).write_text(grid.to_json())
-    assert read_grid(tmp_path) == grid
+    assert read_effect_grid(tmp_path) == grid
     assert grid.refused == {"cross+prox": "cross+prox clashes."}
     for damage in ("{", "[]", '{"factors": [], "cells": []}', grid.to_json().replace('"sgd"', '"sdg"', 1)):
         (tmp_path / FILE).write_text(damage)
         with pytest.raises(InputError, match="damaged"):
-            read_grid(tmp_path)
+            read_effect_grid(tmp_path)
 
 
 @pytest.fixture
 def gridded(tmp_path):
     """Three seeds of each cell, as folders, one cell refused in words that try to be more than words."""
     grid = grid_of(refused=["cross+prox", "cross+prox+dyna"])
-    cells = [cell if not cell.refusal else Cell(cell.levels, cell.method, f"no: {EVIL}") for cell in grid.cells]
+    cells = [cell if not cell.refusal else EffectCell(cell.levels, cell.method, f"no: {EVIL}") for cell in grid.cells]
     folders = [
         write_run(tmp_path / f"{cell.method}-{seed}", cell.method, seed, rounds=6)
         for cell in grid.cells
         for seed in range(3)
         if cell.refusal is None
     ]
-    return Grid(grid.factors, tuple(cells)), [read_run(folder) for folder in sorted(folders)]
+    return EffectGrid(grid.factors, tuple(cells)), [read_run_record(folder) for folder in sorted(folders)]
 
 
 def test_the_page_shows_the_maps_the_tables_and_what_was_left_out(gridded, tmp_path):
     grid, records = gridded
-    write_report(records, tmp_path / "report.html", grid=grid)
+    write_report_page(records, tmp_path / "report.html", grid=grid)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    comparison = compare(records)
-    found = analyse(grid, comparison.groups)
+    comparison = make_comparison_table(records)
+    found = analyze_effects(grid, comparison.groups)
     lines = set(page.text.split("\n"))
     for titles, rows in (found.effect_table(), found.pair_table()):
         assert lines.issuperset(titles)
@@ -187,7 +198,7 @@ def test_the_page_shows_the_maps_the_tables_and_what_was_left_out(gridded, tmp_p
 
 def test_a_browser_draws_a_map_for_each_refiner(gridded, tmp_path, browse):  # noqa: F811
     grid, records = gridded
-    write_report(records, tmp_path / "report.html", grid=grid)
+    write_report_page(records, tmp_path / "report.html", grid=grid)
     page = browse(tmp_path / "report.html")
     maps = re.search(r'id="grid".*?<h3>What each part did', page, flags=re.DOTALL)[0]
     assert maps.count('class="hm"') == 2

@@ -12,9 +12,9 @@ import pytest
 from fake_runs import write_run, write_runs
 
 from fedloom.errors import InputError
-from fedloom.report import Record, compare, read_run, write_report
-from fedloom.report.figures import MOST_CLIENTS, figures, line
-from fedloom.report.markup import Safe, tag
+from fedloom.report import RunRecord, make_comparison_table, read_run_record, write_report_page
+from fedloom.report.figures import MOST_CLIENTS, _metric_curve, collect_figure_data
+from fedloom.report.sections import SectionHtml, render_section_tag
 
 EVIL = '<b>"><script>window.evil = 1</script><img src=x onerror="window.evil = 2">\u2028</script x'
 
@@ -53,13 +53,13 @@ class Page(HTMLParser):
 
 
 def report(records, path: Path, **options) -> Page:
-    write_report(records, path, **options)
+    write_report_page(records, path, **options)
     return Page(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    return [read_run(folder) for folder in write_runs(tmp_path_factory.mktemp("runs"))]
+    return [read_run_record(folder) for folder in write_runs(tmp_path_factory.mktemp("runs"))]
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def evil(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     (folder / "summary.json").write_text(json.dumps({"digest": EVIL}))
-    return read_run(folder)
+    return read_run_record(folder)
 
 
 def test_the_page_shows_every_number_of_the_table(records, tmp_path):
     page = report(records, tmp_path / "report.html", title="Three methods")
-    comparison = compare(records)
+    comparison = make_comparison_table(records)
     lines = set(page.text.split("\n"))
     titles, rows = comparison.table()
     assert lines.issuperset(titles)
@@ -101,7 +101,7 @@ def test_a_page_is_written_over_and_nothing_else(records, tmp_path):
     config = tmp_path / "config.toml"
     config.write_text("mine")
     with pytest.raises(InputError, match=r"config.toml' is there already and is no page; choose another file\.$"):
-        write_report(records, config)
+        write_report_page(records, config)
     assert config.read_text() == "mine"
 
 
@@ -124,7 +124,7 @@ def test_the_policy_names_exactly_the_scripts_of_the_page(records, tmp_path):
 
 def test_the_data_of_the_figures_survive_the_page(records, tmp_path):
     page = report(records, tmp_path / "report.html")
-    assert json.loads(page.scripts[0]) == figures(compare(records).groups)
+    assert json.loads(page.scripts[0]) == collect_figure_data(make_comparison_table(records).groups)
 
 
 def test_nothing_from_a_file_becomes_markup(evil, tmp_path):
@@ -138,7 +138,9 @@ def test_nothing_from_a_file_becomes_markup(evil, tmp_path):
 
 
 def test_markup_escapes_text_and_attributes():
-    made = tag("p", "<&", tag("b", ">"), Safe("<hr>"), title='"<', hidden=True, lang=None)
+    made = render_section_tag(
+        "p", "<&", render_section_tag("b", ">"), SectionHtml("<hr>"), title='"<', hidden=True, lang=None
+    )
     assert made == '<p title="&quot;&lt;" hidden>&lt;&amp;<b>&gt;</b><hr></p>'
 
 
@@ -150,21 +152,21 @@ def test_markup_escapes_text_and_attributes():
     [{"round": 1, "accuracy": 0.0, "loss": float("inf"), "seconds": {"total": 0.0}, "lost": 3}],
 ])  # fmt: skip
 def test_holes_are_tolerated(history, tmp_path):
-    page = report([Record(tmp_path, {}, history)], tmp_path / "report.html")
+    page = report([RunRecord(tmp_path, {}, history)], tmp_path / "report.html")
     assert "unfinished" in page.text
     assert "nan" not in page.text.lower().replace("unnamed", "")
 
 
 def test_a_regression_has_no_accuracy_anywhere(tmp_path):
     history = [{"round": at, "loss": 1 / (at + 1)} for at in range(5)]
-    page = report([Record(tmp_path, {"method": "fedavg"}, history, {})], tmp_path / "report.html")
+    page = report([RunRecord(tmp_path, {"method": "fedavg"}, history, {})], tmp_path / "report.html")
     assert [curve["key"] for curve in json.loads(page.scripts[0])["curves"]] == ["loss"]
     assert "accuracy" not in page.text
 
 
 def test_a_line_is_the_mean_over_seeds_and_what_it_cost(records):
     runs = [record for record in records if record.method == "fedavg"]
-    drawn = line(runs, "accuracy")
+    drawn = _metric_curve(runs, "accuracy")
     values = np.array([run.series("accuracy")[1] for run in runs])
     np.testing.assert_allclose(drawn["mean"], values.mean(axis=0), rtol=1e-5)
     np.testing.assert_allclose(drawn["low"], values.min(axis=0), rtol=1e-5)
@@ -175,7 +177,7 @@ def test_a_line_is_the_mean_over_seeds_and_what_it_cost(records):
 
 
 def test_one_partition_for_each_seed_and_not_for_each_method(records):
-    drawn = figures(compare(records).groups)["partitions"]
+    drawn = collect_figure_data(make_comparison_table(records).groups)["partitions"]
     assert [one["title"] for one in drawn] == ["seed 0", "seed 1", "seed 2"]
     for one, run in zip(drawn, records, strict=False):
         assert sum(one["count"]) == run.counts.sum()
@@ -183,8 +185,8 @@ def test_one_partition_for_each_seed_and_not_for_each_method(records):
 
 
 def test_of_very_many_clients_the_first_are_drawn(tmp_path):
-    record = read_run(write_run(tmp_path / "run", clients=MOST_CLIENTS + 50))
-    (one,) = figures(compare([record]).groups)["partitions"]
+    record = read_run_record(write_run(tmp_path / "run", clients=MOST_CLIENTS + 50))
+    (one,) = collect_figure_data(make_comparison_table([record]).groups)["partitions"]
     assert (one["clients"], one["of"], max(one["client"]) < MOST_CLIENTS) == (200, 250, True)
 
 
@@ -198,11 +200,11 @@ def test_the_file_is_written_whole_or_not_at_all(records, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
         with pytest.raises(InputError, match="No space left"):
-            write_report(records, path)
+            write_report_page(records, path)
     assert path.read_text() == "<!doctype html> before"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(InputError, match="cannot be written"):
-        write_report(records, tmp_path / "nowhere" / "report.html")
+        write_report_page(records, tmp_path / "nowhere" / "report.html")
 
 
 @pytest.fixture
@@ -228,13 +230,13 @@ def browse(tmp_path):
 
 
 def test_a_browser_draws_the_figures(records, tmp_path, browse):
-    write_report(records, tmp_path / "report.html")
+    write_report_page(records, tmp_path / "report.html")
     page = browse(tmp_path / "report.html")
     curves, _, rest = page.partition('id="partition"')
     assert curves.count('class="trace scatter') == 2 * 3  # a line and a band for each method
     assert page.count('aria-pressed="true"') == 6  # y, x, three methods, one partition
     radii = [float(r) for r in re.findall(r'class="point"[^>]*? d="M([\d.]+),0A', rest)]
-    counts = figures(compare(records).groups)["partitions"][0]["count"]
+    counts = collect_figure_data(make_comparison_table(records).groups)["partitions"][0]["count"]
     assert len(radii) == len(counts)
     scale = max(radii) ** 2 / max(counts)
     np.testing.assert_allclose(radii, np.sqrt(scale * np.array(counts)), atol=0.02)  # area, not width
@@ -247,7 +249,7 @@ def test_no_two_marks_of_an_axis_say_the_same(tmp_path, browse):
     for at, row in enumerate(rows):
         row["accuracy"] = 0.1 + 0.001 * at
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report([read_run(folder)], tmp_path / "report.html")
+    write_report_page([read_run_record(folder)], tmp_path / "report.html")
     curves = browse(tmp_path / "report.html").partition('id="curves"')[2].partition('id="partition"')[0]
     assert re.findall(r'class="xtick"><text[^>]*>([^<]*)<', curves) == ["0", "1", "2", "3"]
     marks = re.findall(r'class="ytick"><text[^>]*>([^<]*)<', curves)
@@ -256,7 +258,7 @@ def test_no_two_marks_of_an_axis_say_the_same(tmp_path, browse):
 
 
 def test_a_browser_runs_nothing_that_came_from_a_file(evil, tmp_path, browse):
-    write_report([evil], tmp_path / "report.html")
+    write_report_page([evil], tmp_path / "report.html")
     page = browse(tmp_path / "report.html")
     assert 'class="trace scatter' in page
     assert "<img src=" not in page

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from fedloom.errors import FedloomError, InputError
-from fedloom.report.bubbles import LONGEST, SMALLEST, _step, draw, to_svg
-from fedloom.report.figures import MOST_CLIENTS, bubbles
-from fedloom.report.partition import write_plot
+from fedloom.report.figures import MOST_CLIENTS, partition_figure_data
+from fedloom.report.partition_plot import LONGEST, SMALLEST, _draw_plot, _drawing_to_svg, _step, write_partition_plot
 
 COUNTS = np.array([[40, 0, 10], [0, 2000, 0], [500, 1, 0]])
 NAMES = ("cat", "dog & <b>", "a name that is far too long to be shown")
@@ -19,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_circles_lie_in_their_cells_and_have_their_areas() -> None:
-    drawing = draw(bubbles("three", COUNTS, NAMES))
+    drawing = _draw_plot(partition_figure_data("three", COUNTS, NAMES))
     circles = {(x, y): radius for x, y, radius in drawing.circles}
     assert len(circles) == np.count_nonzero(COUNTS)
     columns, rows = (sorted({place[axis] for place in circles}) for axis in (0, 1))
@@ -38,7 +37,7 @@ def test_circles_lie_in_their_cells_and_have_their_areas() -> None:
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (3, 10), (30, 62), (200, 100), (1000, 10)])
 def test_everything_is_on_the_paper(clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
-    drawing = draw(bubbles("a title", counts, [f"class {at}" for at in range(classes)]))
+    drawing = _draw_plot(partition_figure_data("a title", counts, [f"class {at}" for at in range(classes)]))
     for x, y, radius in drawing.circles:
         assert radius < x < drawing.width - radius
         assert radius < y < drawing.height - radius
@@ -56,7 +55,7 @@ def test_ticks_are_round_numbers() -> None:
 
 
 def test_the_svg_is_well_formed_whatever_names_hold() -> None:
-    root = ET.fromstring(to_svg(draw(bubbles("<three>", COUNTS, NAMES))))
+    root = ET.fromstring(_drawing_to_svg(_draw_plot(partition_figure_data("<three>", COUNTS, NAMES))))
     assert len(root.findall(f".//{SVG}circle")) == np.count_nonzero(COUNTS)
     texts = [node.text for node in root.iter(f"{SVG}text")]
     assert "<three>" in texts
@@ -65,7 +64,9 @@ def test_the_svg_is_well_formed_whatever_names_hold() -> None:
 
 
 def test_the_page_holds_the_numbers_and_the_circles(tmp_path: Path) -> None:
-    write_plot(tmp_path / "p.html", "three <clients>", [("samples", "2,551"), ("a & b", "<x>")], COUNTS, NAMES)
+    write_partition_plot(
+        tmp_path / "p.html", "three <clients>", [("samples", "2,551"), ("a & b", "<x>")], COUNTS, NAMES
+    )
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "<title>three &lt;clients&gt;</title>" in page
     assert "2,551" in page
@@ -80,11 +81,11 @@ def test_the_page_holds_the_numbers_and_the_circles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["p.pdf", "p", "p.png"])
 def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=r"drawn as \.html or \.svg, not as"):
-        write_plot(tmp_path / name, "three", [], COUNTS, NAMES)
+        write_partition_plot(tmp_path / name, "three", [], COUNTS, NAMES)
 
 
 @pytest.mark.parametrize("ending", ["html", "svg"])
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, ending: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FedloomError, match="cannot"):
-        write_plot(tmp_path / "file" / f"p.{ending}", "three", [], COUNTS, NAMES)
+        write_partition_plot(tmp_path / "file" / f"p.{ending}", "three", [], COUNTS, NAMES)

@@ -12,10 +12,10 @@ import torch
 from fake_runs import write_run
 
 from fedloom.errors import InputError
-from fedloom.report import compare, read_run
-from fedloom.report.html import render
-from fedloom.report.pictures import MOST_OF_A_CLASS, Made, _png, pictures
-from fedloom.storage import write_tensors
+from fedloom.report import make_comparison_table, read_run_record
+from fedloom.report.images import MOST_OF_A_CLASS, _png, _SyntheticImages, render_synthetic_images
+from fedloom.report.page import _render_report
+from fedloom.utils.storage import write_safetensors
 
 NAMES = [str(at) for at in range(10)]
 
@@ -25,7 +25,7 @@ def write_set(folder: Path, count: int = 20, channels: int = 1, **more: torch.Te
     labels = torch.full((count, 10), 0.01)
     labels[torch.arange(count), torch.arange(count) % 4] = 0.91  # classes 4 to 9 are nobody's
     tensors = {"images": torch.randn(count, channels, 6, 8), "labels": labels, **more}
-    write_tensors(folder / "synthetic.safetensors", tensors)
+    write_safetensors(folder / "synthetic.safetensors", tensors)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def page(*folders: Path) -> str:
-    return pictures(compare([read_run(folder) for folder in folders]).groups)
+    return render_synthetic_images(make_comparison_table([read_run_record(folder) for folder in folders]).groups)
 
 
 def pixels(address: str) -> np.ndarray:
@@ -83,14 +83,14 @@ def test_images_are_shown_as_the_data_would_look(folder: Path) -> None:
     real = torch.rand(20, 1, 6, 8)
     mean, std = torch.tensor([0.3]), torch.tensor([0.2])
     write_set(folder, mean=mean, std=std, images=(real - 0.3) / 0.2)
-    made = Made.read(folder / "synthetic.safetensors")
+    made = _SyntheticImages.read(folder / "synthetic.safetensors")
     assert made is not None
     np.testing.assert_allclose(made.images, real.permute(0, 2, 3, 1).numpy(), atol=1e-6)
 
 
 def test_images_beyond_the_range_are_brought_back_into_it(folder: Path) -> None:
     write_set(folder, images=torch.linspace(-3, 5, 20 * 48).view(20, 1, 6, 8))
-    made = Made.read(folder / "synthetic.safetensors")
+    made = _SyntheticImages.read(folder / "synthetic.safetensors")
     assert made is not None
     assert made.images.min() == 0
     assert made.images.max() == 1
@@ -113,7 +113,7 @@ def test_one_set_of_each_method_is_shown_and_the_page_stays_closed_to_the_networ
     folders = [write_run(tmp_path / f"{method}-{seed}", method, seed=seed) for method, seed in runs]
     for folder in folders[1:]:  # the first has none yet
         write_set(folder, channels=3)
-    html = render(compare([read_run(folder) for folder in folders]))
+    html = _render_report(make_comparison_table([read_run_record(folder) for folder in folders]))
     titles = re.findall(r"<h3>(.*?, seed \d)</h3>", html)
     assert titles == ["dynafed, seed 1", "fedmr+dynafed, seed 0"]
     assert "img-src data: blob:" in html

@@ -1,29 +1,30 @@
 """Data sets, partitions, and what a client's data look like."""
 
-from fedloom.data.augment import Augment, make_augment
-from fedloom.data.classes import keep_classes
-from fedloom.data.client_tests import hold_out, merge
-from fedloom.data.content import Dataset
-from fedloom.data.datasets import DatasetInfo, load
-from fedloom.data.federation import Federation, PooledFederation
-from fedloom.data.normalize import normalized
-from fedloom.data.partition import PartitionInfo, build
-from fedloom.data.samples import Prepare, Samples
+from fedloom.data.dataset import Dataset, DatasetInfo
+from fedloom.data.federated import FederatedDataset, PartitionedDataset
+from fedloom.data.partitions import PartitionInfo, available_partitions, partition_dataset, partition_indices
+from fedloom.data.registry import available_datasets, load_dataset
+from fedloom.data.samples import InputTransform, Samples
+from fedloom.data.splits import merge_train_and_test, select_classes, split_client_tests
+from fedloom.data.transforms import Augment, make_augment, with_normalization
 
 __all__ = [
     "Augment",
     "Dataset",
     "DatasetInfo",
-    "Federation",
+    "FederatedDataset",
+    "InputTransform",
     "PartitionInfo",
-    "PooledFederation",
-    "Prepare",
+    "PartitionedDataset",
     "Samples",
-    "build",
-    "hold_out",
-    "keep_classes",
-    "load",
+    "available_datasets",
+    "available_partitions",
+    "load_dataset",
     "make_augment",
-    "merge",
-    "normalized",
+    "merge_train_and_test",
+    "partition_dataset",
+    "partition_indices",
+    "select_classes",
+    "split_client_tests",
+    "with_normalization",
 ]

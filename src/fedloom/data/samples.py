@@ -51,7 +51,7 @@ class Samples:
     @property
     def are_tokens(self) -> bool:
         """Whether inputs are numbers of things, such as characters or words, and no quantities."""
-        return is_integer(self.x) and not self.are_images
+        return is_integer_target(self.x) and not self.are_images
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,16 +59,16 @@ class Samples:
         row = tuple(self.x.shape[1:])
         return (row[2], row[0], row[1]) if self.are_images else row
 
-    def default_prepare(self) -> "Prepare":
+    def default_prepare(self) -> "InputTransform":
         """What makes network input of them where nobody says more: images to 0..1, the rest as it is.
 
         Tokens are int64 then, whatever type they are stored in.
         """
-        return Prepare.unit(self.shape[0]) if self.are_images else Prepare.identity()
+        return InputTransform.unit(self.shape[0]) if self.are_images else InputTransform.identity()
 
 
 @dataclass(frozen=True)
-class Prepare:
+class InputTransform:
     """Turns a stored batch into network input: `prepare(x)` is `(x / 255 - mean) / std`, per channel.
 
     Without constants it is the identity, for floats and tokens that are network input already.
@@ -85,13 +85,13 @@ class Prepare:
             )
 
     @staticmethod
-    def identity() -> "Prepare":
-        return Prepare()
+    def identity() -> "InputTransform":
+        return InputTransform()
 
     @staticmethod
-    def unit(channels: int) -> "Prepare":
+    def unit(channels: int) -> "InputTransform":
         """Scales images to 0..1 and no further."""
-        return Prepare((0.0,) * channels, (1.0,) * channels)
+        return InputTransform((0.0,) * channels, (1.0,) * channels)
 
     def __call__(self, x: Tensor, channels_last: bool = False) -> Tensor:
         """The batch as float32, images as N x C x H x W in the memory format asked for; tokens as int64.
@@ -100,7 +100,7 @@ class Prepare:
         """
         layout = torch.channels_last if channels_last and x.ndim == 4 else torch.contiguous_format
         if not self.mean:
-            kind = torch.int64 if is_integer(x) else torch.float32
+            kind = torch.int64 if is_integer_target(x) else torch.float32
             return x.to(kind).contiguous(memory_format=layout)
         n, height, width, channels = self._check(x)
         if not channels_last:
@@ -123,13 +123,13 @@ class Prepare:
         return x.shape[0], x.shape[1], x.shape[2], x.shape[3]
 
 
-def is_integer(x: Tensor) -> bool:
+def is_integer_target(x: Tensor) -> bool:
     """Whether a tensor holds integers; truth values are none."""
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
 @lru_cache(maxsize=64)
-def _constants(prepare: Prepare, device: torch.device, repeat: int) -> tuple[Tensor, Tensor]:
+def _constants(prepare: InputTransform, device: torch.device, repeat: int) -> tuple[Tensor, Tensor]:
     """Scale and shift of every channel, on that device, repeated for `repeat` pixels."""
     mean, std = (torch.tensor(v, dtype=torch.float64, device="cpu").repeat(repeat) for v in (prepare.mean, prepare.std))
     return (1 / (255 * std)).to(device, torch.float32), (-mean / std).to(device, torch.float32)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import InputError
-from fedloom.flower.site_socket import NODE_PID
+from fedloom.flower.site.socket import NODE_PID
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -26,14 +26,14 @@ CONTROL_PORT = 9093
 """Where `flwr` finds the SuperLink on the server's own machine, unless told otherwise."""
 
 
-def environment(home: Path | None = None) -> dict[str, str]:
+def flower_command_environment(home: Path | None = None) -> dict[str, str]:
     """The environment for Flower's commands; `home` is where it keeps its own state."""
     here = Path(sys.executable).parent  # Flower starts its helpers by name
     values = {**os.environ, **QUIET, "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}"}
     return {**values, "FLWR_HOME": str(home)} if home is not None else values
 
 
-def superlink(
+def build_superlink_command(
     certificates: Path | None, host: str, port: int, control_port: int = CONTROL_PORT, database: Path | None = None
 ) -> list[str]:
     """The command that starts a SuperLink; without certificates only for this machine itself.
@@ -55,7 +55,7 @@ def superlink(
     return words + (["--database", str(database)] if database is not None else [])
 
 
-def supernode(
+def build_supernode_command(
     address: str,
     node: Mapping[str, Any],
     ca: Path | None = None,
@@ -76,19 +76,19 @@ def supernode(
     if "roster" in node:
         _there(Path(str(node["roster"])))
     if "agreed" in node:  # what is wrong with it is said now, and not when the server has come
-        from fedloom.flower.agreement import Agreed
+        from fedloom.flower.trust.agreement import Agreement
 
-        Agreed.read(str(node["agreed"]))
+        Agreement.read(str(node["agreed"]))
     # What the SuperNode and the processes of its app tell each other does not leave this machine.
-    return [*words, "--host", "127.0.0.1", "--port", str(port), "--node-config", node_config(node)]
+    return [*words, "--host", "127.0.0.1", "--port", str(port), "--node-config", _node_config_argument(node)]
 
 
-def as_shipped(words: list[str]) -> list[str]:
+def original_supernode_command(words: list[str]) -> list[str]:
     """The command of a SuperNode with Flower's own waits."""
     return [str(Path(sys.executable).parent / "flower-supernode"), *words[4:]]
 
 
-def node_config(node: Mapping[str, Any]) -> str:
+def _node_config_argument(node: Mapping[str, Any]) -> str:
     """A node's configuration as Flower reads it from the command line."""
     words = []
     for key, value in node.items():
@@ -98,13 +98,13 @@ def node_config(node: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def be(words: list[str], environ: dict[str, str]) -> None:
+def exec_flower_command(words: list[str], environ: dict[str, str]) -> None:
     """Become that command: this process goes on as it."""
     sys.stdout.flush()
     os.execve(words[0], words, {**environ, NODE_PID: str(os.getpid())})
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     """Whether an address is this machine's own and nobody else's."""
     bare = host.strip("[]")
     if bare == "localhost":
@@ -116,7 +116,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse_insecure(what: str, host: str, needed: str) -> None:
-    if not is_loopback(host):
+    if not _is_loopback_host(host):
         raise InputError(f"{what} for {host!r} needs {needed}; without, there is one on 127.0.0.1 alone.")
 
 

@@ -26,8 +26,8 @@ from types import ModuleType
 from typing import Any
 
 from fedloom.errors import InputError
-from fedloom.flower.parcel import MOST_BLOCKS, MOST_HEADER
-from fedloom.processes import die_with_parent
+from fedloom.flower.message import MOST_BLOCKS, MOST_HEADER
+from fedloom.utils.system import die_with_parent
 
 TESTED = "1.41"
 """The release of Flower that has what is changed here; pyproject.toml asks for the same."""
@@ -73,7 +73,7 @@ def require_flower() -> None:
         )
 
 
-class Waits:
+class PatchedTime:
     """Stands in for the module `time`: repeated sleeps begin short and grow, whatever length is asked for."""
 
     def __init__(self, replaced: Sequence[float]) -> None:
@@ -100,7 +100,7 @@ class Waits:
         return getattr(time, name)
 
 
-class Starts:
+class PatchedSubprocess:
     """Stands in for the module `subprocess`: Flower's SuperExec is started by this file."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -115,30 +115,30 @@ class Starts:
         return getattr(self._module, name)
 
 
-def supernode() -> None:
+def _run_patched_supernode() -> None:
     """Flower's SuperNode, in a hurry."""
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     module: Any = import_module("flwr.supernode.start_client_internal")
-    waits = Waits([3, 0.5])
+    waits = PatchedTime([3, 0.5])
     module.time = waits
-    module.subprocess = Starts(module.subprocess)
+    module.subprocess = PatchedSubprocess(module.subprocess)
     module._push_messages = _followed_by(module._push_messages, waits.begin)
     fleet: Any = import_module("flwr.supernode.fleet_http_client")
-    fleet.FleetHttpClient.ActivateNode = patient(fleet.FleetHttpClient.ActivateNode)
+    fleet.FleetHttpClient.ActivateNode = patch_node_activation(fleet.FleetHttpClient.ActivateNode)
     flower_supernode()
 
 
-def superexec() -> None:
+def _run_patched_superexec() -> None:
     """Flower's SuperExec, in a hurry: it forks itself for each message, and ends with its SuperNode or SuperLink."""
     die_with_parent()
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 
-    for name in ("flwr.supernode.cli.flwr_clientapp", "fedloom.flower.door", "fedloom.flower.records"):
+    for name in ("flwr.supernode.cli.flwr_clientapp", "fedloom.flower.site.client_app", "fedloom.flower.records"):
         import_module(name)  # so that its children have them
     module: Any = import_module("flwr.supercore.superexec.run_superexec")
-    waits = Waits([module._get_task_poll_interval()])
+    waits = PatchedTime([module._get_task_poll_interval()])
     module.time = waits
     launch = SubprocessExecutor.launch
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
@@ -201,7 +201,9 @@ def _followed_by(work: Callable[..., Any], then: Callable[[], None]) -> Callable
     return both
 
 
-def patient(activate: Callable[..., Any], sleep: Callable[[float], None] = time.sleep) -> Callable[..., Any]:
+def patch_node_activation(
+    activate: Callable[..., Any], sleep: Callable[[float], None] = time.sleep
+) -> Callable[..., Any]:
     """The call by which a SuperNode connects, which asks again for a while and says why it must.
 
     A SuperLink takes a node that crashed for connected until its heartbeat has been missing for a minute, and lets
@@ -247,7 +249,7 @@ def _reason(error: Exception) -> str:
     return text[:300]
 
 
-def superlink() -> None:
+def _run_patched_superlink() -> None:
     """Flower's SuperLink, which listens at two addresses; what it starts ends with it.
 
     Flower serves all its APIs at one address, and two of them authenticate nobody: the Control API, which starts runs
@@ -256,7 +258,7 @@ def superlink() -> None:
     """
     host, port = sys.argv.pop(1), int(sys.argv.pop(1))
     module: Any = import_module("flwr.superlink.cli.flower_superlink")
-    module.subprocess = Starts(module.subprocess)
+    module.subprocess = PatchedSubprocess(module.subprocess)
     module.uvicorn = TwoAddresses(host, port)
     module.flower_superlink()
 
@@ -297,7 +299,7 @@ def fleet_only_except_at(port: int, app: Callable[..., Any]) -> Callable[..., An
     return serve
 
 
-class Guard:
+class GridSizeLimitPatch:
     """Stands between Flower's Grid and what it fetches.
 
     Flower stores a message as a tree of small objects and puts it together in the server's process. A site may send as
@@ -343,7 +345,7 @@ class Guard:
         if len(object_ids) > MOST_OBJECTS + self._most() // (1 << 20):
             raise _refused(message_id, f"refused: it has {len(object_ids)} pieces")
         contents = self._pull(object_ids, fetch, **options)
-        self._check(unfolded(contents), message_id)
+        self._check(_unfolded_size(contents), message_id)
         try:
             self._inflated[message_id] = self._inflate(message_id, contents)
         except Exception as error:  # whatever a site made of it, the others' answers must not be lost with it
@@ -359,7 +361,7 @@ class Guard:
             raise _refused(object_id, f"{TOO_LARGE} {most} bytes")
 
 
-def unfolded(contents: Mapping[str, bytes]) -> int:
+def _unfolded_size(contents: Mapping[str, bytes]) -> int:
     """Bytes of all arrays once their pieces are put together; pieces may be named more than once."""
     from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
 
@@ -375,7 +377,7 @@ def unfolded(contents: Mapping[str, bytes]) -> int:
     return total
 
 
-def reason_in(text: str) -> str | None:
+def patched_error_reason(text: str) -> str | None:
     """What the guard said, if these are the words that Flower made of it."""
     _, mark, reason = text.partition(MARK)
     return reason if mark else None
@@ -388,7 +390,7 @@ def _refused(object_id: str, reason: str) -> Exception:
     return error
 
 
-def main() -> None:
+def _main() -> None:
     try:
         require_flower()
     except InputError as error:
@@ -397,8 +399,10 @@ def main() -> None:
     if os.environ.pop(WITH_PARENT, ""):
         die_with_parent()
     what = sys.argv.pop(1)
-    {"supernode": supernode, "superexec": superexec, "superlink": superlink}[what]()
+    {"supernode": _run_patched_supernode, "superexec": _run_patched_superexec, "superlink": _run_patched_superlink}[
+        what
+    ]()
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 
-def main(app: str, connection: str, mark: Path, keys: list[str]) -> None:
+def _submit_app(app: str, connection: str, mark: Path, keys: list[str]) -> None:
     """Register the keys, then run the app and show its log until it has ended."""
     from flwr.cli.app import app as flwr
 
@@ -21,4 +21,4 @@ def main(app: str, connection: str, mark: Path, keys: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    _submit_app(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

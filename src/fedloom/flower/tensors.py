@@ -6,47 +6,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedloom.core.layout import Layout, scatter_columns
 from fedloom.errors import FedloomError
-from fedloom.flower.parcel import SIZES, Block, Refused
-from fedloom.rows import Layout
-from fedloom.workshop import put_columns
+from fedloom.flower.message import SIZES, MessageArray, MessageRejected
 
 TYPES = {name: getattr(torch, name) for name in SIZES}
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
-def to_block(tensor: Tensor) -> Block:
+def encode_tensor(tensor: Tensor) -> MessageArray:
     """A tensor's numbers, copied."""
     if sys.byteorder != "little":
         raise FedloomError("numbers travel as little-endian bytes, which this machine does not use.")
     if tensor.dtype not in NAMES:
         raise FedloomError(f"tensors of type {tensor.dtype} cannot be sent.")
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return Block(NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
+    return MessageArray(NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
 
 
-def fill(target: Tensor, block: Block, what: str) -> Tensor:
+def decode_tensor_into(target: Tensor, block: MessageArray, what: str) -> Tensor:
     """Put what came into a contiguous CPU tensor of the type and shape that was expected; else it is refused."""
     expected = NAMES[target.dtype], tuple(target.shape)
     if (block.dtype, block.shape) != expected:
         came, wanted = (f"{dtype} of shape {shape}" for dtype, shape in ((block.dtype, block.shape), expected))
-        raise Refused(f"{what} is {came}, not {wanted}")
+        raise MessageRejected(f"{what} is {came}, not {wanted}")
     if target.numel():
         target.view(-1).view(torch.uint8).numpy().data.cast("B")[:] = block.data
     return target
 
 
-def from_block(block: Block, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Tensor:
+def decode_tensor(block: MessageArray, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Tensor:
     """The tensor of this type and shape that came; another is refused."""
-    return fill(torch.empty(shape, dtype=dtype), block, what)
+    return decode_tensor_into(torch.empty(shape, dtype=dtype), block, what)
 
 
-def pick(row: Tensor, columns: Sequence[slice]) -> bytes:
+def encode_tensor_columns(row: Tensor, columns: Sequence[slice]) -> bytes:
     """One layer of a model, as bytes."""
     return b"".join(row[part].contiguous().view(torch.uint8).numpy().tobytes() for part in columns)
 
 
-def put(row: Tensor, columns: Sequence[slice], layer: bytes) -> None:
+def decode_tensor_columns(row: Tensor, columns: Sequence[slice], layer: bytes) -> None:
     """Write one layer, as bytes, into a model."""
     start = 0
     for part in columns:
@@ -55,7 +54,7 @@ def put(row: Tensor, columns: Sequence[slice], layer: bytes) -> None:
         start += size
 
 
-class Travel:
+class ModelTensorCodec:
     """Which part of a model travels: all columns but those that stay with the clients."""
 
     def __init__(self, layout: Layout, stays_home: Sequence[slice]) -> None:
@@ -70,22 +69,22 @@ class Travel:
             self.columns.append(slice(start, layout.size))
         self.size = sum(part.stop - part.start for part in self.columns)
 
-    def pack(self, row: Tensor) -> Block:
+    def pack(self, row: Tensor) -> MessageArray:
         """The columns of `row` that travel."""
         if self.size == self.layout.size:
-            return to_block(row)
-        return to_block(torch.cat([row[part] for part in self.columns]) if self.columns else row[:0])
+            return encode_tensor(row)
+        return encode_tensor(torch.cat([row[part] for part in self.columns]) if self.columns else row[:0])
 
-    def unpack(self, block: Block, row: Tensor, what: str = "its model") -> Tensor:
+    def unpack(self, block: MessageArray, row: Tensor, what: str = "its model") -> Tensor:
         """Put the columns that came into `row`; the others are left as they are."""
         if self.size == self.layout.size:
-            return fill(row, block, what)
-        came = from_block(block, self.layout.dtype, (self.size,), what)
-        put_columns(row, self.columns, came)
+            return decode_tensor_into(row, block, what)
+        came = decode_tensor(block, self.layout.dtype, (self.size,), what)
+        scatter_columns(row, self.columns, came)
         return row
 
 
-def travelling(layers: Sequence[Sequence[slice]], travel: Travel) -> list[list[slice]]:
+def tensor_columns_by_layer(layers: Sequence[Sequence[slice]], travel: ModelTensorCodec) -> list[list[slice]]:
     """The columns of each layer that travel."""
     pairs = [
         [(max(a.start, b.start), min(a.stop, b.stop)) for a in columns for b in travel.columns] for columns in layers

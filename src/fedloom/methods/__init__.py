@@ -1,17 +1,18 @@
 """Methods, one file a paper."""
 
-from fedloom.methods.base import Companion, Context, Local, Options, Part, Refiner, Server
-from fedloom.methods.catalogue import Composition, Method, Parts, compose, import_file, methods, register
+from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
+from fedloom.methods.composition import ComposedMethod, MethodParts, compose
+from fedloom.methods.registry import Method, import_file, methods, register
 
 __all__ = [
-    "Companion",
-    "Composition",
-    "Context",
-    "Local",
+    "Client",
+    "ComposedMethod",
+    "Extras",
     "Method",
+    "MethodContext",
+    "MethodPart",
+    "MethodParts",
     "Options",
-    "Part",
-    "Parts",
     "Refiner",
     "Server",
     "compose",

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 import torch
 
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.proxy import Proxy, SingleServer
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods._support.distillation import DistillationData
+from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import SingleModelServer
 
 
 class ABAVGOptions(Options):
@@ -26,17 +27,17 @@ class ABAVGOptions(Options):
     """weight by accuracy times the client's samples, and not by accuracy alone"""
 
 
-class ABAVGServer(SingleServer[ABAVGOptions]):
+class ABAVGServer(SingleModelServer[ABAVGOptions]):
     """One model, averaged by accuracy."""
 
-    def __init__(self, context: Context, options: ABAVGOptions) -> None:
+    def __init__(self, context: MethodContext, options: ABAVGOptions) -> None:
         super().__init__(context, options)
-        self._proxy = Proxy(context, "abavg")
+        self._proxy = DistillationData(context, "abavg")
         self._accuracies: list[float] = []
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._accuracies = []
-        by_accuracy, alike = Mean(self.context.layout), Mean(self.context.layout)
+        by_accuracy, alike = WeightedMean(self.context.layout), WeightedMean(self.context.layout)
         y = self._proxy.samples.y
         for update in updates:
             count = update.samples if self.options.samples else 1

@@ -20,15 +20,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.banks import Bank
-from fedloom.bench import Batch, Bench, Criterion, Pass
-from fedloom.data import Prepare, Samples
-from fedloom.drafts import Drafts
-from fedloom.exchange import Job, Shapes, Update
-from fedloom.rows import Layout
-from fedloom.settings import Settings
-from fedloom.streams import Streams
-from fedloom.training import Training
+from fedloom.config import TrainingConfig
+from fedloom.core.bank import Bank
+from fedloom.core.layout import Layout
+from fedloom.core.rng import RngStreams
+from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
+from fedloom.data import InputTransform, Samples
+from fedloom.runs.checkpoints import Drafts
+from fedloom.training.batches import Batch
+from fedloom.training.context import Criterion
+from fedloom.training.trainer import LocalSteps, LocalTrainer
+from fedloom.utils.settings import Settings
 
 
 class Options(Settings):
@@ -41,12 +43,12 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, steps so far, steps in all) by work on the server that takes long."""
 
 
-def nobody(what: str, done: int, total: int) -> None:
+def ignore_progress(what: str, done: int, total: int) -> None:
     """Progress that nobody follows."""
 
 
 @dataclass(frozen=True)
-class Context:
+class MethodContext:
     """What the parts of a method may know about the run."""
 
     layout: Layout
@@ -55,8 +57,8 @@ class Context:
     clients: int
     per_round: int
     rounds: int
-    streams: Streams
-    training: Training
+    streams: RngStreams
+    training: TrainingConfig
     samples: Callable[[int], int]
     """How many samples a client has."""
     criterion: Criterion
@@ -76,9 +78,9 @@ class Context:
     """What the server holds for methods that declare that they need it, as it is stored, on `device`; else None."""
     server_labels: bool = False
     """Whether its labels are those of the run: as many classes, or targets of the same kind."""
-    prepare: Callable[[Tensor], Tensor] = field(default_factory=Prepare.identity)
+    prepare: Callable[[Tensor], Tensor] = field(default_factory=InputTransform.identity)
     """Makes network input of stored samples, such as `server_data.x`."""
-    progress: Progress = nobody
+    progress: Progress = ignore_progress
     """For work of a part that takes much longer than a round usually does; costs nothing to call often."""
     drafts: Drafts = field(default_factory=Drafts)
     """Where such work keeps how far it has come."""
@@ -92,13 +94,13 @@ class Context:
         return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in self.make_module().modules())
 
 
-class Part(Generic[O]):
+class MethodPart(Generic[O]):
     """A part of a method: made from the run's context and the method's options."""
 
     kept: ClassVar[tuple[str, ...]] = ()
     """The attributes that make up its state: tensors, banks, numbers, strings, and lists and dicts of them."""
 
-    def __init__(self, context: Context, options: O) -> None:
+    def __init__(self, context: MethodContext, options: O) -> None:
         self.context = context
         self.options = options
 
@@ -137,7 +139,7 @@ def _stored(value: Any) -> Any:
     return value.rows if isinstance(value, Bank) else value
 
 
-class Server(Part[O], ABC):
+class Server(MethodPart[O], ABC):
     """The server's side of the rounds. Rounds count from 0."""
 
     def select(self, round: int) -> list[int]:
@@ -147,11 +149,11 @@ class Server(Part[O], ABC):
         return [int(c) for c in draw.choice(context.clients, context.per_round, replace=False)]
 
     @abstractmethod
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
         """A model for each of these clients. Rows of the server's own bank are not copied on the way."""
 
     @abstractmethod
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         """Take in the answers, which come in the order of the jobs, fewer than were asked for or none at all.
 
         With no answer the models stay as they are. A server that keeps several models keeps that of a lost client.
@@ -170,7 +172,7 @@ class Server(Part[O], ABC):
         """The models the next round starts from, as a matrix of rows; a refiner may change them in place."""
 
 
-class Local(Part[O]):
+class Client(MethodPart[O]):
     """A client's side of the rounds: here ordinary training; methods replace what is new in them.
 
     One object serves one client after the other, and where clients train at once there are several of it. So it keeps
@@ -200,18 +202,18 @@ class Local(Part[O]):
         """The share of each client's samples that it needs for validation, where the run's `validation` is 0."""
         return 0.0
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         """Train the model on the bench: yield passes, and do what is to be done before, between and after them."""
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def personal(self, bench: Bench) -> Iterator[Pass]:
+    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         """Turn the deployed model on the bench into the one this client would use, as `train` does; it is then scored.
 
         What stays home is the client's own already. Nothing came beside the model, and what is done here is forgotten.
         """
         yield from ()
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         """One step on one batch; returns the loss."""
         loss = bench.loss(batch)
         bench.backward(loss)
@@ -219,11 +221,11 @@ class Local(Part[O]):
         bench.descend()
         return loss
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         """Change `bench.gradient` before it is used: where many methods differ from FedAvg by one line."""
 
 
-class Companion(Part[O], ABC):
+class Extras(MethodPart[O], ABC):
     """What travels beside the models, on the server's side."""
 
     @abstractmethod
@@ -231,17 +233,17 @@ class Companion(Part[O], ABC):
         """What this client receives beside its model."""
 
     @abstractmethod
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         """Take in what came with one accepted update, in the order of the jobs."""
 
     def finish(self, round: int) -> None:
         """The round is over: change what will be sent next."""
 
 
-class Refiner(Part[O], ABC):
+class Refiner(MethodPart[O], ABC):
     """What the server does to fresh models before they are used."""
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         """See one accepted update, in the order of the jobs: the clients' models are gone by the time of `refine`."""
 
     @abstractmethod

@@ -28,10 +28,10 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from fedloom.exchange import Job, Update
-from fedloom.methods.base import Context, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.registry import Method, register
 
 Masses = NDArray[np.int64]
 BLOCK = {"cpu": 1 << 14, "cuda": 1 << 18}
@@ -48,7 +48,7 @@ class CluSampServer(Server[CluSampOptions]):
 
     kept = ("bank", "G", "distances")
 
-    def __init__(self, context: Context, options: CluSampOptions) -> None:
+    def __init__(self, context: MethodContext, options: CluSampOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
@@ -62,15 +62,15 @@ class CluSampServer(Server[CluSampOptions]):
         if not n.sum():
             return super().select(round)
         draw = self.context.streams.numpy("select", round)
-        r = distributions(n, self.context.per_round, self.distances.numpy())
+        r = clusamp_sampling_distributions(n, self.context.per_round, self.distances.numpy())
         return [int(np.searchsorted(np.cumsum(row), draw.integers(n.sum()), side="right")) for row in r]
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
         self._times = Counter(clients)
-        return [Job(client, self.bank.rows[0]) for client in self._times]
+        return [ClientTask(client, self.bank.rows[0]) for client in self._times]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
-        w, mean, seen = self.bank.rows[0], Mean(self.context.layout), []
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        w, mean, seen = self.bank.rows[0], WeightedMean(self.context.layout), []
         trainable = self.context.layout.trainable
         for update in updates:
             mean.add(update.row, self._times[update.client])
@@ -78,7 +78,9 @@ class CluSampServer(Server[CluSampOptions]):
             seen.append(update.client)
         mean.into(w)
         known = sorted(self.G)
-        between = distances([self.G[c] for c in known], [known.index(c) for c in seen], self.options.distance).cpu()
+        between = clusamp_update_distances(
+            [self.G[c] for c in known], [known.index(c) for c in seen], self.options.distance
+        ).cpu()
         for client, column in zip(seen, between.T, strict=True):
             row = column[-1].repeat(self.context.clients)
             row[known] = column[:-1]
@@ -95,7 +97,7 @@ class CluSampServer(Server[CluSampOptions]):
         return self.bank.rows
 
 
-def distances(rows: list[Tensor], chosen: list[int], kind: str) -> Tensor:
+def clusamp_update_distances(rows: list[Tensor], chosen: list[int], kind: str) -> Tensor:
     """The distances of all rows, and last of a row of zeros, from the chosen ones: (rows + 1) x chosen, in float64."""
     if not chosen:
         return torch.zeros(len(rows) + 1, 0, dtype=torch.float64)
@@ -117,7 +119,7 @@ def distances(rows: list[Tensor], chosen: list[int], kind: str) -> Tensor:
     return sums
 
 
-def distributions(n: Masses, m: int, between: NDArray[np.float64]) -> Masses:
+def clusamp_sampling_distributions(n: Masses, m: int, between: NDArray[np.float64]) -> Masses:
     """r: m rows that sum to sum(n) each, whose columns sum to m n_i; `between` are the clients' distances."""
     full, left = int(n.sum()), m * n
     rows: list[Masses] = []

@@ -17,8 +17,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.soups import Decay, Factor, Rate, SoupsLocal, SoupsOptions
+from fedloom.methods.registry import Method, register
+from fedloom.methods.soups import Decay, Factor, Rate, SoupsClient, SoupsOptions
 
 
 class DiwaOptions(SoupsOptions):
@@ -36,7 +36,7 @@ class DiwaOptions(SoupsOptions):
     """rates of the dropout layers that the network has, likewise"""
 
 
-class DiwaLocal(SoupsLocal[DiwaOptions]):
+class DiwaClient(SoupsClient[DiwaOptions]):
     """A soup."""
 
     name = "diwa"
@@ -48,7 +48,7 @@ register(
         summary="each client averages those of several diverse models that help on its validation samples",
         reference="Ramé et al., NeurIPS 2022",
         options=DiwaOptions,
-        local=DiwaLocal,
+        local=DiwaClient,
         neutral={"models": 1, "keep": "last"},
         models_sent="2K",
         extra_compute="client 4x",

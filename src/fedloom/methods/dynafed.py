@@ -28,15 +28,25 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
+from fedloom.core.layout import all_finite, model_digest
+from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import FedloomError, InputError
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options, Refiner, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.dsa import Redrawn, kinds_of
-from fedloom.methods.sweep import Sweep
-from fedloom.methods.synthesis import Distance, Network, Step, Synthetic, match, soft_loss
-from fedloom.optim import SGD, Adam, Steady
-from fedloom.rows import all_finite, digest
+from fedloom.methods._support.differentiable_augmentation import (
+    DifferentiableAugmentation,
+    parse_differentiable_augmentation,
+)
+from fedloom.methods._support.distillation import FunctionalModel
+from fedloom.methods._support.trajectory_matching import (
+    Distance,
+    GraphedTrajectoryMatcher,
+    SyntheticData,
+    TrajectoryStep,
+    match_trajectory,
+    trajectory_soft_label_loss,
+)
+from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.methods.registry import Method, register
+from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
 
 LOOK_EVERY = 100
 """Iterations between two looks at whether the numbers are still finite: a look makes a GPU wait."""
@@ -91,7 +101,7 @@ class DynaFedOptions(Options):
     @field_validator("augment")
     @classmethod
     def _known(cls, value: str) -> str:
-        kinds_of(value)
+        parse_differentiable_augmentation(value)
         return value
 
     @model_validator(mode="after")
@@ -106,7 +116,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     kept = ("seen", "trajectory", "images", "logits", "rate", "losses")
 
-    def __init__(self, context: Context, options: DynaFedOptions) -> None:
+    def __init__(self, context: MethodContext, options: DynaFedOptions) -> None:
         super().__init__(context, options)
         self.seen = 0
         """Rounds that brought a model."""
@@ -119,9 +129,9 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         """The matching loss of each iteration."""
         self._answers = 0
         self._noise = torch.Generator(context.device)
-        self._tuner: Sweep | None = None
+        self._tuner: GraphedTrajectoryMatcher | None = None
         self._last: dict[str, float] = {}
-        self._kinds = kinds_of(options.augment) if len(context.shape) == 3 else ()
+        self._kinds = parse_differentiable_augmentation(options.augment) if len(context.shape) == 3 else ()
         self._network = self._try_out()
 
     def notes(self) -> list[str]:
@@ -135,7 +145,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     # Algorithm 2
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         self._answers += 1
 
     def refine(self, round: int, server: Server[Any]) -> None:
@@ -153,18 +163,18 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             for slot, row in enumerate(server.models()):
                 self.fine_tune(round, slot, row)
 
-    def _keep(self, data: Synthetic) -> None:
+    def _keep(self, data: SyntheticData) -> None:
         self.images, self.logits, self.rate = data.tensors()
         self._tuner = None
         self.trajectory = []
 
     # Algorithm 1
 
-    def synthesise(self) -> Synthetic:
+    def synthesise(self) -> SyntheticData:
         """Synthetic samples that lead along the trajectory."""
         options, context = self.options, self.context
         # What the samples depend on: how they are made, by which draws, and from what.
-        models = [digest(row) for row in self.trajectory]
+        models = [model_digest(row) for row in self.trajectory]
         mark = f"dynafed {options.model_dump_json()} seed {context.streams.seed} {models}"
         data, optimizers, losses = self._begin(context.drafts.find(mark))
         rates = (options.image_lr, options.label_lr, options.rate_lr)
@@ -184,7 +194,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             if sweep is not None:
                 found = sweep.match(steps, row, target, kind)
             else:
-                found = match(self._network, data, steps, row, target, kind, not options.checkpoint)
+                found = match_trajectory(self._network, data, steps, row, target, kind, not options.checkpoint)
             for tensor, gradient, optimizer, lr in zip(
                 data.tensors(), found.gradients.tensors(), optimizers, rates, strict=True
             ):
@@ -206,7 +216,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         self._last["inner rate"] = float(data.rate)
         return data
 
-    def _begin(self, draft: Mapping[str, Any] | None) -> tuple[Synthetic, list[Steady], list[Tensor]]:
+    def _begin(self, draft: Mapping[str, Any] | None) -> tuple[SyntheticData, list[StatefulOptimizer], list[Tensor]]:
         """Samples, their optimisers and the losses so far: at first, or where an earlier try was cut off."""
         optimizers = [_optimizer(self.options.optimizer) for _ in range(3)]
         if draft is None:
@@ -214,17 +224,17 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         device = self.context.device
         for optimizer, known in zip(optimizers, draft["optimizers"], strict=True):
             optimizer.recall({name: tensor.to(device) for name, tensor in known.items()})
-        data = Synthetic(*(tensor.to(device) for tensor in draft["samples"]))
+        data = SyntheticData(*(tensor.to(device) for tensor in draft["samples"]))
         return data, optimizers, list(draft["losses"].to(device))
 
     def _replays(self) -> bool:
         """Whether steps are recorded and replayed: on a GPU, which would wait for the host otherwise."""
         return self.context.device.type == "cuda"
 
-    def _sweep(self, data: Synthetic) -> Sweep:
-        return Sweep(self._network, data, self.context.initial, self._noise)
+    def _sweep(self, data: SyntheticData) -> GraphedTrajectoryMatcher:
+        return GraphedTrajectoryMatcher(self._network, data, self.context.initial, self._noise)
 
-    def _first_samples(self) -> Synthetic:
+    def _first_samples(self) -> SyntheticData:
         """Noise, with labels that say nothing (or a little, by `label_init`)."""
         context, options = self.context, self.options
         count, dtype = options.images_per_class * context.classes, context.layout.dtype
@@ -233,7 +243,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         own = torch.arange(count) % context.classes
         logits = options.label_init * F.one_hot(own, self._outputs).to(dtype)
         rate = torch.tensor(options.inner_lr, dtype=dtype)
-        return Synthetic(*(tensor.to(context.device) for tensor in (images, logits, rate)))
+        return SyntheticData(*(tensor.to(context.device) for tensor in (images, logits, rate)))
 
     def segment(self, n: int) -> tuple[int, Tensor]:
         """Where iteration `n` starts on the trajectory, and the weights it is to arrive at."""
@@ -247,7 +257,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             ends = [int(end) for end in draw.integers(t + 1, t + s + 1, count)]
         return t, torch.stack([trajectory[end][: self._network.trainable] for end in ends]).mean(0)
 
-    def inner_steps(self, n: int) -> list[Step]:
+    def inner_steps(self, n: int) -> list[TrajectoryStep]:
         """The steps of iteration `n`: whole passes over the samples in an order of their own, or batches of them."""
         options, context = self.options, self.context
         count = options.images_per_class * context.classes
@@ -257,7 +267,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         while len(batches) < options.inner_steps:
             batches += [None] if size == count else self._batches(count, size, draw)
         return [
-            Step(index, self._change(size if index is None else len(index), draw))
+            TrajectoryStep(index, self._change(size if index is None else len(index), draw))
             for index in batches[: options.inner_steps]
         ]
 
@@ -265,12 +275,12 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         order = torch.from_numpy(draw.permutation(count)).to(self.context.device, non_blocking=True)
         return list(torch.split(order, size))
 
-    def _change(self, count: int, draw: np.random.Generator) -> Redrawn | None:
+    def _change(self, count: int, draw: np.random.Generator) -> DifferentiableAugmentation | None:
         if not self._kinds:
             return None
         kind = self._kinds[int(draw.integers(len(self._kinds)))]
         seed = int(draw.integers(2**63))
-        return Redrawn(kind, seed, count, self.context.shape, self.context.layout.dtype, self._noise)
+        return DifferentiableAugmentation(kind, seed, count, self.context.shape, self.context.layout.dtype, self._noise)
 
     # fine-tuning
 
@@ -283,21 +293,21 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         size = min(options.refine_batch or count, count)
         draw = context.streams.numpy("dynafed refine", round, slot)
         steps = [
-            Step(index, self._change(len(index), draw))
+            TrajectoryStep(index, self._change(len(index), draw))
             for _ in range(options.refine_epochs)
             for index in self._batches(count, size, draw)
         ]
         if self._replays():
             assert self.rate is not None, "and a rate"
             if self._tuner is None:
-                self._tuner = self._sweep(Synthetic(self.images, self.logits, self.rate))
+                self._tuner = self._sweep(SyntheticData(self.images, self.logits, self.rate))
             self._tuner.train(row, steps, lambda: _optimizer(options.refine_optimizer), options.refine_lr)
         else:
             optimizer = _optimizer(options.refine_optimizer)
             for step in steps:
                 x, y = step.take(self.images, self.logits)
                 weights = row[: self._network.trainable].detach().requires_grad_()
-                loss = soft_loss(self._network(weights, x, row), y)
+                loss = trajectory_soft_label_loss(self._network(weights, x, row), y)
                 (gradient,) = torch.autograd.grad(loss, weights)
                 with torch.no_grad():
                     optimizer.step(weights, gradient, options.refine_lr)
@@ -308,7 +318,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     # around it
 
-    def _try_out(self) -> Network:
+    def _try_out(self) -> FunctionalModel:
         """The network as a function, tried on noise: what cannot be synthesised for is refused before a run begins."""
         context = self.context
         if context.classes < 2:
@@ -318,7 +328,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 "dynafed synthesises inputs by gradient descent, and this network's inputs are numbers of tokens (it "
                 "has an embedding), which have no gradient: text cannot be synthesised."
             )
-        network = Network(context.make_module(), context.layout, context.device)
+        network = FunctionalModel(context.make_module(), context.layout, context.device)
         row = context.initial
         try:
             x = torch.zeros((2, *context.shape), dtype=context.layout.dtype, device=context.device)
@@ -328,8 +338,8 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 raise ValueError(f"for two inputs its output has the shape {tuple(output.shape)}")
             self._outputs = output.shape[1]
             first = self._first_samples()
-            two = Synthetic(first.images[:2], first.logits[:2], first.rate)
-            match(network, two, [Step()], row, row[: network.trainable] + 1)
+            two = SyntheticData(first.images[:2], first.logits[:2], first.rate)
+            match_trajectory(network, two, [TrajectoryStep()], row, row[: network.trainable] + 1)
         except Exception as error:
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
             raise InputError(
@@ -357,7 +367,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         return dict(self._last)
 
 
-def _optimizer(name: str) -> Steady:
+def _optimizer(name: str) -> StatefulOptimizer:
     return Adam() if name == "adam" else SGD()
 
 

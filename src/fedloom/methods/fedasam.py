@@ -21,13 +21,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Bench, Pass
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options
-from fedloom.methods.catalogue import Method, register
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.base import MethodContext, Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.fedsam import TINY, AscendingLocal
-from fedloom.rows import Kind, Mean
+from fedloom.methods.fedsam import TINY, SharpnessAwareClient
+from fedloom.methods.registry import Method, register
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class FedASAMOptions(Options):
@@ -37,7 +38,7 @@ class FedASAMOptions(Options):
     """added to the size of a weight; with 0 a weight that is 0 is never moved"""
 
 
-class SwaOptions(FedASAMOptions, FedAvgOptions):
+class FedASAMSwaOptions(FedASAMOptions, FedAvgOptions):
     start: float = Field(0.75, ge=0, le=1)
     """share of the rounds before the first cycle; 1 averages nothing"""
     cycle: int = Field(10, ge=1)
@@ -46,51 +47,51 @@ class SwaOptions(FedASAMOptions, FedAvgOptions):
     """the clients' learning rate at the end of a cycle, where the run's own is above it"""
 
 
-class FedASAMLocal(AscendingLocal[FedASAMOptions]):
+class FedASAMClient(SharpnessAwareClient[FedASAMOptions]):
     """The worst point of an ellipsoid with the shape of the model."""
 
     def radius(self) -> float:
         return self.options.rho
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         weights = bench.scratch["weights"] = bench.buffer("fedasam weights", bench.layout.trainable)
         for entry in bench.layout.entries:
-            if entry.kind is Kind.PARAMETER:
+            if entry.kind is TensorKind.PARAMETER:
                 weights[entry.columns] = float("weight" in entry.name.rpartition(".")[2])
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def ascent(self, bench: Bench) -> Tensor:
+    def ascent(self, bench: LocalTrainer) -> Tensor:
         g, v = bench.gradient, bench.weights
         t = torch.where(bench.scratch["weights"] > 0, v.abs() + self.options.eta, 1.0)
         tg = g.mul(t)
         return tg.mul(t).mul_(self.options.rho / (torch.linalg.vector_norm(tg) + TINY))
 
 
-def place_in_cycle(round: int, rounds: int, options: SwaOptions) -> float | None:
+def fedasam_cycle_position(round: int, rounds: int, options: FedASAMSwaOptions) -> float | None:
     """How much of its cycle is over after `round` (from 0), in (0, 1]; None before the first cycle."""
     since = round - ceil(options.start * rounds)
     return (since % options.cycle + 1) / options.cycle if since >= 0 else None
 
 
-class SwaLocal(FedASAMLocal):
+class FedASAMSwaClient(FedASAMClient):
     """The same, with a learning rate that falls in cycles."""
 
-    options: SwaOptions
+    options: FedASAMSwaOptions
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        t = place_in_cycle(bench.round, self.context.rounds, self.options)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        t = fedasam_cycle_position(bench.round, self.context.rounds, self.options)
         if t is not None:
             bench.lr = (1 - t) * bench.lr + t * min(bench.lr, self.options.lr_end)
         yield from super().train(bench)
 
 
-class SwaServer(FedAvgServer):
+class FedASAMSwaServer(FedAvgServer):
     """FedAvg's model in row 0, and in row 1 the mean of models at the ends of `averaged` cycles."""
 
     kept = ("bank", "averaged", "pending")
-    options: SwaOptions
+    options: FedASAMSwaOptions
 
-    def __init__(self, context: Context, options: SwaOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedASAMSwaOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
@@ -98,17 +99,17 @@ class SwaServer(FedAvgServer):
         self.pending = False
         """Whether the model in row 0 ends a cycle. It joins the mean a round later: a refiner may still change it."""
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         if self.pending:
             self.bank.rows[1] = self.deploy()
             self.averaged += 1
         super().collect(round, updates)
-        self.pending = place_in_cycle(round, self.context.rounds, self.options) == 1
+        self.pending = fedasam_cycle_position(round, self.context.rounds, self.options) == 1
 
     def deploy(self) -> Tensor:
         if not (self.averaged or self.pending):
             return self.bank.rows[0]
-        mean, row = Mean(self.context.layout), self.bank.rows[0].clone()
+        mean, row = WeightedMean(self.context.layout), self.bank.rows[0].clone()
         mean.add(self.bank.rows[1], self.averaged)
         mean.add(self.bank.rows[0], int(self.pending))
         mean.into(row)
@@ -124,7 +125,7 @@ register(
         summary="FedSAM with a radius that adapts to the scale of the weights",
         reference="Caldarola et al., ECCV 2022",
         options=FedASAMOptions,
-        local=FedASAMLocal,
+        local=FedASAMClient,
         neutral={"rho": 0.0},
         models_sent="2K",
         extra_compute="client 2x",
@@ -135,9 +136,9 @@ register(
         name="fedasam-swa",
         summary="FedASAM, and the server deploys the mean of models at the ends of cycles of the learning rate",
         reference="Caldarola et al., ECCV 2022",
-        options=SwaOptions,
-        server=SwaServer,
-        local=SwaLocal,
+        options=FedASAMSwaOptions,
+        server=FedASAMSwaServer,
+        local=FedASAMSwaClient,
         neutral={"rho": 0.0, "start": 1.0},
         models_sent="2K",
         needs_each="",

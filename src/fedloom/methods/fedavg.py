@@ -14,10 +14,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.exchange import Job, Update
-from fedloom.methods.base import Context, Local, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.registry import Method, register
 
 
 class FedAvgOptions(Options):
@@ -32,17 +32,17 @@ class FedAvgServer(Server[FedAvgOptions]):
 
     kept: ClassVar[tuple[str, ...]] = ("bank",)
 
-    def __init__(self, context: Context, options: FedAvgOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedAvgOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
-        return [Job(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0]) for client in clients]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w = self.bank.rows[0]
-        mean = Mean(self.context.layout)
+        mean = WeightedMean(self.context.layout)
         for update in updates:
             mean.add(update.row, update.samples if self.options.weighting == "samples" else 1)
         old = w[: self.context.layout.trainable].clone() if self.options.server_lr != 1 else None
@@ -64,7 +64,7 @@ register(
         reference="McMahan et al., AISTATS 2017",
         options=FedAvgOptions,
         server=FedAvgServer,
-        local=Local,
+        local=Client,
         models_sent="2K",
         needs_each="",
     )

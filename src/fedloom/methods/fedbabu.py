@@ -16,10 +16,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedloom.bench import Bench, Pass
 from fedloom.methods.base import Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.fedrep import HeadAndBody
+from fedloom.methods.fedrep import FedRepSplitClient
+from fedloom.methods.registry import Method, register
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class FedBABUOptions(Options):
@@ -29,13 +29,13 @@ class FedBABUOptions(Options):
     """what is fine-tuned: the whole model, its head, or its body"""
 
 
-class FedBABULocal(HeadAndBody[FedBABUOptions]):
+class FedBABUClient(FedRepSplitClient[FedBABUOptions]):
     """The head stands still."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         yield self.body_pass(bench, None)
 
-    def personal(self, bench: Bench) -> Iterator[Pass]:
+    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.new_optimizer()  # and not the one that a client may keep from its training
         parts = {"all": self.whole_pass, "head": self.head_pass, "body": self.body_pass}
         yield parts[self.options.finetune](bench, self.options.finetune_epochs)
@@ -47,7 +47,7 @@ register(
         summary="train the body against a fixed random head, fine-tune to use it",
         reference="Oh et al., ICLR 2022",
         options=FedBABUOptions,
-        local=FedBABULocal,
+        local=FedBABUClient,
         defaults={"fedavg.weighting": "uniform"},
         models_sent="2K - heads",
         client_keeps="fixed head",

@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options, Refiner, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.proxy import Proxy
-from fedloom.optim import SGD
-from fedloom.rows import Kind, Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import TensorKind
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods._support.distillation import DistillationData
+from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.methods.registry import Method, register
+from fedloom.training.optimizers import SGD
 
 
 class FedBEOptions(Options):
@@ -64,12 +65,12 @@ class FedBEOptions(Options):
 class FedBERefiner(Refiner[FedBEOptions]):
     """Keeps the clients' models of a round, then draws and distils."""
 
-    def __init__(self, context: Context, options: FedBEOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedBEOptions) -> None:
         super().__init__(context, options)
-        self._proxy = Proxy(context, "fedbe")
+        self._proxy = DistillationData(context, "fedbe")
         self._answers: list[tuple[tuple[int, int], int, Tensor, Tensor]] = []
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         if self.options.epochs:
             sent = update.job.row.clone() if self.options.distribution == "normalised" else update.row[:0]
             self._answers.append(((update.client, update.slot), update.samples, update.row.clone(), sent))
@@ -94,7 +95,7 @@ class FedBERefiner(Refiner[FedBEOptions]):
         """The `s`-th model drawn from the distribution over `rows`, which were trained from `sent`."""
         options, context, layout = self.options, self.context, self.context.layout
         shares = context.streams.numpy("fedbe dirichlet", round, s).dirichlet([options.alpha] * len(rows))
-        mean = Mean(layout)
+        mean = WeightedMean(layout)
         for row, share, n in zip(rows, shares, samples, strict=True):
             mean.add(row, float(share) * n if options.distribution == "dirichlet" else 1)
         made = torch.empty_like(rows[0])
@@ -109,7 +110,7 @@ class FedBERefiner(Refiner[FedBEOptions]):
             return made
         deltas = w - sent[:, : layout.trainable]
         for entry in layout.entries:
-            if entry.kind is Kind.PARAMETER:
+            if entry.kind is TensorKind.PARAMETER:
                 at = entry.columns
                 norms = torch.linalg.vector_norm(deltas[:, at], dim=1, keepdim=True)
                 units = deltas[:, at] / torch.where(norms > 0, norms, 1)
@@ -122,7 +123,7 @@ class FedBERefiner(Refiner[FedBEOptions]):
         options, context = self.options, self.context
         draw = context.streams.numpy("fedbe", round, slot)
         optimizer = SGD(options.momentum, weight_decay=options.weight_decay)
-        students, step = Mean(context.layout), 0
+        students, step = WeightedMean(context.layout), 0
         for _ in range(options.epochs):
             for index in self._proxy.batches(draw, options.batch_size):
                 self._proxy.distil(row, index, teacher, optimizer, options.lr)

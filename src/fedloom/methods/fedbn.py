@@ -15,15 +15,15 @@ clients have equally many samples and equal weights; here they count by samples 
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.methods.base import Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Layout
+from fedloom.core.layout import Layout
+from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.registry import Method, register
 
 
-class FedBNLocal(Local[Options]):
+class FedBNClient(Client[Options]):
     """Ordinary training; what belongs to batch norms is not sent."""
 
-    def __init__(self, context: Context, options: Options) -> None:
+    def __init__(self, context: MethodContext, options: Options) -> None:
         super().__init__(context, options)
         modules = context.make_module().named_modules(remove_duplicate=False)
         self._norms = {name for name, module in modules if isinstance(module, _BatchNorm)}
@@ -44,7 +44,7 @@ register(
         name="fedbn",
         summary="each client keeps batch norm to itself",
         reference="Li et al., ICLR 2021",
-        local=FedBNLocal,
+        local=FedBNClient,
         models_sent="2K - norms",
         client_keeps="batch norms",
     )

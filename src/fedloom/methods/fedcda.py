@@ -29,14 +29,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.bank import RowStore
+from fedloom.core.similarity import inner_products
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Job, Update
-from fedloom.gram import inner_products
-from fedloom.methods.base import Context, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.selection import MOST, Fixed, enumerate_all, largest_batch
-from fedloom.rows import Mean
-from fedloom.rowstore import RowStore
+from fedloom.methods._support.model_selection import MOST, SelectedModelSums, enumerate_model_selections, largest_batch
+from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.registry import Method, register
 
 
 class FedCDAOptions(Options):
@@ -59,7 +59,7 @@ class FedCDAServer(Server[FedCDAOptions]):
 
     kept = ("bank", "total")
 
-    def __init__(self, context: Context, options: FedCDAOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedCDAOptions) -> None:
         super().__init__(context, options)
         self._refuse_too_many_combinations()
         layout = context.layout
@@ -110,13 +110,13 @@ class FedCDAServer(Server[FedCDAOptions]):
             ]
         return []
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
-        return [Job(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0]) for client in clients]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._last = {}
         participants: list[int] = []
-        fedavg = Mean(self.context.layout)
+        fedavg = WeightedMean(self.context.layout)
         for update in updates:
             if update.client not in participants:
                 participants.append(update.client)
@@ -129,7 +129,7 @@ class FedCDAServer(Server[FedCDAOptions]):
         picks = self._newest(participants) if warm else self.choose(round, participants)
         w = self.bank.rows[0]
         fixed = self._fixed_mean(w)
-        mean = Mean(self.context.layout)
+        mean = WeightedMean(self.context.layout)
         for client in participants:
             number = self.cache[client][picks[client]][0]
             row = self.store.read(number)
@@ -151,7 +151,7 @@ class FedCDAServer(Server[FedCDAOptions]):
         if client in self.chosen:
             self.total -= self.store.read(self.chosen.pop(client))[: self.context.layout.floats]
 
-    def _cache(self, update: Update) -> None:
+    def _cache(self, update: ClientUpdate) -> None:
         self.cache.setdefault(update.client, []).append((self.store.put(update.row), update.loss))
         self._evict(update.client)
 
@@ -182,7 +182,7 @@ class FedCDAServer(Server[FedCDAOptions]):
         if self.options.selection == "random":
             return {client: int(draw.integers(len(self.cache[client]))) for client in participants}
         order = [participants[i] for i in draw.permutation(len(participants))]
-        products = Products(self, order)
+        products = _CandidateInnerProducts(self, order)
         picks: dict[int, int] = {}
         for batch in np.array_split(np.array(order), self._batches(len(order))):
             clients = [int(client) for client in batch]
@@ -209,7 +209,7 @@ class FedCDAServer(Server[FedCDAOptions]):
         self.chosen = dict(state["chosen"])
 
 
-class Products:
+class _CandidateInnerProducts:
     """The inner products of all candidates of a round, about the global model, taken in one pass over them.
 
     Clients whose choice is fixed enter through their sum alone; as batches are decided, their choices join that sum.
@@ -228,7 +228,7 @@ class Products:
         fixed = server.total[trainable] - count * reference[trainable].double()
         gram = inner_products(rows, reference, trainable, last=fixed).cpu().numpy()
         self.gram, self.with_fixed = gram[:-1, :-1], gram[:-1, -1].copy()
-        self.fixed = Fixed(count)
+        self.fixed = SelectedModelSums(count)
         ends = np.cumsum([0, *(len(each) for each in models)])
         self.places = {c: np.arange(ends[i], ends[i + 1]) for i, c in enumerate(participants)}
         self.losses = {c: np.array([f for *_, f in each]) for c, each in zip(participants, models, strict=True)}
@@ -247,9 +247,11 @@ class Products:
         """The best choice for these clients, by places in their caches; afterwards they are fixed."""
         places = np.concatenate([self.places[client] for client in batch])
         losses = [self.losses[client] for client in batch]
-        picks = enumerate_all(losses, self.gram[np.ix_(places, places)], self.with_fixed[places], self.fixed, L)
+        picks = enumerate_model_selections(
+            losses, self.gram[np.ix_(places, places)], self.with_fixed[places], self.fixed, L
+        )
         picked = np.array([self.places[client][pick] for client, pick in zip(batch, picks, strict=True)])
-        self.fixed = Fixed(
+        self.fixed = SelectedModelSums(
             count=self.fixed.count + len(batch),
             loss_sum=self.fixed.loss_sum + sum(float(f[p]) for f, p in zip(losses, picks, strict=True)),
             norms=self.fixed.norms + float(self.gram[picked, picked].sum()),

@@ -13,9 +13,9 @@ sequence, each client once in a cycle.
 import numpy as np
 from pydantic import Field
 
-from fedloom.methods.base import Context
-from fedloom.methods.catalogue import Method, register
+from fedloom.methods.base import MethodContext
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
+from fedloom.methods.registry import Method, register
 
 
 class FedClusterOptions(FedAvgOptions):
@@ -28,7 +28,7 @@ class FedClusterServer(FedAvgServer):
 
     options: FedClusterOptions
 
-    def __init__(self, context: Context, options: FedClusterOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedClusterOptions) -> None:
         super().__init__(context, options)
         count = min(options.clusters, context.clients)
         order = context.streams.numpy("fedcluster").permutation(context.clients)

@@ -17,7 +17,7 @@ model nothing is mixed. A model whose client was lost takes part as it is. Ties 
 order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
 from typing import Literal
@@ -28,11 +28,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.gram import Numbers, column_blocks, cosine_gaps, inner_products
-from fedloom.methods.base import Context, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.slots import APART, SlotServer
-from fedloom.rows import Kind, Layout
+from fedloom.core.layout import Layout, TensorKind
+from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products
+from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import APART, MultiModelServer
+
+
+def _column_blocks(rows: Tensor, columns: slice) -> Iterator[slice]:
+    """These columns, as many at a time as are worked on at once."""
+    length = max(256, BLOCK_BYTES[rows.device.type] // (len(rows) * rows.element_size()))
+    for start in range(columns.start, columns.stop, length):
+        yield slice(start, min(start + length, columns.stop))
 
 
 class FedCrossOptions(Options):
@@ -52,10 +59,10 @@ class FedCrossOptions(Options):
     """rounds at the start in which all models become their mean"""
 
 
-class FedCrossServer(SlotServer[FedCrossOptions]):
+class FedCrossServer(MultiModelServer[FedCrossOptions]):
     """K middleware models that cross-aggregate."""
 
-    def __init__(self, context: Context, options: FedCrossOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedCrossOptions) -> None:
         super().__init__(context, options)
         units = _units(context.layout, options.similarity)
         self.pieces = [columns for unit in units for columns in unit]
@@ -76,7 +83,7 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
         partners = self.collaborators(r, v)
         if floats < v.shape[1]:
             w[:, floats:] = v[:, floats:]  # integers stay with their model
-        mix = mix_singly if v.device.type == "cpu" else mix_together
+        mix = cross_aggregate_by_row if v.device.type == "cpu" else cross_aggregate_batched
         mix(v, partners, alpha, w, slice(0, floats))
 
     def alpha(self, r: int) -> float:
@@ -116,20 +123,20 @@ class FedCrossServer(SlotServer[FedCrossOptions]):
             sums = np.add.reduceat(products, self.starts)
         found = np.zeros((len(sums), len(v) + 1, len(v) + 1))
         found[:, 1:, 1:] = sums  # the difference of v_0 from itself is zero, and was not multiplied
-        gaps: Numbers = cosine_gaps(found).mean(0)
+        gaps: Numbers = cosine_distances(found).mean(0)
         return gaps
 
 
-def mix_singly(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
+def cross_aggregate_by_row(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
     """Mix these columns of each row of `v` with its partners' into `w`, row by row, which needs no other memory."""
     for i, theirs in enumerate(partners):
         _mix(v[i, columns], (v[j, columns] for j in theirs), alpha, w[i, columns])
 
 
-def mix_together(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
+def cross_aggregate_batched(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
     """The same with few calls, which on a GPU take longer than the arithmetic of small models."""
     others = torch.tensor(partners, device=v.device).unbind(1)
-    for block in column_blocks(v, columns):
+    for block in _column_blocks(v, columns):
         mine = v[:, block]
         _mix(mine, (mine.index_select(0, theirs) for theirs in others), alpha, w[:, block])
 
@@ -147,7 +154,7 @@ def _units(layout: Layout, similarity: str) -> list[list[slice]]:
         return [[slice(0, layout.trainable)]]
     layers: dict[str, list[slice]] = {}
     for entry in layout.entries:
-        if entry.kind is Kind.PARAMETER:
+        if entry.kind is TensorKind.PARAMETER:
             layers.setdefault(entry.unit, []).append(entry.columns)
     return list(layers.values())
 

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import InputError
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options, Refiner, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.proxy import Proxy, divergence
-from fedloom.optim import Adam
+from fedloom.methods._support.distillation import DistillationData, distillation_loss
+from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.methods.registry import Method, register
+from fedloom.training.optimizers import Adam
 
 GAIN = 1e-6
 """A smaller step of the divergence is rounding, and no gain."""
@@ -57,9 +57,9 @@ class FedDFOptions(Options):
 class FedDFRefiner(Refiner[FedDFOptions]):
     """Hears the clients' models as they come, then distils."""
 
-    def __init__(self, context: Context, options: FedDFOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedDFOptions) -> None:
         super().__init__(context, options)
-        self._proxy = proxy = Proxy(context, "feddf")
+        self._proxy = proxy = DistillationData(context, "feddf")
         if options.drop and not context.server_labels:
             raise InputError("feddf.drop needs labels of the server's data, and these have not the clients' classes.")
         order = torch.from_numpy(context.streams.numpy("feddf validation").permutation(len(proxy)))
@@ -71,7 +71,7 @@ class FedDFRefiner(Refiner[FedDFOptions]):
         self._good_weight = torch.zeros((), dtype=context.layout.dtype, device=context.device)
         self._last: dict[str, float] = {}
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         if not self.options.steps:
             return
         logits = self._proxy.outputs(update.row)
@@ -109,7 +109,7 @@ class FedDFRefiner(Refiner[FedDFOptions]):
         optimizer, weights = Adam(), row[: self.context.layout.trainable]
 
         def look() -> float:
-            return float(divergence(teacher[held], proxy.outputs(row, held) / options.temperature))
+            return float(distillation_loss(teacher[held], proxy.outputs(row, held) / options.temperature))
 
         best = first = look() if len(held) else float("inf")
         kept, gained, step = weights.clone(), 0, 0

@@ -23,11 +23,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Bench, Pass
-from fedloom.exchange import Job, Shapes, Update
-from fedloom.methods.base import Context, Local, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Layout, Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
+from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.registry import Method, register
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class FedDynOptions(Options):
@@ -37,18 +38,18 @@ class FedDynOptions(Options):
     """what is deployed: the mean of the clients' models, or the model that the next round starts from"""
 
 
-class FedDynLocal(Local[FedDynOptions]):
+class FedDynClient(Client[FedDynOptions]):
     """Training with the gradient of the two regularisers; the client keeps g_k at home."""
 
     def home(self, layout: Layout) -> Shapes:
         return {"g": (layout.trainable,)}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        yield Pass(self.step)
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
         w = bench.received[: bench.layout.trainable]
         bench.home["g"].sub_(bench.weights - w, alpha=self.options.alpha)
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         w = bench.received[: bench.layout.trainable]
         bench.gradient.add_(bench.weights - w, alpha=self.options.alpha).sub_(bench.home["g"])
 
@@ -58,19 +59,19 @@ class FedDynServer(Server[FedDynOptions]):
 
     kept = ("bank", "h")
 
-    def __init__(self, context: Context, options: FedDynOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedDynOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self.h = torch.zeros_like(context.initial[: context.layout.trainable])
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
-        return [Job(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0]) for client in clients]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, m = self.bank.rows
         alpha, trainable = self.options.alpha, self.context.layout.trainable
-        mean, count = Mean(self.context.layout), 0
+        mean, count = WeightedMean(self.context.layout), 0
         for update in updates:
             mean.add(update.row)
             count += 1
@@ -99,7 +100,7 @@ register(
         reference="Acar et al., ICLR 2021",
         options=FedDynOptions,
         server=FedDynServer,
-        local=FedDynLocal,
+        local=FedDynClient,
         models_sent="2K",
         needs_each="",
         client_keeps="1 vector",

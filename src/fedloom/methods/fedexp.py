@@ -19,10 +19,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.exchange import Job, Update
-from fedloom.methods.base import Context, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.registry import Method, register
 
 
 class FedExPOptions(Options):
@@ -39,21 +39,21 @@ class FedExPServer(Server[FedExPOptions]):
 
     kept = ("bank", "aggregations")
 
-    def __init__(self, context: Context, options: FedExPOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedExPOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self.aggregations = 0
         self._eta: float | None = None
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
-        return [Job(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0]) for client in clients]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._eta = None
         w, trainable = self.bank.rows[0], self.context.layout.trainable
         old = w.clone()
-        mean, squares = Mean(self.context.layout), list[Tensor]()
+        mean, squares = WeightedMean(self.context.layout), list[Tensor]()
         for update in updates:
             p = update.samples if self.options.weighting == "samples" else 1
             mean.add(update.row, p)
@@ -64,14 +64,14 @@ class FedExPServer(Server[FedExPOptions]):
         self.aggregations += 1
         delta = w[:trainable] - old[:trainable]
         squared = sum(torch.stack(squares).tolist())
-        self._eta = step_size(squared / mean.weight, float(delta.square().sum()), self.options.epsilon)
+        self._eta = fedexp_step_size(squared / mean.weight, float(delta.square().sum()), self.options.epsilon)
         if self._eta > 1:
             w[:trainable] = old[:trainable] + self._eta * delta
 
     def deploy(self) -> Tensor:
         if not self.options.average or self.aggregations < 2:
             return self.bank.rows[0]
-        mean, row = Mean(self.context.layout), self.bank.rows[0].clone()
+        mean, row = WeightedMean(self.context.layout), self.bank.rows[0].clone()
         for model in self.bank.rows:
             mean.add(model)
         mean.into(row)
@@ -84,7 +84,7 @@ class FedExPServer(Server[FedExPOptions]):
         return {} if self._eta is None else {"eta_g": self._eta}
 
 
-def step_size(mean_square: float, square_of_mean: float, epsilon: float) -> float:
+def fedexp_step_size(mean_square: float, square_of_mean: float, epsilon: float) -> float:
     """eta_g, from the mean squared norm of the updates and the squared norm of their mean."""
     below = 2 * (square_of_mean + epsilon)
     return max(1.0, mean_square / below) if below > 0 else 1.0  # updates that are zero or cancel out lead nowhere

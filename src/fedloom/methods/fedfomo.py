@@ -27,11 +27,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Bench, Pass
-from fedloom.exchange import Job, Shapes, Update
-from fedloom.methods.base import Context, Local, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Layout, Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
+from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.registry import Method, register
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class FedFomoOptions(Options):
@@ -50,7 +51,7 @@ class FedFomoServer(Server[FedFomoOptions]):
 
     kept = ("bank", "P", "sent")
 
-    def __init__(self, context: Context, options: FedFomoOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedFomoOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(context.clients)
         self.bank.rows[:] = context.initial
@@ -58,10 +59,10 @@ class FedFomoServer(Server[FedFomoOptions]):
         self.sent = torch.zeros(context.clients, dtype=torch.int64)
         self._others: dict[int, list[int]] = {}
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
         v = self.bank.rows
         self._others = {i: self.choose(round, i) for i in clients}
-        return [Job(i, v[i], i, {f"w{n}": v[j] for n, j in enumerate(self._others[i])}) for i in clients]
+        return [ClientTask(i, v[i], i, {f"w{n}": v[j] for n, j in enumerate(self._others[i])}) for i in clients]
 
     def choose(self, round: int, i: int) -> list[int]:
         """The other clients whose models client i receives."""
@@ -75,7 +76,7 @@ class FedFomoServer(Server[FedFomoOptions]):
             chosen.append(left.pop(int(draw.integers(len(left))) if draw.random() < epsilon else 0))
         return chosen
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         # Others still read the models of this round while the first answers come.
         for i, v_i, u in [(update.client, update.row.clone(), update.extras["u"].cpu()) for update in updates]:
             self.bank.rows[i] = v_i
@@ -84,7 +85,7 @@ class FedFomoServer(Server[FedFomoOptions]):
                 self.P[i, j] += gain
 
     def deploy(self) -> Tensor:
-        mean, row = Mean(self.context.layout), self.context.initial.clone()
+        mean, row = WeightedMean(self.context.layout), self.context.initial.clone()
         for i in self.sent.nonzero().flatten().tolist():
             mean.add(self.bank.rows[i])
         mean.into(row)
@@ -97,7 +98,7 @@ class FedFomoServer(Server[FedFomoOptions]):
         return self.bank.rows
 
 
-class FedFomoLocal(Local[FedFomoOptions]):
+class FedFomoClient(Client[FedFomoOptions]):
     """Weigh the others, move to the better ones, train."""
 
     def holds_out(self) -> float:
@@ -106,17 +107,17 @@ class FedFomoLocal(Local[FedFomoOptions]):
     def uploads(self, layout: Layout) -> Shapes:
         return {"u": (self.options.M - 1,)}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         v, w = bench.received, list(bench.extras.values())
         if w and bench.samples:
-            own, mixture = bench.validate(v).loss, Mean(bench.layout)
+            own, mixture = bench.validate(v).loss, WeightedMean(bench.layout)
             for n, w_n in enumerate(w):
                 way = float(torch.linalg.vector_norm((w_n - v)[: bench.layout.trainable]))
                 u_n = (own - bench.validate(w_n).loss) / way if way else 0.0
                 bench.uploads["u"][n] = u_n if isfinite(u_n) else 0.0
                 mixture.add(w_n, max(float(bench.uploads["u"][n]), 0.0))
             mixture.into(bench.row)
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
 
 register(
@@ -126,7 +127,7 @@ register(
         reference="Zhang et al., ICLR 2021",
         options=FedFomoOptions,
         server=FedFomoServer,
-        local=FedFomoLocal,
+        local=FedFomoClient,
         models_sent="K(M + 1)",
         needs_each="keeps a model for each client",
         server_keeps="N models",

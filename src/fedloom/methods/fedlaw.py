@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.proxy import Proxy, SingleServer
-from fedloom.optim import Adam
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods._support.distillation import DistillationData
+from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import SingleModelServer
+from fedloom.training.optimizers import Adam
 
 
 class FedLAWOptions(Options):
@@ -53,15 +54,15 @@ class FedLAWOptions(Options):
     """with swa: epochs before the first that counts in that mean; where none is left, the last counts alone"""
 
 
-class FedLAWServer(SingleServer[FedLAWOptions]):
+class FedLAWServer(SingleModelServer[FedLAWOptions]):
     """One model, merged as the server's data ask for."""
 
-    def __init__(self, context: Context, options: FedLAWOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedLAWOptions) -> None:
         super().__init__(context, options)
-        self._proxy = Proxy(context, "fedlaw", classifies=False)
+        self._proxy = DistillationData(context, "fedlaw", classifies=False)
         self._last: dict[str, float] = {}
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._last = {}
         layout, w = self.context.layout, self.bank.rows[0]
         answers = [(u.client, u.samples, u.row.clone()) for u in updates if u.samples]
@@ -72,7 +73,7 @@ class FedLAWServer(SingleServer[FedLAWOptions]):
         samples, rows = [n for _, n, _ in answers], torch.stack([row for *_, row in answers])
         del answers  # there is memory for all models once, not twice
         weights, gamma = self.learn(round, rows, samples) if self.options.epochs else (samples, 1.0)
-        mean = Mean(layout)
+        mean = WeightedMean(layout)
         for row, weight in zip(rows, weights, strict=True):
             mean.add(row, weight)
         mean.into(w)

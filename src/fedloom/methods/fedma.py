@@ -18,42 +18,45 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.methods.aligning import AligningOptions, AligningServer, assign, squared_distances
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.symmetries import Group, Symmetries, Tie
-from fedloom.rows import Kind
+from fedloom.core.layout import TensorKind
+from fedloom.core.similarity import pairwise_squared_distances
+from fedloom.methods.matching.alignment import AlignmentOptions, AlignmentServer, align_units_by_cost
+from fedloom.methods.matching.symmetries import Symmetries, SymmetryGroup, SymmetryTie
+from fedloom.methods.registry import Method, register
 
 
-class FedMAOptions(AligningOptions):
+class FedMAOptions(AlignmentOptions):
     sweeps: int = Field(5, ge=0)
     """times that every model is matched again to the mean of the others; ends early when nothing moves"""
 
 
-class FedMAServer(AligningServer[FedMAOptions]):
+class FedMAServer(AlignmentServer[FedMAOptions]):
     """The mean of matched neurons."""
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         draw = self.context.streams.numpy("fedma", round)
-        for group, ties in incoming(self.symmetries):
+        for group, ties in fedma_incoming_weights(self.symmetries):
             vectors = [group.vectors(row, ties).double() for row in rows]
-            orders = match(vectors, weights, self.options.sweeps, draw)
+            orders = match_fedma_neurons(vectors, weights, self.options.sweeps, draw)
             for row, order in zip(rows, orders, strict=True):
                 group.permute_(row, order.to(row.device))
 
 
-def incoming(symmetries: Symmetries) -> list[tuple[Group, list[Tie]]]:
+def fedma_incoming_weights(symmetries: Symmetries) -> list[tuple[SymmetryGroup, list[SymmetryTie]]]:
     """The groups in order, each with the weights that make its units from units of groups before it."""
-    result: list[tuple[Group, list[Tie]]] = []
+    result: list[tuple[SymmetryGroup, list[SymmetryTie]]] = []
     decided: set[str] = set()
     for group in symmetries.groups:
-        made = [tie for tie in group.ties if tie.made and tie.entry.kind is Kind.PARAMETER]
+        made = [tie for tie in group.ties if tie.made and tie.entry.kind is TensorKind.PARAMETER]
         ready = [tie for tie in made if symmetries.elsewhere(tie) <= decided]
         result.append((group, ready or made))
         decided.add(group.name)
     return result
 
 
-def match(vectors: Sequence[Tensor], weights: Sequence[float], sweeps: int, draw: np.random.Generator) -> list[Tensor]:
+def match_fedma_neurons(
+    vectors: Sequence[Tensor], weights: Sequence[float], sweeps: int, draw: np.random.Generator
+) -> list[Tensor]:
     """For each model which of its units goes to each place; the first model stays as it is at first.
 
     `vectors` has a matrix for each model, with one row a unit.
@@ -62,13 +65,13 @@ def match(vectors: Sequence[Tensor], weights: Sequence[float], sweeps: int, draw
     orders = [torch.arange(size) for _ in vectors]
     total, mass = weights[0] * vectors[0], weights[0]
     for k in (1 + draw.permutation(len(vectors) - 1)).tolist():
-        orders[k] = assign(squared_distances(total / mass, vectors[k]))
+        orders[k] = align_units_by_cost(pairwise_squared_distances(total / mass, vectors[k]))
         total, mass = total + weights[k] * vectors[k][orders[k]], mass + weights[k]
     for _ in range(sweeps if len(vectors) > 2 else 0):  # with two the first matching is the best already
         moved = False
         for k in draw.permutation(len(vectors)).tolist():
             others = (total - weights[k] * vectors[k][orders[k]]) / (mass - weights[k])
-            order = assign(squared_distances(others, vectors[k]))
+            order = align_units_by_cost(pairwise_squared_distances(others, vectors[k]))
             if not torch.equal(order, orders[k]):
                 moved = True
                 total = total + weights[k] * (vectors[k][order] - vectors[k][orders[k]])

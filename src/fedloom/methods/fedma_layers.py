@@ -23,15 +23,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench, Pass
+from fedloom.core.layout import Layout, LayoutEntry, TensorKind
+from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.exchange import Job, Shapes, Update
-from fedloom.methods.base import Context, Local, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.fedma import incoming, match
-from fedloom.methods.growing import Prior, grow
-from fedloom.methods.symmetries import Group, Symmetries, find_for
-from fedloom.rows import Entry, Kind, Layout
+from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.fedma import fedma_incoming_weights, match_fedma_neurons
+from fedloom.methods.matching.alignment import AlignmentPrior, align_growing_neurons
+from fedloom.methods.matching.symmetries import Symmetries, SymmetryGroup, find_run_symmetries
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class FedMALayersOptions(Options):
@@ -49,7 +50,7 @@ class FedMALayersOptions(Options):
     """growing: mean of the global biases before any is seen; that of weights is 0"""
 
 
-def stages(layout: Layout, symmetries: Symmetries) -> dict[int, int]:
+def fedma_layer_stages(layout: Layout, symmetries: Symmetries) -> dict[int, int]:
     """When each tensor is averaged, by its offset: with the last group that lies in it; what makes no units, last.
 
     A norm or a bias goes with the weights before it: in a residual stream those may come much later than the stream.
@@ -62,7 +63,7 @@ def stages(layout: Layout, symmetries: Symmetries) -> dict[int, int]:
         if not any(tie.made for _, tie in here):
             continue
         stage = max(n for n, _ in here)
-        if entry.kind is Kind.BUFFER:
+        if entry.kind is TensorKind.BUFFER:
             stage = units.get(entry.unit, stage)
         elif len(entry.shape) == 1:
             stage = max(before.get(n, n) for n, _ in here)
@@ -72,11 +73,11 @@ def stages(layout: Layout, symmetries: Symmetries) -> dict[int, int]:
     return found
 
 
-def columns(layout: Layout, stage: dict[int, int], low: int, high: int) -> Tensor:
+def fedma_layer_columns(layout: Layout, stage: dict[int, int], low: int, high: int) -> Tensor:
     """Which floats of a row belong to stages from `low` to before `high`."""
     chosen = torch.zeros(layout.floats, dtype=torch.bool)
     for entry in layout.entries:
-        if entry.kind is not Kind.INTEGER and low <= stage[entry.offset] < high:
+        if entry.kind is not TensorKind.INTEGER and low <= stage[entry.offset] < high:
             chosen[entry.columns] = True
     return chosen
 
@@ -86,11 +87,11 @@ class FedMALayersServer(Server[FedMALayersOptions]):
 
     kept = ("bank", "slots", "whole", "own", "held", "places", "who", "weights", "counts", "done", "popular")
 
-    def __init__(self, context: Context, options: FedMALayersOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedMALayersOptions) -> None:
         super().__init__(context, options)
-        self.symmetries = find_for(context)
-        self.ties = incoming(self.symmetries)
-        self.stage = stages(context.layout, self.symmetries)
+        self.symmetries = find_run_symmetries(context)
+        self.ties = fedma_incoming_weights(self.symmetries)
+        self.stage = fedma_layer_stages(context.layout, self.symmetries)
         groups, K = self.symmetries.groups, context.per_round
         if options.start < 1 and any(group.coupled for group in groups):
             coupled = next(group.name for group in groups if group.coupled)
@@ -130,11 +131,11 @@ class FedMALayersServer(Server[FedMALayersOptions]):
     def select(self, round: int) -> list[int]:
         return super().select(round - round % self.length)
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
         if round % self.length == 0:
             self._begin(clients)
         places = {client: slot for slot, client in enumerate(self.who)}
-        return [Job(c, self.slots.rows[places[c]], places[c]) for c in clients if c in places]
+        return [ClientTask(c, self.slots.rows[places[c]], places[c]) for c in clients if c in places]
 
     def _begin(self, clients: list[int]) -> None:
         self.who, self.done = list(clients), 0
@@ -160,10 +161,10 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         for n, group in enumerate(self.symmetries.groups):
             absent = torch.nonzero(~held[self.ends[n] : self.ends[n + 1]]).flatten().to(row.device)
             for tie in group.ties if len(absent) else ():
-                if tie.entry.kind is Kind.PARAMETER:
+                if tie.entry.kind is TensorKind.PARAMETER:
                     tie.view(row, group.size).index_fill_(tie.axis, absent, 0)
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         answered = False
         for update in updates:
             answered = True
@@ -177,7 +178,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         stage, last = round % self.length, self.length - 1
         for n in range(self.done, min(stage + 1, last)):
             self._match(round, n, active)
-        self._average(columns(self.context.layout, self.stage, self.done, stage + 1), active)
+        self._average(fedma_layer_columns(self.context.layout, self.stage, self.done, stage + 1), active)
         self.done = stage + 1
         matched = self.ends[min(stage + 1, last)]
         self.held[:, :matched] = self.own[active, :matched].any(0)
@@ -201,10 +202,12 @@ class FedMALayersServer(Server[FedMALayersOptions]):
                 if tie.entry.name.rpartition(".")[2] == "bias":
                     tie.entry.view(mu0).fill_(self.options.bias0)
             mean = group.vectors(mu0, ties)[0].double().cpu()
-            prior = Prior(self.options.sigma, self.options.sigma0, self.options.gamma, mean)
-            places = grow([vector.cpu() for vector in vectors], mine[0], group.size, prior, self.options.sweeps, draw)
+            prior = AlignmentPrior(self.options.sigma, self.options.sigma0, self.options.gamma, mean)
+            places = align_growing_neurons(
+                [vector.cpu() for vector in vectors], mine[0], group.size, prior, self.options.sweeps, draw
+            )
         else:
-            orders = match(vectors, [self.weights[k] for k in active], self.options.sweeps, draw)
+            orders = match_fedma_neurons(vectors, [self.weights[k] for k in active], self.options.sweeps, draw)
             places = [torch.argsort(order) for order in orders]
         for k, m, place in zip(active, mine, places, strict=True):
             group.permute_(self.slots.rows[k], _order(group, m, place).to(self.slots.rows.device))
@@ -244,14 +247,14 @@ class FedMALayersServer(Server[FedMALayersOptions]):
             entry.view(row).copy_(weight.to(row.dtype).view(shape).expand(entry.shape))
         return row
 
-    def _heads(self) -> list[Entry]:
+    def _heads(self) -> list[LayoutEntry]:
         """The tensors with one row for each class."""
         tied = {tie.entry.offset for group in self.symmetries.groups for tie in group.ties if tie.axis == 0}
         classes = self.context.classes
         return [
             e
             for e in self.context.layout.entries
-            if classes and e.kind is Kind.PARAMETER and e.shape[:1] == (classes,) and e.offset not in tied
+            if classes and e.kind is TensorKind.PARAMETER and e.shape[:1] == (classes,) and e.offset not in tied
         ]
 
     def _rows(self, active: list[int]) -> list[Tensor]:
@@ -267,7 +270,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         return {"units": float((self.popular > 0).sum())}
 
 
-def _order(group: Group, mine: Tensor, place: Tensor) -> Tensor:
+def _order(group: SymmetryGroup, mine: Tensor, place: Tensor) -> Tensor:
     """Which unit goes to each place, if `mine` go to `place` and the others wherever there is room."""
     order = torch.full((group.size,), -1)
     order[place] = mine
@@ -277,30 +280,30 @@ def _order(group: Group, mine: Tensor, place: Tensor) -> Tensor:
     return order
 
 
-class FedMALayersLocal(Local[FedMALayersOptions]):
+class FedMALayersClient(Client[FedMALayersOptions]):
     """Ordinary training of the layers that are not matched yet."""
 
-    def __init__(self, context: Context, options: FedMALayersOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedMALayersOptions) -> None:
         super().__init__(context, options)
-        self.symmetries = find_for(context)
-        self.stage = stages(context.layout, self.symmetries)
+        self.symmetries = find_run_symmetries(context)
+        self.stage = fedma_layer_stages(context.layout, self.symmetries)
 
     def uploads(self, layout: Layout) -> Shapes:
         return {"counts": (self.context.classes,)} if self.context.classes else {}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         layout = self.context.layout
         stage = bench.round % (len(self.symmetries.groups) + 1)
-        resting = columns(layout, self.stage, 0, stage).to(bench.device)
+        resting = fedma_layer_columns(layout, self.stage, 0, stage).to(bench.device)
         if self.options.start < 1:
             resting |= self._absent(bench.received)
         bench.scratch["resting"] = bench.buffer("fedma resting", layout.trainable)
         bench.scratch["resting"].copy_(resting[: layout.trainable])
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
         floats = bench.row[: layout.floats]  # statistics of layers that rest
         floats.copy_(torch.where(resting, bench.received[: layout.floats], floats))
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = super().step(bench, batch)
         # After the step, not in the gradient: momentum and weight decay would move them as well.
         received = bench.received[: bench.weights.numel()]
@@ -314,7 +317,7 @@ class FedMALayersLocal(Local[FedMALayersOptions]):
         """The columns of units that this client has not: all of their weights are zero."""
         absent = torch.zeros_like(row)
         for group in self.symmetries.groups:
-            weights = [tie for tie in group.ties if tie.entry.kind is Kind.PARAMETER]
+            weights = [tie for tie in group.ties if tie.entry.kind is TensorKind.PARAMETER]
             none = torch.nonzero((group.vectors(row, weights) == 0).all(1)).flatten()
             for tie in group.ties:
                 tie.view(absent, group.size).index_fill_(tie.axis, none, 1)
@@ -328,7 +331,7 @@ register(
         reference="Wang et al., ICLR 2020",
         options=FedMALayersOptions,
         server=FedMALayersServer,
-        local=FedMALayersLocal,
+        local=FedMALayersClient,
         models_sent="2K + counts",
         needs_each="matches the neurons of the clients' models",
         server_keeps="K+2 models",

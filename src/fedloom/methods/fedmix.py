@@ -15,6 +15,13 @@ FedAvg and the pool grows until all clients have been seen. Groups are counted (
 not their size. Values of lambda in the paper: 0.05 for CIFAR-10, 0.1 for CIFAR-100, 0.2 for FEMNIST.
 Means reveal something of the samples, the more the smaller the groups; real sites share none over fewer than ten. They
 can be taken of numbers, not of tokens.
+
+NaiveMix: clients mix their samples with means of other clients' samples.
+
+Yoon et al., "FedMix: Approximation of Mixup under Mean Augmented Federated Learning", ICLR 2021, the simpler of the
+paper's two methods. Means (x_, y_) are shared and pooled as in fedmix.py; a step is plain mixup with one of them:
+
+    (1 - lambda) CE(f(x'), y) + lambda CE(f(x'), y_),        x' = (1 - lambda) x + lambda x_
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,12 +31,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench, Criterion, Pass
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.exchange import Shapes, Update
-from fedloom.methods.base import Companion, Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Layout
+from fedloom.methods.base import Client, Extras, MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.context import Criterion
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 FEWEST = 10
 """Samples of a group whose mean a real site would share."""
@@ -42,10 +51,10 @@ class FedMixOptions(Options):
     """means that each client shares; 1 is the mean of all its samples"""
 
 
-class MixLocal(Local[FedMixOptions]):
+class FedMixClient(Client[FedMixOptions]):
     """One look at the samples for their means, and training on mixtures."""
 
-    def __init__(self, context: Context, options: FedMixOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedMixOptions) -> None:
         super().__init__(context, options)
         if not context.classes:
             raise InputError("fedmix and naivemix mix labels, and these data have no classes.")
@@ -61,21 +70,21 @@ class MixLocal(Local[FedMixOptions]):
     def fewest_samples(self) -> int:
         return FEWEST * self.options.groups if self.options.lam else 1
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         if not self.options.lam:
-            yield Pass(self.step)
+            yield LocalSteps(self.step)
             return
         bench.scratch["taken"] = bench.buffer("fedmix taken").zero_()
         bench.scratch["samples"] = bench.buffer("fedmix samples").fill_(bench.samples)
-        yield Pass(self.observe, epochs=1)
+        yield LocalSteps(self.observe, epochs=1)
         count = bench.uploads["count"].clamp(min=1)
         for mean in (bench.uploads["x"], bench.uploads["y"]):
             mean.div_(count.view(-1, *[1] * (mean.dim() - 1)))
         bench.restart()  # the same batches again, to be trained on
         bench.scratch["mixes"] = "x" in bench.extras
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
 
-    def observe(self, bench: Bench, batch: Batch) -> Tensor:
+    def observe(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         """Add the samples of a batch to the sums of their groups; no step."""
         if not batch.x.is_floating_point():
             raise InputError("fedmix and naivemix take means of inputs, and these are no numbers but tokens.")
@@ -90,7 +99,7 @@ class MixLocal(Local[FedMixOptions]):
         taken.add_(len(batch))
         return torch.zeros_like(taken)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         if not self.options.lam or not bench.scratch["mixes"]:
             return super().step(bench, batch)
         x, y = bench.extras["x"], bench.extras["y"]
@@ -101,7 +110,7 @@ class MixLocal(Local[FedMixOptions]):
         bench.descend()
         return loss.detach()
 
-    def mixed(self, bench: Bench, batch: Batch, x_: Tensor, y_: Tensor) -> Tensor:
+    def mixed(self, bench: LocalTrainer, batch: Batch, x_: Tensor, y_: Tensor) -> Tensor:
         """The loss of a batch with one mean."""
         return fedmix_loss(bench.module, self.context.criterion, batch, x_, y_, self.options.lam)
 
@@ -115,12 +124,12 @@ def fedmix_loss(f: torch.nn.Module, criterion: Criterion, batch: Batch, x_: Tens
     return (1 - lam) * own + lam * criterion(output, y_) + lam * (slope * x_).sum()
 
 
-class MixCompanion(Companion[FedMixOptions]):
+class FedMixExtras(Extras[FedMixOptions]):
     """The pool of means, in the order in which clients were first seen."""
 
     kept = ("x", "y", "owners")
 
-    def __init__(self, context: Context, options: FedMixOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedMixOptions) -> None:
         super().__init__(context, options)
         most = context.clients * options.groups
         width = context.initial.new_zeros(context.shape).numel()
@@ -134,7 +143,7 @@ class MixCompanion(Companion[FedMixOptions]):
         count = len(self.owners)
         return {"x": self.x[:count], "y": self.y[:count]} if count else {}
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         if update.client in self.owners:  # its samples are still the same
             return
         for group in range(self.options.groups):
@@ -150,12 +159,37 @@ register(
         summary="mix samples with means of others' samples, through a Taylor term",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,
-        local=MixLocal,
-        companion=MixCompanion,
+        local=FedMixClient,
+        companion=FedMixExtras,
         neutral={"lam": 0.0},
         models_sent="2K + means",
         needs_each="hands means of each client's samples to the others",
         server_keeps="model, means",
         extra_compute="client 2x",
+    )
+)
+
+
+class NaiveMixClient(FedMixClient):
+    """FedMix's clients with plain mixup."""
+
+    def mixed(self, bench: LocalTrainer, batch: Batch, x_: Tensor, y_: Tensor) -> Tensor:
+        lam, criterion = self.options.lam, self.context.criterion
+        output = bench.module((1 - lam) * batch.x + lam * x_)
+        return (1 - lam) * criterion(output, batch.y) + lam * criterion(output, y_)
+
+
+register(
+    Method(
+        name="naivemix",
+        summary="mix samples with means of others' samples",
+        reference="Yoon et al., ICLR 2021",
+        options=FedMixOptions,
+        local=NaiveMixClient,
+        companion=FedMixExtras,
+        neutral={"lam": 0.0},
+        models_sent="2K + means",
+        needs_each="hands means of each client's samples to the others",
+        server_keeps="model, means",
     )
 )

@@ -31,14 +31,14 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from fedloom.copies import copy_all_
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientUpdate
+from fedloom.devices.cuda_runtime import foreach_copy_
 from fedloom.errors import InputError
-from fedloom.exchange import Update
-from fedloom.methods.base import Context, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.recombination import LayerExchange, recombine
-from fedloom.methods.slots import APART, SlotServer
-from fedloom.rows import Layout
+from fedloom.methods._support.layer_exchange import LayerExchange, exchange_model_layers
+from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import APART, MultiModelServer
 
 SEGMENT = re.compile(r"segment:([0-9]?\.?[0-9]{1,9}|[0-9]{1,4}/[1-9][0-9]{0,3})")
 
@@ -72,7 +72,7 @@ class FedMROptions(Options):
         raise ValueError("module, tensor or segment:x with x above 0 and at most 1")
 
 
-def layers(layout: Layout, granularity: str) -> list[list[slice]]:
+def fedmr_layer_columns(layout: Layout, granularity: str) -> list[list[slice]]:
     """The columns of each layer."""
     units = list(layout.units().values())
     if granularity == "module":
@@ -91,12 +91,12 @@ def _by_layer(rows: Tensor, layers: list[list[slice]]) -> list[list[tuple[Tensor
     return [[rows[:, part].unbind() for part in columns] for columns in layers]
 
 
-class FedMRServer(SlotServer[FedMROptions]):
+class FedMRServer(MultiModelServer[FedMROptions]):
     """K models that swap layers."""
 
-    def __init__(self, context: Context, options: FedMROptions) -> None:
+    def __init__(self, context: MethodContext, options: FedMROptions) -> None:
         super().__init__(context, options)
-        self.layers = layers(context.layout, options.granularity)
+        self.layers = fedmr_layer_columns(context.layout, options.granularity)
         if options.mixed and len(self.layers) == 1:
             raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
         self._given_up = self._exchanged = False
@@ -111,11 +111,11 @@ class FedMRServer(SlotServer[FedMROptions]):
         idle = [name for name in ("send_probability", "mixed") if getattr(options, name) != fields[name].default]
         return [f"fedmr.{name} is about the secure exchange, and fedmr.secure is off." for name in idle]
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._given_up = self._exchanged = False
         super().collect(round, self._looked_at(updates))
 
-    def _looked_at(self, updates: Iterator[Update]) -> Iterator[Update]:
+    def _looked_at(self, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
         for update in updates:
             self._exchanged = update.exchanged
             yield update
@@ -141,14 +141,14 @@ class FedMRServer(SlotServer[FedMROptions]):
             for here, there in zip(theirs, mine, strict=True):
                 targets += there
                 sources += [here[j] for j in source]
-        copy_all_(targets, sources)  # on a GPU, hardly slower than one of them
+        foreach_copy_(targets, sources)  # on a GPU, hardly slower than one of them
 
     @classmethod
     def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:
         """What clients exchange among themselves before they upload. Sites ask this too, so it needs no server."""
         if not options.secure or round < options.first_stage:
             return None
-        return LayerExchange(layers(layout, options.granularity), options.send_probability, options.mixed)
+        return LayerExchange(fedmr_layer_columns(layout, options.granularity), options.send_probability, options.mixed)
 
     def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
         """The clients exchange layers; what the server gets is `w`. Over sites they have done so already.
@@ -161,7 +161,7 @@ class FedMRServer(SlotServer[FedMROptions]):
         present = [i for i in range(len(v)) if i not in self.absent]
         models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
         draws = partial(self.context.streams.numpy, round=round)
-        found = recombine(models, draws, self.options.send_probability, self.options.mixed)
+        found = exchange_model_layers(models, draws, self.options.send_probability, self.options.mixed)
         if found is None:
             self._given_up = True
             return
@@ -171,7 +171,7 @@ class FedMRServer(SlotServer[FedMROptions]):
                 _scatter(w[i], columns, layer)
 
 
-class IndepServer(SlotServer[Options]):
+class IndepServer(MultiModelServer[Options]):
     """K models that never meet."""
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:

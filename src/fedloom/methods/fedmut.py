@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.exchange import Job, Update
-from fedloom.methods.base import Context, Options, Server
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.fedmr import layers
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.fedmr import fedmr_layer_columns
+from fedloom.methods.registry import Method, register
 
 
 class FedMutOptions(Options):
@@ -49,37 +49,40 @@ class FedMutServer(Server[FedMutOptions]):
 
     kept = ("bank",)
 
-    def __init__(self, context: Context, options: FedMutOptions) -> None:
+    def __init__(self, context: MethodContext, options: FedMutOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self._mutants = context.bank(context.per_round)
         self._count = 0  # of mutants that were sent in this round
         trainable = context.layout.trainable
-        units = [[c for c in unit if c.stop <= trainable] for unit in layers(context.layout, options.granularity)]
+        units = [
+            [c for c in unit if c.stop <= trainable]
+            for unit in fedmr_layer_columns(context.layout, options.granularity)
+        ]
         self._layers = [unit for unit in units if unit]
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[Job]:
+    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
         w, before = self.bank.rows
         mutants, draw = self._mutants.rows[: len(clients)], self.context.streams.numpy("fedmut", round)
         self._count = len(clients)
         mutants[:] = w
         for unit in self._layers:
-            v = torch.from_numpy(coefficients(len(clients), self.lean(round), draw)).to(mutants)
+            v = torch.from_numpy(fedmut_coefficients(len(clients), self.lean(round), draw)).to(mutants)
             if self.options.alpha:
                 for columns in unit:
                     delta = w[columns] - before[columns]
                     mutants[:, columns] += self.options.alpha * v[:, None] * delta
-        return [Job(client, mutants[slot], slot) for slot, client in enumerate(clients)]
+        return [ClientTask(client, mutants[slot], slot) for slot, client in enumerate(clients)]
 
     def lean(self, round: int) -> float:
         """a_t."""
         over = min(round / self.options.T_a, 1.0) if self.options.T_a else 1.0
         return self.options.a0 * (1 - over)
 
-    def collect(self, round: int, updates: Iterator[Update]) -> None:
+    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, before = self.bank.rows
-        trained, sent, everyone = (Mean(self.context.layout) for _ in range(3))
+        trained, sent, everyone = (WeightedMean(self.context.layout) for _ in range(3))
         for update in updates:
             trained.add(update.row)
             sent.add(update.job.row)
@@ -102,7 +105,7 @@ class FedMutServer(Server[FedMutOptions]):
         return self.bank.rows[:1]
 
 
-def coefficients(count: int, lean: float, draw: np.random.Generator) -> NDArray[np.float64]:
+def fedmut_coefficients(count: int, lean: float, draw: np.random.Generator) -> NDArray[np.float64]:
     """v of one layer for `count` mutants: pairs (1, lean - 1), shuffled; the last of an odd number is 0."""
     v = np.zeros(count)
     pairs = np.tile([1.0, lean - 1.0], count // 2)

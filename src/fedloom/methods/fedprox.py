@@ -12,9 +12,9 @@ and tune it in {0.001, 0.01, 0.1, 0.5, 1}; FedCross and FedMR use 0.01 for CIFAR
 
 from pydantic import Field
 
-from fedloom.bench import Bench
-from fedloom.methods.base import Local, Options
-from fedloom.methods.catalogue import Method, register
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.trainer import LocalTrainer
 
 
 class FedProxOptions(Options):
@@ -22,10 +22,10 @@ class FedProxOptions(Options):
     """strength of the pull to the received model; 0 is FedAvg"""
 
 
-class FedProxLocal(Local[FedProxOptions]):
+class FedProxClient(Client[FedProxOptions]):
     """Ordinary training plus the gradient of the proximal term."""
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         if mu := self.options.mu:
             w = bench.received[: bench.layout.trainable]
             bench.gradient.add_(bench.weights - w, alpha=mu)
@@ -37,7 +37,7 @@ register(
         summary="pull each client back to the model it received",
         reference="Li et al., MLSys 2020",
         options=FedProxOptions,
-        local=FedProxLocal,
+        local=FedProxClient,
         neutral={"mu": 0.0},
         models_sent="2K",
     )

@@ -21,11 +21,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedloom.bench import Batch, Bench, Pass
+from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.methods.base import Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Kind, Layout
+from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class FedRepOptions(Options):
@@ -40,10 +41,10 @@ class FedRepOptions(Options):
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-class HeadAndBody(Local[O]):
+class FedRepSplitClient(Client[O]):
     """A network cut in two: its head stays home, and steps move one part, or both, and leave the other alone."""
 
-    def __init__(self, context: Context, options: O) -> None:
+    def __init__(self, context: MethodContext, options: O) -> None:
         super().__init__(context, options)
         if self.body(context.layout) == []:
             raise InputError(
@@ -53,7 +54,7 @@ class HeadAndBody(Local[O]):
 
     def head(self, layout: Layout) -> slice:
         """The columns of the head's parameters: of the layer called `head`, or else of the last one."""
-        weights = [entry for entry in layout.entries if entry.kind is Kind.PARAMETER]
+        weights = [entry for entry in layout.entries if entry.kind is TensorKind.PARAMETER]
         named = [entry.unit for entry in weights if entry.unit.rpartition(".")[2] == "head"]
         unit = (named or [entry.unit for entry in weights])[-1]
         columns = [entry.columns for entry in weights if entry.unit == unit]
@@ -67,41 +68,41 @@ class HeadAndBody(Local[O]):
     def stays_home(self, layout: Layout) -> list[slice]:
         return [self.head(layout)]
 
-    def head_pass(self, bench: Bench, epochs: int) -> Pass:
+    def head_pass(self, bench: LocalTrainer, epochs: int) -> LocalSteps:
         """Train the head alone."""
         for module in bench.module.modules():
             if isinstance(module, _NormBase):  # or a frozen body's statistics would still move
                 module.eval()
         return self._pass(bench, self.body(bench.layout), epochs)
 
-    def body_pass(self, bench: Bench, epochs: int | None) -> Pass:
+    def body_pass(self, bench: LocalTrainer, epochs: int | None) -> LocalSteps:
         """Train the body alone; `epochs` None: the run's own epochs or steps."""
         return self._pass(bench, [self.head(bench.layout)], epochs)
 
-    def whole_pass(self, bench: Bench, epochs: int) -> Pass:
+    def whole_pass(self, bench: LocalTrainer, epochs: int) -> LocalSteps:
         """Train head and body."""
         return self._pass(bench, [], epochs)
 
-    def _pass(self, bench: Bench, frozen: list[slice], epochs: int | None) -> Pass:
+    def _pass(self, bench: LocalTrainer, frozen: list[slice], epochs: int | None) -> LocalSteps:
         bench.scratch["frozen"] = [(part.start, part.stop) for part in frozen]
         bench.scratch["as it was"] = [
             bench.buffer(f"frozen {start}:{stop}", stop - start).copy_(bench.weights[start:stop])
             for start, stop in bench.scratch["frozen"]
         ]
-        return Pass(self.step, epochs)
+        return LocalSteps(self.step, epochs)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = super().step(bench, batch)
         for (start, stop), value in zip(bench.scratch["frozen"], bench.scratch["as it was"], strict=True):
             bench.weights[start:stop].copy_(value)  # weight decay moves what has no gradient
         return loss
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         for start, stop in bench.scratch["frozen"]:
             bench.gradient[start:stop].zero_()  # and does not count where gradients are clipped
 
 
-class FedRepLocal(HeadAndBody[FedRepOptions]):
+class FedRepClient(FedRepSplitClient[FedRepOptions]):
     """First the head, then the body."""
 
     def notes(self) -> list[str]:
@@ -109,14 +110,14 @@ class FedRepLocal(HeadAndBody[FedRepOptions]):
             return []
         return ["fedrep makes a new optimiser for its heads and for its body in every round: keep_optimizer is no use."]
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         bench.new_optimizer()
         yield self.head_pass(bench, self.options.head_epochs)
         bench.module.train()
         bench.new_optimizer()
         yield self.body_pass(bench, self.options.body_epochs)
 
-    def personal(self, bench: Bench) -> Iterator[Pass]:
+    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         if bench.round >= self.context.rounds:
             bench.new_optimizer()
             yield self.head_pass(bench, self.options.final_epochs)
@@ -128,7 +129,7 @@ register(
         summary="share the body, and let each client fit a head of its own",
         reference="Collins et al., ICML 2021",
         options=FedRepOptions,
-        local=FedRepLocal,
+        local=FedRepClient,
         models_sent="2K - heads",
         client_keeps="its head",
         extra_compute="11 epochs",

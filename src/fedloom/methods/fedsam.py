@@ -19,9 +19,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench
-from fedloom.methods.base import Local, O, Options
-from fedloom.methods.catalogue import Method, register
+from fedloom.methods.base import Client, O, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
 
 TINY = 1e-12
 """Added to norms: where there is no gradient there is no ascent."""
@@ -32,7 +33,7 @@ class FedSAMOptions(Options):
     """how far away the worst point is looked for; 0 is FedAvg"""
 
 
-class AscendingLocal(Local[O], ABC):
+class SharpnessAwareClient(Client[O], ABC):
     """Steps along the gradient at v + ascent(v), of the same batch."""
 
     @abstractmethod
@@ -40,10 +41,10 @@ class AscendingLocal(Local[O], ABC):
         """How far the ascent goes; 0 leaves it out."""
 
     @abstractmethod
-    def ascent(self, bench: Bench) -> Tensor:
+    def ascent(self, bench: LocalTrainer) -> Tensor:
         """The way from v to v', from `bench.gradient`, the gradient at v."""
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         if not self.radius():
             return super().step(bench, batch)
         loss = bench.loss(batch)
@@ -57,13 +58,13 @@ class AscendingLocal(Local[O], ABC):
         return loss
 
 
-class FedSAMLocal(AscendingLocal[FedSAMOptions]):
+class FedSAMClient(SharpnessAwareClient[FedSAMOptions]):
     """The worst point of a ball."""
 
     def radius(self) -> float:
         return self.options.rho
 
-    def ascent(self, bench: Bench) -> Tensor:
+    def ascent(self, bench: LocalTrainer) -> Tensor:
         g = bench.gradient
         return g.mul(self.options.rho / (torch.linalg.vector_norm(g) + TINY))
 
@@ -74,7 +75,7 @@ register(
         summary="clients descend along the gradient at the worst point near by",
         reference="Qu et al., ICML 2022",
         options=FedSAMOptions,
-        local=FedSAMLocal,
+        local=FedSAMClient,
         neutral={"rho": 0.0},
         models_sent="2K",
         extra_compute="client 2x",

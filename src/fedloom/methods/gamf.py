@@ -24,13 +24,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.methods.aligning import AligningOptions, AligningServer, assign
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.symmetries import Group, Symmetries, Tie
-from fedloom.rows import Kind
+from fedloom.core.layout import TensorKind
+from fedloom.methods.matching.alignment import AlignmentOptions, AlignmentServer, align_units_by_cost
+from fedloom.methods.matching.symmetries import Symmetries, SymmetryGroup, SymmetryTie
+from fedloom.methods.registry import Method, register
 
 
-class GAMFOptions(AligningOptions):
+class GAMFOptions(AlignmentOptions):
     sweeps: int = Field(50, ge=1)
     """sweeps over the layers at most"""
     temperature: float = Field(10.0, gt=0)
@@ -43,24 +43,24 @@ class GAMFOptions(AligningOptions):
     """hard: units change places; soft: each becomes a mixture of units, as in the authors' code"""
 
 
-class GAMFServer(AligningServer[GAMFOptions]):
+class GAMFServer(AlignmentServer[GAMFOptions]):
     """The mean of models aligned to the largest client's."""
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         anchor = rows[0]
         for row in rows[1:]:
-            matching = graduated(self.symmetries, anchor, row, self.options)
+            matching = gamf_graduated_assignment(self.symmetries, anchor, row, self.options)
             for group, P in zip(self.symmetries.groups, matching, strict=True):
                 if self.options.output == "hard":
-                    group.permute_(row, assign(-P).to(row.device))
+                    group.permute_(row, align_units_by_cost(-P).to(row.device))
                 else:
                     group.transport_(row, P)
 
 
-class Edges:
+class GAMFEdgeWeights:
     """The weights between one group and the others, in one tensor."""
 
-    def __init__(self, symmetries: Symmetries, group: Group, tie: Tie) -> None:
+    def __init__(self, symmetries: Symmetries, group: SymmetryGroup, tie: SymmetryTie) -> None:
         self.group, self.tie = group, tie
         self.others = [
             (number, theirs)
@@ -77,7 +77,7 @@ class Edges:
             block = torch.unflatten(block, theirs.axis, (-1, theirs.inner))
             block.copy_(torch.tensordot(P[number], block, dims=([1], [theirs.axis])).movedim(0, theirs.axis))
         a, b = (self._vectors(each) for each in (self.tie.entry.view(anchor).double(), moved))
-        A = torch.exp(-0.5 * fourth_norms(a, b))
+        A = torch.exp(-0.5 * gamf_l4_distances(a, b))
         return A / A.mean()
 
     def _vectors(self, tensor: Tensor) -> Tensor:
@@ -85,9 +85,14 @@ class Edges:
         return tensor.narrow(tie.axis, tie.start, size * tie.inner).movedim(tie.axis, 0).reshape(size, -1)
 
 
-def graduated(symmetries: Symmetries, anchor: Tensor, row: Tensor, options: GAMFOptions) -> list[Tensor]:
+def gamf_graduated_assignment(
+    symmetries: Symmetries, anchor: Tensor, row: Tensor, options: GAMFOptions
+) -> list[Tensor]:
     """The soft matching P of each group: P[i, j] says how much unit j of the model is unit i of the anchor."""
-    graph = [[Edges(symmetries, group, tie) for tie in group.ties if _is_weight(tie)] for group in symmetries.groups]
+    graph = [
+        [GAMFEdgeWeights(symmetries, group, tie) for tie in group.ties if _is_weight(tie)]
+        for group in symmetries.groups
+    ]
     P = [torch.full((g.size, g.size), 1 / g.size, dtype=torch.float64, device=row.device) for g in symmetries.groups]
     # Where the other side is fixed (pixels, classes), likeness does not change from sweep to sweep.
     constant = {edges: edges.affinity(anchor, row, P) for each in graph for edges in each if not edges.others}
@@ -98,7 +103,7 @@ def graduated(symmetries: Symmetries, anchor: Tensor, row: Tensor, options: GAMF
             if not each:
                 continue
             parts = [constant[e] if e in constant else e.affinity(anchor, row, P) for e in each]
-            new = sinkhorn(torch.stack(parts).sum(0) / temperature, 20 + 50 * sweep)
+            new = gamf_sinkhorn(torch.stack(parts).sum(0) / temperature, 20 + 50 * sweep)
             change = max(change, float((new - P[number]).abs().max()))
             surest = min(surest, float(new.amax(1).min()))
             P[number] = new
@@ -108,11 +113,11 @@ def graduated(symmetries: Symmetries, anchor: Tensor, row: Tensor, options: GAMF
     return P
 
 
-def _is_weight(tie: Tie) -> bool:
-    return tie.entry.kind is Kind.PARAMETER and len(tie.entry.shape) > 1
+def _is_weight(tie: SymmetryTie) -> bool:
+    return tie.entry.kind is TensorKind.PARAMETER and len(tie.entry.shape) > 1
 
 
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+def gamf_sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """The doubly stochastic matrix exp(logits[i, j] + u_i + v_j), or as near as so many iterations come to it."""
     # The largest number of every row and column is brought to 0 first. What is then below -300 is as good as nothing,
     # and the exponentials fit a double: so an iteration is two products with a vector instead of many logarithms.
@@ -130,7 +135,7 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     return torch.from_numpy(u[:, None] * K * v).to(logits.device)
 
 
-def fourth_norms(a: Tensor, b: Tensor) -> Tensor:
+def gamf_l4_distances(a: Tensor, b: Tensor) -> Tensor:
     """(sum_x (a_ix - b_jx)^4)^(1/4), by three products of matrices."""
     a2, b2 = a * a, b * b
     powers = (a2 * a2).sum(1)[:, None] + (b2 * b2).sum(1)

@@ -33,9 +33,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.methods.base import Local, Options
-from fedloom.methods.catalogue import Method, register
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 NOISE = 1e-5
 """A squared distance of less than this share of the squared ways is rounding, and counts as this much: divided by a
@@ -107,10 +108,10 @@ class LSSOptions(Options):
             )
 
 
-class LSSLocal(Local[LSSOptions]):
+class LSSClient(Client[LSSOptions]):
     """Algorithm 1 of the paper."""
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         o, parameters = self.options, bench.layout.trainable
         f_p, f_i = bench.received[:parameters], bench.weights
         pool = bench.buffer("lss pool", o.models, parameters)  # row m is the way from f_p to member m
@@ -145,29 +146,29 @@ class LSSLocal(Local[LSSOptions]):
         if o.estimate and bench.training.statistics != "estimated":
             bench.estimate_statistics()
 
-    def mean(self, bench: Bench, members: Tensor) -> None:
+    def mean(self, bench: LocalTrainer, members: Tensor) -> None:
         """Put the mean of the pool into the client's row: where a member starts, and what is sent."""
         count = len(members) + self.options.include_init
         if count == 1:
             return  # the one member lies there already
         torch.add(bench.received[: len(bench.weights)], members.sum(0), alpha=1 / count, out=bench.weights)
 
-    def stretch(self, bench: Bench, i: int) -> Pass:
+    def stretch(self, bench: LocalTrainer, i: int) -> LocalSteps:
         """How long member i is trained."""
         o = self.options
         if o.share:
-            total = bench.length(Pass(self.step))
-            return Pass(self.step, steps=total * (i + 1) // o.models - total * i // o.models)
+            total = bench.length(LocalSteps(self.step))
+            return LocalSteps(self.step, steps=total * (i + 1) // o.models - total * i // o.models)
         if not i and o.first_epochs is not None:
-            return Pass(self.step, o.first_epochs)
-        return Pass(self.step, o.epochs, o.steps)
+            return LocalSteps(self.step, o.first_epochs)
+        return LocalSteps(self.step, o.epochs, o.steps)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         rows, f_p = bench.scratch["rows"], bench.received[: len(bench.weights)]
         torch.sub(bench.weights, f_p, out=rows[-1])
         if bench.scratch["alone"]:
             return super().step(bench, batch)
-        a = simplex_weights(len(rows) + self.options.include_init, rows)[-len(rows) :]
+        a = lss_simplex_weights(len(rows) + self.options.include_init, rows)[-len(rows) :]
         torch.addmv(f_p, rows.T, a, out=bench.scratch["point"][: len(f_p)])  # f_s
         loss = bench.loss(batch)
         bench.backward(loss)
@@ -176,13 +177,13 @@ class LSSLocal(Local[LSSOptions]):
         bench.descend()
         return loss
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         """Add the gradient of affinity and diversity."""
         if self.options.affinity or self.options.diversity:
             rows, pulls = bench.scratch["rows"], bench.scratch["pulls"]
             bench.gradient.addmv_(rows.T, self.pulls(bench, rows @ rows[-1]) if pulls is None else pulls)
 
-    def pulls(self, bench: Bench, products: Tensor) -> Tensor:
+    def pulls(self, bench: LocalTrainer, products: Tensor) -> Tensor:
         """The weights of the pool's rows in the regularisers' gradient; `products` are theirs with the last row."""
         o = self.options
         unit: Tensor = bench.scratch["unit"]
@@ -210,7 +211,7 @@ class LSSLocal(Local[LSSOptions]):
         pulls[-1] -= push.sum() + o.include_init * share * slope(own)
         return pulls
 
-    def survey(self, bench: Bench, frozen: Tensor) -> None:
+    def survey(self, bench: LocalTrainer, frozen: Tensor) -> None:
         """What the regularisers need to know about the members that no longer move.
 
         The simplex of the pool has a base, spanned by its k frozen members, and a height, the distance of x from their
@@ -239,7 +240,7 @@ class LSSLocal(Local[LSSOptions]):
         keep("growth", growth.clamp(0, 1))  # above 1 it would grow faster than the affinity that is held against it
 
 
-def simplex_weights(count: int, like: Tensor) -> Tensor:
+def lss_simplex_weights(count: int, like: Tensor) -> Tensor:
     """A point drawn uniformly from the simplex: `count` weights that sum to 1."""
     draws = torch.empty(count, dtype=like.dtype, device=like.device).exponential_()
     return draws / draws.sum()
@@ -251,7 +252,7 @@ register(
         summary="each client sends the mean of a pool of models that it grew in one valley",
         reference="Chen et al., NeurIPS 2024",
         options=LSSOptions,
-        local=LSSLocal,
+        local=LSSClient,
         neutral={
             **{"models": 1, "include_init": False, "affinity": 0.0, "diversity": 0.0},
             **{"epochs": None, "steps": None, "first_epochs": None, "estimate": False},

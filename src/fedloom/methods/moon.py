@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.exchange import Shapes
-from fedloom.methods.base import Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.heads import find_head, representations
-from fedloom.rows import Layout
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import Shapes
+from fedloom.methods._support.classifier_head import capture_head_inputs, find_classifier_head
+from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class MoonOptions(Options):
@@ -37,48 +38,48 @@ class MoonOptions(Options):
     """temperature of the contrast"""
 
 
-class MoonLocal(Local[MoonOptions]):
+class MoonClient(Client[MoonOptions]):
     """Training with the contrast; the client keeps its last model at home."""
 
-    def __init__(self, context: Context, options: MoonOptions) -> None:
+    def __init__(self, context: MethodContext, options: MoonOptions) -> None:
         super().__init__(context, options)
-        find_head(context.make_module(), "moon")  # says so now where there is none
+        find_classifier_head(context.make_module(), "moon")  # says so now where there is none
 
     def home(self, layout: Layout) -> Shapes:
         return {"previous": (layout.size,)}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         previous = bench.scratch["previous"] = bench.buffer("moon previous", bench.layout.size)
         previous.copy_(bench.received if bench.first_visit else bench.home["previous"])
-        yield Pass(self.step)
+        yield LocalSteps(self.step)
         bench.home["previous"].copy_(bench.row)
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         if not self.options.mu:
             return super().step(bench, batch)
         z_g, z_p = (self.frozen(bench, row, batch) for row in (bench.received, bench.scratch["previous"]))
         bench.bind(bench.row)
-        with representations(find_head(bench.module, "moon")[1]) as seen:
+        with capture_head_inputs(find_classifier_head(bench.module, "moon")[1]) as seen:
             loss = bench.loss(batch)
-        bench.backward(loss + self.options.mu * contrast(seen[-1], z_g, z_p, self.options.tau))
+        bench.backward(loss + self.options.mu * moon_contrastive_loss(seen[-1], z_g, z_p, self.options.tau))
         self.correct(bench)
         bench.descend()
         return loss
 
     @torch.no_grad()
-    def frozen(self, bench: Bench, row: Tensor, batch: Batch) -> Tensor:
+    def frozen(self, bench: LocalTrainer, row: Tensor, batch: Batch) -> Tensor:
         """The representation of a batch by a model that is not trained, and stays as it is."""
         modes = [(module, module.training) for module in bench.module.modules()]
         bench.bind(row)
         bench.module.eval()
-        with representations(find_head(bench.module, "moon")[1]) as seen:
+        with capture_head_inputs(find_classifier_head(bench.module, "moon")[1]) as seen:
             bench.module(batch.x)
         for module, training in modes:
             module.training = training
         return seen[-1]
 
 
-def contrast(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
+def moon_contrastive_loss(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
     """The mean over a batch of log(1 + e^((s- - s+)/tau))."""
     z, z_g, z_p = (F.normalize(each.flatten(1).float(), eps=1e-8) for each in (z, z_g, z_p))
     return F.softplus((z * (z_p - z_g)).sum(1) / tau).mean()
@@ -90,7 +91,7 @@ register(
         summary="draw a client's representation to the global model's, away from its own past",
         reference="Li et al., CVPR 2021",
         options=MoonOptions,
-        local=MoonLocal,
+        local=MoonClient,
         neutral={"mu": 0.0},
         models_sent="2K",
         client_keeps="last model",

@@ -22,12 +22,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench, Pass
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.exchange import Shapes, Update
-from fedloom.methods.base import Companion, Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Layout
+from fedloom.methods.base import Client, Extras, MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class ScaffoldOptions(Options):
@@ -35,10 +36,10 @@ class ScaffoldOptions(Options):
     """how a client renews its variate: II from the way it went (free), I by one more pass over its samples"""
 
 
-class ScaffoldLocal(Local[ScaffoldOptions]):
+class ScaffoldClient(Client[ScaffoldOptions]):
     """Training with corrected gradients; the client keeps its own variate at home."""
 
-    def __init__(self, context: Context, options: ScaffoldOptions) -> None:
+    def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
         super().__init__(context, options)
         if options.option == "II" and context.training.optimizer != "sgd":
             raise InputError(
@@ -52,39 +53,39 @@ class ScaffoldLocal(Local[ScaffoldOptions]):
     def uploads(self, layout: Layout) -> Shapes:
         return {"delta_c": (layout.trainable,)}
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         c, c_k, delta_c = bench.extras["c"], bench.home["c"], bench.uploads["delta_c"]
         w, v = bench.received[: bench.layout.trainable], bench.weights
         if self.options.option == "I":
             full = bench.scratch["full"] = torch.zeros_like(v)
-            yield Pass(self.observe, epochs=1)
+            yield LocalSteps(self.observe, epochs=1)
             new_c_k = full / bench.samples if bench.samples else c_k
             bench.restart()
-            yield Pass(self.step)
+            yield LocalSteps(self.step)
         else:
-            yield Pass(self.step)
+            yield LocalSteps(self.step)
             way = bench.lr * bench.steps / (1 - bench.training.momentum)
             new_c_k = c_k - c + (w - v) / way if way else c_k
         torch.sub(new_c_k, c_k, out=delta_c)
         c_k.copy_(new_c_k)
 
-    def observe(self, bench: Bench, batch: Batch) -> Tensor:
+    def observe(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         """Add up the gradient at the received model, without a step (option I)."""
         loss = bench.loss(batch)
         bench.backward(loss)
         bench.scratch["full"].add_(bench.gradient, alpha=len(batch))
         return loss
 
-    def correct(self, bench: Bench) -> None:
+    def correct(self, bench: LocalTrainer) -> None:
         bench.gradient.sub_(bench.home["c"]).add_(bench.extras["c"])
 
 
-class ScaffoldCompanion(Companion[ScaffoldOptions]):
+class ScaffoldExtras(Extras[ScaffoldOptions]):
     """The server's variate c."""
 
     kept = ("c",)
 
-    def __init__(self, context: Context, options: ScaffoldOptions) -> None:
+    def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
         super().__init__(context, options)
         self._bank = context.make_bank(1, context.layout.trainable)
         self.c = self._bank.rows[0]
@@ -93,7 +94,7 @@ class ScaffoldCompanion(Companion[ScaffoldOptions]):
     def send(self, round: int, client: int) -> Mapping[str, Tensor]:
         return {"c": self.c}
 
-    def take(self, round: int, update: Update) -> None:
+    def take(self, round: int, update: ClientUpdate) -> None:
         self._sum.add_(update.extras["delta_c"])
 
     def finish(self, round: int) -> None:
@@ -107,8 +108,8 @@ register(
         summary="control variates cancel the drift of the clients",
         reference="Karimireddy et al., ICML 2020",
         options=ScaffoldOptions,
-        local=ScaffoldLocal,
-        companion=ScaffoldCompanion,
+        local=ScaffoldClient,
+        companion=ScaffoldExtras,
         defaults={"fedavg.weighting": "uniform"},
         models_sent="4K",
         needs_each="",

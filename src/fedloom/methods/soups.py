@@ -27,12 +27,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedloom.bench import Bench, Pass
-from fedloom.methods.base import Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.swa import treated_apart
-from fedloom.rows import Layout, Mean
-from fedloom.training import Training
+from fedloom.config import TrainingConfig
+from fedloom.core.averaging import WeightedMean, average_models
+from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.methods.swa import swa_statistics_notes
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 Factor = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0)]
@@ -68,40 +68,42 @@ O = TypeVar("O", bound=SoupsOptions)  # noqa: E741 - as in base.py
 
 
 @dataclass(frozen=True)
-class Recipe:
+class _SoupRecipe:
     """The hyper-parameters of one run."""
 
-    training: Training
+    training: TrainingConfig
     dropout: float | None = None
     """None: as the network has it."""
 
 
-def dropout_layers(module: nn.Module) -> list[_DropoutNd]:
+def _dropout_layers(module: nn.Module) -> list[_DropoutNd]:
     """The layers whose rate a recipe changes."""
     return [layer for layer in module.modules() if isinstance(layer, _DropoutNd)]
 
 
-class SoupsLocal(Local[O]):
+class SoupsClient(Client[O]):
     """Several trainings from the received model, and the mean of what came out."""
 
     name = "soups"
 
-    def __init__(self, context: Context, options: O) -> None:
+    def __init__(self, context: MethodContext, options: O) -> None:
         super().__init__(context, options)
         # The network's own rates, because a bench whose client failed in the middle may still have others.
-        self.rates = [layer.p for layer in dropout_layers(context.make_module())] if options.dropouts else []
+        self.rates = [layer.p for layer in _dropout_layers(context.make_module())] if options.dropouts else []
 
     def notes(self) -> list[str]:
-        return treated_apart(self.context, self.name) if self.options.estimate and self.options.models > 1 else []
+        return (
+            swa_statistics_notes(self.context, self.name) if self.options.estimate and self.options.models > 1 else []
+        )
 
     def holds_out(self) -> float:
         options = self.options
         chooses = options.keep == "best" or (options.selection == "greedy" and options.models > 1)
         return options.validation if chooses else 0.0
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         options, own, received = self.options, bench.training, bench.row.clone()
-        uniform, ingredients = Mean(bench.layout), list[Tensor]()
+        uniform, ingredients = WeightedMean(bench.layout), list[Tensor]()
         for number, recipe in enumerate(self.recipes(bench)):
             bench.row.copy_(received)
             self.follow(bench, recipe)
@@ -114,7 +116,7 @@ class SoupsLocal(Local[O]):
                 uniform.add(bench.row)
             else:
                 ingredients.append(bench.row.clone())
-        self.follow(bench, Recipe(own))
+        self.follow(bench, _SoupRecipe(own))
         bench.recall_optimizer()  # of what the first run knew, for that is kept
         if options.selection == "greedy":
             bench.row.copy_(greedy_soup(bench, ingredients, options.strict, options.estimate))
@@ -123,47 +125,47 @@ class SoupsLocal(Local[O]):
         if options.estimate and options.models > 1:  # one model has its own already
             bench.estimate_statistics()
 
-    def follow(self, bench: Bench, recipe: Recipe) -> None:
+    def follow(self, bench: LocalTrainer, recipe: _SoupRecipe) -> None:
         """Train from here on by this recipe."""
         bench.adopt(recipe.training)
         if self.rates:
-            for layer, own in zip(dropout_layers(bench.module), self.rates, strict=True):
+            for layer, own in zip(_dropout_layers(bench.module), self.rates, strict=True):
                 layer.p = own if recipe.dropout is None else recipe.dropout
         # A recorded step must not be replayed with another recipe's rate: here an engine sees it.
         bench.scratch["dropout"] = -1.0 if recipe.dropout is None else recipe.dropout
 
-    def recipes(self, bench: Bench) -> Iterator[Recipe]:
+    def recipes(self, bench: LocalTrainer) -> Iterator[_SoupRecipe]:
         """The run's own settings, and then draws from the ranges."""
         options, own = self.options, bench.training
         draw = self.context.streams.numpy("soup", bench.round, bench.client)
-        yield Recipe(own)
+        yield _SoupRecipe(own)
         for _ in range(options.models - 1):
             lr = own.lr * _one_of(options.lr_factors, 1.0, draw)
             size = own.batch_size * _one_of(options.batch_factors, 1.0, draw)
             decay = _one_of(options.weight_decays, own.weight_decay, draw)
             dropout = _one_of(options.dropouts, -1.0, draw)
             changes = {"lr": lr, "batch_size": max(1, round(size)) if own.batch_size else 0, "weight_decay": decay}
-            yield Recipe(own.model_copy(update=changes), dropout if dropout >= 0 else None)
+            yield _SoupRecipe(own.model_copy(update=changes), dropout if dropout >= 0 else None)
 
-    def one_run(self, bench: Bench) -> Iterator[Pass]:
+    def one_run(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         """One training; the bench's row is what it gives."""
-        whole = Pass(self.step, epochs=self.options.epochs)
+        whole = LocalSteps(self.step, epochs=self.options.epochs)
         if self.options.keep == "last":
             yield whole
             return
-        left, epoch = bench.length(whole), bench.length(Pass(self.step, epochs=1))
+        left, epoch = bench.length(whole), bench.length(LocalSteps(self.step, epochs=1))
         best, best_merit = bench.row.clone(), -inf
         while left > 0:
-            yield Pass(self.step, steps=min(left, epoch))
+            yield LocalSteps(self.step, steps=min(left, epoch))
             left -= epoch
-            now = merit(bench, bench.row)
+            now = _validation_merit(bench, bench.row)
             if now >= best_merit:  # of equal ones the later, which has learned longer
                 best_merit = now
                 best.copy_(bench.row)
         bench.row.copy_(best)
 
 
-def merit(bench: Bench, row: Tensor) -> float:
+def _validation_merit(bench: LocalTrainer, row: Tensor) -> float:
     """How good a model is on the validation samples: its accuracy, or minus its loss where there are no classes."""
     score = bench.validate(row)
     if not isfinite(score.loss):
@@ -171,33 +173,24 @@ def merit(bench: Bench, row: Tensor) -> float:
     return -score.loss if score.accuracy is None else score.accuracy
 
 
-def greedy_soup(bench: Bench, ingredients: list[Tensor], strict: bool = False, estimate: bool = False) -> Tensor:
+def greedy_soup(bench: LocalTrainer, ingredients: list[Tensor], strict: bool = False, estimate: bool = False) -> Tensor:
     """Recipe 1: the best model, and of the others in order those that do not make the mean worse.
 
     With `estimate` a mean gets statistics of its own before it is judged, in the bench's row.
     """
-    merits = [merit(bench, row) for row in ingredients]
+    merits = [_validation_merit(bench, row) for row in ingredients]
     ranked = [ingredients[i] for i in sorted(range(len(merits)), key=lambda i: -merits[i])]
     chosen, best, soup = ranked[:1], max(merits), ranked[0]
     for row in ranked[1:]:
-        trial = average(bench.layout, [*chosen, row])
+        trial = average_models(bench.layout, [*chosen, row])
         if estimate:
             bench.row.copy_(trial)
             bench.estimate_statistics()
             trial.copy_(bench.row)
-        now = merit(bench, trial)
+        now = _validation_merit(bench, trial)
         if now > best or (now == best and not strict):
             chosen, best, soup = [*chosen, row], now, trial
     return soup
-
-
-def average(layout: Layout, rows: list[Tensor]) -> Tensor:
-    """The uniform mean of some rows."""
-    mean, out = Mean(layout), rows[0].clone()
-    for row in rows:
-        mean.add(row)
-    mean.into(out)
-    return out
 
 
 def _one_of(values: list[float], otherwise: float, draw: np.random.Generator) -> float:
@@ -212,7 +205,7 @@ register(
         summary="each client trains several models with different hyper-parameters and returns their mean",
         reference="Wortsman et al., ICML 2022",
         options=SoupsOptions,
-        local=SoupsLocal,
+        local=SoupsClient,
         neutral={"models": 1},
         models_sent="2K",
         extra_compute="client 4x",

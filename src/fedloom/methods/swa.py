@@ -15,10 +15,11 @@ from math import ceil
 
 from pydantic import Field
 
-from fedloom.bench import Bench, Pass
-from fedloom.methods.base import Context, Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.rows import Kind, Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.core.layout import TensorKind
+from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.registry import Method, register
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class SwaOptions(Options):
@@ -32,16 +33,18 @@ class SwaOptions(Options):
     """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
 
 
-def snapshot_steps(total: int, start: float, snapshots: int) -> list[int]:
+def swa_snapshot_steps(total: int, start: float, snapshots: int) -> list[int]:
     """After which of `total` steps a snapshot is taken; where there are few steps, after each of them."""
     first = int(start * total)
     count = min(snapshots, total - first)
     return [first + ceil((total - first) * i / count) for i in range(1, count + 1)]
 
 
-def treated_apart(context: Context, method: str) -> list[str]:
+def swa_statistics_notes(context: MethodContext, method: str) -> list[str]:
     """What to say of a method that estimates statistics anew in a run whose other methods would not."""
-    if context.training.statistics == "estimated" or all(e.kind is not Kind.BUFFER for e in context.layout.entries):
+    if context.training.statistics == "estimated" or all(
+        e.kind is not TensorKind.BUFFER for e in context.layout.entries
+    ):
         return []
     return [
         f"{method} estimates batch norm's statistics of its mean anew ({method}.estimate), other methods keep those of "
@@ -49,25 +52,25 @@ def treated_apart(context: Context, method: str) -> list[str]:
     ]
 
 
-class SwaLocal(Local[SwaOptions]):
+class SwaClient(Client[SwaOptions]):
     """Ordinary training, cut where a snapshot is taken."""
 
     def notes(self) -> list[str]:
-        return treated_apart(self.context, "swa") if self.options.estimate and self.options.snapshots > 1 else []
+        return swa_statistics_notes(self.context, "swa") if self.options.estimate and self.options.snapshots > 1 else []
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
-        total, options = bench.length(Pass(self.step)), self.options
-        yield Pass(self.step, steps=int(options.start * total))
-        mean, lr = Mean(bench.layout), bench.lr
-        for end in snapshot_steps(total, options.start, options.snapshots):
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        total, options = bench.length(LocalSteps(self.step)), self.options
+        yield LocalSteps(self.step, steps=int(options.start * total))
+        mean, lr = WeightedMean(bench.layout), bench.lr
+        for end in swa_snapshot_steps(total, options.start, options.snapshots):
             cycle = end - bench.steps
             if options.lr_end == 1:
-                yield Pass(self.step, steps=cycle)
+                yield LocalSteps(self.step, steps=cycle)
             else:
                 for i in range(1, cycle + 1):
                     t = i / cycle
                     bench.lr = lr * ((1 - t) + t * options.lr_end)
-                    yield Pass(self.step, steps=1)
+                    yield LocalSteps(self.step, steps=1)
             mean.add(bench.row)
         mean.into(bench.row)
         bench.lr = lr
@@ -81,7 +84,7 @@ register(
         summary="each client returns the mean of snapshots from the end of its training",
         reference="Izmailov et al., UAI 2018",
         options=SwaOptions,
-        local=SwaLocal,
+        local=SwaClient,
         neutral={"snapshots": 1},
         models_sent="2K",
     )

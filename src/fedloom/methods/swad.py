@@ -22,11 +22,12 @@ from statistics import fmean
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.bench import Batch, Bench, Pass
-from fedloom.methods.base import Local, Options
-from fedloom.methods.catalogue import Method, register
-from fedloom.methods.swa import snapshot_steps, treated_apart
-from fedloom.rows import Mean
+from fedloom.core.averaging import WeightedMean
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import Method, register
+from fedloom.methods.swa import swa_snapshot_steps, swa_statistics_notes
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class SwadOptions(Options):
@@ -44,10 +45,10 @@ class SwadOptions(Options):
     """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
 
 
-class Valley:
+class SwadValley:
     """Algorithm 1: takes segments and the losses of their checks, and keeps what the mean may still need."""
 
-    def __init__(self, mean: Mean, options: SwadOptions) -> None:
+    def __init__(self, mean: WeightedMean, options: SwadOptions) -> None:
         self.mean = mean
         self.threshold: float | None = None
         """l; None before the start."""
@@ -72,32 +73,32 @@ class Valley:
         while self.threshold is not None and len(self._pending) > overfit:  # these no end can cut off any more
             self.mean.add(*self._pending.pop(0))
 
-    def finish(self) -> Mean:
+    def finish(self) -> WeightedMean:
         """The mean, when training is over."""
         for segment in self._pending if self.threshold is not None else self._pending[-1:]:
             self.mean.add(*segment)
         return self.mean
 
 
-class SwadLocal(Local[SwadOptions]):
+class SwadClient(Client[SwadOptions]):
     """Ordinary training; the iterates since the last check are averaged as they come."""
 
     def notes(self) -> list[str]:
-        return treated_apart(self.context, "swad") if self.options.estimate else []
+        return swa_statistics_notes(self.context, "swad") if self.options.estimate else []
 
     def holds_out(self) -> float:
         return self.options.validation
 
-    def train(self, bench: Bench) -> Iterator[Pass]:
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
         floats = bench.layout.floats
         segment = bench.scratch["segment"] = bench.buffer("swad segment", floats)
         count = bench.scratch["count"] = bench.buffer("swad count")
-        valley = Valley(Mean(bench.layout), self.options)
-        for end in snapshot_steps(bench.length(Pass(self.step)), 0.0, self.options.checks):
+        valley = SwadValley(WeightedMean(bench.layout), self.options)
+        for end in swa_snapshot_steps(bench.length(LocalSteps(self.step)), 0.0, self.options.checks):
             steps = end - bench.steps
             segment.zero_()
             count.zero_()
-            yield Pass(self.step, steps=steps)
+            yield LocalSteps(self.step, steps=steps)
             row = bench.row.clone()  # with the integer buffers of the last iterate
             row[:floats] = segment
             valley.check(row, steps, bench.validate(bench.row).loss)
@@ -107,7 +108,7 @@ class SwadLocal(Local[SwadOptions]):
         if self.options.estimate and valley.mean.weight > 1:  # one iterate has its own already
             bench.estimate_statistics()
 
-    def step(self, bench: Bench, batch: Batch) -> Tensor:
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = super().step(bench, batch)
         count = bench.scratch["count"].add_(1)
         bench.scratch["segment"].lerp_(bench.row[: bench.layout.floats], 1 / count)
@@ -120,7 +121,7 @@ register(
         summary="each client returns the mean of all iterates in the valley of its validation loss",
         reference="Cha et al., NeurIPS 2021",
         options=SwadOptions,
-        local=SwadLocal,
+        local=SwadClient,
         # A check at every step, no start ever, and nothing held out: the last iterate is returned.
         neutral={"checks": 10**9, "optimum_patience": 10**9, "validation": 0.0},
         models_sent="2K",

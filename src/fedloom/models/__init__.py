@@ -1,5 +1,5 @@
 """The papers' networks, by name."""
 
-from fedloom.models.networks import ModelInfo, build, catalogue, count
+from fedloom.models.registry import ModelInfo, available_models, build_model, count_parameters
 
-__all__ = ["ModelInfo", "build", "catalogue", "count"]
+__all__ = ["ModelInfo", "available_models", "build_model", "count_parameters"]

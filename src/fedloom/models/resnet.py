@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.models.base import Network, Wanted, repeated
-from fedloom.models.batch_norm import norm_relu
-from fedloom.models.norms import NormOptions
+from fedloom.models.base import ModelRequest, ModelSpec, expand_model_input_channels
+from fedloom.models.layers.norms import NormOptions, normalize_and_activate
 
 Size = tuple[int, int]
 
 
-class ResNetOptions(NormOptions):
+class _ResNetOptions(NormOptions):
     stem: Literal["cifar", "imagenet"] = "cifar"
     """first layers: cifar keeps the size of images; imagenet (7 x 7 convolution and a pool) quarters their sides"""
     width: int = Field(64, ge=1)
@@ -30,27 +29,27 @@ class ResNetOptions(NormOptions):
     """three channels whatever the data have; grey images are repeated"""
 
 
-class ImageNetOptions(ResNetOptions):
+class _ImageNetResNetOptions(_ResNetOptions):
     stem: Literal["cifar", "imagenet"] = "imagenet"
     """first layers: cifar keeps the size of images; imagenet (7 x 7 convolution and a pool) quarters their sides"""
 
 
-class ResNet20Options(NormOptions):
+class _ResNet20Options(NormOptions):
     shortcut: Literal["A", "B"] = "A"
     """where the shape changes: A pads with zeros, B is a 1 x 1 convolution with a norm"""
     width: int = Field(16, ge=1)
     """channels of the first stage"""
 
 
-class BottleneckOptions(NormOptions):
+class _PreActResNetOptions(NormOptions):
     width: int = Field(16, ge=1)
     """channels of the first stage, within its blocks"""
 
 
-class Plan:
+class _ResNetPlan:
     """How the blocks of one network are made."""
 
-    def __init__(self, wanted: Wanted, options: NormOptions, shortcut: Literal["A", "B"] = "B") -> None:
+    def __init__(self, wanted: ModelRequest, options: NormOptions, shortcut: Literal["A", "B"] = "B") -> None:
         self.wanted, self.options, self.shortcut_kind = wanted, options, shortcut
 
     def convolution(self, before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -82,12 +81,12 @@ class PaddedShortcut(nn.Module):
         return F.pad(F.avg_pool2d(x, 1, self.stride), (0, 0, 0, 0, 0, self.more))
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions beside a shortcut."""
 
     expansion = 1
 
-    def __init__(self, plan: Plan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
+    def __init__(self, plan: _ResNetPlan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
         super().__init__()
         self.conv1 = plan.convolution(before, width, 3, stride)
         self.norm1 = plan.norm(width, sizes[1])
@@ -96,8 +95,8 @@ class Block(nn.Module):
         self.shortcut = plan.shortcut(before, width, stride, sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = norm_relu(self.norm1, self.conv1(x))
-        return norm_relu(self.norm2, self.conv2(inner), self.shortcut(x))
+        inner = normalize_and_activate(self.norm1, self.conv1(x))
+        return normalize_and_activate(self.norm2, self.conv2(inner), self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
@@ -105,7 +104,7 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, plan: Plan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
+    def __init__(self, plan: _ResNetPlan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
         super().__init__()
         after = width * self.expansion
         self.conv1 = plan.convolution(before, width, 1)
@@ -117,17 +116,17 @@ class Bottleneck(nn.Module):
         self.shortcut = plan.shortcut(before, after, stride, sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = norm_relu(self.norm1, self.conv1(x))
-        inner = norm_relu(self.norm2, self.conv2(inner))
-        return norm_relu(self.norm3, self.conv3(inner), self.shortcut(x))
+        inner = normalize_and_activate(self.norm1, self.conv1(x))
+        inner = normalize_and_activate(self.norm2, self.conv2(inner))
+        return normalize_and_activate(self.norm3, self.conv3(inner), self.shortcut(x))
 
 
-class EarlyNormBottleneck(nn.Module):
+class PreActBottleneck(nn.Module):
     """The same with norm and ReLU before each convolution, and a shortcut without a norm."""
 
     expansion = 4
 
-    def __init__(self, plan: Plan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
+    def __init__(self, plan: _ResNetPlan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
         super().__init__()
         after = width * self.expansion
         self.norm1 = plan.norm(before, sizes[0])
@@ -140,18 +139,18 @@ class EarlyNormBottleneck(nn.Module):
         self.shortcut = plan.convolution(before, after, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.conv1(norm_relu(self.norm1, x))
-        inner = self.conv2(norm_relu(self.norm2, inner))
-        inner = self.conv3(norm_relu(self.norm3, inner))
+        inner = self.conv1(normalize_and_activate(self.norm1, x))
+        inner = self.conv2(normalize_and_activate(self.norm2, inner))
+        inner = self.conv3(normalize_and_activate(self.norm3, inner))
         out: Tensor = inner + self.shortcut(x)
         return out
 
 
-AnyBlock = type[Block] | type[Bottleneck] | type[EarlyNormBottleneck]
+AnyBlock = type[BasicBlock] | type[Bottleneck] | type[PreActBottleneck]
 
 
-def stages(
-    plan: Plan, block: AnyBlock, counts: tuple[int, ...], width: int, before: int, size: Size
+def _build_residual_stages(
+    plan: _ResNetPlan, block: AnyBlock, counts: tuple[int, ...], width: int, before: int, size: Size
 ) -> tuple[nn.Sequential, int, Size]:
     """The blocks of all stages, and how many channels of which size leave them."""
     body: OrderedDict[str, nn.Module] = OrderedDict()
@@ -176,11 +175,11 @@ class ResNet(nn.Module):
         (r"\.downsample\.1\.", ".shortcut.norm."),
         (r"^fc\.", "head."),
     )
-    """Under which other names files of torchvision and timm know the tensors, see `fedloom.initial`."""
+    """Under which other names files of torchvision and timm know the tensors, see `fedloom.models.initial_weights`."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: _ResNetPlan,
         block: AnyBlock,
         counts: tuple[int, ...],
         width: int,
@@ -200,33 +199,35 @@ class ResNet(nn.Module):
         self.norm1 = plan.norm(width, (sides[0], sides[1]))
         if stem == "imagenet":
             sides = [-(-side // 2) for side in sides]
-        self.body, after, _ = stages(plan, block, counts, width, width, (sides[0], sides[1]))
+        self.body, after, _ = _build_residual_stages(plan, block, counts, width, width, (sides[0], sides[1]))
         self.head = nn.Linear(after, plan.wanted.classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv1(repeated(x, self.channels))
+        x = self.conv1(expand_model_input_channels(x, self.channels))
         if isinstance(self.pool, nn.Identity):
-            x = norm_relu(self.norm1, x)
+            x = normalize_and_activate(self.norm1, x)
         else:  # the pool before ReLU: the two commute exactly, and this way there is less to do
             x = F.relu(self.pool(self.norm1(x)))
         scores: Tensor = self.head(self.body(x).mean((2, 3)))
         return scores
 
 
-class EarlyNormNet(nn.Module):
+class PreActResNet(nn.Module):
     """What FedCross's and FedMR's code calls ResNet-20: six bottlenecks with early norms, without a norm at the end.
 
     The norm for the end is made and never used there; it is kept, because it counts as parameters, it travels, and
     FedMR swaps it as a layer. Grey images pass a 3 x 3 maximum behind the stem. Weights start as in that code.
     """
 
-    def __init__(self, wanted: Wanted, options: BottleneckOptions) -> None:
+    def __init__(self, wanted: ModelRequest, options: _PreActResNetOptions) -> None:
         super().__init__()
-        plan, width = Plan(wanted, options), options.width
+        plan, width = _ResNetPlan(wanted, options), options.width
         channels, *sides = wanted.images()
         self.conv1 = plan.convolution(channels, width, 3)
         self.pool = nn.MaxPool2d(3, stride=1, padding=1) if channels == 1 else nn.Identity()
-        self.body, after, size = stages(plan, EarlyNormBottleneck, (2, 2, 2), width, width, (sides[0], sides[1]))
+        self.body, after, size = _build_residual_stages(
+            plan, PreActBottleneck, (2, 2, 2), width, width, (sides[0], sides[1])
+        )
         self.norm = plan.norm(after, size)
         self.head = nn.Linear(after, wanted.classes)
         for module in self.modules():
@@ -240,25 +241,29 @@ class EarlyNormNet(nn.Module):
         return scores
 
 
-def resnet(block: AnyBlock, counts: tuple[int, ...], wanted: Wanted, options: ResNetOptions) -> nn.Module:
+def _build_resnet(block: AnyBlock, counts: tuple[int, ...], wanted: ModelRequest, options: _ResNetOptions) -> nn.Module:
     """ResNet-18 and its larger relatives."""
-    return ResNet(Plan(wanted, options), block, counts, options.width, options.stem, options.colour)
+    return ResNet(_ResNetPlan(wanted, options), block, counts, options.width, options.stem, options.colour)
 
 
-def resnet20(wanted: Wanted, options: ResNet20Options) -> nn.Module:
+def _build_resnet20(wanted: ModelRequest, options: _ResNet20Options) -> nn.Module:
     """He's network of 20 layers for CIFAR."""
-    return ResNet(Plan(wanted, options, options.shortcut), Block, (3, 3, 3), options.width)
+    return ResNet(_ResNetPlan(wanted, options, options.shortcut), BasicBlock, (3, 3, 3), options.width)
 
 
-NETWORKS: dict[str, Network[Any]] = {
-    "resnet20": Network("He's ResNet-20 for CIFAR: 16, 32 and 64 channels", resnet20, ResNet20Options),
-    "resnet20-bottleneck": Network(
+NETWORKS: dict[str, ModelSpec[Any]] = {
+    "resnet20": ModelSpec("He's ResNet-20 for CIFAR: 16, 32 and 64 channels", _build_resnet20, _ResNet20Options),
+    "resnet20-bottleneck": ModelSpec(
         "what FedCross's and FedMR's code calls ResNet-20: six pre-activation bottlenecks",
-        EarlyNormNet,
-        BottleneckOptions,
+        PreActResNet,
+        _PreActResNetOptions,
     ),
-    "resnet18": Network("ResNet-18, for small images by default", partial(resnet, Block, (2, 2, 2, 2)), ResNetOptions),
-    "resnet50": Network(
-        "ResNet-50, with the stem for ImageNet by default", partial(resnet, Bottleneck, (3, 4, 6, 3)), ImageNetOptions
+    "resnet18": ModelSpec(
+        "ResNet-18, for small images by default", partial(_build_resnet, BasicBlock, (2, 2, 2, 2)), _ResNetOptions
+    ),
+    "resnet50": ModelSpec(
+        "ResNet-50, with the stem for ImageNet by default",
+        partial(_build_resnet, Bottleneck, (3, 4, 6, 3)),
+        _ImageNetResNetOptions,
     ),
 }

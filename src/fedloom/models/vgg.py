@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.models.base import Network, Wanted
-from fedloom.models.dense import dense
-from fedloom.models.fusing import Chain
-from fedloom.models.norms import NormOptions
-from fedloom.models.pooling import LargestPool2d
+from fedloom.models.base import ModelRequest, ModelSpec
+from fedloom.models.layers.fused_relu import FusedReLUSequential
+from fedloom.models.layers.norms import NormOptions
+from fedloom.models.layers.pooling import MaxPool2x2
+from fedloom.models.mlp import make_mlp_layers
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 """Channels, as a multiple of the width, and convolutions of each stage."""
@@ -28,7 +28,7 @@ HIDDEN = {"linear": (), "512": (512, 512), "4096": (4096, 4096), "7x7": (4096, 4
 """The hidden layers of each classifier."""
 
 
-class VggOptions(NormOptions):
+class _VggOptions(NormOptions):
     classifier: Literal["linear", "512", "4096", "7x7"] = "4096"
     """dense layers at the end: one, or two more of 512 or 4096 before it, or those of 4096 on maps of 7 x 7"""
     dropout: float = Field(0.5, ge=0, lt=1)
@@ -37,7 +37,7 @@ class VggOptions(NormOptions):
     """channels of the first stage; the last has eight times as many"""
 
 
-class Spread(nn.Module):
+class _AdaptivePool7x7(nn.Module):
     """Maps of any size as maps of 7 x 7."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Spread(nn.Module):
         return F.adaptive_avg_pool2d(x, 7)
 
 
-def vgg16(wanted: Wanted, options: VggOptions) -> nn.Module:
+def _build_vgg16(wanted: ModelRequest, options: _VggOptions) -> nn.Module:
     """VGG-16 for images of any size."""
     planes, height, width = wanted.images()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -64,14 +64,16 @@ def vgg16(wanted: Wanted, options: VggOptions) -> nn.Module:
         if min(height, width) > 1:
             # The pool before ReLU: the two commute exactly, and this way there is less to do.
             relu = layers.pop(f"conv{i}_relu")
-            layers[f"conv{i}_pool"], layers[f"conv{i}_relu"] = LargestPool2d(), relu
+            layers[f"conv{i}_pool"], layers[f"conv{i}_relu"] = MaxPool2x2(), relu
             height, width = height // 2, width // 2
     large = options.classifier == "7x7"
-    layers["mean"] = Spread() if large else nn.AdaptiveAvgPool2d(1)
+    layers["mean"] = _AdaptivePool7x7() if large else nn.AdaptiveAvgPool2d(1)
     sizes = [planes * 49 if large else planes, *HIDDEN[options.classifier]]
-    return Chain(layers | dense(sizes, wanted.classes, options.dropout))
+    return FusedReLUSequential(layers | make_mlp_layers(sizes, wanted.classes, options.dropout))
 
 
-NETWORKS: dict[str, Network[Any]] = {
-    "vgg16": Network("VGG-16 with batch norm and two dense layers of 4096, as in FedMR's code", vgg16, VggOptions),
+NETWORKS: dict[str, ModelSpec[Any]] = {
+    "vgg16": ModelSpec(
+        "VGG-16 with batch norm and two dense layers of 4096, as in FedMR's code", _build_vgg16, _VggOptions
+    ),
 }

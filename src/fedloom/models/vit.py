@@ -14,11 +14,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedloom.errors import InputError
-from fedloom.models.base import Network, Wanted, repeated
-from fedloom.settings import Settings
+from fedloom.models.base import ModelRequest, ModelSpec, expand_model_input_channels
+from fedloom.utils.settings import Settings
 
 
-class Geometry(Settings):
+class _ViTOptions(Settings):
     """The size of a vision transformer."""
 
     width: int = Field(192, ge=1)
@@ -35,13 +35,13 @@ class Geometry(Settings):
     """three channels whatever the data have; grey images are repeated"""
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "Geometry":
+    def _heads_fit(self) -> "_ViTOptions":
         if self.width % self.heads:
             raise ValueError(f"a width of {self.width} cannot be shared among {self.heads} heads.")
         return self
 
 
-class BaseGeometry(Geometry):
+class _ViTBaseOptions(_ViTOptions):
     """ViT-B/16, as pretrained checkpoints have it."""
 
     width: int = Field(768, ge=1)
@@ -56,7 +56,7 @@ class BaseGeometry(Geometry):
     """three channels whatever the data have; grey images are repeated"""
 
 
-class Lora(Settings):
+class _LoRAOptions(Settings):
     """Low-rank adaptation of the query and value projections."""
 
     rank: int = Field(8, ge=1)
@@ -67,11 +67,11 @@ class Lora(Settings):
     """dropout before A"""
 
 
-class AdaptedGeometry(Lora, Geometry):
+class _ViTLoRAOptions(_LoRAOptions, _ViTOptions):
     """ViT-Ti with LoRA."""
 
 
-class AdaptedBaseGeometry(Lora, BaseGeometry):
+class _ViTBaseLoRAOptions(_LoRAOptions, _ViTBaseOptions):
     """ViT-B/16 with LoRA."""
 
 
@@ -91,7 +91,7 @@ class VisionTransformer(nn.Module):
         (r"\.intermediate\.dense\.", ".mlp.fc1."),
         (r"\.output\.dense\.", ".mlp.fc2."),
     )
-    """Under which other names files know the tensors, see `fedloom.initial`."""
+    """Under which other names files know the tensors, see `fedloom.models.initial_weights`."""
 
     def __init__(self, vit: nn.Module, width: int, classes: int, channels: int, size: int) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = repeated(x, self.channels)
+        x = expand_model_input_channels(x, self.channels)
         if self.size and x.shape[-2:] != (self.size, self.size):
             x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", align_corners=False)
         scores: Tensor = self.head(self.vit(pixel_values=x).last_hidden_state[:, 0])
         return scores
 
 
-def make(wanted: Wanted, geometry: Geometry) -> nn.Module:
+def _build_vit(wanted: ModelRequest, geometry: _ViTOptions) -> nn.Module:
     """The vision transformer, with LoRA if the options have it."""
     channels, (height, width) = _input(wanted, geometry)
     transformers, peft = _libraries(wanted)
@@ -122,7 +122,7 @@ def make(wanted: Wanted, geometry: Geometry) -> nn.Module:
         num_channels=channels,
     )
     body = transformers.ViTModel(settings, add_pooling_layer=False)
-    if isinstance(geometry, Lora):
+    if isinstance(geometry, _LoRAOptions):
         leaves = {path.rpartition(".")[2] for path, _ in body.named_modules()}
         targets = ["q_proj", "v_proj"] if "q_proj" in leaves else ["query", "value"]  # transformers 5, and before
         adapted = peft.LoraConfig(
@@ -136,12 +136,12 @@ def make(wanted: Wanted, geometry: Geometry) -> nn.Module:
     return VisionTransformer(body, geometry.width, wanted.classes, channels, geometry.size)
 
 
-def count(wanted: Wanted, geometry: Geometry) -> int:
+def _count_vit_parameters(wanted: ModelRequest, geometry: _ViTOptions) -> int:
     """How many trainable parameters `make` gives, without the libraries it needs."""
     channels, (height, width) = _input(wanted, geometry)
     w, d, p = geometry.width, geometry.depth, geometry.patch
     head = w * wanted.classes + wanted.classes
-    if isinstance(geometry, Lora):
+    if isinstance(geometry, _LoRAOptions):
         return 4 * d * w * geometry.rank + head
     tokens = (height // p) * (width // p) + 1
     embedding = w + tokens * w + channels * p * p * w + w
@@ -149,7 +149,7 @@ def count(wanted: Wanted, geometry: Geometry) -> int:
     return embedding + d * block + 2 * w + head
 
 
-def _input(wanted: Wanted, geometry: Geometry) -> tuple[int, tuple[int, int]]:
+def _input(wanted: ModelRequest, geometry: _ViTOptions) -> tuple[int, tuple[int, int]]:
     """Channels and sides of what enters the body."""
     channels, height, width = wanted.images(colour=geometry.colour)
     if geometry.size:
@@ -163,7 +163,7 @@ def _input(wanted: Wanted, geometry: Geometry) -> tuple[int, tuple[int, int]]:
     return channels, (height, width)
 
 
-def _libraries(wanted: Wanted) -> tuple[Any, Any]:
+def _libraries(wanted: ModelRequest) -> tuple[Any, Any]:
     try:
         import peft
         import transformers
@@ -175,13 +175,21 @@ def _libraries(wanted: Wanted) -> tuple[Any, Any]:
     return transformers, peft
 
 
-NETWORKS: dict[str, Network[Any]] = {
-    "vit-tiny": Network("ViT-Ti: 12 blocks of width 192, patches of 4 pixels", make, Geometry, count=count),
-    "vit-tiny-lora": Network(
-        "the same, frozen, with LoRA of rank 8 on queries and values", make, AdaptedGeometry, count=count
+NETWORKS: dict[str, ModelSpec[Any]] = {
+    "vit-tiny": ModelSpec(
+        "ViT-Ti: 12 blocks of width 192, patches of 4 pixels", _build_vit, _ViTOptions, count=_count_vit_parameters
     ),
-    "vit-b16": Network("ViT-B/16 on images resized to 224", make, BaseGeometry, count=count),
-    "vit-b16-lora": Network(
-        "the same, frozen, with LoRA of rank 8 on queries and values", make, AdaptedBaseGeometry, count=count
+    "vit-tiny-lora": ModelSpec(
+        "the same, frozen, with LoRA of rank 8 on queries and values",
+        _build_vit,
+        _ViTLoRAOptions,
+        count=_count_vit_parameters,
+    ),
+    "vit-b16": ModelSpec("ViT-B/16 on images resized to 224", _build_vit, _ViTBaseOptions, count=_count_vit_parameters),
+    "vit-b16-lora": ModelSpec(
+        "the same, frozen, with LoRA of rank 8 on queries and values",
+        _build_vit,
+        _ViTBaseLoRAOptions,
+        count=_count_vit_parameters,
     ),
 }

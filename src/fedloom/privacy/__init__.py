@@ -1,7 +1,7 @@
 """Differential privacy of the clients: clipped updates, a noisy mean, and an account of what it has cost."""
 
-from fedloom.privacy.account import Account
-from fedloom.privacy.fit import compose_private, refuse_unfit
-from fedloom.privacy.mechanism import Privacy, clipped
+from fedloom.privacy.accountant import PrivacyAccountant
+from fedloom.privacy.compatibility import check_private_method, compose_with_privacy
+from fedloom.privacy.mechanism import PrivacyMechanism, _clip_update
 
-__all__ = ["Account", "Privacy", "clipped", "compose_private", "refuse_unfit"]
+__all__ = ["PrivacyAccountant", "PrivacyMechanism", "_clip_update", "check_private_method", "compose_with_privacy"]

@@ -1,22 +1,21 @@
 """What came out of runs: read their folders, compare them honestly, show them on one page."""
 
-from fedloom.report.effects import Effects, analyse
-from fedloom.report.grid import Grid, read_grid
-from fedloom.report.html import write_report
-from fedloom.report.records import Record, read_run
-from fedloom.report.table import Comparison, compare
-from fedloom.report.words import human_bytes, human_seconds
+from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
+from fedloom.report.effects import EffectGrid, GridEffects, analyze_effects, read_effect_grid
+from fedloom.report.page import write_report_page
+from fedloom.report.records import RunRecord, read_run_record
+from fedloom.utils.formatting import format_bytes, format_seconds
 
 __all__ = [
-    "Comparison",
-    "Effects",
-    "Grid",
-    "Record",
-    "analyse",
-    "compare",
-    "human_bytes",
-    "human_seconds",
-    "read_grid",
-    "read_run",
-    "write_report",
+    "ComparisonTable",
+    "EffectGrid",
+    "GridEffects",
+    "RunRecord",
+    "analyze_effects",
+    "format_bytes",
+    "format_seconds",
+    "make_comparison_table",
+    "read_effect_grid",
+    "read_run_record",
+    "write_report_page",
 ]

@@ -3,18 +3,103 @@
 Everything is a mean of differences between runs with the same seed that are alike but for the levels in question. A
 difference counts only if all the combinations it needs have a result, so a hole in the grid leaves out pairs and
 biases none. Standard errors are over seeds: other contexts are other questions, only other seeds are new evidence.
+
+A grid of methods as it was asked for: its factors, their levels, and what became of each combination.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedloom.report.grid import Cell, Factor, Grid
-from fedloom.report.measure import ENOUGH, Group, Spread, final
-from fedloom.report.words import plural, signed
+from fedloom.errors import InputError
+from fedloom.report.records import final_record_value
+from fedloom.report.statistics import ENOUGH, GroupStatistics, SeedStatistics
+from fedloom.utils.formatting import format_plural, format_signed
+
+FILE = "grid.json"
+
+
+@dataclass(frozen=True)
+class EffectFactor:
+    """One of the things that vary: the server, the local or the refiner."""
+
+    name: str
+    levels: tuple[str, ...]
+    """The first one is the baseline, which the others are held against."""
+
+    @property
+    def baseline(self) -> str:
+        return self.levels[0]
+
+
+@dataclass(frozen=True)
+class EffectCell:
+    """One level of each factor, together."""
+
+    levels: tuple[str, ...]
+    method: str
+    """The combination as a method, such as `fedcross+fedprox`; two cells may stand for the same one."""
+    refusal: str | None = None
+    """Why it cannot be run, in a sentence, if it cannot."""
+
+
+@dataclass(frozen=True)
+class EffectGrid:
+    """All combinations of the levels, with the first factor varying slowest."""
+
+    factors: tuple[EffectFactor, ...]
+    cells: tuple[EffectCell, ...]
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods that can be run, each once."""
+        return list(dict.fromkeys(cell.method for cell in self.cells if cell.refusal is None))
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The combinations that are left out, by name, and why."""
+        return {cell.method: cell.refusal for cell in self.cells if cell.refusal is not None}
+
+    def at(self, levels: Sequence[str]) -> EffectCell:
+        """The cell with these levels."""
+        return next(cell for cell in self.cells if cell.levels == tuple(levels))
+
+    def to_json(self) -> str:
+        factors = [{"name": factor.name, "levels": factor.levels} for factor in self.factors]
+        cells = [{"levels": cell.levels, "method": cell.method, "refused": cell.refusal} for cell in self.cells]
+        return json.dumps({"factors": factors, "cells": cells}, indent=1) + "\n"
+
+
+def read_effect_grid(folder: Path) -> EffectGrid | None:
+    """The grid that the comparison in `folder` was made from; None if it was made from a list of methods."""
+    path = Path(folder) / FILE
+    try:
+        table: Any = json.loads(path.read_text(encoding="utf-8"))
+        factors = tuple(EffectFactor(str(one["name"]), tuple(map(str, one["levels"]))) for one in table["factors"])
+        cells = tuple(
+            EffectCell(
+                tuple(map(str, one["levels"])), str(one["method"]), None if one["refused"] is None else one["refused"]
+            )
+            for one in table["cells"]
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{str(path)!r} is damaged: it is not the grid that was written ({error}).") from None
+    whole = all(
+        len(cell.levels) == len(factors)
+        and all(level in factor.levels for level, factor in zip(cell.levels, factors, strict=True))
+        for cell in cells
+    )
+    if not factors or not whole or not all(factor.levels for factor in factors):
+        raise InputError(f"{str(path)!r} is damaged: its cells are not those of its factors.")
+    return EffectGrid(factors, cells)
+
 
 Levels = tuple[str, ...]
 Scores = Mapping[Levels, Mapping[str, float]]
@@ -22,7 +107,7 @@ Scores = Mapping[Levels, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class _EffectEstimate:
     """A mean difference over contexts, and how sure it is."""
 
     values: tuple[float, ...]
@@ -51,13 +136,13 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Effect:
+class _LevelEffect:
     """What one level does in place of its factor's baseline, all else equal."""
 
     factor: str
     level: str
     against: str
-    estimate: Estimate
+    estimate: _EffectEstimate
     possible: int
     """Contexts there are in the grid; those in which one of the two has no result do not count."""
     lowest: float
@@ -66,26 +151,26 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Pair:
+class _PairEffect:
     """What two levels of different factors do together, against both baselines."""
 
     levels: tuple[str, str]
-    gain: Estimate
+    gain: _EffectEstimate
     apart: float
     """What the two do each alone, with the other factor at its baseline, added up."""
-    surplus: Estimate
+    surplus: _EffectEstimate
     """The interaction: what they do together beyond that."""
 
 
 @dataclass(frozen=True)
-class Effects:
+class GridEffects:
     """The analysis of one grid. Numbers are in units of `metric`; a loss is better when lower."""
 
-    grid: Grid
+    grid: EffectGrid
     metric: str
     scores: Scores
-    effects: tuple[Effect, ...]
-    pairs: tuple[Pair, ...]
+    effects: tuple[_LevelEffect, ...]
+    pairs: tuple[_PairEffect, ...]
     """The best first."""
 
     @property
@@ -98,10 +183,10 @@ class Effects:
         """The factor to show numbers with, and the digits: accuracies are in percent."""
         return (100.0, 2) if self.metric == "accuracy" else (1.0, 3)
 
-    def spread(self, cell: Cell) -> Spread | None:
+    def spread(self, cell: EffectCell) -> SeedStatistics | None:
         """The result of a cell over its seeds."""
         values = self.scores.get(cell.levels)
-        return Spread(tuple(values.values())) if values else None
+        return SeedStatistics(tuple(values.values())) if values else None
 
     def effect_table(self) -> tuple[list[str], list[list[str]]]:
         """Column titles, and a row of text for each effect."""
@@ -113,7 +198,7 @@ class Effects:
                 f"{one.against} ({one.factor})",
                 self.show(one.estimate),
                 f"{self._signed(one.lowest)} to {self._signed(one.highest)}" if one.estimate.contexts > 1 else "–",
-                f"{one.estimate.contexts} of {plural(one.possible, 'pair')}",
+                f"{one.estimate.contexts} of {format_plural(one.possible, 'pair')}",
                 str(len(one.estimate.values)),
             ]
             for one in self.effects
@@ -129,7 +214,7 @@ class Effects:
                 self.show(one.gain),
                 self._signed(one.apart),
                 self.show(one.surplus),
-                plural(one.gain.contexts, "context"),
+                format_plural(one.gain.contexts, "context"),
                 str(len(one.gain.values)),
             ]
             for one in self.pairs[:most]
@@ -139,7 +224,7 @@ class Effects:
     def as_data(self) -> dict[str, Any]:
         """All of it as plain data, in units of `metric`, for programs."""
 
-        def plain(estimate: Estimate) -> dict[str, Any]:
+        def plain(estimate: _EffectEstimate) -> dict[str, Any]:
             return {"mean": estimate.mean, "standard_error": estimate.error, "seeds": len(estimate.values)}
 
         return {
@@ -159,7 +244,7 @@ class Effects:
             ],
         }
 
-    def show(self, estimate: Estimate) -> str:
+    def show(self, estimate: _EffectEstimate) -> str:
         """A difference with its standard error; a star where it is clear."""
         scale, digits = self.scale
         error = "" if estimate.error is None else f" ± {scale * estimate.error:.{digits}f}"
@@ -167,7 +252,7 @@ class Effects:
 
     def _signed(self, value: float) -> str:
         scale, digits = self.scale
-        return signed(scale * value, digits)
+        return format_signed(scale * value, digits)
 
     @property
     def sentence(self) -> str:
@@ -175,7 +260,7 @@ class Effects:
         said = [text for factor in self.grid.factors if (text := self._about(factor))]
         return " ".join(said)
 
-    def _about(self, factor: Factor) -> str:
+    def _about(self, factor: EffectFactor) -> str:
         mine = [one for one in self.effects if one.factor == factor.name]
         if not mine:
             return ""
@@ -207,12 +292,12 @@ class Effects:
         return " ".join(said)
 
 
-def analyse(grid: Grid, groups: Sequence[Group]) -> Effects:
+def analyze_effects(grid: EffectGrid, groups: Sequence[GroupStatistics]) -> GridEffects:
     """The effects in `grid`, from the finished runs among `groups`."""
     metric = "accuracy" if any(group.metric == "accuracy" for group in groups) else "loss"
     by_method: dict[str, dict[str, float]] = {}
     for group in groups:
-        runs = ((run.seed, final(run, metric)) for run in group.runs if run.finished)
+        runs = ((run.seed, final_record_value(run, metric)) for run in group.runs if run.finished)
         found = {seed: value for seed, value in runs if value is not None}
         if found:
             by_method[group.runs[0].method] = found
@@ -227,10 +312,10 @@ def analyse(grid: Grid, groups: Sequence[Group]) -> Effects:
     ]
     sign = 1 if metric == "accuracy" else -1
     pairs = sorted(_pairs(grid, scores), key=lambda pair: -sign * pair.gain.mean)
-    return Effects(grid, metric, scores, tuple(made), tuple(pairs))
+    return GridEffects(grid, metric, scores, tuple(made), tuple(pairs))
 
 
-def _contexts(grid: Grid, fixed: Mapping[int, Sequence[str]]) -> Iterator[list[Levels]]:
+def _contexts(grid: EffectGrid, fixed: Mapping[int, Sequence[str]]) -> Iterator[list[Levels]]:
     """For each choice of the factors not in `fixed`: the cells that follow when those in `fixed` run in step."""
     free = [(None,) if at in fixed else factor.levels for at, factor in enumerate(grid.factors)]
     steps = len(next(iter(fixed.values())))
@@ -241,7 +326,7 @@ def _contexts(grid: Grid, fixed: Mapping[int, Sequence[str]]) -> Iterator[list[L
         ]
 
 
-def _estimate(scores: Scores, contexts: Sequence[Sequence[Levels]], weights: Sequence[int]) -> Estimate | None:
+def _estimate(scores: Scores, contexts: Sequence[Sequence[Levels]], weights: Sequence[int]) -> _EffectEstimate | None:
     """The weighted sum of the cells of a context, seed by seed, mean over the contexts whose cells are all there."""
     whole = [cells for cells in contexts if all(cell in scores for cell in cells)]
     shared = [set.intersection(*(set(scores[cell]) for cell in cells)) for cells in whole]
@@ -255,20 +340,20 @@ def _estimate(scores: Scores, contexts: Sequence[Sequence[Levels]], weights: Seq
         [sum(weight * scores[cell][seed] for weight, cell in zip(weights, cells, strict=True)) for cells in whole]
         for seed in sorted(common)
     ]
-    return Estimate(tuple(float(np.mean(row)) for row in sums), len(whole))
+    return _EffectEstimate(tuple(float(np.mean(row)) for row in sums), len(whole))
 
 
-def _effect(grid: Grid, scores: Scores, at: int, level: str) -> Effect | None:
+def _effect(grid: EffectGrid, scores: Scores, at: int, level: str) -> _LevelEffect | None:
     factor = grid.factors[at]
     contexts = list(_contexts(grid, {at: (level, factor.baseline)}))
     estimate = _estimate(scores, contexts, (1, -1))
     if estimate is None:
         return None
     each = [alone.mean for cells in contexts if (alone := _estimate(scores, [cells], (1, -1)))]
-    return Effect(factor.name, level, factor.baseline, estimate, len(contexts), min(each), max(each))
+    return _LevelEffect(factor.name, level, factor.baseline, estimate, len(contexts), min(each), max(each))
 
 
-def _pairs(grid: Grid, scores: Scores) -> Iterator[Pair]:
+def _pairs(grid: EffectGrid, scores: Scores) -> Iterator[_PairEffect]:
     for first, second in combinations(range(len(grid.factors)), 2):
         one, other = grid.factors[first], grid.factors[second]
         for a, b in product(one.levels[1:], other.levels[1:]):
@@ -282,4 +367,4 @@ def _pairs(grid: Grid, scores: Scores) -> Iterator[Pair]:
             apart = _estimate(scores, contexts, (0, 1, 1, -2))
             surplus = _estimate(scores, contexts, (1, -1, -1, 1))
             if gain and apart and surplus:
-                yield Pair((a, b), gain, apart.mean, surplus)
+                yield _PairEffect((a, b), gain, apart.mean, surplus)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.report.measure import Group
-from fedloom.report.records import Counts, Record
+from fedloom.report.effects import EffectCell, GridEffects
+from fedloom.report.records import Counts, RunRecord
+from fedloom.report.statistics import GroupStatistics
 
 METRICS = {
     "accuracy": "accuracy",
@@ -25,7 +26,7 @@ MOST_DIAGNOSTICS = 24
 Data = dict[str, Any]
 
 
-def figures(groups: Sequence[Group]) -> Data:
+def collect_figure_data(groups: Sequence[GroupStatistics]) -> Data:
     """All that the page draws. A line names its group by the group's place."""
     return {
         "groups": [{"label": group.short, "task": group.task, "kind": group.name.kind} for group in groups],
@@ -35,17 +36,17 @@ def figures(groups: Sequence[Group]) -> Data:
             for key, title in METRICS.items()
             if (lines := _lines(groups, key))
         ],
-        "partitions": partitions(groups),
-        "diagnostics": diagnostics(groups),
+        "partitions": _partition_figures(groups),
+        "diagnostics": _diagnostic_figures(groups),
     }
 
 
-def _lines(groups: Sequence[Group], key: str) -> list[Data]:
-    lines = [line(group.runs, key) | {"group": at} for at, group in enumerate(groups)]
+def _lines(groups: Sequence[GroupStatistics], key: str) -> list[Data]:
+    lines = [_metric_curve(group.runs, key) | {"group": at} for at, group in enumerate(groups)]
     return [one for one in lines if one["mean"]]
 
 
-def line(runs: Sequence[Record], key: str) -> Data:
+def _metric_curve(runs: Sequence[RunRecord], key: str) -> Data:
     """`key` by round: mean, lowest and highest over the seeds that measured it, and what it had cost."""
     values: dict[int, list[float]] = {}
     spent: dict[int, list[float]] = {}
@@ -73,7 +74,7 @@ def _short(value: float | np.floating[Any]) -> float:
     return float(f"{value:.6g}")
 
 
-def diagnostics(groups: Sequence[Group]) -> list[Data]:
+def _diagnostic_figures(groups: Sequence[GroupStatistics]) -> list[Data]:
     """Everything that methods told about themselves, as small figures."""
     told = [row.get("diagnostics") for group in groups for run in group.runs for row in run.history]
     names = dict.fromkeys(name for one in told if isinstance(one, dict) for name in one)
@@ -81,7 +82,7 @@ def diagnostics(groups: Sequence[Group]) -> list[Data]:
     return list(islice((one for one in drawn if one["lines"]), MOST_DIAGNOSTICS))
 
 
-def partitions(groups: Sequence[Group]) -> list[Data]:
+def _partition_figures(groups: Sequence[GroupStatistics]) -> list[Data]:
     """Who holds which classes, once for every partition that differs: methods share it, seeds need not."""
     several = len({group.task for group in groups}) > 1
     found: dict[tuple[str, bytes], Data] = {}
@@ -90,11 +91,13 @@ def partitions(groups: Sequence[Group]) -> list[Data]:
             if run.counts is None or run.counts.size == 0:
                 continue
             title = (f"{group.task}, " if several else "") + f"seed {run.seed}"
-            found.setdefault((group.task, run.counts.tobytes()), bubbles(title, run.counts, run.class_names))
+            found.setdefault(
+                (group.task, run.counts.tobytes()), partition_figure_data(title, run.counts, run.class_names)
+            )
     return list(found.values())[:MOST_PARTITIONS]
 
 
-def bubbles(title: str, counts: Counts, class_names: Sequence[str]) -> Data:
+def partition_figure_data(title: str, counts: Counts, class_names: Sequence[str]) -> Data:
     """A circle for each class that a client holds; `counts` has a row for each client."""
     shown = counts[:MOST_CLIENTS]
     client, label = np.nonzero(shown)
@@ -108,3 +111,43 @@ def bubbles(title: str, counts: Counts, class_names: Sequence[str]) -> Data:
         "count": shown[client, label].tolist(),
         "totals": shown.sum(axis=1).tolist(),
     }
+
+
+def heat_map_figure_data(effects: GridEffects) -> Data:
+    """Server x local for each refiner, as the page draws it. Values are None where there is no result."""
+    rows, columns, *more = effects.grid.factors
+    sheets = more[0].levels if more else (None,)
+    scale, digits = effects.scale
+
+    def cell(*levels: str | None) -> Data:
+        found = effects.grid.at([level for level in levels if level is not None])
+        spread = effects.spread(found)
+        return {
+            "method": found.method,
+            "value": None if spread is None else float(f"{scale * spread.mean:.6g}"),
+            "text": "" if spread is None else spread.show(scale, min(digits, 2)),
+            "hover": _hover(effects, found),
+        }
+
+    return {
+        "rows": {"title": rows.name, "names": list(rows.levels)},
+        "columns": {"title": columns.name, "names": list(columns.levels)},
+        "better": "high" if effects.sign > 0 else "low",
+        "maps": [
+            {
+                "title": f"{more[0].name}: {sheet}" if more else "",
+                "cells": [[cell(row, column, sheet) for column in columns.levels] for row in rows.levels],
+            }
+            for sheet in sheets
+        ],
+    }
+
+
+def _hover(effects: GridEffects, cell: EffectCell) -> str:
+    """What is said of a cell under the pointer."""
+    spread, (scale, digits) = effects.spread(cell), effects.scale
+    if spread is None:
+        return cell.refusal or "has no result yet"
+    unit = " %" if effects.metric == "accuracy" else ""
+    each = ", ".join(f"{scale * value:.{digits}f}" for value in spread.values)
+    return f"{spread.show(scale, digits)}{unit}" + (f", over seeds: {each}" if len(spread.values) > 1 else "")

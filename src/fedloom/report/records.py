@@ -1,23 +1,30 @@
-"""A run's folder, read back: what was asked, what was measured, and who held which data."""
+"""A run's folder, read back: what was asked, what was measured, and who held which data.
+
+Which runs belong together: those that differ in nothing but the seed. And a short name for each group.
+"""
 
 import json
 import math
 import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import chain, count
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import InputError
+from fedloom.utils.formatting import format_value
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class RunRecord:
     """One run. `history` has one entry a round, in order; round 0 is the model before training."""
 
     folder: Path
@@ -53,7 +60,9 @@ class Record:
 
         A dot in `key` looks inside: `seconds.train`. Missing, null, NaN and infinite are all "not measured".
         """
-        found = [(int(row["round"]), value) for row in self.history if (value := look(row, key)) is not None]
+        found = [
+            (int(row["round"]), value) for row in self.history if (value := get_record_number(row, key)) is not None
+        ]
         rounds = np.array([at for at, _ in found], dtype=np.int64)
         return rounds, np.array([value for _, value in found], dtype=np.float64)
 
@@ -61,7 +70,7 @@ class Record:
         """The sum of all `keys` from the start up to each round, by round."""
         total, sums = 0.0, {}
         for row in self.history:
-            total += sum(look(row, key) or 0.0 for key in keys)
+            total += sum(get_record_number(row, key) or 0.0 for key in keys)
             sums[int(row["round"])] = total
         return sums
 
@@ -71,15 +80,15 @@ class Record:
         return float(values.sum()) if len(values) else None
 
 
-def look(row: dict[str, Any], key: str) -> float | None:
+def get_record_number(row: dict[str, Any], key: str) -> float | None:
     """The finite number at a dotted `key` of `row`, if there is one."""
     value: Any = row
     for part in key.split(".", 1):  # once: the name of a diagnostic may have dots of its own
         value = value.get(part) if isinstance(value, dict) else None
-    return number(value)
+    return _finite_float(value)
 
 
-def number(value: object) -> float | None:
+def _finite_float(value: object) -> float | None:
     """`value` as a float if it is a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -89,7 +98,7 @@ def number(value: object) -> float | None:
         return None
 
 
-def read_run(folder: Path) -> Record:
+def read_run_record(folder: Path) -> RunRecord:
     """Read the run in `folder`; one that has not finished is read as far as it got."""
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
@@ -101,7 +110,7 @@ def read_run(folder: Path) -> Record:
     counts, names = _partition(folder / "partition.json")
     summary = _table(folder / "summary.json")
     beginning = _table(folder / "initial.json")
-    return Record(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, beginning)
+    return RunRecord(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, beginning)
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -159,3 +168,122 @@ def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...]]:
     names = [str(name) for name in names] if isinstance(names, list) else []
     names += [str(at) for at in range(len(names), counts.shape[1])]
     return counts, tuple(names[: counts.shape[1]])
+
+
+NOT_SETTINGS = frozenset(
+    {"seed", "command", "server_data_used_by", "name", "out", "folder", "workers", "made_with", "format"}
+    | {"checkpoint_seconds", "keep_checkpoints", "cache_dir"}
+)
+"""Keys of a config that cannot change what is learned, but for the seed, which is what we average over."""
+
+TASK = ("data", "classes", "partition", "clients")
+"""What makes results comparable at all: differences between methods are taken within one task."""
+
+
+def flatten_record_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """The config as flat text. An option is named after its method: `fedprox.mu`."""
+    flat: dict[str, str] = {}
+
+    def walk(prefix: str, table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                walk("" if prefix == "" and key == "options" else f"{prefix}{key}.", value)
+            elif value not in ("", []):
+                flat[f"{prefix}{key}"] = format_value(value)
+
+    walk("", {key: value for key, value in config.items() if key not in NOT_SETTINGS})
+    if "init" in flat:  # a start is its content: its folder differs from machine to machine
+        start, checksum = PurePath(flat["init"]), flat.pop("init_sha256", "")
+        flat["init"] = f"{start.name} {checksum[:8]}".rstrip()
+    if "partition_sha256" in flat:  # and so is a partition in a file
+        path, checksum = PurePath(flat.get("partition", "").removeprefix("file:")), flat.pop("partition_sha256")
+        flat["partition"] = f"{path.name} {checksum[:8]}"
+    return flat
+
+
+def find_record_differences(tables: Iterable[Mapping[str, str]]) -> list[str]:
+    """The keys on which `tables` do not agree, in order of first appearance."""
+    tables = list(tables)
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return [key for key in keys if len({table.get(key) for table in tables}) > 1]
+
+
+@dataclass(frozen=True)
+class RecordGroup:
+    """Runs that differ in nothing but the seed, and what to call them."""
+
+    short: str
+    """The method, with those of its settings that tell it from others of the same method on the same task."""
+    task: str
+    """What tells this task from the others; all of it if there is but one."""
+    label: str
+    """A name that no other group has."""
+    kind: int
+    """The place of `short` among all that differ: one kind has one colour, whatever the task."""
+    records: tuple[RunRecord, ...]
+
+
+def group_records(records: Iterable[RunRecord]) -> list[RecordGroup]:
+    """Records by what they are: task by task, and within a task in order of first appearance."""
+    found: dict[tuple[tuple[str, str], ...], list[RunRecord]] = defaultdict(list)
+    for record in records:
+        found[tuple(sorted({**flatten_record_config(record.config), "method": record.method}.items()))].append(record)
+    groups = list(found.values())
+    tables = [flatten_record_config(group[0].config) for group in groups]
+    odd = [key for key in TASK if key in find_record_differences(tables)]
+    tasks = [_said(table, odd or TASK) or "unnamed task" for table in tables]
+    shorts = _shorts([group[0].method for group in groups], tables, tasks)
+    kinds = list(dict.fromkeys(shorts))
+    named = [
+        RecordGroup(short, task, f"{short} · {task}" if odd else short, kinds.index(short), tuple(group))
+        for short, task, group in zip(shorts, tasks, groups, strict=True)
+    ]
+    return sorted(named, key=lambda one: tasks.index(one.task))
+
+
+def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
+    """The task as a reader would say it."""
+    told = {**table, "clients": f"{table['clients']} clients"} if "clients" in table else dict(table)
+    if "classes" in told:
+        told["classes"] = f"classes {told['classes']}"
+    return ", ".join(told[key] for key in keys if key in told)
+
+
+def _shorts(methods: Sequence[str], tables: Sequence[Mapping[str, str]], tasks: Sequence[str]) -> list[str]:
+    made: list[str] = []
+    for at, (method, table) in enumerate(zip(methods, tables, strict=True)):
+        same = [other for name, other in zip(methods, tables, strict=True) if name == method]
+        parts = [method]
+        for key in find_record_differences(same):
+            if key in table and key not in TASK:
+                name = key.removeprefix(f"{method}.")
+                parts.append(table[key] if key == "model" else f"{name}={table[key]}")
+        short = " · ".join(parts)
+        # Two settings may read the same once shortened; a number then tells them apart.
+        taken = {made[other] for other in range(at) if tasks[other] == tasks[at]}
+        names = chain([short], (f"{short} #{number}" for number in count(2)))
+        made.append(next(name for name in names if name not in taken))
+    return made
+
+
+def select_record_per_seed(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """One record a seed: of runs made twice the one that got furthest, for a repeat is no new evidence."""
+    best: dict[str, RunRecord] = {}
+    for record in records:
+        held = best.get(record.seed)
+        if held is None or (record.finished, record.last_round) > (held.finished, held.last_round):
+            best[record.seed] = record
+    return list(best.values())
+
+
+def last_evaluated_round(run: RunRecord) -> int:
+    """The last round at which the model was tested, whatever came out."""
+    tested = ("accuracy", "loss")
+    rounds = [row["round"] for row in run.history if any(isinstance(row.get(key), int | float) for key in tested)]
+    return max(rounds, default=-1)
+
+
+def final_record_value(run: RunRecord, key: str) -> float | None:
+    """`key` at the last evaluation. If the run diverged there, it has no result: an earlier one would lie."""
+    last = last_evaluated_round(run)
+    return next((get_record_number(row, key) for row in run.history if row["round"] == last), None)

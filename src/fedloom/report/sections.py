@@ -1,33 +1,84 @@
-"""The parts of the page that need no script: tables, bars, settings."""
+"""The parts of the page that need no script: tables, bars, settings.
+
+The page's section about a grid: heat maps, what each part did, the best pairs, what was left out.
+
+HTML that is escaped unless it was made here.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from html import escape
 
-from fedloom.report.groups import differing, settings, text
-from fedloom.report.markup import Safe, grid, join, tag
-from fedloom.report.measure import Group
-from fedloom.report.table import Comparison, Part
-from fedloom.report.words import human_seconds, listed, plural
+from fedloom.report.comparison_table import ComparisonTable, Part
+from fedloom.report.effects import GridEffects
+from fedloom.report.figures import MOST_PARTITIONS, Data
+from fedloom.report.records import find_record_differences, flatten_record_config
+from fedloom.report.statistics import GroupStatistics
+from fedloom.utils.formatting import format_list, format_plural, format_seconds, format_value
+
+
+class SectionHtml(str):
+    """Text that is already HTML."""
+
+    __slots__ = ()
+
+
+def render_section_tag(name: str, *content: str, **attributes: str | bool | None) -> SectionHtml:
+    """An element. Plain text inside it is escaped; `class_` is written `class`, `data_x` is `data-x`."""
+    given = ""
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            key = key.rstrip("_").replace("_", "-")
+            given += f" {key}" if value is True else f' {key}="{escape(value)}"'
+    return SectionHtml(f"<{name}{given}>{join_section_html(*content)}</{name}>")
+
+
+def join_section_html(*content: str) -> SectionHtml:
+    """Pieces of HTML one after the other."""
+    return SectionHtml("".join(one if isinstance(one, SectionHtml) else escape(one) for one in content))
+
+
+def render_section_table(titles: list[str], rows: list[list[str]], class_: str | None = None) -> SectionHtml:
+    """A table whose first column names its rows, in a box that scrolls by itself on a narrow screen."""
+    head = render_section_tag("tr", *[render_section_tag("th", title, scope="col") for title in titles])
+    body = [
+        render_section_tag(
+            "tr", render_section_tag("th", row[0], scope="row"), *[render_section_tag("td", cell) for cell in row[1:]]
+        )
+        for row in rows
+    ]
+    table = render_section_tag(
+        "table", render_section_tag("thead", head), render_section_tag("tbody", *body), class_=class_
+    )
+    return render_section_tag("div", table, class_="scroll", tabindex="0")
+
 
 HUES = 8
 PARTS = ("train", "evaluate", "refine", "collect", "dispatch", "select", "checkpoint")
 """Where a round's time goes, the large parts first; the colours follow this order."""
 
 
-def section(title: str, hint: str, *content: str) -> Safe:
-    return tag("section", tag("h2", title), tag("p", hint, class_="hint") if hint else "", *content)
+def render_section(title: str, hint: str, *content: str) -> SectionHtml:
+    return render_section_tag(
+        "section",
+        render_section_tag("h2", title),
+        render_section_tag("p", hint, class_="hint") if hint else "",
+        *content,
+    )
 
 
-def named(group: Group) -> Safe:
+def _colored_label(group: GroupStatistics) -> SectionHtml:
     """A group's label after its colour."""
-    return join(tag("span", class_="swatch", style=f"background:{_hue(group)}"), group.label)
+    return join_section_html(
+        render_section_tag("span", class_="swatch", style=f"background:{_hue(group)}"), group.label
+    )
 
 
-def _hue(group: Group) -> str:
+def _hue(group: GroupStatistics) -> str:
     return f"var(--c{group.name.kind % HUES})"
 
 
-def results(comparison: Comparison) -> Safe:
+def render_results_section(comparison: ComparisonTable) -> SectionHtml:
     """The table, with a strip of dots beside the result: one dot a seed."""
     titles, rows = _coloured(comparison, "result")
     strips = _strips(comparison.groups)
@@ -36,26 +87,28 @@ def results(comparison: Comparison) -> Safe:
         titles.insert(place, "each seed")
         for row, strip in zip(rows, strips, strict=True):
             row.insert(place, strip)
-    return section("Results", "", grid(titles, rows), tag("p", comparison.footnote(), class_="hint"))
+    return render_section(
+        "Results", "", render_section_table(titles, rows), render_section_tag("p", comparison.footnote(), class_="hint")
+    )
 
 
-def costs(comparison: Comparison) -> Safe:
+def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
     """What the results took: rounds, bytes, time and clients that did not answer."""
     titles, rows = _coloured(comparison, "cost")
     if len(titles) < 2:
-        return Safe("")
+        return SectionHtml("")
     hint = "Of one run, mean over seeds."
     if any(group.accuracy and group.target for group in comparison.groups):
         hint += " Rounds: the median over seeds until that accuracy was first measured."
-    return section("What it took", hint, grid(titles, rows))
+    return render_section("What it took", hint, render_section_table(titles, rows))
 
 
-def _coloured(comparison: Comparison, part: Part) -> tuple[list[str], list[list[str]]]:
+def _coloured(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
     titles, rows = comparison.table(part)
-    return titles, [[named(group), *row[1:]] for group, row in zip(comparison.groups, rows, strict=True)]
+    return titles, [[_colored_label(group), *row[1:]] for group, row in zip(comparison.groups, rows, strict=True)]
 
 
-def _strips(groups: Sequence[Group]) -> list[Safe]:
+def _strips(groups: Sequence[GroupStatistics]) -> list[SectionHtml]:
     """Every seed's result on the scale of its task, the mean as a line; nothing if there is one number."""
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     for group in groups:
@@ -63,51 +116,61 @@ def _strips(groups: Sequence[Group]) -> list[Safe]:
     if max(map(len, values.values())) < 2:
         return []
 
-    def strip(group: Group) -> Safe:
+    def strip(group: GroupStatistics) -> SectionHtml:
         if group.result is None:
-            return Safe("")
+            return SectionHtml("")
         scale = values[group.task, group.metric]
         low, wide = min(scale), (max(scale) - min(scale)) or 1.0
         *seeds, mean = (6 + 108 * (one - low) / wide for one in (*group.result.values, group.result.mean))
         marks = [f'<circle cx="{x:.1f}" cy="9" r="4" fill-opacity=".55"/>' for x in seeds]
         marks.append(f'<line x1="{mean:.1f}" x2="{mean:.1f}" y1="2" y2="16" stroke="var(--ink)"/>')
-        axis = Safe('<line x1="0" x2="120" y1="9" y2="9" stroke="var(--line)"/>')
-        inner = tag("g", axis, Safe("".join(marks)), fill=_hue(group))
-        return tag("svg", inner, width="120", height="18", aria_hidden="true")
+        axis = SectionHtml('<line x1="0" x2="120" y1="9" y2="9" stroke="var(--line)"/>')
+        inner = render_section_tag("g", axis, SectionHtml("".join(marks)), fill=_hue(group))
+        return render_section_tag("svg", inner, width="120", height="18", aria_hidden="true")
 
     return [strip(group) for group in groups]
 
 
-def durations(groups: Sequence[Group]) -> Safe:
+def render_durations_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """A bar for each group, as long as its mean time and split by what the time went into."""
     split = [_parts(group) for group in groups]
     longest = max((sum(parts.values()) for parts in split), default=0.0)
     if not longest:
-        return Safe("")
+        return SectionHtml("")
     names = [*PARTS, *dict.fromkeys(name for parts in split for name in parts if name not in PARTS)]
     names = [name for name in names if any(parts.get(name, 0) > 0 for parts in split)]
     bars = []
     for group, parts in zip(groups, split, strict=True):
         total = sum(parts.values())
         pieces = [
-            tag(
+            render_section_tag(
                 "span",
                 style=f"width:{100 * parts[name] / longest:.3f}%;background:{_paint(name)}",
-                title=f"{name}: {human_seconds(parts[name])}, {parts[name] / total:.1%}",
+                title=f"{name}: {format_seconds(parts[name])}, {parts[name] / total:.1%}",
             )
             for name in names
             if parts.get(name, 0) > 0
         ]
-        bar = tag("div", *pieces, class_="bar")
-        bars.append(tag("div", tag("b", group.label), bar, tag("i", human_seconds(total)), class_="row"))
+        bar = render_section_tag("div", *pieces, class_="bar")
+        bars.append(
+            render_section_tag(
+                "div",
+                render_section_tag("b", group.label),
+                bar,
+                render_section_tag("i", format_seconds(total)),
+                class_="row",
+            )
+        )
     everything = sum(sum(parts.values()) for parts in split)
     key = [
-        tag("li", tag("span", class_="swatch", style=f"background:{_paint(name)}"), f"{name} {share:.0%}")
+        render_section_tag(
+            "li", render_section_tag("span", class_="swatch", style=f"background:{_paint(name)}"), f"{name} {share:.0%}"
+        )
         for name in names
         if (share := sum(parts.get(name, 0) for parts in split) / everything) >= 0.005
     ]
     hint = "Mean over seeds, all rounds."
-    return section("Where the time goes", hint, *bars, tag("ul", *key, class_="key"))
+    return render_section("Where the time goes", hint, *bars, render_section_tag("ul", *key, class_="key"))
 
 
 def _paint(name: str) -> str:
@@ -115,7 +178,7 @@ def _paint(name: str) -> str:
     return order[PARTS.index(name)] if name in PARTS else order[-1]
 
 
-def _parts(group: Group) -> dict[str, float]:
+def _parts(group: GroupStatistics) -> dict[str, float]:
     """Seconds by part, mean over seeds; what no part accounts for is `other`."""
     names = {
         name: None
@@ -132,7 +195,7 @@ def _parts(group: Group) -> dict[str, float]:
     return {name: max(value, 0.0) / len(group.runs) for name, value in sums.items()}
 
 
-def losses(groups: Sequence[Group]) -> Safe:
+def render_failures_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """Clients that were asked and whose answer never counted, with the reasons they gave."""
     rows = []
     for group in groups:
@@ -143,35 +206,39 @@ def losses(groups: Sequence[Group]) -> Safe:
             for row in run.history:
                 told = row.get("lost_clients")
                 reasons.update(str(reason) for reason in (told.values() if isinstance(told, dict) else ()))
-        why = listed([f"{reason} ({count})" for reason, count in reasons.most_common()]) or "not recorded"
+        why = format_list([f"{reason} ({count})" for reason, count in reasons.most_common()]) or "not recorded"
         share = f"{group.lost / group.asked:.1%}" if group.asked else "–"
-        rows.append([named(group), str(group.lost), str(group.asked), share, why])
+        rows.append([_colored_label(group), str(group.lost), str(group.asked), share, why])
     if not rows:
-        return Safe("")
+        return SectionHtml("")
     hint = "Answers that did not come, came too late, or were refused; over all seeds."
-    table = grid(["method", "lost", "asked", "share", "why"], rows, "text")
-    return section("Clients lost", hint, table)
+    table = render_section_table(["method", "lost", "asked", "share", "why"], rows, "text")
+    return render_section("Clients lost", hint, table)
 
 
-def setup(groups: Sequence[Group]) -> Safe:
+def render_settings_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """What all runs share, said once; and a table of what they do not."""
-    tables = [settings(group.runs[0].config) for group in groups]
-    odd = [key for key in differing(tables) if key != "method"]
+    tables = [flatten_record_config(group.runs[0].config) for group in groups]
+    odd = [key for key in find_record_differences(tables) if key != "method"]
     shared = {key: value for key, value in tables[0].items() if key not in odd}
     if len(groups) > 1:
         shared.pop("method", None)
-    pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in shared.items()]
+    pairs = [
+        render_section_tag("div", render_section_tag("dt", key), render_section_tag("dd", value))
+        for key, value in shared.items()
+    ]
     table: str = ""
     if odd:
         rows = [
-            [named(group), *(table.get(key, "–") for key in odd)] for group, table in zip(groups, tables, strict=True)
+            [_colored_label(group), *(table.get(key, "–") for key in odd)]
+            for group, table in zip(groups, tables, strict=True)
         ]
-        table = grid(["method", *odd], rows, "text")
+        table = render_section_table(["method", *odd], rows, "text")
     hint = "Common to all runs" + (", then what differs." if odd else ".") if len(groups) > 1 else ""
-    return section("Settings", hint, tag("dl", *pairs), table)
+    return render_section("Settings", hint, render_section_tag("dl", *pairs), table)
 
 
-def starts(groups: Sequence[Group]) -> Safe:
+def render_initial_weights_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """What was taken from the files that runs started from; each start once."""
     rows: dict[tuple[str, ...], None] = {}
     for run in (run for group in groups for run in group.members):
@@ -179,15 +246,19 @@ def starts(groups: Sequence[Group]) -> Safe:
             lists = [run.beginning.get(key) for key in ("matched", "replaced", "missing", "unexpected")]
             taken, *others = (list(map(str, names)) if isinstance(names, list) else [] for names in lists)
             rows[
-                (text(run.beginning.get("file", "?")), str(len(taken)), *(listed(one) or "none" for one in others))
+                (
+                    format_value(run.beginning.get("file", "?")),
+                    str(len(taken)),
+                    *(format_list(one) or "none" for one in others),
+                )
             ] = None
     if not rows:
-        return Safe("")
+        return SectionHtml("")
     titles = ["start", "tensors taken", "new classifier", "missing in the file", "unexpected in it"]
-    return section("Starting models", "", grid(titles, [list(row) for row in rows], "text"))
+    return render_section("Starting models", "", render_section_table(titles, [list(row) for row in rows], "text"))
 
 
-def runs(groups: Sequence[Group]) -> Safe:
+def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """Every run by itself: where it is, how far it came, what it left, and how to make it again."""
     rows: list[list[str]] = []
     commands: dict[str, None] = {}
@@ -197,17 +268,67 @@ def runs(groups: Sequence[Group]) -> Safe:
             state = "finished" if run.finished else "unfinished"
             state += "" if run in group.runs else ", not counted"
             digest = str((run.summary or {}).get("digest") or "–")
-            short = tag("code", digest if len(digest) < 24 else digest[:23] + "…", title=digest)
-            rows.append([named(group), run.seed, run.folder.name, str(run.last_round), state, short])
+            short = render_section_tag("code", digest if len(digest) < 24 else digest[:23] + "…", title=digest)
+            rows.append([_colored_label(group), run.seed, run.folder.name, str(run.last_round), state, short])
             if isinstance(run.config.get("command"), str):
                 commands[run.config["command"]] = None
             versions = run.config.get("made_with")
             if isinstance(versions, dict):
-                made[", ".join(f"{name} {text(version)}" for name, version in versions.items())] = None
-    table = grid(["method", "seed", "folder", "rounds", "state", "digest"], rows, "text")
+                made[", ".join(f"{name} {format_value(version)}" for name, version in versions.items())] = None
+    table = render_section_table(["method", "seed", "folder", "rounds", "state", "digest"], rows, "text")
     again: str = ""
     if commands:
-        title = tag("h3", "To run it again" if len(commands) == 1 else "To run them again")
-        again = join(title, tag("pre", tag("code", "\n".join(commands))))
+        title = render_section_tag("h3", "To run it again" if len(commands) == 1 else "To run them again")
+        again = join_section_html(title, render_section_tag("pre", render_section_tag("code", "\n".join(commands))))
     hint = f"Made with {'; '.join(made)}." if made else ""
-    return section(plural(len(rows), "run").capitalize(), hint, table, again)
+    return render_section(format_plural(len(rows), "run").capitalize(), hint, table, again)
+
+
+def render_effects_section(effects: GridEffects) -> SectionHtml:
+    """The section."""
+    what = "Final test accuracy in percent" if effects.metric == "accuracy" else "Final test loss"
+    several = any(len(values) > 1 for values in effects.scores.values())
+    hint = f"{what}{', mean ± standard deviation over seeds' if several else ''}."
+    if any(effects.spread(cell) is None for cell in effects.grid.cells):
+        hint += " Hatched: no result; point at it for the reason."
+    content = [render_section_tag("p", effects.sentence, class_="lead")] if effects.sentence else []
+    if effects.scores:
+        label = "Heat maps; the table of results has the numbers."
+        content.append(render_section_tag("div", id="grid", class_="maps", role="img", aria_label=label))
+    else:
+        hint = "No combination has a result."
+    if effects.effects:
+        content += [render_section_tag("h3", "What each part did"), render_section_table(*effects.effect_table())]
+    if effects.pairs:
+        content += [
+            render_section_tag("h3", "Pairs of parts, the best first"),
+            render_section_table(*effects.pair_table()),
+        ]
+    if effects.effects:
+        content.append(render_section_tag("p", effects.footnote(), class_="hint"))
+    if refused := effects.grid.refused:
+        rows = [[name, reason] for name, reason in refused.items()]
+        summary = render_section_tag("summary", f"{format_plural(len(rows), 'combination')} left out, and why")
+        content.append(
+            render_section_tag("details", summary, render_section_table(["combination", "why"], rows, "text"))
+        )
+    return render_section("Which part helped", hint, join_section_html(*content))
+
+
+def render_partition_section(data: Data) -> SectionHtml:
+    """The section with the circles; nothing if no partition is known."""
+    if not data["partitions"]:
+        return SectionHtml("")
+    hint = "The area of a circle is the number of examples of a class that a client holds."
+    cut = len(data["partitions"]) == MOST_PARTITIONS
+    return render_section(
+        "Who holds what",
+        hint + (f" The first {MOST_PARTITIONS} partitions." if cut else ""),
+        render_section_tag("div", _choice("choose-partition"), class_="choices"),
+        render_section_tag("div", render_section_tag("div", id="partition"), class_="scroll", tabindex="0"),
+        render_section_tag("p", id="partition-note", class_="hint"),
+    )
+
+
+def _choice(name: str) -> SectionHtml:
+    return render_section_tag("div", id=name, class_="choice", role="group")

@@ -10,28 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.data.npz import read_npz
-from fedloom.data.partitions.request import Indices, Labels, Pool, Request
+from fedloom.data.partitions.base import Indices, Labels, PartitionPool, PartitionRequest
+from fedloom.data.readers.arrays import read_npz_arrays
 from fedloom.errors import InputError
-from fedloom.storage import write_atomically
+from fedloom.utils.storage import write_atomically
 
 HEADER = 4096
 """Bytes that an array in an npz may need besides its numbers."""
 
 
-def from_file(request: Request) -> list[Indices]:
+def partition_from_file(request: PartitionRequest) -> list[Indices]:
     """The parts that a file lists; samples in none of them are left out, and a client may be empty."""
     if not request.value:
         raise InputError("partition 'file' wants the path of a file, as in file:split.json.")
     if "\0" in request.value:
         raise InputError(f"cannot read the partition {request.value!r}: no path has a zero byte.")
-    parts = read_parts(Path(request.value), request.pool)
+    parts = _read_partition_file(Path(request.value), request.pool)
     if request.asked not in (None, len(parts)):
         raise InputError(f"{request.value} has {len(parts)} clients, but {request.asked} were asked for.")
     return parts
 
 
-def read_parts(path: Path, pool: Pool) -> list[Indices]:
+def _read_partition_file(path: Path, pool: PartitionPool) -> list[Indices]:
     """The parts listed in `path`, each sorted; checked to be disjoint positions in `pool`.
 
     A JSON file holds a list with a list of positions for each client, or an object with these by client ("0", "1",
@@ -49,7 +49,7 @@ def read_parts(path: Path, pool: Pool) -> list[Indices]:
     return [_checked(path, client, part, seen) for client, part in enumerate(lists)]
 
 
-def write_parts(path: Path, parts: Sequence[Indices], labels: Labels, about: Mapping[str, Any]) -> None:
+def write_partition_file(path: Path, parts: Sequence[Indices], labels: Labels, about: Mapping[str, Any]) -> None:
     """Write parts to a file that `read_parts` reads, as npz or JSON by the ending of its name.
 
     JSON also keeps `about`, and a checksum of the labels by which a mistaken use with other data is found out. What is
@@ -90,7 +90,7 @@ def _checksum(labels: Labels) -> str:
     return hashlib.sha256(np.ascontiguousarray(labels, dtype="<f8").tobytes()).hexdigest()
 
 
-def _read_json(path: Path, pool: Pool) -> Any:
+def _read_json(path: Path, pool: PartitionPool) -> Any:
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ def _read_npz(path: Path, samples: int) -> dict[str, Any]:
     if sum(member.file_size for member in members) > 8 * samples + HEADER * len(members):
         raise InputError(f"{path} lists more positions than the {samples} samples there are.")
     names = [member.filename.removesuffix(".npy") for member in members]
-    return dict(read_npz(path, dict.fromkeys(names, ("ui", 1))))
+    return dict(read_npz_arrays(path, dict.fromkeys(names, ("ui", 1))))
 
 
 def _in_order(path: Path, found: Mapping[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partitions.request import Indices, Labels
+from fedloom.data.partitions.base import Indices, Labels
 
 Floats = NDArray[np.float64]
 
@@ -16,7 +16,7 @@ HELD = 0.01
 
 
 @dataclass(frozen=True)
-class Sizes:
+class _ClientSizes:
     """How many samples clients hold."""
 
     smallest: int
@@ -29,7 +29,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class LabelSkew:
+class _LabelSkew:
     """How much the label distributions of clients differ; clients without samples do not count."""
 
     entropy: float
@@ -46,7 +46,7 @@ class LabelSkew:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class _PartitionStatistics:
     """A partition in numbers."""
 
     clients: int
@@ -55,8 +55,8 @@ class Statistics:
     samples: int
     """How many are held by some client."""
     left_out: int
-    sizes: Sizes
-    labels: LabelSkew | None
+    sizes: _ClientSizes
+    labels: _LabelSkew | None
     """None where the labels are no classes."""
 
     def as_data(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Statistics:
         ]
 
 
-def count_labels(parts: Sequence[Indices], labels: Labels, classes: int) -> Indices:
+def count_partition_labels(parts: Sequence[Indices], labels: Labels, classes: int) -> Indices:
     """How often each client (row) has each class (column)."""
     counts = np.zeros((len(parts), classes), dtype=np.int64)
     for client, part in enumerate(parts):
@@ -92,10 +92,10 @@ def count_labels(parts: Sequence[Indices], labels: Labels, classes: int) -> Indi
     return counts
 
 
-def describe(parts: Sequence[Indices], labels: Labels, classes: int) -> Statistics:
+def compute_partition_statistics(parts: Sequence[Indices], labels: Labels, classes: int) -> _PartitionStatistics:
     """The statistics of a partition; `classes` is 0 where labels are numbers to be predicted."""
     held = np.array([len(part) for part in parts])
-    sizes = Sizes(
+    sizes = _ClientSizes(
         smallest=int(held.min()),
         median=float(np.median(held)),
         mean=float(held.mean()),
@@ -103,12 +103,12 @@ def describe(parts: Sequence[Indices], labels: Labels, classes: int) -> Statisti
         std=float(held.std()),
         gini=_spread(held.astype(np.float64)) / (2 * held.mean()) if held.any() else 0.0,
     )
-    skew = _label_skew(count_labels(parts, labels, classes)) if classes and held.any() else None
+    skew = _label_skew(count_partition_labels(parts, labels, classes)) if classes and held.any() else None
     left_out = len(labels) - int(held.sum())
-    return Statistics(len(parts), int(np.sum(held == 0)), int(held.sum()), left_out, sizes, skew)
+    return _PartitionStatistics(len(parts), int(np.sum(held == 0)), int(held.sum()), left_out, sizes, skew)
 
 
-def _label_skew(counts: Indices) -> LabelSkew:
+def _label_skew(counts: Indices) -> _LabelSkew:
     counts = counts[counts.sum(axis=1) > 0]
     shares = counts / counts.sum(axis=1, keepdims=True)
     overall = counts.sum(axis=0) / counts.sum()
@@ -116,7 +116,7 @@ def _label_skew(counts: Indices) -> LabelSkew:
     clients = len(counts)
     # Half the sum over classes of the mean difference between two clients. `_spread` also counts each with itself.
     pairs = sum(_spread(column) for column in shares.T) * clients / max(clients - 1, 1)
-    return LabelSkew(
+    return _LabelSkew(
         entropy=float(_entropy(shares).mean()),
         entropy_of_all=float(_entropy(overall)),
         classes_fewest=int(held.min()),

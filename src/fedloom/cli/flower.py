@@ -1,0 +1,243 @@
+"""`fedloom flower`: runs over real sites, with Flower between them.
+
+`fedloom flower agreement`.
+
+`fedloom flower certificates`.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli.options import add_cli_options
+from fedloom.config import make_config, parse_config_overrides
+from fedloom.errors import InputError, shorten_error_message
+from fedloom.flower import commands
+from fedloom.flower.flwr_patches import require_flower
+
+
+def agreement(
+    app: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, as `fedloom flower new` wrote it")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the file to write; by default they are printed")
+    ] = None,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="what `flwr run` is given by this name; may be repeated"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="replace the file that is there already")] = False,
+) -> None:
+    """Show the settings that an app tells the sites, all of them, for their operators to read and agree to.
+
+    A site that is started with --agreed and that file, or with the fingerprint, serves these settings and no others.
+    """
+    from fedloom.flower.trust.agreement import agreement_fingerprint, agreement_settings_from_app, format_agreement
+    from fedloom.utils.storage import write_atomically
+
+    told = agreement_settings_from_app(app, _changes(run_config or []))
+    if out is None:
+        print(format_agreement(told), end="")
+        print(
+            f"fingerprint {agreement_fingerprint(told)}", file=sys.stderr
+        )  # apart, so that the settings can be sent to a file
+        return
+    if out.is_dir():
+        raise InputError(f"{out} is a folder; --out takes a file to write.")
+    if out.exists() and not force:
+        raise InputError(f"{out} is there already; --force replaces it.")
+    write_atomically(out, format_agreement(told).encode())
+    print(f"{out}: the settings, with the fingerprint {agreement_fingerprint(told)}")
+    print(f"A site serves no others when it is started with: fedloom flower supernode ... --agreed {out}")
+
+
+def _changes(words: list[str]) -> dict[str, Any]:
+    """Settings as `flwr run --run-config` reads them."""
+    if not words:
+        return {}
+    from importlib.util import find_spec
+
+    if find_spec("flwr") is None:
+        raise InputError("--run-config needs Flower; install fedloom[flower].")
+    import click
+    from flwr.common.config import parse_config_args
+
+    try:
+        found: dict[str, Any] = dict(parse_config_args(words))
+    except (click.ClickException, ValueError, OSError) as error:
+        raise InputError(
+            f"--run-config takes NAME=VALUE, such as seed=3, not {' '.join(words)!r}: {shorten_error_message(error)}."
+        ) from None
+    if not found:
+        raise InputError(f"--run-config takes NAME=VALUE, such as seed=3, not {' '.join(words)!r}.")
+    return found
+
+
+def certificates(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write to")],
+    nodes: Annotated[
+        str, typer.Option(help="how many nodes get a key pair; they are site-0, site-1, ...", metavar="N")
+    ],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="a name or address at which sites reach the server; may be repeated", metavar="NAME"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="replace what is there already")] = False,
+) -> None:
+    """Make certificates and node keys for trying out: an authority, a server certificate, a key pair for each node."""
+    from importlib.util import find_spec
+
+    if find_spec("cryptography") is None:
+        raise InputError("certificates need the package cryptography; install fedloom[flower].")
+    from fedloom.flower.trust.certificates import DAYS, HERE, certificate_node_names, make_certificates
+
+    if not re.fullmatch(r"[0-9]{1,9}", nodes):
+        raise InputError(f"nodes must be a whole number from 1 on, not {nodes!r}.")
+    hosts = list(dict.fromkeys([*(host or ()), *HERE]))
+    names = certificate_node_names(int(nodes))
+    make_certificates(folder, names, hosts, force)
+    last = f" to {names[-1]}" if names[1:] else ""
+    print(f"{folder / 'ca.crt'}: what every site trusts the server by")
+    print(
+        f"{folder / 'server.pem'}, server.key: the server's certificate, for {', '.join(hosts)}, valid for {DAYS} days"
+    )
+    print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without an end")
+    print(f"{folder / 'roster.pub'}: all public keys, by which sites know each other")
+    print(
+        "They are for trying out: whoever has this folder can be the server and every site. In earnest each site makes"
+    )
+    print("its own key (ssh-keygen -t ecdsa -b 384) and hands over the .pub alone.")
+
+
+flower = typer.Typer(
+    name="flower",
+    help=r"Run over real sites, which Flower connects (install fedloom\[flower]).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Certificates = Annotated[
+    Path | None,
+    typer.Option(help="the folder with ca.crt, server.pem and server.key; without it only on this machine itself"),
+]
+
+
+@flower.command()
+@add_cli_options()
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, new or empty")],
+    method: Annotated[str, typer.Argument(help="the method, or several joined by +")],
+    run_folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="the run's folder at the server; by default DIR-run")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="an option of a method; may be repeated"),
+    ] = None,
+    import_: Annotated[
+        list[str] | None, typer.Option("--import", metavar="FILE", help="a Python file with methods of your own")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Write a Flower app for a run; the options are those of `fedloom run`.
+
+    With --partition own the sites bring data of their own, and no data set is read by name.
+    """
+    from fedloom.config import replace_config
+    from fedloom.flower.app import write_app
+    from fedloom.models.initial_weights import initial_weights_sha256
+    from fedloom.runs.build import build_run
+    from fedloom.runs.resolve import record_partition_hash, resolve_method
+
+    options = parse_config_overrides(set_ or ())
+    imports = {"imports": import_} if import_ else {}
+    config = make_config({**settings, **imports, "method": method, "options": options, "engine": "flower"})
+    resolve_method(config)
+    config = record_partition_hash(config)
+    if config.init is not None:  # sites must start from the very same file
+        config = replace_config(config, init_sha256=initial_weights_sha256(Path(config.init)))
+    if config.partition != "own":
+        build_run(replace_config(config, engine="plain")).engine.close()  # what is wrong with the run is said now
+    place = run_folder or folder.with_name(f"{folder.absolute().name}-run")
+    write_app(folder, config, {"folder": str(place.absolute())})
+    print(f"{folder} is an app for Flower; {folder / 'README.md'} says how to run it.")
+
+
+@flower.command()
+def superlink(
+    certificates: Certificates = None,
+    host: Annotated[str, typer.Option(help="the address at which SuperNodes connect")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="the port at which SuperNodes connect")] = 8000,
+    control_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="the port for `flwr` commands, on this machine alone")
+    ] = commands.CONTROL_PORT,
+    database: Annotated[Path | None, typer.Option(help="a file for its state, so that a restart remembers it")] = None,
+) -> None:
+    """Start Flower's SuperLink, with TLS and only for nodes whose keys are registered.
+
+    `flwr` commands reach it on this machine alone: Flower lets whoever reaches its Control API run code at every site.
+    """
+    require_flower()
+    words = commands.build_superlink_command(certificates, host, port, control_port, database)
+    commands.exec_flower_command(words, commands.flower_command_environment())
+
+
+@flower.command()
+def supernode(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="where the SuperLink is")],
+    ca: Annotated[Path | None, typer.Option(help="the certificate of the authority that signed the server's")] = None,
+    key: Annotated[Path | None, typer.Option(help="this node's private key, whose public half is registered")] = None,
+    client: Annotated[
+        str | None, typer.Option(help="the number of its client; by default the server gives one")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="this site's own folder, for what its client keeps between rounds")
+    ] = None,
+    roster: Annotated[
+        Path | None, typer.Option(help="the file with all sites' public keys, for the exchange of fedmr.secure")
+    ] = None,
+    agreed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|HASH",
+            help="the settings that this site serves, and no others, as `fedloom flower agreement` writes them",
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help='what site_data.py finds as node["data"], such as a path')] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="more for site_data.py; may be repeated")
+    ] = None,
+    port: Annotated[int, typer.Option(help="a port on this machine for the SuperNode's own processes")] = 9094,
+) -> None:
+    """Start Flower's SuperNode for one site."""
+    from fedloom.flower.site_data import site_data_clients
+    from fedloom.flower.trust.agreement import is_agreement_fingerprint
+
+    require_flower()
+    node: dict[str, Any] = {}
+    for pair in set_ or ():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise InputError(f"--set takes NAME=VALUE, not {pair!r}.")
+        node[name] = value
+    paths = {"folder": folder, "roster": roster}
+    if agreed is not None and not is_agreement_fingerprint(agreed):
+        agreed = str(Path(agreed).absolute())
+    given = {
+        "client": client,
+        "data": data,
+        "agreed": agreed,
+        **{name: path and str(path.absolute()) for name, path in paths.items()},
+    }
+    node |= {name: value for name, value in given.items() if value is not None}
+    site_data_clients(node)  # what is wrong with it is said now
+    commands.exec_flower_command(
+        commands.build_supernode_command(address, node, ca, key, port), commands.flower_command_environment()
+    )
+
+
+flower.command()(certificates)
+flower.command()(agreement)

@@ -1,0 +1,94 @@
+"""The settings of a run as options of the command: made from `Config`, where they are defined and documented."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from fedloom.config import Config
+from fedloom.utils.settings import Settings
+
+PANELS = {
+    "Federation": (
+        "data", "classes", "normalize", "partition", "client_test", "server_data", "clients", "per_round", "model",
+        "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
+    ),
+    "Local training": (
+        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov",
+        "keep_optimizer", "weight_decay", "clip", "augment", "statistics", "channels_last", "validation",
+    ),
+    "Privacy": ("clip_update", "noise", "noise_source", "delta", "max_epsilon"),
+    "Running": (
+        "eval_every", "min_clients", "lost", "engine", "nodes", "deadline", "device", "precision", "fast", "workers",
+        "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
+    ),
+}  # fmt: skip
+
+PRETRAINING = {
+    "Training": (
+        "model", "classes", "normalize", "epochs", "batch_size", "optimizer", "lr", "schedule", "momentum", "nesterov",
+        "weight_decay", "clip", "augment", "seed",
+    ),
+    "Running": ("device", "threads", "channels_last", "checkpoint_seconds"),
+}  # fmt: skip
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", bool: "yes|no"}
+METAVAR_OF = {
+    "init": "FILE|NAME", "classes": "LIST", "init_sha256": "HASH", "partition_sha256": "HASH", "cache_dir": "FOLDER",
+}  # fmt: skip
+
+
+def add_cli_options(
+    names: Collection[str] | None = None,
+    kind: type[Settings] = Config,
+    shown: Mapping[str, Collection[str]] = PANELS,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of `kind` as options; those that were given arrive as the dict `settings`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
+        panels = {name: panel for panel, fields in shown.items() for name in fields}
+        offered = [name for name in panels if names is None or name in names]
+
+        def wrapper(**values: Any) -> None:
+            settings = {name: values.pop(name) for name in offered}
+            command(**values, settings={name: value for name, value in settings.items() if value is not None})
+
+        parameters = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(kind, name, panels[name])
+            )
+            for name in offered
+        ]
+        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads its options off it
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + parameters
+        )
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        return wrapper
+
+    return decorate
+
+
+def _option(settings: type[Settings], name: str, panel: str) -> Any:
+    """A field as an option. Values arrive as text: the settings' class alone says what is right."""
+    field = settings.model_fields[name]
+    kind = field.annotation
+    if isinstance(kind, UnionType):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    flag = f"--{name.replace('_', '-')}"
+    default = "" if field.default is None else f" [dim](default: {_shown(field.default)})[/]"
+    help_text = (field.description or "").replace("[", r"\[") + default
+    if kind is bool and field.default is not None:
+        # One switch, away from the default: with both, the help at 80 characters cuts the names of options off.
+        switch = f" /--no-{name.replace('_', '-')}" if field.default else flag
+        if field.default:  # what the switch does is the contrary of what the setting does
+            help_text = f"do not {field.description}"
+        return Annotated[bool | None, typer.Option(switch, help=help_text, metavar="", rich_help_panel=panel)]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVAR_OF.get(name, METAVARS[kind])
+    return Annotated[str | None, typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=panel)]
+
+
+def _shown(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

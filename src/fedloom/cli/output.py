@@ -1,0 +1,183 @@
+"""What there is to choose from, as plain data: for `fedloom list`, programs, and the docs.
+
+What the command says of a finished run.
+
+Tables on the terminal.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.utils.formatting import format_percent
+
+if TYPE_CHECKING:  # `fedloom --help` need not wait for numpy
+    from fedloom.report import GridEffects
+
+
+def _list_methods() -> list[dict[str, Any]]:
+    """The methods, the parts they bring, what they cost, and their options."""
+    from fedloom.methods import methods
+
+    return [
+        {
+            "name": method.name,
+            "brings": list(method.parts),
+            "year": method.year,
+            "summary": method.summary,
+            "models a round": method.models_sent,
+            "client keeps": method.client_keeps,
+            "server keeps": method.server_keeps,
+            "extra compute": method.extra_compute,
+            "server data": method.server_data or "no",
+            "reference": method.reference,
+            "options": [
+                {"name": name, "default": field.default, "help": field.description}
+                for name, field in method.options.model_fields.items()
+            ],
+        }
+        for method in methods().values()
+    ]
+
+
+def _list_datasets() -> list[dict[str, Any]]:
+    """The data sets, and whether they are on this machine."""
+    from fedloom.data.registry import available_datasets
+
+    return [
+        {
+            "name": info.name,
+            "summary": info.summary,
+            "classes": info.classes,
+            "shape": list(info.shape),
+            "training": info.samples,
+            "test": info.test_samples,
+            "state": info.state,
+            "found": str(info.found) if info.found else None,
+            "missing": list(info.missing),
+            "get": info.get or None,
+        }
+        for info in available_datasets()
+    ]
+
+
+def _list_models() -> list[dict[str, Any]]:
+    """The networks, their sizes, and their options."""
+    from fedloom.models import available_models
+
+    return [
+        {
+            "name": info.name,
+            "summary": info.summary,
+            "parameters, 1 x 28 x 28": info.parameters_1x28x28,
+            "parameters, 3 x 32 x 32": info.parameters_3x32x32,
+            "parameters, text": info.parameters_text,
+            "options": [
+                {"name": option.name, "default": option.default, "help": option.help} for option in info.options
+            ],
+        }
+        for info in available_models()
+    ]
+
+
+def _list_partitions() -> list[dict[str, Any]]:
+    """The ways to spread samples over clients."""
+    from fedloom.data.partitions import available_partitions
+
+    return [{"name": info.spec, "summary": info.summary} for info in available_partitions()]
+
+
+LISTINGS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "methods": _list_methods,
+    "datasets": _list_datasets,
+    "models": _list_models,
+    "partitions": _list_partitions,
+}
+
+
+def print_run_summary(finished: Any, as_json: bool) -> None:
+    """Print the summary of a run, for people or as one line of JSON."""
+    from fedloom.report import format_bytes, format_seconds
+
+    if as_json:
+        print(json.dumps(finished.summary))
+        return
+    summary = finished.summary
+    loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
+    lines = [
+        (
+            "accuracy",
+            f"{format_percent(summary['accuracy'])} on test data after round {summary['rounds']} (loss {loss})",
+        ),
+        ("clients", f"{format_percent(summary['client_accuracy_mean'])} on average, "
+                    f"{format_percent(summary['client_accuracy_worst10'])} for the worst tenth"),
+        ("sent", f"{format_bytes(summary['bytes_down'])} down, {format_bytes(summary['bytes_up'])} up"),
+        ("time", format_seconds(summary["seconds"])),
+        ("run", summary["run"]),
+        ("report", str(finished.path / "report.html")),
+        ("digest", summary["digest"]),
+    ]  # fmt: skip
+    if summary["client_accuracy_mean"] is None:
+        del lines[1]
+    if "epsilon" in summary:
+        lines.insert(-3, ("privacy", _privacy(summary, finished.config.noise_source)))
+    if summary["lost"]:
+        lines.insert(3, ("lost", f"{summary['lost']} answers of clients, see the report"))
+    if summary.get("personal_accuracy_mean") is not None:
+        own, worst = (
+            format_percent(summary["personal_accuracy_mean"]),
+            format_percent(summary["personal_accuracy_worst10"]),
+        )
+        lines.insert(1, ("own", f"{own} on average with the clients' own models, {worst} for the worst tenth"))
+    for name, text in lines:
+        print(f"{name:<10}{text}")
+
+
+def _privacy(summary: Mapping[str, Any], source: str) -> str:
+    """What was spent, or that nothing is guaranteed."""
+    if summary["epsilon"] is None:
+        return "none guaranteed: updates were clipped, but no noise was added"
+    spent = f"epsilon {summary['epsilon']:.2f} at delta {summary['delta']:.2g}, for one client more or less"
+    return f"{spent} (simulated: the noise is the seed's)" if source == "seed" else spent
+
+
+MOST_PAIRS = 10
+"""How many pairs of a grid are shown."""
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int = 200) -> None:
+    """Print rows under their titles: as wide as the terminal, or `width` characters where there is none."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, width=None if sys.stdout.isatty() else width, markup=False).print(table)
+
+
+def print_methods(entries: Sequence[Mapping[str, Any]]) -> None:
+    """What the methods do, and what they cost."""
+    about = [[entry["name"], str(entry["year"] or ""), entry["summary"]] for entry in entries]
+    print_table(["name", "year", "summary"], about, width=100)
+    print("\nWhat they cost: models sent in a round of K of the N clients, and data on the server:")
+    keys = ["models a round", "client keeps", "server keeps", "extra compute", "server data"]
+    costs = [[entry["name"], ", ".join(entry["brings"]), *(entry[key] for key in keys)] for entry in entries]
+    print_table(["name", "brings", "models", *keys[1:4], "data"], costs, width=100)
+
+
+def print_effects(effects: "GridEffects") -> None:
+    """Which part of a grid helped how much, and what was left out."""
+    if effects.effects:
+        print("\nWhat each part did")
+        print_table(*effects.effect_table())
+    if effects.pairs:
+        print(f"\nThe best pairs{f', {MOST_PAIRS} of {len(effects.pairs)}' if len(effects.pairs) > MOST_PAIRS else ''}")
+        print_table(*effects.pair_table(MOST_PAIRS))
+    if effects.effects:
+        print(f"\n{effects.sentence}\n{effects.footnote()}")
+    for reason in effects.grid.refused.values():
+        print(f"left out: {reason}")

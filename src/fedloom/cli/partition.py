@@ -1,0 +1,82 @@
+"""`fedloom partition`: a partition looked at before it is trained on, or written to a file."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli.options import add_cli_options
+from fedloom.config import Config, make_config
+from fedloom.errors import InputError
+
+
+@add_cli_options({"classes", "clients", "seed"})
+def partition(
+    data: Annotated[str, typer.Argument(help="the data set (`fedloom list datasets`)")],
+    spec: Annotated[str, typer.Argument(metavar="PARTITION", help="the partition (`fedloom list partitions`)")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="draw who holds which classes: a page (.html) or a picture (.svg)"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="write the partition to a new file (.json or .npz), for --partition file:FILE",
+        ),
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
+    ] = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Show which client holds what, in a run with the same data, partition, clients and seed."""
+    from fedloom.report.partition_plot import check_partition_plot_path
+
+    config = make_config({**settings, "data": data, "partition": spec})
+    if plot is not None:
+        check_partition_plot_path(plot)
+    if out is not None and out.suffix not in (".json", ".npz"):
+        raise InputError(f"a partition is written as .json or .npz, not as {out.name!r}.")
+    _show(config, spec, plot, out, json_)
+
+
+def _show(config: Config, spec: str, plot: Path | None, out: Path | None, as_json: bool) -> None:
+    from fedloom.cli.progress import ProgressDisplay
+    from fedloom.core.rng import RngStreams
+    from fedloom.data import load_dataset, select_classes
+    from fedloom.data.partitions import partition_indices
+    from fedloom.data.partitions.base import make_partition_pool
+    from fedloom.data.partitions.files import write_partition_file
+    from fedloom.data.partitions.statistics import compute_partition_statistics, count_partition_labels
+    from fedloom.report.partition_plot import write_partition_plot
+
+    display = ProgressDisplay()
+    dataset = select_classes(load_dataset(config.data, progress=display.download), config.classes)
+    display.end()
+    for note in dataset.notes:
+        display.note(note)
+    pool = make_partition_pool(dataset)
+    if plot is not None and not dataset.classes:
+        raise InputError(f"{dataset.name!r} has no classes, so there is nothing to draw.")
+    parts = partition_indices(config.partition, pool, config.clients, RngStreams(config.seed).numpy("partition"))
+    found = compute_partition_statistics(parts, pool.labels, dataset.classes)
+    about = {"data": config.data, "classes": config.classes, "partition": spec, "seed": config.seed}
+    title = f"{config.data}{f', classes {config.classes}' if config.classes else ''}, {spec}, seed {config.seed}"
+    if out is not None:
+        write_partition_file(out, parts, pool.labels, about)
+    if plot is not None:
+        counts = count_partition_labels(parts, pool.labels, dataset.classes)
+        write_partition_plot(plot, title, found.rows(), counts, dataset.class_names)
+    files = {"file": str(out) if out else None, "plot": str(plot) if plot else None}
+    if as_json:
+        print(json.dumps({**about, **found.as_data(), **files}))
+        return
+    rows = [*found.rows(), *((name, path) for name, path in files.items() if path)]
+    print(title)
+    for name, text in rows:
+        print(f"  {name:<22}{text}")

@@ -1,0 +1,1 @@
+"""Models as rows, and what passes between server and clients."""

@@ -1,0 +1,1 @@
+"""Readers of files: arrays, tables, text, images."""

@@ -1,0 +1,82 @@
+"""numpy's .npz files from elsewhere: never unpickled, and never larger in memory than the file says they are.
+
+MATLAB's files, version 5 to 7: the wanted arrays and nothing else.
+"""
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.errors import InputError, shorten_error_message
+
+LARGEST = 1 << 33
+"""Bytes of one array."""
+KINDS = {"u": "unsigned integers", "i": "integers", "f": "floats", "U": "text", "b": "truth values"}
+
+
+def read_npz_arrays(path: Path, wanted: Mapping[str, tuple[str, int]]) -> dict[str, NDArray[Any]]:
+    """The arrays `wanted` of a file: by name the kinds that its values may be of, as numpy's letters, and its rank."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            sizes = {info.filename: info.file_size for info in archive.infolist()}
+            if lacking := [name for name in wanted if f"{name}.npy" not in sizes]:
+                raise InputError(f"{path} lacks the array {lacking[0]!r}.")
+            return {
+                name: _read(archive, name, sizes[f"{name}.npy"], kinds, rank, path)
+                for name, (kinds, rank) in wanted.items()
+            }
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from None
+    except Exception as error:  # zipfile and zlib know many ways to say that bytes are wrong
+        raise InputError(f"{path} is not a whole .npz file: {shorten_error_message(error)}.") from None
+
+
+def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int, path: Path) -> NDArray[Any]:
+    if size > LARGEST:
+        raise InputError(f"{path} says that its array {name!r} has {size} bytes; at most {LARGEST} are read.")
+    with archive.open(f"{name}.npy") as stream:
+        try:
+            version = np.lib.format.read_magic(stream)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+            shape, fortran, dtype = read(stream)
+        except (ValueError, KeyError, TypeError, SyntaxError, EOFError) as error:
+            raise InputError(
+                f"{path} has no readable header of the array {name!r}: {shorten_error_message(error)}."
+            ) from None
+        if dtype.kind not in kinds or len(shape) != rank:
+            what = " or ".join(KINDS[kind] for kind in kinds)
+            raise InputError(f"{path} has {name!r} of type {dtype} and shape {shape}; expected {what} of rank {rank}.")
+        count = 1
+        for length in shape:
+            count *= length
+        if any(length < 0 for length in shape) or count * dtype.itemsize > size:
+            raise InputError(f"{path} says that {name!r} has shape {shape}, but it holds only {size} bytes.")
+        content = stream.read(count * dtype.itemsize + 1)  # up to the end, where the checksum is compared
+    if len(content) != count * dtype.itemsize:
+        raise InputError(f"{path} has {name!r} of shape {shape}, but not as many bytes as that says.")
+    values = np.frombuffer(io.BytesIO(content).getbuffer(), dtype=dtype)
+    return values.reshape(shape, order="F" if fortran else "C")
+
+
+def read_mat_arrays(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:
+    """The arrays called `names`, in that order."""
+    from scipy.io import loadmat
+
+    try:
+        found = loadmat(path, variable_names=list(names))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from None
+    except NotImplementedError:
+        raise InputError(f"{path} is in MATLAB's format 7.3; expected version 7 or older.") from None
+    except (Exception, MemoryError) as error:  # the reader raises whatever broken bytes lead it to
+        raise InputError(f"{path} is not a whole MATLAB file: {shorten_error_message(error)}.") from None
+    if lacking := [name for name in names if not isinstance(found.get(name), np.ndarray)]:
+        raise InputError(f"{path} lacks the array {lacking[0]!r}.")
+    return [found[name] for name in names]

@@ -1,0 +1,250 @@
+"""Data sets of Hugging Face's that lie on disk: what `save_to_disk` wrote, or Parquet files by split.
+
+The files are read with pyarrow alone: nothing is downloaded, and no code that comes with a data set is run.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.dataset import Dataset, DatasetSpec, owner_positions, parse_number_option
+from fedloom.data.readers.columns import Texts, as_texts, pyarrow_to_column, read_pyarrow_columns
+from fedloom.data.readers.images import decode_images, read_size
+from fedloom.data.readers.tables import (
+    TableTargets,
+    encode,
+    join_targets,
+    make_table_owners,
+    parse_table_task,
+    select_table_test_rows,
+)
+from fedloom.data.readers.text import LONGEST, TextTokenizer
+from fedloom.data.samples import Samples
+from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.storage import parse_json_file
+
+TESTS = ("test", "validation", "valid", "dev")
+TEXT_NAMES = ("text", "sentence", "content")
+LABEL_NAMES = ("label", "labels", "fine_label", "target")
+
+Arrays = tuple[NDArray[Any], NDArray[Any]]
+"""Inputs for training and for testing."""
+
+
+def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
+    """The data set at the spec's path.
+
+    Options: `label`, `owner` and `input`, columns; `train` and `test`, splits, or `test` the share of each owner's rows
+    that are for testing; `task`; `size` of images; `length`, `words`, `vocabulary` and `lower` of texts; `drop`.
+    """
+    assert spec.path is not None
+    path, label, owner = spec.path, spec.text("label"), spec.text("owner")
+    inputs, drop = ([name for name in spec.text(key).split("+") if name] for key in ("input", "drop"))
+    task, size, wording = parse_table_task(spec), read_size(spec), TextTokenizer.of(spec)
+    wanted, tested = spec.text("train", "train"), spec.text("test")
+    spec.done()
+    train, test, share = _open(path, wanted, tested)
+    features = _features(train.schema)
+    kinds = {field.name: _kind(field.type, features.get(field.name, {})) for field in train.schema}
+    label = label or _guess_label(path, kinds, features)
+    for name in (label, *([owner] if owner else []), *drop, *inputs):
+        if name not in kinds:
+            raise unknown_name_error(f"column of {path}", name, kinds)
+
+    def words(name: str) -> tuple[Texts, Texts]:
+        first, second = (as_texts(pyarrow_to_column(table.column(name), name, True, path)) for table in (train, test))
+        return first, second
+
+    owners, owner_names = make_table_owners(words(owner)[0], str(path), owner) if owner else (None, ())
+    test_owners = owner_positions(words(owner)[1], owner_names) if owner else None
+    if share:
+        held = select_table_test_rows(owners, train.num_rows, share)
+        train, test = train.filter(~held), train.filter(held)
+        owners, test_owners = (None if owners is None else owners[part] for part in (~held, held))
+    if not test.num_rows:
+        raise InputError(f"{path} has no rows to test with.")
+    targets = _targets(words(label), features.get(label, {}), task, f"column {label!r} of {path}")
+
+    left = [name for name in kinds if name not in {label, owner, *drop}]
+    images = [name for name in left if kinds[name] == "image"]
+    texts = [name for name in TEXT_NAMES if name in left and kinds[name] == "text"]
+    inputs = inputs or images[:1] or texts[:1] or left
+    name = inputs[0] if len(inputs) == 1 else ""
+    kind, where, tokens, notes = kinds.get(name, "features"), f"column {name!r} of {path}", 0, list[str]()
+    x: NDArray[Any]
+    test_x: NDArray[Any]
+    if kind == "image":
+        x, test_x = _images(train.column(name), test.column(name), size, where)
+    elif kind == "list":
+        x, test_x = _lists(train.column(name), test.column(name), where)
+        tokens = 1 + int(max(x.max(), test_x.max())) if np.issubdtype(x.dtype, np.integer) else 0
+    elif kind == "text":
+        said = [[text or "" for text in part] for part in words(name)]
+        x, test_x, tokens, note = wording.tokens(said[0], said[1], path.name)
+        notes = [note]
+    else:
+        columns = [
+            {name: pyarrow_to_column(table.column(name), name, False, path) for name in inputs}
+            for table in (train, test)
+        ]
+        x, test_x, notes = encode(columns[0], columns[1], inputs, path.name, path.name)
+    count = len(x)
+    return Dataset(
+        Samples(torch.from_numpy(x), torch.from_numpy(targets.y[:count])),
+        Samples(torch.from_numpy(test_x), torch.from_numpy(targets.y[count:])),
+        targets.class_names,
+        owners,
+        owner_names,
+        notes=tuple(notes),
+        tokens=tokens,
+        test_owners=test_owners,
+    )
+
+
+def _open(path: Path, wanted: str, tested: str) -> tuple[Any, Any, float]:
+    """The tables for training and for testing; or one table twice, and the share of its rows that is for testing."""
+    splits = _find_split_files(path)
+    share = parse_number_option(tested) if tested else math.nan if set(TESTS) & splits.keys() else 0.2
+    other = tested or next(name for name in TESTS if name in splits) if math.isnan(share) else wanted
+    for name in (wanted, other):
+        if name not in splits:
+            raise unknown_name_error(f"split of {path}", name, splits)
+    if not math.isnan(share) and not 0 < share < 1:
+        raise InputError(f"test of 'hf' is {tested!r}; expected a split, or a share above 0 and below 1.")
+    train = read_pyarrow_columns(splits[wanted])
+    if not train.num_rows:
+        raise InputError(f"{path} has no rows to train with.")
+    if not math.isnan(share):
+        return train, train, share
+    test = read_pyarrow_columns(splits[other])
+    if train.column_names != test.column_names:
+        raise InputError(f"{path} has other columns in {other!r} than in {wanted!r}.")
+    return train, test, 0.0
+
+
+def _find_split_files(path: Path) -> dict[str, list[Path]]:
+    """The files of each split in a folder."""
+    if path.is_file() and path.suffix in (".parquet", ".arrow"):
+        return {"train": [path]}
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder; hf:PATH wants one that holds a data set.")
+    if (path / "dataset_dict.json").is_file():
+        return {name: _saved(path / name) for name in _listed(path / "dataset_dict.json", "splits")}
+    if (path / "state.json").is_file():
+        return {"train": _saved(path)}
+    splits: dict[str, list[Path]] = {}
+    for file in sorted((*path.glob("*.parquet"), *path.glob("data/*.parquet"), *path.glob("*/*/*.parquet"))):
+        inside = file.parent.name if re.fullmatch(r"\d+\.parquet", file.name) else file.stem.partition("-")[0]
+        splits.setdefault(inside, []).append(file)
+    if not splits:
+        raise InputError(f"{path} holds neither what save_to_disk writes nor files like train-00000-of-00001.parquet.")
+    return splits
+
+
+def _saved(folder: Path) -> list[Path]:
+    return [folder / name for name in _listed(folder / "state.json", "_data_files")]
+
+
+def _listed(path: Path, key: str) -> list[str]:
+    """The names that a JSON file lists, some as `filename` of an entry; none leads out of the file's folder."""
+    content = parse_json_file(path)
+    listed = content.get(key) if isinstance(content, dict) else None
+    names = (
+        [each.get("filename") if isinstance(each, dict) else each for each in listed or ()]
+        if isinstance(listed, list)
+        else []
+    )
+    plain = [
+        name for name in names if isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+    ]
+    if not plain or len(plain) < len(names):
+        raise InputError(f"{path} does not list {key.strip('_').replace('_', ' ')}.")
+    return plain
+
+
+def _features(schema: Any) -> dict[str, dict[str, Any]]:
+    """What the file says about its columns, where it was written by the library."""
+    try:
+        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: feature for name, feature in found.items() if isinstance(feature, dict)}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return {}
+
+
+def _kind(kind: Any, feature: dict[str, Any]) -> str:
+    """Whether a column of this type holds images, texts, lists, or numbers and words that are features."""
+    name = str(kind).removeprefix("large_")
+    if feature.get("_type") == "Image" or name == "binary":
+        return "image"
+    return "text" if name == "string" else "list" if name.startswith(("list<", "fixed_size_list<")) else "features"
+
+
+def _guess_label(path: Path, names: Collection[str], features: dict[str, dict[str, Any]]) -> str:
+    marked = [name for name in names if features.get(name, {}).get("_type") == "ClassLabel"]
+    found = marked if len(marked) == 1 else [name for name in LABEL_NAMES if name in names]
+    if not found:
+        raise InputError(f"{path} does not say which column holds the labels; say label=NAME.")
+    return found[0]
+
+
+def _targets(labels: tuple[Texts, Texts], feature: dict[str, Any], task: str, where: str) -> TableTargets:
+    """The labels for training and for testing, one after the other."""
+    if None in labels[0] or None in labels[1]:
+        raise InputError(f"{where} has rows without a label.")
+    names = feature.get("names")
+    if feature.get("_type") != "ClassLabel" or not isinstance(names, list) or task == "regression":
+        return join_targets(*labels, task, where, f"the test part of {where}")
+    y = [int(text) if re.fullmatch(r"\d{1,9}", text) else -1 for part in labels for text in map(str, part)]
+    if min(y) < 0 or max(y) >= len(names):
+        raise InputError(f"{where} has labels that are not among its {len(names)} class names.")
+    return TableTargets(np.array(y, dtype=np.int64), tuple(map(str, names)))
+
+
+def _images(train: Any, test: Any, size: int | None, where: str) -> Arrays:
+    """The pictures, which are of one size; if all are grey they have one channel."""
+    count = len(train)
+
+    def name(row: int) -> str:
+        return f"row {row + 1} in {where}" if row < count else f"test row {row - count + 1} in {where}"
+
+    def content(row: int) -> bytes:
+        value = (train[row] if row < count else test[row - count]).as_py()
+        held = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(held, bytes):
+            raise InputError(f"{name(row)} does not hold its image; save the data set with images in it.")
+        return held
+
+    x = decode_images(count + len(test), content, name, size)
+    if (x[..., :1] == x).all():
+        x = np.ascontiguousarray(x[..., :1])
+    return x[:count], x[count:]
+
+
+def _lists(train: Any, test: Any, where: str) -> Arrays:
+    """Lists of whole numbers are tokens, short ones filled with 0; lists of other numbers must be equally long."""
+    import pyarrow.types as kinds
+
+    inner = train.type.value_type
+    rows = train.to_pylist() + test.to_pylist()
+    if not (kinds.is_integer(inner) or kinds.is_floating(inner)) or any(row is None or None in row for row in rows):
+        raise InputError(f"{where}: expected lists of numbers without gaps.")
+    longest = max(map(len, rows))
+    if not 0 < longest <= LONGEST:
+        raise InputError(f"{where} has lists of up to {longest} numbers; expected 1 to {LONGEST}.")
+    if kinds.is_integer(inner):
+        if any(row and min(row) < 0 for row in rows):
+            raise InputError(f"{where} has tokens below 0.")
+        rows = [row + [0] * (longest - len(row)) for row in rows]
+    elif min(map(len, rows)) < longest:
+        raise InputError(f"{where} has lists of different lengths; expected equal ones.")
+    x = np.array(rows, dtype=np.int64 if kinds.is_integer(inner) else np.float32)
+    if not np.isfinite(x).all():
+        raise InputError(f"{where} has numbers that are not finite.")
+    return x[: len(train)], x[len(train) :]

@@ -1,0 +1,80 @@
+"""LEAF's JSON files: users, and for each the lists x and y."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import InputError
+from fedloom.utils.storage import parse_json_file
+
+Users = dict[str, tuple[list[Any], list[Any]]]
+"""Of each user the lists x and y."""
+
+
+@dataclass(frozen=True)
+class _LeafUsers:
+    """What a folder of LEAF's holds. `test` is None where it was not split yet."""
+
+    train: Users
+    test: Users | None
+
+
+def find_leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
+    """The files for training and for testing: of `train/` and `test/`, or of `all_data/`, also under `data/`."""
+    for root in (folder, folder / "data"):
+        train, test = (sorted((root / part).glob("*.json")) for part in ("train", "test"))
+        if train and test:
+            return train, test
+    for root in (folder, folder / "data"):
+        everything = sorted((root / "all_data").glob("*.json")) or sorted(root.glob("all_data*.json"))
+        if everything:
+            return everything, []
+    return None
+
+
+def read_leaf_users(train: list[Path], test: list[Path], least: int = 0) -> _LeafUsers:
+    """The users of these files, checked; those with fewer than `least` samples are left out."""
+    parts = [_users(paths) for paths in (train, test) if paths]
+    sizes: Counter[str] = Counter()
+    for part in parts:
+        sizes.update({user: len(y) for user, (_, y) in part.items()})
+    kept = [{user: pair for user, pair in part.items() if sizes[user] >= least} for part in parts]
+    return _LeafUsers(kept[0], kept[1] if test else None)
+
+
+def _users(paths: list[Path]) -> Users:
+    users: Users = {}
+    for path in paths:
+        for user, x, y in _read(path):
+            if user in users:
+                raise InputError(f"{path} holds the user {user!r}, whom another file holds already.")
+            users[user] = x, y
+    if not any(x for x, _ in users.values()):
+        raise InputError(f"{paths[0].parent} holds no samples; expected some in {paths[0].name}.")
+    return users
+
+
+def _read(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    content = parse_json_file(path)
+    users = content.get("users") if isinstance(content, dict) else None
+    data = content.get("user_data") if isinstance(content, dict) else None
+    if not isinstance(users, list) or not isinstance(data, dict):
+        raise InputError(f"{path} is not one of LEAF's files; expected 'users' and 'user_data'.")
+    if not all(isinstance(user, str) for user in users) or len(set(users)) < len(users):
+        raise InputError(f"{path} has 'users' that are not different names.")
+    sizes = content.get("num_samples")
+    if sizes is not None and (not isinstance(sizes, list) or len(sizes) != len(users)):
+        raise InputError(f"{path} has {len(users)} users, but 'num_samples' does not have one number for each.")
+    if surplus := data.keys() - set(users):
+        raise InputError(f"{path} has samples of {min(surplus)!r}, who is not among its users.")
+    for number, user in enumerate(users):
+        held = data.get(user)
+        x, y = (held.get("x"), held.get("y")) if isinstance(held, dict) else (None, None)
+        if not isinstance(x, list) or not isinstance(y, list):
+            raise InputError(f"{path} has no lists x and y for the user {user!r}.")
+        if len(x) != len(y) or (sizes is not None and sizes[number] != len(y)):
+            said = "" if sizes is None else f" where num_samples says {sizes[number]!r}"
+            raise InputError(f"{path} has {len(x)} x and {len(y)} y for the user {user!r}{said}; expected as many.")
+        yield user, x, y

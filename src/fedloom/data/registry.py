@@ -1,0 +1,143 @@
+"""The data sets that are known by name: found on this machine, or downloaded once."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from fedloom.data.cache import Progress, cache_folder, load_through_cache
+from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, State, parse_dataset_name
+from fedloom.data.readers.huggingface import read_huggingface_dataset
+from fedloom.data.readers.images import read_own_images
+from fedloom.data.readers.tables import read_table_dataset
+from fedloom.data.samples import InputTransform
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources.base import DatasetSource
+from fedloom.data.sources.digit5 import DIGIT5
+from fedloom.data.sources.femnist import FEMNIST
+from fedloom.data.sources.image_folders import CINIC10, DOMAINNET, PACS
+from fedloom.data.sources.mnist import TEN_DIGITS, read_sklearn_digits
+from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.system import expand_user_path
+
+SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
+
+
+OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
+    "folder": ("images of your own, one folder a class", read_own_images),
+    "domains": ("images of your own, one folder a domain, then one a class", read_own_images),
+    "table": ("a CSV or Parquet table of your own", read_table_dataset),
+    "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_huggingface_dataset),
+}
+"""What a path may stand for, and what reads it."""
+
+DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
+
+
+def available_datasets() -> list[DatasetInfo]:
+    """All data sets by name, and whether they are on this machine; nothing is read or downloaded."""
+    own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, (what, _) in OWN.items()]
+    return [DIGITS, *(_describe(source) for source in SOURCES.values()), *own]
+
+
+def load_dataset(name: str, *, download: bool = True, progress: Progress | None = None) -> Dataset:
+    """The data set `name`, downloaded into the user's cache folder where it is nowhere on this machine.
+
+    Files are looked for in the folder that the environment variable FEDLOOM_DATA names, where packages of
+    the operating system put them, and in the cache. `progress(file, done, total)` follows a download. What was
+    decoded once is mapped into memory from the cache.
+    """
+    if name == DIGITS.name:
+        return _load_digits()
+    kind = name.partition(":")[0]
+    if kind in OWN:
+        return replace(OWN[kind][1](parse_dataset_name(name, takes_path=True)), name=name)
+    if kind == DIGITS.name:
+        parse_dataset_name(name, takes_path=False).done()
+        return _load_digits()
+    if kind not in SOURCES:
+        if kind == name and (advice := _read_as(name)):
+            raise InputError(f"{name!r} is {advice}.")
+        raise unknown_name_error("data set", kind, [DIGITS.name, *SOURCES, *OWN])
+    spec = parse_dataset_name(name, takes_path=False)
+    source = SOURCES[spec.name].having(spec)
+    spec.done()
+    folder = _find(source) or _download(source, download, progress)
+    content = load_through_cache(
+        source.name, folder, source.recipe(), source.inputs(folder), lambda: source.read(folder)
+    )
+    if lacking := source.missing(folder):
+        note = f"{name!r} is read without {', '.join(lacking)}, not found in {folder}."
+        content = replace(content, notes=(*content.notes, note))
+    return replace(content, name=name, prepare=source.prepare)
+
+
+def _load_digits() -> Dataset:
+    train, test = read_sklearn_digits()
+    grey = train.x.double() / 255
+    prepare = InputTransform((float(grey.mean()),), (float(grey.std()),))
+    return Dataset(train, test, TEN_DIGITS, name=DIGITS.name, prepare=prepare)
+
+
+def _describe(source: DatasetSource) -> DatasetInfo:
+    found = _find(source)
+    state: State = "at hand" if found else "must be fetched by hand" if source.by_hand else "can be downloaded"
+    return DatasetInfo(
+        source.name,
+        source.summary,
+        len(source.class_names),
+        source.shape,
+        source.train,
+        source.test,
+        state,
+        found,
+        source.missing(found) if found else (),
+        "" if found else source.by_hand,
+    )
+
+
+def _read_as(name: str) -> str:
+    """How a file or folder is named as data, where somebody gave its path alone; empty where there is none."""
+    path = expand_user_path(name)
+    try:
+        if path.is_file():
+            return f"a file; name it as table:{name},label=COLUMN or hf:{name}"
+        if name and path.is_dir():
+            return f"a folder; name it as folder:{name} (of classes of images), domains:{name} or hf:{name}"
+    except (OSError, ValueError):  # nothing that a path can be
+        pass
+    return ""
+
+
+def _find(source: DatasetSource) -> Path | None:
+    return next((folder for folder in _places(source) if source.complete(folder)), None)
+
+
+def _places(source: DatasetSource) -> Iterator[Path]:
+    if own := os.environ.get("FEDLOOM_DATA"):
+        root = Path(own).resolve()
+        yield from (root / name for name in source.folders)
+        # mnist and fashion-mnist name their files alike, so a folder is taken for one by its own name only.
+        if root.name.lower() in source.folders:
+            yield root
+    yield from source.system
+    yield from (cache_folder() / name for name in source.folders)
+
+
+def _download(source: DatasetSource, allowed: bool, progress: Progress | None) -> Path:
+    if (own := os.environ.get("FEDLOOM_DATA")) and not Path(own).is_dir():
+        raise InputError(f"FEDLOOM_DATA names {own!r}, which is no folder, so {source.name!r} was not found there.")
+    folder = cache_folder() / source.folders[0]
+    by_hand = (
+        f"put {', '.join(source.files)} into {folder}, or into {source.folders[0]}/ of a folder that the "
+        "environment variable FEDLOOM_DATA names"
+    )
+    if source.by_hand:
+        raise InputError(f"data set {source.name!r} must be fetched by hand: {source.by_hand}; then {by_hand}.")
+    if not allowed:
+        raise InputError(f"data set {source.name!r} is not on this machine; allow its download or {by_hand}.")
+    try:
+        source.download(folder, progress)
+    except InputError as error:
+        raise InputError(f"{str(error).rstrip('.')}; try again later or {by_hand}.") from None
+    return folder

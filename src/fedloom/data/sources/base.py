@@ -1,0 +1,68 @@
+"""A published data set: what it is, which files hold it, and where those come from."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.data.cache import Progress
+from fedloom.data.dataset import Dataset, DatasetSpec
+from fedloom.data.samples import InputTransform
+from fedloom.errors import InputError
+from fedloom.utils.storage import list_files_recursively
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSource(ABC):
+    """A data set that lives in files of one folder."""
+
+    name: str
+    summary: str
+    shape: tuple[int, ...]
+    train: int | None
+    """How many training samples were published; None where that depends on how the files were made."""
+    test: int | None
+    prepare: InputTransform
+    class_names: tuple[str, ...]
+    folders: tuple[str, ...]
+    """What the folder may be called; a download makes the first."""
+    system: tuple[Path, ...] = ()
+    """Where packages of the operating system put it."""
+    home: str
+    """The address that its files are under."""
+    by_hand: str = ""
+    """What a person must do to get the files; empty where they can be downloaded."""
+    version: int = 1
+    """Counts up when `read` gives something else for the same files."""
+
+    @property
+    @abstractmethod
+    def files(self) -> tuple[str, ...]:
+        """The names of the files a person would put in place by hand."""
+
+    @abstractmethod
+    def complete(self, folder: Path) -> bool:
+        """Whether `folder` holds all files."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> Dataset:
+        """What the files hold, everything checked."""
+
+    def download(self, folder: Path, progress: Progress | None) -> None:
+        """Makes `folder` complete."""
+        raise InputError(f"{self.name!r} must be fetched by hand: {self.by_hand}.")
+
+    def missing(self, folder: Path) -> tuple[str, ...]:
+        """Parts that `folder` lacks and that can be done without."""
+        return ()
+
+    def inputs(self, folder: Path) -> list[Path]:
+        """Every file that `read` may look at."""
+        return list_files_recursively(folder)
+
+    def recipe(self) -> str:
+        """What beside the files decides what `read` gives."""
+        return f"{self.name} {self.version}"
+
+    def having(self, spec: DatasetSpec) -> "DatasetSource":
+        """This data set, read with the options it takes from `spec`."""
+        return self

@@ -1,0 +1,260 @@
+"""Published folders of images: CINIC-10, DomainNet and PACS."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedloom.data.dataset import Dataset, DatasetSpec
+from fedloom.data.readers.arrays import read_npz_arrays
+from fedloom.data.readers.images import Picture, decode_images, decode_labeled_images, read_folders, read_size
+from fedloom.data.samples import InputTransform, Samples
+from fedloom.data.sources.base import DatasetSource
+from fedloom.data.sources.cifar import CIFAR10
+from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.storage import list_files_recursively
+
+IMAGENET = InputTransform((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ImageFolderSource(DatasetSource):
+    """Image files in folders; `size` is the side to which they are resized."""
+
+    size: int
+
+    def having(self, spec: DatasetSpec) -> "_ImageFolderSource":
+        size = read_size(spec) or self.size
+        return replace(self, size=size, shape=(3, size, size))
+
+    def recipe(self) -> str:
+        return f"{super().recipe()} {self.size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CinicSource(_ImageFolderSource):
+    """train/, valid/ and test/ with a folder for each class."""
+
+    with_valid: bool = False
+    """Whether the images of valid/ are for training, too."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ("train/", "valid/", "test/")
+
+    def complete(self, folder: Path) -> bool:
+        return all((folder / name).is_dir() for name in self.files)
+
+    def having(self, spec: DatasetSpec) -> "CinicSource":
+        changed = super().having(spec)
+        assert isinstance(changed, CinicSource)
+        use = spec.text("valid", "none")
+        if use not in ("none", "train"):
+            raise unknown_name_error("use of CINIC-10's validation images", use, ["none", "train"])
+        return replace(changed, with_valid=use == "train")
+
+    def recipe(self) -> str:
+        return f"{super().recipe()} {self.with_valid}"
+
+    def read(self, folder: Path) -> Dataset:
+        content = read_folders(folder, (), self.size, also=("valid",) if self.with_valid else ())
+        if content.class_names != self.class_names:
+            raise InputError(f"{folder} has the classes {', '.join(content.class_names)}; expected those of CIFAR-10.")
+        for part, samples, expected in (
+            ("training", content.train, (self.train or 0) * (1 + self.with_valid)),
+            ("test", content.test, self.test),
+        ):
+            if len(samples) != expected:
+                raise InputError(f"{folder} has {len(samples)} {part} images; CINIC-10 has {expected}.")
+        return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ImageDomainSource(_ImageFolderSource):
+    """A folder for each domain, in it one for each class."""
+
+    domains: tuple[str, ...]
+    classes: int
+    counts: tuple[int, ...] = ()
+    """How many images each domain has, where that is known."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(f"{domain}/" for domain in self.domains)
+
+    def root(self, folder: Path) -> Path:
+        """PACS comes with its domains in a folder `kfold` of their own."""
+        return folder / "kfold" if (folder / "kfold").is_dir() else folder
+
+    def found(self, folder: Path) -> tuple[str, ...]:
+        return tuple(domain for domain in self.domains if (self.root(folder) / domain).is_dir())
+
+    def complete(self, folder: Path) -> bool:
+        return len(self.found(folder)) >= 2
+
+    def missing(self, folder: Path) -> tuple[str, ...]:
+        return tuple(domain for domain in self.domains if domain not in self.found(folder))
+
+    def inputs(self, folder: Path) -> list[Path]:
+        # Of other things that lie in the same folder nothing is read.
+        beside = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".npz"))
+        return beside + [
+            path for domain in self.found(folder) for path in list_files_recursively(self.root(folder) / domain)
+        ]
+
+    def read(self, folder: Path) -> Dataset:
+        return self._checked(read_folders(self.root(folder), self.found(folder), self.size), folder)
+
+    def _checked(self, content: Dataset, folder: Path) -> Dataset:
+        if len(content.class_names) != self.classes:
+            raise InputError(f"{folder} has {len(content.class_names)} classes; {self.name!r} has {self.classes}.")
+        return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainNetSource(_ImageDomainSource):
+    """DomainNet says in DOMAIN_train.txt and DOMAIN_test.txt which images are for what."""
+
+    def read(self, folder: Path) -> Dataset:
+        found, pictures, names = self.found(folder), list[Picture](), dict[int, str]()
+        lists = [(folder / f"{domain}_{part}.txt", domain, part) for part in ("train", "test") for domain in found]
+        if not any(path.is_file() for path, _, _ in lists):
+            return super().read(folder)
+        for path, domain, part in lists:
+            for name, kind, label in _read_list(path, domain):
+                if names.setdefault(label, kind) != kind:
+                    raise InputError(f"{path} gives {kind!r} the label {label}, which {names[label]!r} has.")
+                pictures.append(Picture(folder / name, label, found.index(domain), part == "test"))
+        if sorted(names) != list(range(len(names))):
+            raise InputError(f"the lists in {folder} leave labels below {max(names)} out.")
+        class_names = tuple(names[label] for label in sorted(names))
+        if len(set(class_names)) < len(class_names):
+            raise InputError(f"the lists in {folder} give one class two labels.")
+        return self._checked(decode_labeled_images(pictures, class_names, found, self.size), folder)
+
+
+def _read_list(path: Path, domain: str) -> Iterator[tuple[str, str, int]]:
+    """The file, the class and the label of lines such as `clipart/zebra/clipart_344_000001.jpg 344`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not text.") from None
+    if not lines:
+        raise InputError(f"{path} is empty.")
+    for line in lines:
+        name, _, label = line.rpartition(" ")
+        parts = name.split("/")
+        if len(parts) != 3 or parts[0] != domain or ".." in parts or not label.isdecimal() or len(label) > 6:
+            raise InputError(f"{path} has the line {line[:80]!r}; expected {domain}/CLASS/FILE LABEL.")
+        yield name, parts[1], int(label)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacsSource(_ImageDomainSource):
+    """PACS as folders, or packed in one file of JPEGs, pacs64.npz."""
+
+    PACKED = "pacs64.npz"
+
+    def complete(self, folder: Path) -> bool:
+        return (folder / self.PACKED).is_file() or super().complete(folder)
+
+    def missing(self, folder: Path) -> tuple[str, ...]:
+        return () if (folder / self.PACKED).is_file() else super().missing(folder)
+
+    def read(self, folder: Path) -> Dataset:
+        path = folder / self.PACKED
+        content = self._unpacked(path) if path.is_file() else super().read(folder)
+        if content.class_names != self.class_names:
+            raise InputError(f"{folder} has the classes {', '.join(content.class_names)}; PACS has others.")
+        found, expected = len(content.train) + len(content.test), sum(self.counts)
+        if not self.missing(folder) and found != expected:
+            raise InputError(f"{folder} has {found} images; PACS has {expected}.")
+        return content
+
+    def _unpacked(self, path: Path) -> Dataset:
+        numbers = {"jpeg": ("u", 1), "offset": ("ui", 1), "y": ("ui", 1), "domain": ("ui", 1)}
+        arrays = read_npz_arrays(path, {**numbers, "domains": ("U", 1), "classes": ("U", 1)})
+        jpeg = arrays["jpeg"]
+        offset, labels, domains = (arrays[name].astype(np.int64) for name in ("offset", "y", "domain"))
+        if len(offset) != len(labels) + 1 or len(domains) != len(labels):
+            raise InputError(f"{path} has {len(labels)} labels, {len(domains)} domains and {len(offset)} offsets.")
+        if offset[0] != 0 or offset[-1] != len(jpeg) or (np.diff(offset) <= 0).any():
+            raise InputError(f"{path} has offsets that do not cut its {len(jpeg)} bytes into images.")
+        names = tuple(map(str, arrays["domains"].tolist()))
+        if names != self.domains or not len(labels) or labels.max() >= self.classes or domains.max() >= len(names):
+            raise InputError(f"{path} has domains or labels that PACS does not have.")
+        counts = tuple(np.bincount(domains, minlength=len(names)).tolist())
+        if counts != self.counts:
+            raise InputError(f"{path} has {counts} images by domain; PACS has {self.counts}.")
+        images = decode_images(
+            len(labels),
+            lambda i: jpeg[offset[i] : offset[i + 1]].tobytes(),
+            lambda i: f"image {i} of {path}",
+            self.size,
+        )
+        held_out = np.zeros(len(labels), dtype=np.bool_)
+        for group in np.unique(np.stack([domains, labels]), axis=1).T:  # every fifth, as in folders
+            held_out[np.flatnonzero((domains == group[0]) & (labels == group[1]))[2::5]] = True
+        pool = Samples(torch.from_numpy(images), torch.from_numpy(labels))
+        train, test = (pool.take(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
+        classes = tuple(map(str, arrays["classes"].tolist()))
+        marks = (domains[~held_out], domains[held_out])
+        return Dataset(train, test, classes, domains=marks[0], domain_names=names, test_domains=marks[1])
+
+
+CINIC10 = CinicSource(
+    name="cinic10",
+    summary="photographs of CIFAR-10's ten kinds, from CIFAR-10 and ImageNet, colour, 32 x 32",
+    shape=(3, 32, 32),
+    size=32,
+    train=90_000,
+    test=90_000,
+    prepare=InputTransform((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
+    class_names=CIFAR10.class_names,
+    folders=("cinic-10", "cinic10", "CINIC-10"),
+    home="https://datashare.ed.ac.uk/handle/10283/3192",
+    by_hand=(
+        "download CINIC-10.tar.gz (MD5 6ee4d0c996905fe93221de577967a372) from "
+        "https://datashare.ed.ac.uk/handle/10283/3192 and unpack it"
+    ),
+)
+
+DOMAINNET = DomainNetSource(
+    name="domainnet",
+    summary="345 kinds of things in six domains, colour, resized to 64 x 64",
+    shape=(3, 64, 64),
+    size=64,
+    train=409_832,
+    test=176_743,
+    prepare=IMAGENET,
+    class_names=tuple(str(label) for label in range(345)),
+    folders=("domainnet", "DomainNet"),
+    home="http://ai.bu.edu/M3SDA",
+    by_hand=(
+        "download the six domains (the cleaned version) and their lists DOMAIN_train.txt and DOMAIN_test.txt from "
+        "http://ai.bu.edu/M3SDA and unpack them"
+    ),
+    domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
+    classes=345,
+)
+
+PACS = PacsSource(
+    name="pacs",
+    summary="seven kinds of things in four domains, colour, resized to 64 x 64",
+    shape=(3, 64, 64),
+    size=64,
+    train=7_993,
+    test=1_998,
+    prepare=IMAGENET,
+    class_names=("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
+    folders=("pacs", "PACS", "pacs64"),
+    home="https://dali-dl.github.io/project_iccv2017.html",
+    by_hand="download it from the page of its authors, https://dali-dl.github.io/project_iccv2017.html, and unpack it",
+    domains=("art_painting", "cartoon", "photo", "sketch"),
+    classes=7,
+    counts=(2_048, 2_344, 1_670, 3_929),
+)

@@ -1,0 +1,106 @@
+"""Sent140 by user: is a tweet cheerful? From LEAF's JSON files."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.dataset import Dataset, DatasetSpec, owner_positions
+from fedloom.data.readers.leaf import Users, find_leaf_files, read_leaf_users
+from fedloom.data.readers.text import LENGTH_IN_WORDS, TextTokenizer, select_first_text_samples
+from fedloom.data.samples import InputTransform, Samples
+from fedloom.data.sources.base import DatasetSource
+from fedloom.errors import InputError
+
+NAMES = ("negative", "positive")
+TEXT = 4
+"""Where the text stands in one of LEAF's samples: id, date, query, user, text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent140Source(DatasetSource):
+    """Tweets, and how they become tokens."""
+
+    wording: TextTokenizer = field(default_factory=TextTokenizer)
+    least: int = 1
+    """Users with fewer tweets are left out (LEAF's -k)."""
+    share: float = 0.1
+    """How much of each user's tweets is for testing, where LEAF has not split them."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ("train/*.json and test/*.json of LEAF",)
+
+    def complete(self, folder: Path) -> bool:
+        return find_leaf_files(folder) is not None
+
+    def inputs(self, folder: Path) -> list[Path]:
+        return super().inputs(folder) + ([self.wording.vocabulary] if self.wording.vocabulary else [])
+
+    def having(self, spec: DatasetSpec) -> "Sent140Source":
+        wording = TextTokenizer.of(spec)
+        least, share = spec.whole("min", 1, 1), spec.share("test", 0.1)
+        return replace(self, wording=wording, least=least, share=share, shape=(wording.length,))
+
+    def recipe(self) -> str:
+        return f"{super().recipe()} {self.wording} {self.least} {self.share}"
+
+    def read(self, folder: Path) -> Dataset:
+        found = find_leaf_files(folder)
+        if found is None:
+            raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
+        leaf = read_leaf_users(*found, self.least)
+        names = tuple(user for user, (x, _) in leaf.train.items() if x)
+        texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
+        if leaf.test is None:
+            first = select_first_text_samples(owners, 1 - self.share)
+            test_texts, test_labels, test_owners = (
+                [texts[i] for i in np.flatnonzero(~first)],
+                labels[~first],
+                owners[~first],
+            )
+            texts, labels, owners = [texts[i] for i in np.flatnonzero(first)], labels[first], owners[first]
+        else:
+            test_texts, test_labels, test_owners = _flat(leaf.test, folder)
+            test_owners = owner_positions(list(leaf.test), names)[test_owners]
+        if not texts or not test_texts:
+            raise InputError(
+                f"{folder} leaves no tweets to train or to test with, when users have {self.least} or more."
+            )
+        x, test_x, tokens, note = self.wording.tokens(texts, test_texts, "sent140")
+        train = Samples(torch.from_numpy(x), torch.from_numpy(labels))
+        test = Samples(torch.from_numpy(test_x), torch.from_numpy(test_labels))
+        return Dataset(train, test, NAMES, owners, names, notes=(note,), tokens=tokens, test_owners=test_owners)
+
+
+def _flat(users: Users, folder: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
+    """All texts and labels of these users, and whose they are."""
+    texts: list[str] = []
+    labels: list[int] = []
+    for user, (xs, ys) in users.items():
+        for x, y in zip(xs, ys, strict=True):
+            text = x[TEXT] if isinstance(x, list) and len(x) > TEXT else x
+            if not isinstance(text, str):
+                raise InputError(f"{folder} has a sample of {user!r} without a text as its fifth entry.")
+            if isinstance(y, bool) or y not in (0, 1):
+                raise InputError(f"{folder} has a sample of {user!r} with the label {y!r}; expected 0 or 1.")
+            texts.append(text)
+            labels.append(int(y))
+    owners = np.repeat(np.arange(len(users)), np.array([len(y) for _, y in users.values()], dtype=np.int64))
+    return texts, np.array(labels, dtype=np.int64), owners
+
+
+SENT140 = Sent140Source(
+    name="sent140",
+    summary="whether a tweet is cheerful, by user",
+    shape=(LENGTH_IN_WORDS,),
+    train=None,
+    test=None,
+    prepare=InputTransform.identity(),
+    class_names=NAMES,
+    folders=("sent140",),
+    home="https://github.com/TalwalkarLab/leaf",
+    by_hand="run LEAF's data/sent140/preprocess.sh",
+)

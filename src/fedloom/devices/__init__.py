@@ -1,0 +1,1 @@
+"""Where and how precisely tensors are computed."""

@@ -1,0 +1,17 @@
+"""Which layers the clients of a run exchange. Server and sites work it out from the run's settings, each for itself."""
+
+from fedloom.config import Config
+from fedloom.core.layout import Layout
+from fedloom.methods._support.layer_exchange import LayerExchange
+from fedloom.methods.fedmr import FedMROptions, FedMRServer
+from fedloom.runs.resolve import resolve_method
+
+
+def exchange_of(config: Config, layout: Layout, round: int) -> LayerExchange | None:
+    """What clients exchange in a round before they upload; None: nothing."""
+    run = resolve_method(config)
+    owner, server = run.owner("server"), run.part_class("server")
+    options = run.options[owner.name] if owner is not None else None
+    if not issubclass(server, FedMRServer) or not isinstance(options, FedMROptions):
+        return None
+    return server.layer_exchange(layout, options, round)

@@ -1,0 +1,111 @@
+"""The process of one site, which stays between messages: it has torch, the data and the network at hand.
+
+    python -m fedloom.flower.site.process FOLDER PID
+
+It listens on a socket in FOLDER and ends with the process PID, its SuperNode.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from fedloom.flower.message import MessageRejected, SiteMessage, make_failure_message, read_message, write_message
+from fedloom.flower.site.handlers import SiteHandler
+from fedloom.flower.site.socket import site_socket_path
+from fedloom.utils.system import keep_freed_memory, make_private_directory
+
+IDLE_SECONDS = 24 * 3600.0
+"""A site that nobody has asked for this long ends; the next message starts it again."""
+
+
+def _run_site_process(folder: Path, belongs_to: int) -> None:
+    """Answer messages, one after the other."""
+    make_private_directory(folder)
+    path = site_socket_path(folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the SuperNode, and this process ends with it
+    threading.Thread(target=_end_with, args=(belongs_to, path), daemon=True).start()
+    keep_freed_memory()
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        path.chmod(0o600)
+        server.listen(16)
+        server.settimeout(IDLE_SECONDS)
+        sites = _CurrentSite(folder)
+        while True:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                path.unlink(missing_ok=True)
+                return
+            with connection:
+                connection.settimeout(None)
+                _serve(connection, sites)
+
+
+class _CurrentSite:
+    """The site of this process; another app or another node configuration makes another one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key = ""
+        self._site: SiteHandler | None = None
+
+    def site(self, setup: SiteMessage) -> SiteHandler:
+        header: dict[str, Any] = dict(setup.header)
+        key = json.dumps(header, sort_keys=True)
+        if self._site is None or key != self._key:
+            self._site = SiteHandler(header["given"], header["node"], Path(header["app"]), self._folder)
+            self._key = key
+        return self._site
+
+
+def _serve(connection: socket.socket, sites: _CurrentSite) -> None:
+    """Answer one message."""
+    question: SiteMessage | None = None
+    try:
+        setup, question = read_message(connection), read_message(connection)
+        if setup is None or question is None:
+            return
+        write_message(connection, sites.site(setup).answer(question))
+    except (MessageRejected, OSError) as error:
+        print(f"a message was cut off: {error}", file=sys.stderr, flush=True)
+    except Exception as error:  # a site that cannot be made, because of its settings or data
+        traceback.print_exc()
+        if question is not None:
+            write_message(connection, make_failure_message(question, str(error)))
+
+
+def _end_with(pid: int, path: Path) -> None:
+    """End this process as soon as that one has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # an older system, or it has ended already
+        while _is_there(pid):
+            time.sleep(0.5)
+    else:
+        select.select([handle], [], [])
+    path.unlink(missing_ok=True)
+    os._exit(0)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+if __name__ == "__main__":
+    _run_site_process(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""Who may do what: agreements, certificates, identities."""

@@ -1,0 +1,1 @@
+"""Matching the neurons of networks."""

@@ -1,0 +1,1 @@
+"""Layers that are not torch's own, and their kernels."""

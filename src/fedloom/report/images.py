@@ -1,0 +1,136 @@
+"""Pictures of the samples that a method has made: small, in the page itself, and as the data would look."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.report.records import RunRecord
+from fedloom.report.sections import SectionHtml, render_section, render_section_tag
+from fedloom.report.statistics import GroupStatistics
+from fedloom.utils.formatting import format_plural
+from fedloom.utils.storage import read_safetensors
+
+MOST_SETS = 6
+MOST_OF_A_CLASS = 12
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _SyntheticImages:
+    """A synthetic data set, as a run left it."""
+
+    images: Floats
+    """Between 0 and 1: N x height x width x channels, of which there are one or three."""
+    labels: Floats
+    """The weights of the classes, one row a sample."""
+    losses: Floats
+    """The matching loss by iteration; may be empty."""
+
+    @staticmethod
+    def read(path: Path) -> "_SyntheticImages | None":
+        """The set in `path`; None where there is none, or where its samples are no images."""
+        if not path.is_file():
+            return None
+        tensors = {name: tensor.double().numpy() for name, tensor in read_safetensors(path).items()}
+        images, labels = tensors.get("images"), tensors.get("labels")
+        if images is None or labels is None or images.ndim != 4 or images.shape[1] not in (1, 3):
+            return None
+        if "mean" in tensors and "std" in tensors:
+            images = images * tensors["std"][:, None, None] + tensors["mean"][:, None, None]
+        return _SyntheticImages(_squeezed(images).transpose(0, 2, 3, 1), labels, tensors.get("losses", np.zeros(0)))
+
+
+def _squeezed(images: Floats) -> Floats:
+    """The images between 0 and 1. Nothing kept their pixels there: an image that goes beyond is scaled to fit, all but
+    its most extreme pixels, which are cut, so that the rest can be told apart."""
+    low, high = np.quantile(images, (0.02, 0.98), axis=(1, 2, 3), keepdims=True)
+    low, high = np.minimum(low, 0), np.maximum(high, 1)
+    return np.asarray(np.clip((images - low) / (high - low), 0, 1))
+
+
+def render_synthetic_images(groups: Sequence[GroupStatistics]) -> SectionHtml:
+    """What runs have made, one of each group; nothing if none has made anything."""
+    found = []
+    for group in groups:
+        sets = ((run, made) for run in group.runs if (made := _made(run)) is not None)
+        found += [(group, *one) for one in islice(sets, 1)]
+    if not found:
+        return SectionHtml("")
+    blocks: list[str] = []
+    for group, run, made in found[:MOST_SETS]:
+        if len(found) > 1 or len(group.runs) > 1:
+            blocks.append(render_section_tag("h3", f"{group.label}, seed {run.seed}"))
+        blocks += [render_section_tag("p", _said(made), class_="hint"), _classes(made, run.class_names)]
+    hint = (
+        "Made from the trajectory of the global model; the matching loss is 1 where training on them leads nowhere "
+        "and 0 where it follows the trajectory. In each row the samples whose label leans most to a class. Pixels may "
+        "go beyond the range of real images; for showing they are brought back into it."
+    )
+    if len(found) > MOST_SETS:
+        hint += f" The first {MOST_SETS} of {len(found)} methods."
+    return render_section("Synthetic samples", hint, *blocks)
+
+
+def _made(run: RunRecord) -> _SyntheticImages | None:
+    return _SyntheticImages.read(run.folder / "synthetic.safetensors")
+
+
+def _said(made: _SyntheticImages) -> str:
+    said = format_plural(len(made.images), "sample")
+    if made.losses.size:
+        tenth = max(1, made.losses.size // 10)
+        first, last = made.losses[:tenth].mean(), made.losses[-tenth:].mean()
+        said += (
+            f". The matching loss went from {first:.3f} to {last:.3f} in {format_plural(made.losses.size, 'iteration')}"
+        )
+    return said + "."
+
+
+def _classes(made: _SyntheticImages, names: Sequence[str]) -> SectionHtml:
+    """A row of pictures for each class that is the likeliest of some sample, the surest first."""
+    likeliest, sureness = made.labels.argmax(axis=1), made.labels.max(axis=1)
+    rows = []
+    for label in range(made.labels.shape[1]):
+        members = np.flatnonzero(likeliest == label)
+        members = members[np.argsort(-sureness[members], kind="stable")]
+        name = names[label] if label < len(names) else str(label)
+        shown = [_figure(made.images[at], name, sureness[at]) for at in members[:MOST_OF_A_CLASS]]
+        left = len(members) - len(shown)
+        count = f"{left} more" if left else "" if shown else "likeliest of none"
+        rows.append(
+            render_section_tag(
+                "div",
+                render_section_tag("b", name),
+                render_section_tag("div", *shown, render_section_tag("i", count) if count else ""),
+                class_="made",
+            )
+        )
+    return render_section_tag("div", *rows, class_="made-set")
+
+
+def _figure(image: Floats, name: str, weight: float) -> SectionHtml:
+    share = f"{weight:.0%}"
+    picture = render_section_tag("img", src=_png(image), alt=f"a synthetic {name}, {share}", width="48", height="48")
+    return render_section_tag("figure", picture, render_section_tag("figcaption", share))
+
+
+def _png(image: Floats) -> str:
+    """An image of height x width x channels between 0 and 1, as the address of a PNG that holds it."""
+    height, width, channels = image.shape
+    pixels = np.rint(image * 255).astype(np.uint8).reshape(height, width * channels)
+    lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels], axis=1).tobytes()  # 0: a line without a filter
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">2I5B", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines, 9)), chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()

@@ -1,0 +1,1 @@
+"""A run: built from a config, played round by round, kept on disk."""

@@ -1,0 +1,96 @@
+"""What is asked of a run: a config that names things that exist and leaves nothing open, and what a user brings."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fedloom.config import Config, replace_config
+from fedloom.data import FederatedDataset
+from fedloom.data import splits as on_server
+from fedloom.errors import InputError
+from fedloom.methods import compose, import_file
+from fedloom.methods.composition import ComposedMethod
+from fedloom.privacy import compose_with_privacy
+from fedloom.training.context import Criterion
+from fedloom.utils.formatting import short_repr
+
+
+@dataclass(frozen=True)
+class UserObjects:
+    """What a user brings as Python objects instead of names."""
+
+    data: FederatedDataset | None = None
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    loss: Criterion | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in ("data", "model", "loss") if getattr(self, name) is not None)
+
+
+def resolve_method(config: Config) -> ComposedMethod:
+    """Find out whether a config names things that exist, before anything is written."""
+    for path in config.imports:
+        import_file(path)
+    return (compose if config.clip_update is None else compose_with_privacy)(config.method, config.options)
+
+
+def record_partition_hash(config: Config) -> Config:
+    """The config with the checksum of the file that its partition is read from, if it is; another file is refused."""
+    path = config.partition_file
+    if path is None:
+        return config
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read the partition {path}: {error.strerror or error}.") from None
+    if config.partition_sha256 not in (None, found):
+        raise InputError(f"{path} is another partition than the one with the SHA-256 {config.partition_sha256}.")
+    return replace_config(config, partition_sha256=found)
+
+
+def add_server_data(config: Config, own: UserObjects, compositions: Sequence[ComposedMethod]) -> Config:
+    """The config with data for the server, where one of these methods needs some and nobody has said which."""
+    if config.server_data is not None or not any(one.use_server_data for one in compositions):
+        return config
+    brought = own.data is not None and own.data.server_data is not None
+    return replace_config(config, server_data=on_server.OWN if brought else on_server.DEFAULT)
+
+
+def resolve_method_options(options: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """Options as a dict of their own; `{"mu": 0.1}` without a method is refused."""
+    given: Any = options or {}
+    if not isinstance(given, Mapping) or not all(isinstance(of_one, Mapping) for of_one in given.values()):
+        raise InputError(f'options are given by method, such as {{"fedprox": {{"mu": 0.1}}}}, not {short_repr(given)}.')
+    return {method: dict(of_one) for method, of_one in given.items()}
+
+
+def describe_user_objects(
+    data: str | FederatedDataset, model: str | nn.Module | Callable[[], nn.Module], loss: Criterion | None
+) -> tuple[UserObjects, dict[str, Any]]:
+    """What a user brings as objects, and the settings that follow from it."""
+    if not isinstance(data, str | FederatedDataset):
+        raise InputError(
+            "data must be the name of a data set or a Federation, which Federation.from_arrays makes of arrays, not "
+            f"{short_repr(data)}."
+        )
+    if not isinstance(model, str) and not callable(model):
+        raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(model).__name__}.")
+    if loss is not None and not callable(loss):
+        raise InputError(f"the loss must be a function of outputs and targets, not {short_repr(loss)}.")
+    own = UserObjects(
+        data if isinstance(data, FederatedDataset) else None,
+        None if isinstance(model, str) else model,
+        loss,
+    )
+    values: dict[str, Any] = {"model": model if isinstance(model, str) else _name_of(model)}
+    if isinstance(data, FederatedDataset):
+        return own, values | {"data": data.name, "partition": "own", "clients": len(data)}
+    return own, values | {"data": data}
+
+
+def _name_of(model: nn.Module | Callable[[], nn.Module]) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))

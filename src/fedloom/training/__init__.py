@@ -1,0 +1,1 @@
+"""How one client trains: batches, optimizers, the trainer."""

@@ -1,0 +1,293 @@
+"""Saving state so that a crash at any instant loses nothing, and so that what is read back is what was written.
+
+A state is a tree of dicts, lists, tensors and plain values. Its tensors go into one safetensors file, the rest into
+JSON. Files appear under their names only when whole and on the disk; nothing read here can execute code.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from torch import Tensor
+
+from fedloom.errors import FedloomError, InputError
+
+Plain = bool | int | float | str | None
+Piece = bytes | memoryview
+SMALL, LARGE = 1 << 18, 1 << 25
+"""Bytes of a piece of a file: those that take longer to hand to a thread than to hash, and those at most at once."""
+
+LARGEST_SHARE = 0.02
+"""The share of a run's time that its checkpoints may take."""
+
+# By their names in a safetensors file, in the order in which its own writer sorts them.
+DTYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
+    torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
+    torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
+    """Put `content`, whole or in pieces, at `path`: all of it or nothing, even if the machine dies in between."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as handle:
+            for piece in (content,) if isinstance(content, bytes) else content:
+                handle.write(piece)
+                if len(piece) >= LARGE:
+                    handle.flush()
+                    _begin_to_store(handle.fileno())
+            handle.flush()
+            os.fsync(handle.fileno())
+        part.replace(path)
+        _sync_folder(path.parent)
+    except BaseException as error:  # pieces are made as they are written, and that may fail too
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise FedloomError(f"cannot write {path}: {error.strerror or error}.") from error
+        raise
+
+
+def _begin_to_store(handle: int) -> None:
+    """Have the disk take what was written so far, without waiting for it, and not all of it in the end."""
+    with suppress(AttributeError, OSError):  # advice that a system does not know, or a disk does not take
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """Write tensors as safetensors; returns the SHA-256 of the file.
+
+    `about` goes into the file's header. `check` is called again and again, and may raise something to end it.
+    """
+    digest = hashlib.sha256()
+    write_atomically(path, _hashed(_safetensors_pieces(tensors, about), digest, check))
+    return digest.hexdigest()
+
+
+def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash", check: Callable[[], None]) -> Iterator[Piece]:
+    """The same pieces, added to `digest`: all but small ones on another core, while they are written."""
+    with ThreadPoolExecutor(1) as other:
+        for piece in pieces:
+            check()
+            if len(piece) < SMALL:
+                digest.update(piece)
+                yield piece
+            else:
+                added = other.submit(digest.update, piece)
+                yield piece
+                added.result()
+
+
+def _safetensors_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
+    """The bytes of a safetensors file, one tensor after the other: the same that the library's `save` gives.
+
+    That one makes two more copies of everything on the way, which takes longer than the disk; and the state of a server
+    may be as large as half the memory.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise FedloomError(f"{name} cannot be stored: safetensors files have no numbers of type {tensor.dtype}.")
+    rank = {dtype: place for place, dtype in enumerate(DTYPES)}
+    names = sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
+    header: dict[str, Any] = {} if about is None else {"__metadata__": dict(about)}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield from _on_host(tensors[name].detach())
+
+
+def _on_host(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, each piece good until the next is asked for."""
+    dense = tensor.contiguous()
+    # One number or none may be called dense with any stride, and is not seen as bytes with it.
+    content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    if content.is_cuda and len(content) >= LARGE:
+        # A GPU writes into pinned memory some forty times as fast as into new pages, and a little of that is enough.
+        pinned = torch.empty(LARGE, dtype=torch.uint8, pin_memory=True)
+        for start in range(0, len(content), LARGE):
+            part = content[start : start + LARGE]
+            yield pinned[: len(part)].copy_(part).numpy().data
+    else:
+        whole = content.cpu().numpy().data
+        for start in range(0, len(whole), LARGE):
+            yield whole[start : start + LARGE]
+
+
+def read_safetensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
+    """Read tensors back; a file that is not what was written is refused.
+
+    Each has memory of its own, as if it had been computed here. In a file they lie on any 8 bytes, and matrix products
+    may round by where their numbers lie: a run that goes on would not have the same bits.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
+    try:
+        return {name: tensor.clone() for name, tensor in parse_tensors(content).items()}
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InputError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
+def split_state_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state as JSON values that refer to tensors by name, and these tensors."""
+    tensors: dict[str, Tensor] = {}
+
+    def named(tensor: Tensor, path: str) -> str:
+        name = f"{len(tensors)}{path}"  # a path alone may be met twice: {1: ...} and {"1": ...}
+        tensors[name] = tensor
+        return name
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, np.ndarray):
+            return {"@array": named(torch.from_numpy(value.copy()), path)}
+        if isinstance(value, Tensor):
+            return {"@tensor": named(value, path)}
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, Plain):
+                    raise TypeError(f"{path} of a state has the key {key!r}, which cannot be saved")
+            return {"@pairs": [[key, plain(item, f"{path}/{key}")] for key, item in value.items()]}
+        if isinstance(value, list | tuple):
+            return [plain(item, f"{path}/{index}") for index, item in enumerate(value)]
+        if isinstance(value, Plain):
+            return value
+        raise TypeError(f"{path} of a state is a {type(value).__name__}, which cannot be saved")
+
+    return plain(state, ""), tensors
+
+
+def join_state_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `split` took apart."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "@tensor" in value:
+                return tensors[value["@tensor"]]
+            if "@array" in value:
+                return tensors[value["@array"]].numpy()
+            return {key: whole(item) for key, item in value["@pairs"]}
+        if isinstance(value, list):
+            return [whole(item) for item in value]
+        return value
+
+    return whole(tree)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON that carries its own checksum (key `sha256`)."""
+    text = json.dumps(value, sort_keys=True)
+    sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), **value}
+    write_atomically(path, (json.dumps(sealed, sort_keys=True) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read JSON written by `write_json`; refused when it was changed or cut."""
+    try:
+        value = json.loads(path.read_text())
+        seal = value.pop("sha256")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
+    if hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() != seal:
+        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
+    return dict(value)
+
+
+class Rhythm:
+    """When the next checkpoint is due: `seconds` after the last, and later where they take long; with 0 always.
+
+    A server that caches many models may need seconds for one, while a machine hardly ever dies within minutes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._saved_at = time.monotonic()
+
+    def due(self, took: float) -> bool:
+        """Whether it is now, where the last one took so many seconds (so far, if it is still being written)."""
+        pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
+        return time.monotonic() - self._saved_at >= pause
+
+    def saved(self) -> None:
+        """A checkpoint was just written, or will be from now on."""
+        self._saved_at = time.monotonic()
+
+
+def parse_json_file(path: Path) -> Any:
+    """A JSON file's content."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply.") from None
+    except ValueError as error:  # of which bytes that are no text are one kind
+        raise InputError(f"{path} is truncated, or not JSON: {error}.") from error
+
+
+def list_files_recursively(folder: Path) -> list[Path]:
+    """All files below `folder`, in order; a link to a folder is followed, but not in a circle."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+
+    def walk(place: str | Path) -> None:
+        with os.scandir(place) as entries:
+            state = os.stat(place)  # noqa: PTH116
+            if (state.st_dev, state.st_ino) in seen:
+                return
+            seen.add((state.st_dev, state.st_ino))
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    walk(entry.path)
+                elif entry.is_file():
+                    found.append(Path(entry.path))
+
+    try:
+        walk(folder)
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or folder}: {error.strerror}.") from None
+    return found
+
+
+MODEL_FILE = "model.safetensors"
+"""What a run folder calls its deployed model; so do the checkpoints of transformers."""
