@@ -63,7 +63,7 @@ def test_one_batch_gives_the_statistics_of_the_samples(count: int) -> None:
 def test_batches_are_averaged_by_their_samples(count: int, size: int) -> None:
     """So the mean is that of all samples however they are cut, and no batch has one sample only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_module, "SCORE_BATCH", size)
+        patch.setattr(bench_module, "EVALUATION_BATCH_SIZE", size)
         bench = seat(count)
         sizes: list[int] = []
         bench.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
@@ -75,7 +75,7 @@ def test_batches_are_averaged_by_their_samples(count: int, size: int) -> None:
 
 
 def test_samples_are_shuffled_because_they_may_lie_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_module, "SCORE_BATCH", 50)
+    monkeypatch.setattr(bench_module, "EVALUATION_BATCH_SIZE", 50)
     bench = seat(200)
     bench.estimate_statistics()
     whole = float(bench._data.x[:, 0].var())

@@ -17,7 +17,6 @@ import fedloom
 from fedloom.errors import InputError
 from fedloom.runs import directory as folders
 from fedloom.runs.directory import RunDirectory, claimed, lock_directory, refuse_occupied
-from fedloom.utils import system
 from tiny_runs import TINY, TINY_OPTIONS, tiny
 
 WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "plain", "--quiet")))
@@ -53,7 +52,7 @@ def slow_command(*words: str) -> None:
         return to_toml(*given)
 
     folders.settings_to_toml = slow  # type: ignore[assignment]
-    system.PATIENCE = 1
+    folders.PATIENCE = 1
     command(*words)
 
 
@@ -179,7 +178,7 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
     """The lock it waited for is removed, and so may the folder be: it must not believe that it holds a lock then."""
     (tmp_path / "there").mkdir()
     path, held = tmp_path / name, list[bool]()
-    monkeypatch.setattr(system, "PATIENCE", 100)
+    monkeypatch.setattr(folders, "PATIENCE", 100)
 
     def take() -> None:
         with claimed(path, refuse_occupied):
@@ -192,7 +191,7 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
         time.sleep(0.2)
     while not held:
         time.sleep(0.01)
-    monkeypatch.setattr(system, "PATIENCE", 1)
+    monkeypatch.setattr(folders, "PATIENCE", 1)
     with pytest.raises(InputError, match="another process is at work"), lock_directory(path):
         raise AssertionError("the lock was given twice")
     thread.join()

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fedloom.config import RESULT_FREE, Config, config_to_command, make_config, parse_config_overrides, replace_config
+from fedloom.config import (
+    EXECUTION_SETTINGS,
+    Config,
+    config_to_command,
+    make_config,
+    parse_config_overrides,
+    replace_config,
+)
 from fedloom.errors import FedloomError, InputError, unknown_name_error
 from fedloom.utils.settings import read_settings_toml, settings_to_toml
 
@@ -98,7 +105,7 @@ def test_a_config_cannot_be_changed_and_has_documented_fields() -> None:
     with pytest.raises(ValidationError):
         config.rounds = 3  # type: ignore[misc]
     assert all(field.description for field in Config.model_fields.values())
-    assert set(Config.model_fields) >= RESULT_FREE
+    assert set(Config.model_fields) >= EXECUTION_SETTINGS
 
 
 @pytest.mark.parametrize(("clients", "per_round", "cohort"), [(20, None, 10), (4, None, 4), (20, 3, 3), (5, 5, 5)])

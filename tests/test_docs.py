@@ -18,7 +18,7 @@ import pytest
 import fedloom
 from fedloom.cli.main import main
 from fedloom.cli.output import _list_datasets, _list_methods, _list_models, _list_partitions
-from fedloom.config import RESULT_FREE, Config
+from fedloom.config import EXECUTION_SETTINGS, Config
 from fedloom.data import registry as named_data
 from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
@@ -128,7 +128,7 @@ def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
 
 
 def understand_folder(*_: Any, watcher: Any = None, **changes: Any) -> NoReturn:
-    assert set(changes) <= RESULT_FREE
+    assert set(changes) <= EXECUTION_SETTINGS
     raise Understood
 
 

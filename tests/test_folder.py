@@ -257,7 +257,7 @@ def test_numbered_folders_are_new_and_their_names_safe(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.utils.system.PATIENCE", 2)
+    monkeypatch.setattr("fedloom.runs.directory.PATIENCE", 2)
     folder = RunDirectory.create(tmp_path / "run", Config())
     again = RunDirectory.open(folder.path)
     with folder.alone(), pytest.raises(InputError, match="another process is at work"), again.alone():

@@ -124,10 +124,10 @@ soup, statistics, validation
 
 METHODS = inspect.getmembers(RngStreams, inspect.isfunction)
 DRAWING = {name for name, method in METHODS if "purpose" in inspect.signature(method).parameters}
-"""Methods of `Streams` that take a purpose."""
+"""Methods of `RngStreams` that take a purpose."""
 
-LENT = {"methods/fedmr.py": "methods/recombination.py"}
-"""Files that hand such a method on, by the file whose function `purpose` then says what for."""
+LENT = {"methods/fedmr.py": "methods/_support/layer_exchange.py"}
+"""Files that hand such a method on, by the file whose `layer_exchange_stream_name` says what for."""
 
 SOURCE = Path(fedloom.__file__).parent
 
@@ -140,7 +140,7 @@ def test_the_source_draws_for_exactly_these_purposes() -> None:
     found, lent = set[str](), set[str]()
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
-        if name == "streams.py":
+        if name == "core/rng.py":
             continue
         tree = ast.parse(path.read_text())
         called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -156,7 +156,7 @@ def test_the_source_draws_for_exactly_these_purposes() -> None:
                 assert not call.keywords, f"{name}:{node.lineno}: give the purpose as the first argument"
     assert lent == LENT.keys()
     for name in LENT.values():
-        found.update(said_by("purpose", ast.parse((SOURCE / name).read_text()), name))
+        found.update(said_by("layer_exchange_stream_name", ast.parse((SOURCE / name).read_text()), name))
     assert sorted(found) == sorted(re.sub(r"{\w+}", "{}", purpose) for purpose in PURPOSES)
 
 
@@ -176,7 +176,7 @@ def texts_of(given: ast.expr, tree: ast.Module, where: str) -> Iterator[str]:
             for value in values:
                 yield from texts_of(value, tree, where)
         case ast.Call(func=ast.Name(id=name)):
-            assert name == "purpose", f"{where}: nobody can see what {name}() says"
+            assert name == "layer_exchange_stream_name", f"{where}: nobody can see what {name}() says"
         case _:
             pytest.fail(f"{where}: a purpose is written where it is drawn for, not {ast.unparse(given)}")
 

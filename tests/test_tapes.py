@@ -146,7 +146,7 @@ def test_a_check_that_found_no_memory_is_made_later(caplog: pytest.LogCaptureFix
 
 
 def test_a_slot_keeps_no_more_recordings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_RECORDINGS", 3)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 3)
     player, tape = Counter(), FakeGraphTape()
     keys = [number // 4 for number in range(40)] + [0, 0]
     for key in keys:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig, config_to_command, make_config
-from fedloom.core.evaluation import SCORE_BATCH
+from fedloom.core.evaluation import EVALUATION_BATCH_SIZE
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.data import InputTransform, Samples
@@ -162,8 +162,8 @@ def test_a_methods_own_share_holds_where_the_run_names_none(
 
 
 def test_validate_scores_all_that_is_held_out() -> None:
-    bench = make_bench(4 * SCORE_BATCH, validation=0.6, batch_size=0)
-    assert len(bench.validation) > 2 * SCORE_BATCH
+    bench = make_bench(4 * EVALUATION_BATCH_SIZE, validation=0.6, batch_size=0)
+    assert len(bench.validation) > 2 * EVALUATION_BATCH_SIZE
     row = torch.randn(bench.layout.size)
     x, y = bench.validation.x, bench.validation.y
     output = x @ row[:6].view(2, 3).t() + row[6:]

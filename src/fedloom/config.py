@@ -16,17 +16,17 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
 from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
-from fedloom.utils.settings import MOST, MOST_AT_ONCE, Settings, settings_to_toml, validate_settings
+from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, settings_to_toml, validate_settings
 
 
 class TrainingConfig(Settings):
     """Ordinary local training."""
 
-    epochs: int = Field(2, ge=0, le=MOST)
+    epochs: int = Field(2, ge=0, le=MAX_COUNT)
     """passes of a client over its own samples in one round"""
-    steps: int | None = Field(None, ge=0, le=MOST)
+    steps: int | None = Field(None, ge=0, le=MAX_COUNT)
     """steps of a client in one round, instead of epochs"""
-    batch_size: int = Field(20, ge=0, le=MOST)
+    batch_size: int = Field(20, ge=0, le=MAX_COUNT)
     """samples in a batch; 0 takes all of a client's samples at once"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam; a new one for each client and round, unless --keep-optimizer is given"""
@@ -88,9 +88,9 @@ class Config(TrainingConfig):
     server_data: str | None = None
     """samples that the server holds: split:X takes a share (0.05) or number (500) of the training samples away from the
     clients; or the name of another data set"""
-    clients: int | None = Field(None, ge=1, le=MOST)
+    clients: int | None = Field(None, ge=1, le=MAX_COUNT)
     """number of clients; by default 20, or as many as the partition brings along (natural, domain, file)"""
-    per_round: int | None = Field(None, ge=1, le=MOST)
+    per_round: int | None = Field(None, ge=1, le=MAX_COUNT)
     """clients asked in each round; by default 10, or all if there are fewer"""
     model: str = "mlp"
     """the network (`fedloom list models`)"""
@@ -100,16 +100,16 @@ class Config(TrainingConfig):
     """with --init: accept only a file with this SHA-256; runs record it by themselves"""
     new_head: bool = False
     """with --init: start with a new classifier even where the number of classes is the same"""
-    rounds: int = Field(30, ge=1, le=MOST)
+    rounds: int = Field(30, ge=1, le=MAX_COUNT)
     """rounds of training"""
     seed: int = Field(0, ge=0, lt=2**63)
     """seed of every random draw"""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of the methods, by method and name"""
 
-    eval_every: int = Field(1, ge=1, le=MOST)
+    eval_every: int = Field(1, ge=1, le=MAX_COUNT)
     """rounds between two evaluations; the last round is always evaluated"""
-    min_clients: int | None = Field(None, ge=0, le=MOST)
+    min_clients: int | None = Field(None, ge=0, le=MAX_COUNT)
     """stop with an error when fewer clients than this answer in a round; by default 0, and over sites more than half of
     the clients asked"""
     lost: float = Field(0.0, ge=0, lt=1)
@@ -129,7 +129,7 @@ class Config(TrainingConfig):
     engine: Literal["auto", "plain", "host", "cuda", "flower"] = "auto"
     """plain: one client after the other; host: worker processes; cuda: many clients at once on a GPU; flower: separate
     sites over the network; auto: cuda on a GPU, else host"""
-    nodes: int = Field(0, ge=0, le=MOST_AT_ONCE)
+    nodes: int = Field(0, ge=0, le=MAX_CONCURRENCY)
     """with --engine flower: number of SuperNodes, which share the clients; 0: one for each client"""
     deadline: float = Field(600.0, gt=0)
     """with --engine flower: seconds that a site has to answer in a round"""
@@ -139,16 +139,16 @@ class Config(TrainingConfig):
     """how a GPU computes: fp32; tf32 (products with 10-bit fractions); bf16 (networks in bfloat16). A CPU uses fp32"""
     fast: bool = False
     """on a GPU, also allow algorithms whose result is not the same every time"""
-    slots: int = Field(0, ge=0, le=MOST_AT_ONCE)
+    slots: int = Field(0, ge=0, le=MAX_CONCURRENCY)
     """clients that the cuda engine trains at once on a GPU; 0: as many as are asked in a round, at most 16"""
-    workers: int = Field(0, ge=0, le=MOST_AT_ONCE)
+    workers: int = Field(0, ge=0, le=MAX_CONCURRENCY)
     """worker processes of the host engine; 0: one for each core"""
     channels_last: bool | None = None
     """memory order of images and convolutions; by default channels-last where it is faster: on CPUs, in bf16, and in
     tf32 for wide networks with batch norm"""
     checkpoint_seconds: float = Field(30.0, ge=0)
     """seconds between two checkpoints, more if writing them takes long; 0: one after every round"""
-    keep_checkpoints: int = Field(2, ge=1, le=MOST)
+    keep_checkpoints: int = Field(2, ge=1, le=MAX_COUNT)
     """how many checkpoints are kept"""
     cache_dir: str | None = None
     """folder for the models that a server caches (fedcda), if memory is too small for them"""
@@ -277,14 +277,14 @@ class Config(TrainingConfig):
         return self.per_round if self.per_round is not None else min(10, self.clients or 10)
 
 
-BRING_CLIENTS = ("natural", "domain", "file")
+PARTITIONS_WITH_CLIENTS = ("natural", "domain", "file")
 """Partitions that say by themselves how many clients there are; the config says it once the data are read."""
 
 
 def _default_client_count(spec: object) -> int | None:
     """How many clients there are where nobody says it; None where the partition does."""
     name = spec.partition(":")[0].partition(",")[0].strip() if isinstance(spec, str) else ""
-    return None if name in BRING_CLIENTS else 20
+    return None if name in PARTITIONS_WITH_CLIENTS else 20
 
 
 PATHS = {
@@ -313,7 +313,7 @@ def absolute_data_path(name: str) -> str:
     return f"{kind}:{','.join(pieces)}"
 
 
-RESULT_FREE = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
+EXECUTION_SETTINGS = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
 """Settings that change how a run is carried out but not one bit of its result."""
 
 

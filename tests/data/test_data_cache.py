@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedloom.data.cache import MARKS, cache_folder, load_through_cache
-from fedloom.data.dataset import NOBODY, Dataset
+from fedloom.data.dataset import NO_OWNER, Dataset
 from fedloom.data.readers.images import LARGE, _allocate_images
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
@@ -31,7 +31,7 @@ def content(seed: int = 0, n: int = 40) -> Dataset:
         ("me", "you"),
         np.zeros(n - 10, np.int64),
         ("here",),
-        test_owners=rng.integers(NOBODY, 2, 10),
+        test_owners=rng.integers(NO_OWNER, 2, 10),
         test_domains=np.zeros(10, np.int64),
     )
 

@@ -14,7 +14,7 @@ import fedloom
 from fedloom import FederatedDataset
 from fedloom.data import Dataset, PartitionedDataset, Samples, merge_train_and_test, split_client_tests
 from fedloom.data import partition_dataset as build_federation
-from fedloom.data.dataset import NOBODY
+from fedloom.data.dataset import NO_OWNER
 from fedloom.errors import InputError
 from fedloom.runs.build import build_run
 
@@ -47,7 +47,7 @@ def test_merged_samples_keep_their_owners_and_domains() -> None:
     assert (merged.test_owners, merged.test_domains, len(merged.test)) == (None, None, 0)
 
 
-@pytest.mark.parametrize("test_owners", [None, np.array([0, 1, NOBODY, 0])])
+@pytest.mark.parametrize("test_owners", [None, np.array([0, 1, NO_OWNER, 0])])
 def test_test_samples_of_nobody_are_left_out(test_owners: np.ndarray | None) -> None:
     merged = merge_train_and_test(dataset(owners=np.arange(8) % 2, owner_names=("a", "b"), test_owners=test_owners))
     assert len(merged.train) == 8
@@ -86,7 +86,7 @@ def owned(draw: st.DrawFn) -> Dataset:
     """Numbers whose owners, or domains, are known, of test samples too; of some of these nobody is it."""
     owners = draw(st.integers(1, 4))
     train = draw(st.lists(st.integers(0, owners - 1), min_size=1, max_size=20))
-    test = draw(st.lists(st.integers(NOBODY, owners - 1), min_size=1, max_size=20))
+    test = draw(st.lists(st.integers(NO_OWNER, owners - 1), min_size=1, max_size=20))
     marks: dict[str, Any] = {"owners": np.array(train), "test_owners": np.array(test)}
     marks["owner_names"] = marks["domain_names"] = tuple("abcd"[:owners])
     marks |= {"domains": marks["owners"], "test_domains": marks["test_owners"]}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedloom.data import Dataset, load_dataset, registry
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.cifar import CIFAR10
 from fedloom.data.sources.mnist import FASHION_MNIST, MNIST, read_sklearn_digits
@@ -112,12 +112,12 @@ def test_where_data_sets_are_found(source: DatasetSource, tmp_path: Path, monkey
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
-    monkeypatch.setitem(SOURCES, source.name, replace(source, system=()))
+    monkeypatch.setitem(DATASET_SOURCES, source.name, replace(source, system=()))
     assert found() is None
     cached = touch(tmp_path / "cache" / "fedloom" / source.folders[0], source.files)
     assert found() == cached
     packaged = touch(tmp_path / "packaged", source.files)
-    monkeypatch.setitem(SOURCES, source.name, replace(source, system=(packaged,)))
+    monkeypatch.setitem(DATASET_SOURCES, source.name, replace(source, system=(packaged,)))
     assert found() == packaged
     own = tmp_path / "own" / source.folders[-1]
     for root in (tmp_path / "own", own):

@@ -17,7 +17,7 @@ import pytest
 
 from fedloom.data import cache, registry
 from fedloom.data.cache import download_to_cache, extract_to_cache
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.sources.cifar import CifarSource
 from fedloom.data.sources.mnist import MNIST
 from fedloom.errors import InputError
@@ -176,7 +176,7 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
         content = gzip.compress(head + np.arange(np.prod(shape)).astype(np.uint8).tobytes())
         server.files[f"{name}.gz"] = content
         checksums[name] = (count, digest, hashlib.md5(content).hexdigest())
-    monkeypatch.setitem(SOURCES, "mnist", replace(MNIST, home=server.home, checksums=checksums))
+    monkeypatch.setitem(DATASET_SOURCES, "mnist", replace(MNIST, home=server.home, checksums=checksums))
     with pytest.raises(InputError, match="'mnist' is not on this machine; allow its download or put train-images"):
         registry.load_dataset("mnist", download=False)
     seen = []
@@ -194,7 +194,7 @@ def test_without_a_network_the_error_says_what_to_do(empty_machine: Path, monkey
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         home = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setitem(SOURCES, "mnist", replace(MNIST, home=home))
+        monkeypatch.setitem(DATASET_SOURCES, "mnist", replace(MNIST, home=home))
         with pytest.raises(InputError) as caught:
             registry.load_dataset("mnist")
     message = str(caught.value)
@@ -243,7 +243,7 @@ def test_archives_that_will_not_do(tmp_path: Path, content: bytes, message: str)
 
 
 def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Path) -> None:
-    source = SOURCES["cifar10"]
+    source = DATASET_SOURCES["cifar10"]
     assert isinstance(source, CifarSource)
     content = archive({f"cifar-10-batches-bin/{name}": bytes(30_730_000) for name in source.files})
     server.files[source.archive] = content
@@ -257,7 +257,7 @@ def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Pat
 
 
 def test_files_of_different_sizes_come_out_of_one_archive(server: Server, tmp_path: Path) -> None:
-    source = SOURCES["cifar100"]
+    source = DATASET_SOURCES["cifar100"]
     assert isinstance(source, CifarSource)
     records = replace(source.records, train={"train.bin": (5, "")}, test={"test.bin": (2, "")})
     content = archive({"cifar-100-binary/train.bin": bytes(5 * 3074), "cifar-100-binary/test.bin": bytes(2 * 3074)})
@@ -278,7 +278,7 @@ def test_three_domains_of_digit5_can_be_downloaded(tmp_path: Path, monkeypatch: 
 
     for module in ("digit5", "mnist", "cifar"):
         monkeypatch.setattr(f"fedloom.data.sources.{module}.download_to_cache", pretend)
-    source = SOURCES["digit5"]
+    source = DATASET_SOURCES["digit5"]
     source.download(tmp_path, None)
     assert source.complete(tmp_path)
     assert source.missing(tmp_path) == ("mnist-m", "synth-digits")

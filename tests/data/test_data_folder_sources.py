@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from PIL import Image
 
 from fedloom.data import load_dataset, registry
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.sources.image_folders import CINIC10, DOMAINNET, PACS
 from fedloom.errors import InputError
 
@@ -35,7 +35,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Root:
 @pytest.fixture
 def cinic(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two images of every class in every part, where CINIC-10 has 9,000."""
-    monkeypatch.setitem(SOURCES, "cinic10", replace(CINIC10, train=20, test=20))
+    monkeypatch.setitem(DATASET_SOURCES, "cinic10", replace(CINIC10, train=20, test=20))
     for number, part in enumerate(("train", "valid", "test")):
         for label, name in enumerate(CINIC10.class_names):
             folder = root / "CINIC-10" / part / name
@@ -75,7 +75,7 @@ LABELS = {"axe": 0, "The_Eiffel_Tower": 1, "zebra": 2}
 
 @pytest.fixture
 def domainnet(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(SOURCES, "domainnet", replace(DOMAINNET, classes=3, size=8, shape=(3, 8, 8)))
+    monkeypatch.setitem(DATASET_SOURCES, "domainnet", replace(DOMAINNET, classes=3, size=8, shape=(3, 8, 8)))
     folder = root / "domainnet"
     for number, domain in enumerate(DOMAINS):
         lines: dict[str, list[str]] = {"train": [], "test": []}
@@ -140,7 +140,7 @@ def test_broken_lists_are_refused_in_one_sentence(domainnet: Path, change: Calla
     path = domainnet / "real_train.txt"
     whole = "".join(f"real/{name}/real_{k:03d}_000001.jpg {LABELS[name]}\n" for k, name in enumerate(CLASSES)).encode()
     path.write_bytes(change(whole))
-    attempt(lambda: SOURCES["domainnet"].read(domainnet))
+    attempt(lambda: DATASET_SOURCES["domainnet"].read(domainnet))
 
 
 def packed(**changes: np.ndarray) -> bytes:
@@ -161,7 +161,7 @@ def packed(**changes: np.ndarray) -> bytes:
 
 @pytest.fixture
 def pacs(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(SOURCES, "pacs", replace(PACS, counts=(3, 3, 3, 3)))
+    monkeypatch.setitem(DATASET_SOURCES, "pacs", replace(PACS, counts=(3, 3, 3, 3)))
     (root / "pacs64").mkdir()
     return root / "pacs64" / "pacs64.npz"
 
@@ -211,12 +211,12 @@ def test_a_broken_image_in_it_is_named(pacs: Path) -> None:
 @given(change=damage())
 def test_broken_packed_files_are_refused_in_one_sentence(pacs: Path, change: Callable[[bytes], bytes]) -> None:
     pacs.write_bytes(change(packed()))
-    attempt(lambda: SOURCES["pacs"].read(pacs.parent))
+    attempt(lambda: DATASET_SOURCES["pacs"].read(pacs.parent))
 
 
 @pytest.mark.parametrize("inside", ["", "kfold"])
 def test_pacs_as_folders(root: Root, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
-    monkeypatch.setitem(SOURCES, "pacs", replace(PACS, counts=(21,) * 4))
+    monkeypatch.setitem(DATASET_SOURCES, "pacs", replace(PACS, counts=(21,) * 4))
     for domain in PACS.domains:
         for name in PACS.class_names:
             folder = root / "PACS" / inside / domain / name

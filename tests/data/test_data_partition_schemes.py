@@ -295,11 +295,11 @@ def test_numbers_to_predict_can_be_shared_too(spec: str) -> None:
 
 
 def test_the_config_knows_which_partitions_bring_their_clients() -> None:
-    from fedloom.config import BRING_CLIENTS, _default_client_count
+    from fedloom.config import PARTITIONS_WITH_CLIENTS, _default_client_count
 
     assert {
         info.spec.partition(":")[0].partition("[")[0] for info in available_partitions() if info.brings_clients
-    } == set(BRING_CLIENTS)
+    } == set(PARTITIONS_WITH_CLIENTS)
     assert [_default_client_count(spec) for spec in ("natural,min=3", "domain", "file:a,b", "iid", "naturals")] == [
         *(None, None, None),
         *(20, 20),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.data import load_dataset
-from fedloom.data.dataset import NOBODY
+from fedloom.data.dataset import NO_OWNER
 from fedloom.data.readers.text import _build_vocabulary, _encode_words, _read_vocabulary, _split_words
 from fedloom.data.sources.sent140 import SENT140
 from fedloom.errors import InputError
@@ -66,7 +66,7 @@ def test_by_name(folder: Path) -> None:
     assert data.owners is not None
     assert data.owners.tolist() == [0, 0, 1]
     assert data.test_owners is not None
-    assert data.test_owners.tolist() == [0, NOBODY]
+    assert data.test_owners.tolist() == [0, NO_OWNER]
     assert data.train.y.tolist() == [1, 0, 1]
     words = ["happy", "so", "!", ",", "sad", "today"]
     assert data.tokens == len(words) + 1

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import load_dataset
-from fedloom.data.dataset import NOBODY
+from fedloom.data.dataset import NO_OWNER
 from fedloom.data.readers.text import ALPHABET, LENGTH_IN_CHARACTERS
 from fedloom.data.sources.shakespeare import _read_shakespeare
 from fedloom.errors import InputError
@@ -86,7 +86,7 @@ def test_leaf_files(tmp_path: Path) -> None:
     assert content.owners is not None
     assert content.owners.tolist() == [0, 1, 1]
     assert content.test_owners is not None
-    assert content.test_owners.tolist() == [1, NOBODY]
+    assert content.test_owners.tolist() == [1, NO_OWNER]
     assert [decode(x) for x in content.train.x] == [window("ab"), window("x"), window("xy")]
     assert decode(content.train.y) == "cy "
     assert decode(content.test.y) == "!z"

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import Dataset, load_dataset
-from fedloom.data.dataset import NOBODY
+from fedloom.data.dataset import NO_OWNER
 from fedloom.data.readers.columns import read_csv_columns
 from fedloom.errors import InputError
 
@@ -52,7 +52,7 @@ def test_numbers_are_standardised_and_words_one_hot(tmp_path: Path) -> None:
     assert data.owners is not None
     assert data.owners.tolist() == [1, 0, 0, 1, 0, 1]
     assert data.test_owners is not None
-    assert data.test_owners.tolist() == [NOBODY] * 3, "z has no training rows"
+    assert data.test_owners.tolist() == [NO_OWNER] * 3, "z has no training rows"
     ages = np.array([20, 40, 60, 40, 20])
     mean, std = ages.mean(), ages.std()
     expected = [[(age - mean) / std for age in (20, 40, mean, 60, 40, 20)]]

@@ -161,7 +161,7 @@ class Notes:
             self.hash.update(len(found).to_bytes(8, "little") + found)
 
     def make_tape(self, whose: str, device: Any, generators: tuple[Any, ...] = (), urgency: int = 0) -> FakeGraphTape:
-        """In the place of `tapes.make_tape`."""
+        """In the place of `make_graph_runner`."""
         tape = ListeningTape(self, generators)
         self.tapes.append((whose, tape))
         return tape
@@ -245,8 +245,12 @@ def observed(name: str) -> tuple[dict[str, Any], str]:
 
     known = registry.methods()
     with ExitStack() as changed:
-        for whose, module in (("slots", "engines.slot"), ("judge", "engines.judge"), ("sweep", "methods.sweep")):
-            changed.enter_context(patch(f"fedloom.{module}.make_tape", partial(notes.make_tape, whose)))
+        for whose, module in (
+            ("slots", "engines.cuda.slot"),
+            ("judge", "engines.cuda.graph_evaluator"),
+            ("sweep", "methods._support.trajectory_matching"),
+        ):
+            changed.enter_context(patch(f"fedloom.{module}.make_graph_runner", partial(notes.make_tape, whose)))
         changed.enter_context(patch("fedloom.devices.cuda_graphs.CHECK_ALL", False))
         changed.enter_context(patch.object(DynaFedRefiner, "_replays", lambda _: True))
         changed.enter_context(patch.object(RngStreams, "key", noted_key))

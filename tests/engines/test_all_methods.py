@@ -60,7 +60,7 @@ def test_recorded_steps_on_slots_do_what_the_plain_engine_does(name: str, monkey
     with made(name).engine_closed() as plain:
         expected = rounds_of(plain)
     monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", lambda *_: FakeGraphTape())
-    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 3)
     with made(name).engine_closed() as experiment:
         engine = experiment.rounds.engine = CudaEngine(experiment.engine.shop, "cpu", 2)
         found, layout = rounds_of(experiment), experiment.layout

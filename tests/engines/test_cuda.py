@@ -88,7 +88,7 @@ def test_it_returns_what_the_plain_engine_returns(method: str, slots: int) -> No
 def test_replayed_steps_do_what_was_written(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With recordings that keep addresses and numbers, as CUDA graphs do."""
     monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
-    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 3)
     settings = {"engine": "plain", "per_round": 8, "momentum": 0.5, "lr_decay": 0.9, "batch_size": 8, "model": dense}
     with build_small_run(method, {}, **settings).engine_closed() as plain:
         engine = cuda_of(plain, 2)
@@ -170,7 +170,7 @@ def test_it_scores_as_the_plain_engine_does() -> None:
 @pytest.mark.parametrize("lead", [0, 1, 2])
 def test_clients_get_steps_before_the_next_is_seated(lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.cuda.engine.LEAD", lead)
-    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 1)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 1)
     taken, take = list[int](), CudaSlot._take
 
     def noted(self: CudaSlot, *given: object) -> None:
@@ -343,7 +343,7 @@ def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
 def test_it_trains_as_a_plain_loop_does(double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On images of the usual size; on a GPU this is tested with all networks."""
     monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
-    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 2)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 2)
     with experiment_of("lenet", "cpu", double).engine_closed() as experiment:
         jobs, floats = jobs_of(experiment), experiment.layout.floats
         rows, replayed = trained_at_once(experiment, jobs, "cpu", slots=2)

@@ -162,7 +162,7 @@ def both(method: str, rounds: int = 3, **settings: Any) -> tuple[list[Tensor], i
 def test_the_cuda_engine_does_what_the_plain_one_does(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where a method that decides by small differences decides alike."""
     monkeypatch.setattr(
-        "fedloom.engines.cuda.slot.STRETCH", 2
+        "fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 2
     )  # few kinds of recordings, so that each is replayed soon
     rows, replayed = both(method, rounds=2, model=lambda: in_double(dense()))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-7, atol=1e-9)

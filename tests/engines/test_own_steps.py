@@ -292,7 +292,7 @@ class Fading(Client[Options]):
 
 
 def test_what_steps_depended_on_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.cuda.slot.MOST_RECORDINGS", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.MAX_GRAPHS", 3)
     (slot,) = as_plain(Fading).slots
     assert len(slot._tokens) == 3
     assert slot.tape.replayed > slot.tape.recorded > 3
@@ -370,7 +370,7 @@ def test_a_network_with_a_sparse_matrix_is_recorded() -> None:
 
 def test_steps_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie at the same few addresses, so each look for a step was slower by all that had ever been there."""
-    monkeypatch.setattr("fedloom.devices.cuda_graphs.MOST_RECORDINGS", 4)
+    monkeypatch.setattr("fedloom.devices.cuda_graphs.MAX_GRAPHS", 4)
 
     class Enclosing(Client[Options]):
         def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:

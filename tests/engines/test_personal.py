@@ -29,7 +29,7 @@ from fedloom.testing.fixtures import (
     small_run,
 )
 from fedloom.testing.method_checks import _StopAfter
-from fedloom.training.context import STAYS
+from fedloom.training.context import PERSONAL_KEY
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 METHODS = ["fedbn", "fedrep", "fedbabu", "fedfomo"]
@@ -71,7 +71,7 @@ def test_by_hand() -> None:
     with build_small_run("fedbn", {}, per_round=8).engine_closed() as experiment:
         record = experiment.rounds.play(0)
         row, homes = experiment.rounds.parts.server.deploy().clone(), experiment.engine.homes
-        scatter_columns(row, experiment.rounds.parts.local.stays_home(experiment.layout), homes.get(3)[STAYS])
+        scatter_columns(row, experiment.rounds.parts.local.stays_home(experiment.layout), homes.get(3)[PERSONAL_KEY])
         module, federation = batch_norm_network(), experiment.federation
         module.load_state_dict(experiment.layout.state_dict(row))
         module.eval()

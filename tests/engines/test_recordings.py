@@ -29,7 +29,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings that keep addresses and numbers, as CUDA graphs do."""
     monkeypatch.setattr("fedloom.engines.cuda.engine.LEAD", 0)
     monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
-    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 3)
 
 
 def as_plain(

@@ -118,11 +118,11 @@ def test_little_room_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=60), st.sampled_from([1, 2, 3, 8]))
 @settings(max_examples=100, deadline=None)
 def test_stretches_are_all_steps_in_order(sizes: list[int], longest: int) -> None:
-    before, slot.STRETCH = slot.STRETCH, longest
+    before, slot.STEPS_PER_GRAPH = slot.STEPS_PER_GRAPH, longest
     try:
         found = list(slot._stretches(sizes))
     finally:
-        slot.STRETCH = before
+        slot.STEPS_PER_GRAPH = before
     assert [size for size, count in found for _ in range(count)] == sizes
     assert found[0][1] == 1, "the first is looked at more closely"
     assert max(count for _, count in found) <= longest

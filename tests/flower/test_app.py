@@ -160,7 +160,7 @@ def test_a_run_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
 def test_a_second_server_does_not_disturb_the_sites_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.utils.system.PATIENCE", 1)
+    monkeypatch.setattr("fedloom.runs.directory.PATIENCE", 1)
     app, folder = tmp_path / "app", tmp_path / "run"
     write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(folder), "join": 5.0})
     given = written(app)

@@ -13,7 +13,7 @@ from fedloom.flower.server import engine
 from fedloom.flower.site import handlers
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
 from fedloom.methods.registry import Method, register
-from fedloom.methods.servers import APART
+from fedloom.methods.servers import MULTI_MODEL_DEFAULTS
 from fedloom.runs.build import build_run
 
 EXCHANGE = "fedloom.flower.secure_recombination"
@@ -62,7 +62,7 @@ class MyServer(FedMRServer):
 )
 def test_it_is_there_where_clients_exchange_layers_in_some_round(settings: dict[str, Any], there: bool) -> None:
     if settings.get("method") == "mine-mixing":
-        mine = {"options": MyOptions, "server": MyServer, "defaults": APART, "models_sent": "2K"}
+        mine = {"options": MyOptions, "server": MyServer, "defaults": MULTI_MODEL_DEFAULTS, "models_sent": "2K"}
         register(Method("mine-mixing", "", "", **mine, needs_each="mixes"))
     config = make_run(**{"method": "fedmr", "rounds": 3, **settings})
     with build_run(replace_config(config, engine="plain")).engine_closed() as experiment:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedloom.core.layout import Layout, TensorKind
 from fedloom.models import build_model
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
-from fedloom.training.context import STAYS
+from fedloom.training.context import PERSONAL_KEY
 
 
 class Residual(nn.Module):
@@ -74,13 +74,13 @@ def test_after_a_round_norms_are_each_clients_own_and_the_rest_is_common() -> No
         trained = {}
         accept = experiment.engine.accept
         experiment.engine.accept = lambda update: (
-            trained.update({update.client: update.home[STAYS].clone()}),
+            trained.update({update.client: update.home[PERSONAL_KEY].clone()}),
             accept(update),
         )
         before = server.deploy().clone()
         experiment.rounds.play(0)
         for client in range(8):
-            assert torch.equal(experiment.engine.homes.get(client)[STAYS], trained[client])
+            assert torch.equal(experiment.engine.homes.get(client)[PERSONAL_KEY], trained[client])
         assert len({tuple(values.tolist()) for values in trained.values()}) == 8
         inside = torch.zeros(layout.size, dtype=torch.bool)
         for part in columns:
@@ -108,7 +108,7 @@ def test_the_deployed_model_has_the_mean_of_the_clients_norms() -> None:
             rows.append(deployed.clone())
             start = 0
             for part in columns:
-                rows[-1][part] = homes.get(client)[STAYS][start : start + part.stop - part.start]
+                rows[-1][part] = homes.get(client)[PERSONAL_KEY][start : start + part.stop - part.start]
                 start += part.stop - part.start
         weights = torch.tensor([float(experiment.federation.samples(c)) for c in range(8)])
         weights /= weights.sum()

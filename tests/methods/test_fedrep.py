@@ -13,7 +13,7 @@ from fedloom.errors import InputError
 from fedloom.models import build_model
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run, small_run
-from fedloom.training.context import STAYS
+from fedloom.training.context import PERSONAL_KEY
 
 HARD = {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0}
 """Everything that moves a weight whose gradient is zero."""
@@ -85,7 +85,7 @@ def test_heads_are_the_clients_own_and_never_reach_the_server() -> None:
         initial = server.deploy().clone()
         for number in range(2):
             record = experiment.rounds.play(number)
-            heads = [experiment.engine.homes.get(c)[STAYS].clone() for c in range(8)]
+            heads = [experiment.engine.homes.get(c)[PERSONAL_KEY].clone() for c in range(8)]
             assert torch.equal(server.deploy()[head], initial[head])
             assert len({tuple(values.tolist()) for values in heads}) == 8
         size = head.stop - head.start

@@ -27,7 +27,7 @@ def answers(engine: Engine, jobs: list[ClientTask], round: int) -> list[Answer]:
 @pytest.mark.parametrize("method", ["feddyn", "moon", "fedmix", "naivemix", "fedgen"])
 def test_replayed_steps_do_what_was_written(method: str, network: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
-    monkeypatch.setattr("fedloom.engines.cuda.slot.STRETCH", 3)
+    monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 3)
     settings = {"momentum": 0.5, "lr_decay": 0.9, "per_round": 8, "model": network}
     with build_small_run(method, {}, **settings).engine_closed() as plain:
         plain.rounds.play(0)  # now every client has been seen

@@ -12,7 +12,7 @@ from fedloom.methods import Client, MethodContext, Options, compose
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
-from fedloom.training.context import STAYS
+from fedloom.training.context import PERSONAL_KEY
 
 
 class NormsStayHome(Client[Options]):
@@ -113,12 +113,14 @@ def test_what_stays_home_is_the_clients_own_and_never_travels(engine: str) -> No
         away = [experiment.rounds.context.initial[part].clone() for part in columns]
         record = experiment.rounds.play(0)
         assert all(torch.equal(server.deploy()[part], own) for part, own in zip(columns, away, strict=True))
-        kept = [experiment.engine.homes.get(client)[STAYS].clone() for client in range(8)]
+        kept = [experiment.engine.homes.get(client)[PERSONAL_KEY].clone() for client in range(8)]
         assert len({tuple(values.tolist()) for values in kept}) == 8, "every client has statistics of its own"
         at_home = sum(part.stop - part.start for part in columns)
         assert record["bytes_down"] == record["bytes_up"] == 8 * 4 * (layout.size - at_home)
         experiment.rounds.play(1)
-        assert not any(torch.equal(experiment.engine.homes.get(c)[STAYS], kept[c]) for c in range(8)), "they train on"
+        assert not any(torch.equal(experiment.engine.homes.get(c)[PERSONAL_KEY], kept[c]) for c in range(8)), (
+            "they train on"
+        )
 
 
 def test_what_stays_home_is_what_the_client_trained() -> None:
@@ -138,7 +140,7 @@ def test_what_stays_home_is_what_the_client_trained() -> None:
         for number in range(2):
             (update,) = engine.train(number, list(server.dispatch(number, [2])))
             engine.accept(update)
-            kept = engine.homes.get(2)[STAYS].clone()
+            kept = engine.homes.get(2)[PERSONAL_KEY].clone()
             if number == 0:
                 first, steps = kept, len(seen)
         start = torch.cat([seen[steps][part] for part in columns])

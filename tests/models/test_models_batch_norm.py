@@ -54,7 +54,7 @@ def step_by_step() -> Any:
         inner = g - d_bias[:, None, None] / count - normal * d_weight[:, None, None] / count
         return inner * (saved[1] * weight)[:, None, None], g if beside else None, d_weight, d_bias
 
-    return SimpleNamespace(forward=forward, backward=backward)
+    return SimpleNamespace(triton_batch_norm_forward=forward, triton_batch_norm_backward=backward)
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -184,16 +184,16 @@ def test_kernels_take_what_lies_in_another_order(kernels: Any, order: str) -> No
         beside, g = (torch.randn(4, 5, 1, 1, device=DEVICE).expand(4, 5, 3, 3) for _ in range(2))
     found = []
     for there, back in ((beside, g), (maps(4, 5, 3, 3).copy_(beside), maps(4, 5, 3, 3).copy_(g))):
-        y, saved = kernels.forward(x, there, one, one, None, 0.1, 1e-5, True)
-        found.append([y, *kernels.backward(back, x, y, one, saved, True, True)])
+        y, saved = kernels.triton_batch_norm_forward(x, there, one, one, None, 0.1, 1e-5, True)
+        found.append([y, *kernels.triton_batch_norm_backward(back, x, y, one, saved, True, True)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def test_nothing_goes_back_through_zeros(kernels: Any) -> None:
     x, one = maps(4, 3, 2, 2), torch.ones(3, device=DEVICE)
-    y, saved = kernels.forward(x, None, 0 * one, 0 * one, None, 0.1, 1e-5, True)
+    y, saved = kernels.triton_batch_norm_forward(x, None, 0 * one, 0 * one, None, 0.1, 1e-5, True)
     assert not y.any()
-    _, _, d_weight, d_bias = kernels.backward(torch.ones_like(y), x, y, one, saved, True, False)
+    _, _, d_weight, d_bias = kernels.triton_batch_norm_backward(torch.ones_like(y), x, y, one, saved, True, False)
     assert not d_weight.any()
     assert not d_bias.any()
 
@@ -209,7 +209,7 @@ def check(
     running = torch.randn(size[1], device=DEVICE), torch.rand(size[1], device=DEVICE)
     expected = [tensor.clone().double() for tensor in running]
     counter = torch.tensor(seed, device=DEVICE)
-    y, saved = kernels.forward(x, beside, weight, bias, (*running, counter), 0.3, 1e-5, relu)
+    y, saved = kernels.triton_batch_norm_forward(x, beside, weight, bias, (*running, counter), 0.3, 1e-5, relu)
     assert counter == seed + 1
     wide = [None if tensor is None else tensor.double().requires_grad_() for tensor in (x, beside, weight, bias)]
     given = [tensor for tensor in wide if tensor is not None]
@@ -221,7 +221,9 @@ def check(
         close(ours, theirs, 1e-4)
     # Where the output is undecided in the last bit the gradient jumps, and with it all others of the channel.
     g = torch.randn_like(y) * (exact.abs() > 1e-3)
-    grads = [grad for grad in kernels.backward(g, x, y, weight, saved, relu, added) if grad is not None]
+    grads = [
+        grad for grad in kernels.triton_batch_norm_backward(g, x, y, weight, saved, relu, added) if grad is not None
+    ]
     for ours, theirs in zip(grads, torch.autograd.grad(exact, given, g.double()), strict=True):
         close(ours, theirs, tolerance)
 
@@ -234,10 +236,10 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
     x, one = maps(4, 3, 2, 2), torch.ones(3, device=DEVICE)
     x[0, 1, 0, 0] = float("nan")
-    y, saved = kernels.forward(x, None, one, one, None, 0.1, 1e-5, True)
+    y, saved = kernels.triton_batch_norm_forward(x, None, one, one, None, 0.1, 1e-5, True)
     assert y[:, 1].isnan().all()
     assert y[:, [0, 2]].isfinite().all()
-    d_x, *_ = kernels.backward(torch.ones_like(y), x, y, one, saved, True, False)
+    d_x, *_ = kernels.triton_batch_norm_backward(torch.ones_like(y), x, y, one, saved, True, False)
     assert d_x[:, 1].isnan().all()
 
 

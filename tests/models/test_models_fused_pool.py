@@ -40,7 +40,7 @@ def step_by_step() -> Any:
             d_x[:, :, k // 2 :: 2, k % 2 :: 2] = torch.where(which == k, g, 0)
         return d_x, g.sum((0, 2, 3))
 
-    return SimpleNamespace(forward=forward, backward=backward)
+    return SimpleNamespace(triton_pooling_forward=forward, triton_pooling_backward=backward)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,14 +116,14 @@ def check(kernels: Any, x: Tensor) -> None:
     """To the last bit, but for the order in which the bias's gradient is summed up."""
     channels_last = x.is_contiguous(memory_format=torch.channels_last)
     bias = torch.randn(x.shape[1], device=x.device)
-    y, which = kernels.forward(x, bias, channels_last)
+    y, which = kernels.triton_pooling_forward(x, bias, channels_last)
     x.requires_grad_()
     bias.requires_grad_()
     theirs = F.relu((F.max_pool2d(x, 2).float() + bias.view(-1, 1, 1)).to(x.dtype))
     assert torch.equal(y, theirs)
     assert y.stride() == theirs.stride() or x.shape[1] == 1 or y.shape[2:] == (1, 1)
     g = torch.randn_like(y)
-    d_x, d_bias = kernels.backward(g, y, which, x.shape, channels_last)
+    d_x, d_bias = kernels.triton_pooling_backward(g, y, which, x.shape, channels_last)
     wanted = torch.autograd.grad(theirs, [x, bias], g)
     assert torch.equal(d_x, wanted[0])
     torch.testing.assert_close(d_bias, wanted[1], rtol=1e-4, atol=1e-4)
@@ -152,7 +152,7 @@ def test_kernels_on_more_than_one_chunk(kernels: Any, layout: torch.memory_forma
 def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     x[0, 1, 0, 0] = x[1, 2, 3, 2] = float("nan")
-    y, _ = kernels.forward(x, torch.zeros(3, device=DEVICE), False)
+    y, _ = kernels.triton_pooling_forward(x, torch.zeros(3, device=DEVICE), False)
     assert torch.equal(y.isnan(), F.max_pool2d(x, 2).isnan())
     assert y.isnan().sum() == 2
 

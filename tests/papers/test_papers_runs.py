@@ -24,7 +24,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
 from fedloom.data.registry import load_dataset
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.transforms import with_normalization
 from fedloom.methods import compose
 from fedloom.models import build_model as build_network
@@ -93,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("papers")
     with pytest.MonkeyPatch.context() as patch:
         for name, source in write_all(root / "data").items():
-            patch.setitem(SOURCES, name, source)
+            patch.setitem(DATASET_SOURCES, name, source)
         patch.setenv("FEDLOOM_DATA", str(root / "data"))
         patch.setenv("FEDLOOM_CACHE", str(root / "cache"))
         patch.chdir(root)
@@ -281,7 +281,7 @@ def test_methods_play_a_round(task: Task, place: Path, tmp_path: Path) -> None:
 
 def networks() -> list[tuple[str, tuple[int, ...], int]]:
     """All networks, with the shape and the classes of the data that they are for."""
-    sources = [(task.model, SOURCES[task.data.partition(":")[0]]) for task in tasks()]
+    sources = [(task.model, DATASET_SOURCES[task.data.partition(":")[0]]) for task in tasks()]
     return sorted({(model, source.shape, len(source.class_names)) for model, source in sources})
 
 

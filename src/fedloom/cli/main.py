@@ -16,7 +16,7 @@ from fedloom.cli.flower import flower
 from fedloom.cli.options import PRETRAINING, add_cli_options
 from fedloom.cli.output import print_effects, print_methods, print_run_summary, print_table
 from fedloom.cli.partition import partition
-from fedloom.config import RESULT_FREE, make_config, parse_config_overrides
+from fedloom.config import EXECUTION_SETTINGS, make_config, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
 from fedloom.runs.pretrain import PretrainConfig
 from fedloom.utils.formatting import format_percent
@@ -84,7 +84,7 @@ def run(
 
 
 @app.command()
-@add_cli_options(RESULT_FREE | {"device"})
+@add_cli_options(EXECUTION_SETTINGS | {"device"})
 def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     import_: Imports = None,

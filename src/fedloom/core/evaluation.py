@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from fedloom.data import Samples
 
-SCORE_BATCH = 500
+EVALUATION_BATCH_SIZE = 500
 """Samples scored at once, or used at once to estimate statistics. Fixed: the rounding of a sum depends on it."""
 
 
@@ -48,4 +48,4 @@ class EvaluationResult:
 
 def evaluation_slices(test: Samples) -> list[slice]:
     """How a test set is cut, always alike: engines may score the pieces anywhere and add them up in this order."""
-    return [slice(low, low + SCORE_BATCH) for low in range(0, len(test), SCORE_BATCH)]
+    return [slice(low, low + EVALUATION_BATCH_SIZE) for low in range(0, len(test), EVALUATION_BATCH_SIZE)]

@@ -62,7 +62,7 @@ PURPOSES = frozenset(
 The purpose is part of the seed. Renaming one changes the results of every run that draws for it.
 """
 
-GLOBAL_STATE = threading.RLock()
+GLOBAL_RNG_LOCK = threading.RLock()
 """Held by whoever has lent torch's global generators to a stream: several runs may share one process."""
 
 
@@ -113,7 +113,7 @@ class RngStreams:
         """
         device = torch.device(device)
         devices = [device.index or 0] if device.type == "cuda" else []
-        with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
+        with GLOBAL_RNG_LOCK, torch.random.fork_rng(devices=devices):
             seed = self.key(purpose, round, client) >> 65
             torch.default_generator.manual_seed(seed)
             for index in devices:

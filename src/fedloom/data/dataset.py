@@ -92,7 +92,7 @@ def parse_dataset_name(text: str, takes_path: bool) -> DatasetSpec:
     return DatasetSpec(name, path, options, [])
 
 
-NOBODY = -1
+NO_OWNER = -1
 """The owner of a sample that is nobody's, or left out."""
 
 
@@ -126,7 +126,7 @@ class Dataset:
     def __post_init__(self) -> None:
         if self.train.are_images and not self.prepare.mean:
             object.__setattr__(self, "prepare", self.train.default_prepare())
-        training, testing = (len(self.train), "training", 0), (len(self.test), "test", NOBODY)
+        training, testing = (len(self.train), "training", 0), (len(self.test), "test", NO_OWNER)
         for (count, part, least), what, values, names in (
             (training, "owners", self.owners, self.owner_names),
             (training, "domains", self.domains, self.domain_names),
@@ -152,7 +152,7 @@ class Dataset:
 def owner_positions(of: Sequence[str | None], names: Sequence[str]) -> NDArray[np.int64]:
     """Where each of these owners stands in `names`; NOBODY for one who does not."""
     at = {name: position for position, name in enumerate(names)}
-    return np.array([NOBODY if name is None else at.get(name, NOBODY) for name in of], dtype=np.int64)
+    return np.array([NO_OWNER if name is None else at.get(name, NO_OWNER) for name in of], dtype=np.int64)
 
 
 State = Literal["embedded", "at hand", "can be downloaded", "must be fetched by hand", "your own"]

@@ -11,7 +11,7 @@ from fedloom.data.readers.huggingface import read_huggingface_dataset
 from fedloom.data.readers.images import read_own_images
 from fedloom.data.readers.tables import read_table_dataset
 from fedloom.data.samples import InputTransform
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.digit5 import DIGIT5
 from fedloom.data.sources.femnist import FEMNIST
@@ -20,7 +20,7 @@ from fedloom.data.sources.mnist import TEN_DIGITS, read_sklearn_digits
 from fedloom.errors import InputError, unknown_name_error
 from fedloom.utils.system import expand_user_path
 
-SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
+DATASET_SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
 
 
 OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
@@ -37,7 +37,7 @@ DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8),
 def available_datasets() -> list[DatasetInfo]:
     """All data sets by name, and whether they are on this machine; nothing is read or downloaded."""
     own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, (what, _) in OWN.items()]
-    return [DIGITS, *(_describe(source) for source in SOURCES.values()), *own]
+    return [DIGITS, *(_describe(source) for source in DATASET_SOURCES.values()), *own]
 
 
 def load_dataset(name: str, *, download: bool = True, progress: Progress | None = None) -> Dataset:
@@ -55,12 +55,12 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
     if kind == DIGITS.name:
         parse_dataset_name(name, takes_path=False).done()
         return _load_digits()
-    if kind not in SOURCES:
+    if kind not in DATASET_SOURCES:
         if kind == name and (advice := _read_as(name)):
             raise InputError(f"{name!r} is {advice}.")
-        raise unknown_name_error("data set", kind, [DIGITS.name, *SOURCES, *OWN])
+        raise unknown_name_error("data set", kind, [DIGITS.name, *DATASET_SOURCES, *OWN])
     spec = parse_dataset_name(name, takes_path=False)
-    source = SOURCES[spec.name].having(spec)
+    source = DATASET_SOURCES[spec.name].having(spec)
     spec.done()
     folder = _find(source) or _download(source, download, progress)
     content = load_through_cache(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import NOBODY, Dataset
+from fedloom.data.dataset import NO_OWNER, Dataset
 from fedloom.data.federated import FederatedDataset, PartitionedDataset
 from fedloom.data.partitions.base import Indices, Rng
 from fedloom.data.samples import Samples
@@ -30,7 +30,7 @@ DEFAULT = "split:0.05"
 """What is taken where a method needs data on the server and nobody says which."""
 OWN = "own"
 """Said of samples that a user's own federation brings along."""
-NOTHING: Indices = np.arange(0)
+NO_INDICES: Indices = np.arange(0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def is_split_spec(spec: str | None) -> bool:
 def draw_server_split(spec: str | None, count: int, rng: Rng) -> Indices:
     """Sorted positions of the samples, of `count`, that the server keeps; none unless `spec` is a split."""
     if spec is None or not is_split_spec(spec):
-        return NOTHING
+        return NO_INDICES
     taken = _size(spec, count)
     if not 0 < taken < count:
         left = "so nothing would be left for the clients" if taken else "which is none"
@@ -153,7 +153,7 @@ def merge_train_and_test(dataset: Dataset) -> Dataset:
     """
     owners, domains = (dataset.owners, dataset.test_owners), (dataset.domains, dataset.test_domains)
     merged = replace(dataset, test=dataset.test[:0], test_owners=None, test_domains=None)
-    if not all(train is None or (test is not None and NOBODY not in test) for train, test in (owners, domains)):
+    if not all(train is None or (test is not None and NO_OWNER not in test) for train, test in (owners, domains)):
         note = f"the {len(dataset.test)} test samples of {dataset.name!r} are left out: whose they are is not known."
         return replace(merged, notes=(*dataset.notes, note))
     both = (dataset.train, dataset.test)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.core.rng import GLOBAL_STATE
+from fedloom.core.rng import GLOBAL_RNG_LOCK
 from fedloom.devices.cuda_runtime import ExclusiveCudaStream, is_out_of_memory_error
 from fedloom.devices.precision import allows_autotune, set_autotune
 
@@ -30,7 +30,7 @@ log = logging.getLogger("fedloom")
 PATIENCE = 200
 """Recordings that may be made before it is asked whether they are worth it."""
 
-MOST_RECORDINGS = 512
+MAX_GRAPHS = 512
 """Those a slot keeps. A number that changes from round to round makes new ones for ever, and each takes memory."""
 
 CHECK_ALL = os.environ.get("FEDLOOM_CHECK_REPLAYS", "") not in ("", "0")
@@ -63,7 +63,7 @@ class StaticGraphOwner:
     @contextmanager
     def randomness(self) -> Iterator[None]:
         """Nothing is drawn; but a recording takes note of the global generators, which are others' meanwhile."""
-        with GLOBAL_STATE:
+        with GLOBAL_RNG_LOCK:
             yield
 
     @contextmanager
@@ -132,7 +132,7 @@ class StepKinds(set[Hashable]):
     """Kinds of steps. A step may be made for each client: from time to time those that are gone are forgotten."""
 
     def add(self, kind: Hashable) -> None:
-        if len(self) % MOST_RECORDINGS == MOST_RECORDINGS - 1:
+        if len(self) % MAX_GRAPHS == MAX_GRAPHS - 1:
             self.difference_update([one for one in self if getattr(one, "gone", False)])
         super().add(kind)
 
@@ -217,7 +217,7 @@ class GraphRunner(EagerRunner):
         self.recorded += 1
         # What a step reads may depend on what it read first, so later recordings under this key read these too.
         names = self._reads[key] = self._reads.get(key, frozenset()) | reads
-        if len(self._recordings) >= MOST_RECORDINGS:
+        if len(self._recordings) >= MAX_GRAPHS:
             self.wait()  # it may be being played
             del self._recordings[next(iter(self._recordings))]  # the oldest
         self._recordings[key, player.values(names)] = recording

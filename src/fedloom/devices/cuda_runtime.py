@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.rng import GLOBAL_STATE
+from fedloom.core.rng import GLOBAL_RNG_LOCK
 
 # CUDA reads these once, when it is first used. As many queues to a GPU as there can be: with the usual eight, streams
 # wait for each other. And a workspace of fixed size, without which products of LSTMs may differ from time to time.
@@ -80,7 +80,7 @@ def use_exclusive_stream(device: torch.device) -> Iterator[None]:
         spare.close()
 
 
-CHIP_ERROR: Any = getattr(torch, "AcceleratorError", ())
+DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", ())
 """What newer versions of torch raise when a GPU itself fails; none in older ones."""
 
 SHORT_OF_MEMORY = ("STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
@@ -89,7 +89,7 @@ SHORT_OF_MEMORY = ("STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
 
 def is_out_of_memory_error(error: BaseException) -> bool:
     """Whether there was no memory: torch, its libraries, Triton and CUDA itself each have their own way to say so."""
-    if isinstance(error, CHIP_ERROR):
+    if isinstance(error, DEVICE_ERROR):
         return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in SHORT_OF_MEMORY)
@@ -113,12 +113,12 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def empty_cuda_cache() -> None:
     """Let others have memory that is kept for later."""
-    with GLOBAL_STATE:  # nobody records meanwhile
+    with GLOBAL_RNG_LOCK:  # nobody records meanwhile
         torch.cuda.empty_cache()
 
 
 def free_unused_memory() -> None:
     """Let others have the memory of what is no longer used."""
-    with GLOBAL_STATE:  # nobody records meanwhile
+    with GLOBAL_RNG_LOCK:  # nobody records meanwhile
         gc.collect()
     empty_cuda_cache()

@@ -32,7 +32,7 @@ from fedloom.core.layout import Layout, TensorKind
 from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products
 from fedloom.methods.base import MethodContext, Options
 from fedloom.methods.registry import Method, register
-from fedloom.methods.servers import APART, MultiModelServer
+from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 
 def _column_blocks(rows: Tensor, columns: slice) -> Iterator[slice]:
@@ -173,7 +173,7 @@ register(
         reference="Hu et al., ICDE 2024",
         options=FedCrossOptions,
         server=FedCrossServer,
-        defaults=APART,
+        defaults=MULTI_MODEL_DEFAULTS,
         models_sent="2K",
         needs_each="crosses the clients' models",
         server_keeps="K models",

@@ -38,7 +38,7 @@ from fedloom.errors import InputError
 from fedloom.methods._support.layer_exchange import LayerExchange, exchange_model_layers
 from fedloom.methods.base import MethodContext, Options
 from fedloom.methods.registry import Method, register
-from fedloom.methods.servers import APART, MultiModelServer
+from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 SEGMENT = re.compile(r"segment:([0-9]?\.?[0-9]{1,9}|[0-9]{1,4}/[1-9][0-9]{0,3})")
 
@@ -197,7 +197,7 @@ register(
         reference="Hu et al., KDD 2024",
         options=FedMROptions,
         server=FedMRServer,
-        defaults=APART,
+        defaults=MULTI_MODEL_DEFAULTS,
         models_sent="2K",
         needs_each="swaps layers between the clients' models",
         server_keeps="K models",
@@ -210,7 +210,7 @@ register(
         summary="several models travel and never meet; their mean is deployed (FedMR's baseline)",
         reference="Hu et al., KDD 2024",
         server=IndepServer,
-        defaults=APART,
+        defaults=MULTI_MODEL_DEFAULTS,
         models_sent="2K",
         needs_each="keeps models that are never averaged in training",
         server_keeps="K models",

@@ -15,7 +15,7 @@ from fedloom.core.averaging import WeightedMean
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.base import MethodContext, O, Server
 
-APART: Mapping[str, Any] = {"fedgen.alpha": 1.0, "fedgen.beta": 1.0}
+MULTI_MODEL_DEFAULTS: Mapping[str, Any] = {"fedgen.alpha": 1.0, "fedgen.beta": 1.0}
 """Options of other methods for models that are not made one in every round: with FedGen's own weights, 10, they learn
 but drift so far apart that their mean is worth nothing."""
 

@@ -93,7 +93,7 @@ def _uniform(count: int) -> Floats:
     return drawn.astype(np.float64) * 2.0**-53
 
 
-NOBODY = -1
+NO_CLIENT = -1
 """The client of a mean."""
 
 
@@ -166,7 +166,7 @@ class PrivacyMechanism:
             drawn = torch.from_numpy(self.source.normal(round, total.numel()))
             total.add_(drawn.to(total.device), alpha=self.noise * self.clip / root * root)
         row = total.div_(self.per_round).add_(base).to(base.dtype)
-        mean = ClientUpdate(ClientTask(NOBODY, base), row, samples=1, loss=math.nan, steps=0)
+        mean = ClientUpdate(ClientTask(NO_CLIENT, base), row, samples=1, loss=math.nan, steps=0)
         for _ in range(self.per_round):
             yield mean
 

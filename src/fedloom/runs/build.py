@@ -36,7 +36,7 @@ from fedloom.runs.check_model import check_channels_last, check_forward_pass, co
 from fedloom.runs.load_data import load_run_data
 from fedloom.runs.resolve import UserObjects, add_server_data, record_partition_hash, resolve_method
 from fedloom.runs.round import RoundRunner
-from fedloom.training.context import OPTIMIZER, STAYS, TrainingContext
+from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, TrainingContext
 from fedloom.training.local_training import ClientStates, EngineContext, Train
 
 
@@ -63,9 +63,9 @@ class _RunSetup:
         homes = local.home(layout)
         if config.keep_optimizer:
             shapes = config.make_optimizer().remembers(layout.trainable)
-            homes = {**homes, **{f"{OPTIMIZER}{name}": shape for name, shape in shapes.items()}}
+            homes = {**homes, **{f"{OPTIMIZER_PREFIX}{name}": shape for name, shape in shapes.items()}}
         if stays:
-            homes = {**homes, STAYS: (sum(columns.stop - columns.start for columns in stays),)}
+            homes = {**homes, PERSONAL_KEY: (sum(columns.stop - columns.start for columns in stays),)}
         workshop = TrainingContext(
             module=self.module,
             layout=layout,

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.config import RESULT_FREE, Config, make_config, replace_config
+from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_config
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
 from fedloom.errors import InputError, RunStopped, unknown_name_error
@@ -318,8 +318,8 @@ def _plans(
 
 
 def _same_plan(place: Path, config: Config) -> None:
-    before = RunDirectory.open(place).config.model_dump(exclude=RESULT_FREE)
-    now = config.model_dump(exclude=RESULT_FREE)
+    before = RunDirectory.open(place).config.model_dump(exclude=EXECUTION_SETTINGS)
+    now = config.model_dump(exclude=EXECUTION_SETTINGS)
     if config.clients is None:  # the run has counted them
         del now["clients"]
     for key, value in now.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedloom.config import RESULT_FREE, Config, make_config, replace_config
+from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_config
 from fedloom.core.layout import model_digest
 from fedloom.data import FederatedDataset
 from fedloom.devices.selection import selects_only_gpus
@@ -328,11 +328,11 @@ def _reaching(
 def _refuse_changes(before: Config, changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         # GPUs of one kind give the same bits, whichever and however many they are; a CPU gives others.
-        if name in RESULT_FREE or (
+        if name in EXECUTION_SETTINGS or (
             name == "device" and selects_only_gpus(before.device) and selects_only_gpus(str(value))
         ):
             continue
-        free = ", ".join(sorted(RESULT_FREE))
+        free = ", ".join(sorted(EXECUTION_SETTINGS))
         raise InputError(f"{name} would change the result; only {free} may be changed, and one GPU for another.")
 
 

@@ -42,7 +42,7 @@ from fedloom.training.context import TrainingContext
 from fedloom.training.local_training import ClientStates, EngineContext
 from fedloom.training.optimizers import Optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
-from fedloom.utils.settings import MOST, MOST_AT_ONCE, Settings, validate_settings
+from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, validate_settings
 from fedloom.utils.storage import Rhythm, write_safetensors
 from fedloom.utils.system import available_cpu_count
 
@@ -60,9 +60,9 @@ class PretrainConfig(Settings):
     """train on these classes only, such as 0-4 or 0,2,7; by default all"""
     normalize: str = "default"
     """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
-    epochs: int = Field(10, ge=1, le=MOST)
+    epochs: int = Field(10, ge=1, le=MAX_COUNT)
     """passes over the training samples"""
-    batch_size: int = Field(64, ge=1, le=MOST)
+    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
     """samples in a batch"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam"""
@@ -85,7 +85,7 @@ class PretrainConfig(Settings):
 
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
-    threads: int = Field(1, ge=0, le=MOST_AT_ONCE)
+    threads: int = Field(1, ge=0, le=MAX_CONCURRENCY)
     """threads on the CPU; 0: one for each core. The number changes the last bits of the result"""
     channels_last: bool = True
     """keep images and convolution weights in channels-last order, which is faster on CPUs"""

@@ -27,7 +27,7 @@ from fedloom.methods.base import MethodContext, MethodPart
 from fedloom.methods.composition import MethodParts
 from fedloom.privacy.mechanism import PrivacyMechanism, common_base_model
 from fedloom.runs.metrics import RoundTimer, client_accuracy_metrics, mean_and_worst_decile
-from fedloom.training.context import STAYS
+from fedloom.training.context import PERSONAL_KEY
 
 MOST_PERSONAL = 100
 """Clients whose own models are scored in one evaluation; where there are more, as many are drawn once for the run."""
@@ -227,7 +227,7 @@ class RoundRunner:
         for client in homes.clients():
             count = self.context.samples(client)
             total += count
-            scatter_columns(theirs, stays, homes.get(client)[STAYS])
+            scatter_columns(theirs, stays, homes.get(client)[PERSONAL_KEY])
             for columns in stays if count else ():
                 floats = slice(columns.start, min(columns.stop, layout.floats))
                 mean[floats].lerp_(theirs[floats], count / total)

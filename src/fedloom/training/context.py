@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """A loss: (output of the network, targets) -> mean over the batch."""
 
-STAYS = "@stays"
+PERSONAL_KEY = "@stays"
 """The name under which a client keeps the columns of the model that stay with it."""
 
-OPTIMIZER = "@optimizer "
+OPTIMIZER_PREFIX = "@optimizer "
 """How the names begin under which a client keeps what its optimiser knows."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.core.evaluation import evaluation_slices
 from fedloom.core.tasks import ClientTask, Shapes
 from fedloom.data import FederatedDataset, Samples
-from fedloom.devices.cuda_runtime import CHIP_ERROR, is_out_of_memory_error
+from fedloom.devices.cuda_runtime import DEVICE_ERROR, is_out_of_memory_error
 from fedloom.training.context import TrainingContext
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -19,7 +19,7 @@ Train = Callable[[LocalTrainer], Iterator[LocalSteps]]
 """A `Local`'s train."""
 
 
-HOME_MEMORY = 4 << 30
+CLIENT_STATE_BYTES = 4 << 30
 """Bytes on a GPU for what clients keep; what is more is kept by the host."""
 
 
@@ -32,7 +32,7 @@ class ClientStates:
         self.device = torch.device("cpu")
         """Where it is kept, as long as there is little of it."""
         numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
-        self._most = HOME_MEMORY // max(1, numbers * dtype.itemsize)
+        self._most = CLIENT_STATE_BYTES // max(1, numbers * dtype.itemsize)
         self._kept: dict[int, dict[str, Tensor]] = {}
         self.changed: set[int] = set()
         """Clients whose state changed since it was last saved."""
@@ -158,7 +158,7 @@ def evaluate_clients_in_turn(
             received = job.row.to(bench.device)
             found.append(evaluate_client(bench, shop, round, job.client, row, received, home, new))
         except (Exception, SystemExit) as error:  # as in training, a client that fails is left out
-            if isinstance(error, CHIP_ERROR) or is_out_of_memory_error(error):  # that is not the client's fault
+            if isinstance(error, DEVICE_ERROR) or is_out_of_memory_error(error):  # that is not the client's fault
                 raise
             found.append(None)
     return found

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.config import TrainingConfig
-from fedloom.core.evaluation import SCORE_BATCH, EvaluationResult, evaluation_slices
+from fedloom.core.evaluation import EVALUATION_BATCH_SIZE, EvaluationResult, evaluation_slices
 from fedloom.core.layout import TensorKind, scatter_columns
 from fedloom.data import Samples
 from fedloom.devices.cuda_runtime import foreach_copy_
 from fedloom.devices.precision import set_autotune
 from fedloom.models.layers.recurrent import split_recurrent_layers
 from fedloom.training.batches import Batch, BatchSlice, EpochBatches, Positions
-from fedloom.training.context import OPTIMIZER, STAYS, Criterion, Step, TrainingContext
+from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, Criterion, Step, TrainingContext
 from fedloom.training.mixed_precision import apply_mixed_precision
 from fedloom.training.module_buffers import ModuleBuffers
 from fedloom.training.optimizers import Optimizer, StatefulOptimizer, clip_gradient_
@@ -147,7 +147,7 @@ class LocalTrainer:
         self.network_buffers.forget()  # or it would be gathered below, into the model that has just come
         self.row.copy_(self.received)
         if self._shop.stays_home and not self.first_visit:
-            scatter_columns(self.row, self._shop.stays_home, self.home[STAYS])
+            scatter_columns(self.row, self._shop.stays_home, self.home[PERSONAL_KEY])
         self.bind(self.row)
         self.network_buffers.renew()
         self.module.train()
@@ -165,7 +165,7 @@ class LocalTrainer:
             self.estimate_statistics()
         self.keep_optimizer()
         if self._shop.stays_home:
-            self.home[STAYS].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
+            self.home[PERSONAL_KEY].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
             for columns in self._shop.stays_home:
                 self.row[columns] = self.received[columns]
 
@@ -174,12 +174,12 @@ class LocalTrainer:
         if self._shop.training.keep_optimizer:
             known = self._steady.known(self.weights)
             for name in self._remembered() & known.keys():  # with other settings at last it may know less
-                self.home[f"{OPTIMIZER}{name}"].copy_(known[name])
+                self.home[f"{OPTIMIZER_PREFIX}{name}"].copy_(known[name])
 
     def recall_optimizer(self) -> None:
         """Go on with what was kept there: a new optimiser with the run's own settings begins so."""
         if self._shop.training.keep_optimizer:
-            self._steady.recall({name: self.home[f"{OPTIMIZER}{name}"] for name in self._remembered()})
+            self._steady.recall({name: self.home[f"{OPTIMIZER_PREFIX}{name}"] for name in self._remembered()})
 
     def _remembered(self) -> set[str]:
         return set(self._shop.training.make_optimizer().remembers(0))
@@ -360,7 +360,7 @@ class LocalTrainer:
         order = self._shop.streams.numpy("statistics", self.round, self.client).permutation(self.samples)
         seen = 0
         try:
-            for part in np.array_split(order, ceil(self.samples / SCORE_BATCH)):
+            for part in np.array_split(order, ceil(self.samples / EVALUATION_BATCH_SIZE)):
                 seen += len(part)
                 for norm in norms:
                     norm.momentum = len(part) / seen  # 1 for the first, which so replaces what was there
@@ -382,7 +382,7 @@ class LocalTrainer:
 
     @torch.no_grad()
     def score(self, row: Tensor, samples: Samples) -> EvaluationResult:
-        """How the model in `row` does on at most SCORE_BATCH samples. Training may go on afterwards as before."""
+        """Evaluate the model in `row` on at most EVALUATION_BATCH_SIZE samples. Training may go on afterwards."""
         before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(row)
         self.module.eval()

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedloom.errors import InputError, unknown_name_error
 
-MOST = 1_000_000_000
+MAX_COUNT = 1_000_000_000
 """Of anything that is counted: more is a slip of the hand, and would be begun and never come to an end."""
-MOST_AT_ONCE = 1024
+MAX_CONCURRENCY = 1024
 """Of what one machine does at once: each of them takes memory before anything is computed."""
 
 

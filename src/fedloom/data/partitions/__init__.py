@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.data.dataset import NOBODY, Dataset
+from fedloom.data.dataset import NO_OWNER, Dataset
 from fedloom.data.federated import PartitionedDataset
 from fedloom.data.partitions import basic, dirichlet, files
 from fedloom.data.partitions.base import Indices, Labels, PartitionPool, PartitionRequest, Rng, make_partition_pool
@@ -75,8 +75,8 @@ def partition_dataset(
     """
     parts = _share(spec, make_partition_pool(dataset), clients, rng, held)
     test, whose = dataset.test, _own_tests(_parse(spec)[0], dataset, parts)
-    if whose is not None and (whose == NOBODY).any():  # else the test set stays mapped into memory
-        test, whose = test.take(np.flatnonzero(whose != NOBODY)), whose[whose != NOBODY]
+    if whose is not None and (whose == NO_OWNER).any():  # else the test set stays mapped into memory
+        test, whose = test.take(np.flatnonzero(whose != NO_OWNER)), whose[whose != NO_OWNER]
     federation = PartitionedDataset(
         dataset.train,
         parts,
@@ -98,11 +98,11 @@ def _own_tests(name: str, dataset: Dataset, parts: list[Indices]) -> Indices | N
     if marks is None or test_marks is None:
         return None
     mark_of = np.array([marks[part[0]] for part in parts])
-    whose = np.full(len(test_marks), NOBODY, dtype=np.int64)
+    whose = np.full(len(test_marks), NO_OWNER, dtype=np.int64)
     for mark in np.unique(mark_of):
         here, positions = np.flatnonzero(mark_of == mark), np.flatnonzero(test_marks == mark)
         whose[positions] = here[np.arange(len(positions)) % len(here)]
-    return whose if (whose != NOBODY).any() else None
+    return whose if (whose != NO_OWNER).any() else None
 
 
 def _share(spec: str, pool: PartitionPool, clients: int | None, rng: Rng, held: Indices | None) -> list[Indices]:

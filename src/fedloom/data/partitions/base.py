@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import NOBODY, Dataset
+from fedloom.data.dataset import NO_OWNER, Dataset
 from fedloom.errors import InputError
 
 Indices = NDArray[np.int64]
@@ -118,7 +118,7 @@ def parse_integer_option(text: str, what: str, least: int, example: str) -> int:
 def partition_from_assignment(owner: Indices, clients: int) -> list[Indices]:
     """The sorted positions of each client's samples, from the owner of each; those of NOBODY are left out."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
-    order = order[np.count_nonzero(owner == NOBODY) :]
+    order = order[np.count_nonzero(owner == NO_OWNER) :]
     sizes = np.bincount(owner[order], minlength=clients)
     return np.split(order, np.cumsum(sizes)[:-1])
 

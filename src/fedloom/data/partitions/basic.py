@@ -5,7 +5,7 @@ Partitions that need no draw from a distribution of shares: iid, shards, k label
 
 import numpy as np
 
-from fedloom.data.dataset import NOBODY
+from fedloom.data.dataset import NO_OWNER
 from fedloom.data.partitions.base import Indices, PartitionRequest, partition_from_assignment
 from fedloom.errors import InputError
 
@@ -33,7 +33,7 @@ def partition_natural(request: PartitionRequest) -> list[Indices]:
         enough = f", and {len(fit)} with {least} samples or more" if least > 1 else ""
         raise InputError(f"there are {several}{enough}, but {clients} clients were asked for.")
     chosen = np.sort(request.rng.choice(fit, clients, replace=False))
-    client_of = np.full(len(sizes), NOBODY, dtype=np.int64)
+    client_of = np.full(len(sizes), NO_OWNER, dtype=np.int64)
     client_of[chosen] = np.arange(clients)
     return partition_from_assignment(client_of[owners], clients)
 
@@ -52,7 +52,7 @@ def partition_by_domain(request: PartitionRequest) -> list[Indices]:
         )
     found, place = np.unique(domains, return_inverse=True)
     clients = len(found) if request.asked is None else request.asked
-    owner = np.full(len(domains), NOBODY, dtype=np.int64)
+    owner = np.full(len(domains), NO_OWNER, dtype=np.int64)
     for at in range(min(len(found), clients)):
         here = np.arange(at, clients, len(found))
         positions = np.flatnonzero(place == at)
@@ -103,7 +103,7 @@ def partition_k_labels(request: PartitionRequest) -> list[Indices]:
         others = np.delete(np.arange(count), first)
         for label in (first, *request.rng.choice(others, k - 1, replace=False)):
             holders[label].append(client)
-    owner = np.full(len(classes), NOBODY, dtype=np.int64)
+    owner = np.full(len(classes), NO_OWNER, dtype=np.int64)
     for label, held_by in enumerate(holders):
         positions = request.rng.permutation(np.flatnonzero(classes == label))
         if len(positions) < len(held_by):

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.core.evaluation import EvaluationResult
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.data import Samples
-from fedloom.devices.cuda_runtime import CHIP_ERROR, is_out_of_memory_error
+from fedloom.devices.cuda_runtime import DEVICE_ERROR, is_out_of_memory_error
 from fedloom.engines.base import Engine, raise_insufficient_memory
 from fedloom.engines.cuda.device import CudaDevice, PendingUpdate
 from fedloom.engines.cuda.graph_evaluator import GraphEvaluator
@@ -119,7 +119,7 @@ class CudaEngine(Engine):
                             idle.append(slot)
                         self._refuse_none(error)
                         continue
-                    if isinstance(error, CHIP_ERROR):
+                    if isinstance(error, DEVICE_ERROR):
                         raise
                     answer = ClientFailure(jobs[index], describe_error(error))
                     gpu.free.append(place)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig
-from fedloom.core.rng import GLOBAL_STATE, use_generator
+from fedloom.core.rng import GLOBAL_RNG_LOCK, use_generator
 from fedloom.data import Samples
-from fedloom.devices.cuda_graphs import MOST_RECORDINGS, EagerRunner, StepKinds, make_graph_runner
+from fedloom.devices.cuda_graphs import MAX_GRAPHS, EagerRunner, StepKinds, make_graph_runner
 from fedloom.engines.cuda.batch_queue import BatchQueue
 from fedloom.engines.cuda.graph_key import (
     ALWAYS_READ,
@@ -58,7 +58,7 @@ MOST_OPTIMIZERS = 8
 _NONE = SGD()
 """In the place of an optimiser that nobody holds any longer."""
 
-STRETCH = 8
+STEPS_PER_GRAPH = 8
 """Steps in one recording at most, where there are so many with batches of one size in a row."""
 
 
@@ -269,7 +269,7 @@ class CudaSlot(LocalTrainer):
     @contextmanager
     def randomness(self) -> Iterator[None]:
         """Let torch's global generators be this client's."""
-        with GLOBAL_STATE:
+        with GLOBAL_RNG_LOCK:
             outside = torch.get_rng_state()
             torch.set_rng_state(self._host_state)
             try:
@@ -359,7 +359,7 @@ class CudaSlot(LocalTrainer):
         """A number for a kind of step and all it depends on: quicker to look up at every step."""
         found = (kind, *depends)
         if found not in self._tokens:
-            if len(self._tokens) >= MOST_RECORDINGS:
+            if len(self._tokens) >= MAX_GRAPHS:
                 del self._tokens[next(iter(self._tokens))]  # the oldest, whose recordings are or will be gone too
             self._tokens[found] = next(self._numbers)
         return self._tokens[found]
@@ -407,8 +407,8 @@ def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield sizes[0], 1
     at = 1
     while at < len(sizes):
-        alike = next((n for n, size in enumerate(sizes[at : at + STRETCH]) if size != sizes[at]), None)
-        count = STRETCH
+        alike = next((n for n, size in enumerate(sizes[at : at + STEPS_PER_GRAPH]) if size != sizes[at]), None)
+        count = STEPS_PER_GRAPH
         while count > (alike if alike is not None else len(sizes) - at):
             count //= 2
         yield sizes[at], max(1, count)

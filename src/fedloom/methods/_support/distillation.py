@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.core.evaluation import SCORE_BATCH
+from fedloom.core.evaluation import EVALUATION_BATCH_SIZE
 from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import FedloomError, InputError
 from fedloom.methods.base import MethodContext
@@ -87,7 +87,7 @@ class DistillationData:
         """What the model in `row` says of the samples at these positions, by default of all."""
         index = torch.arange(len(self)) if index is None else index
         weights = row[: self.network.trainable]
-        pieces = torch.split(index.to(self.context.device), SCORE_BATCH)
+        pieces = torch.split(index.to(self.context.device), EVALUATION_BATCH_SIZE)
         return torch.cat([self.network(weights, self.inputs(piece), row) for piece in pieces])
 
     def batches(self, draw: np.random.Generator, size: int, index: Tensor | None = None) -> Iterator[Tensor]:

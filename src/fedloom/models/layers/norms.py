@@ -84,7 +84,9 @@ class BatchNormReLUFunction(Function):
         relu: bool,
     ) -> Tensor:
         with fused_kernel_device(x):
-            y, saved = _load_norm_kernels().forward(x, beside, weight, bias, running, momentum, eps, relu)
+            y, saved = _load_norm_kernels().triton_batch_norm_forward(
+                x, beside, weight, bias, running, momentum, eps, relu
+            )
         ctx.save_for_backward(x, beside if relu else None, weight, bias, y if relu else None, saved)
         ctx.beside, ctx.relu, ctx.eps = beside is not None, relu, eps
         result: Tensor = y
@@ -98,7 +100,7 @@ class BatchNormReLUFunction(Function):
             if ctx.beside and not ctx.relu:
                 d_beside = g
         else:
-            d_x, d_beside, d_weight, d_bias = _load_norm_kernels().backward(
+            d_x, d_beside, d_weight, d_bias = _load_norm_kernels().triton_batch_norm_backward(
                 g, x, x if y is None else y, weight, saved, ctx.relu, ctx.beside
             )
         return d_x, d_beside, d_weight, d_bias, None, None, None, None

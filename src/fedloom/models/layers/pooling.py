@@ -102,7 +102,7 @@ class MaxPoolReLUFunction(Function):
         ctx.shape, ctx.bias_type = x.shape, bias.dtype
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         with fused_kernel_device(x):
-            y, which = _load_pooling_kernels().forward(x, bias, ctx.channels_last)
+            y, which = _load_pooling_kernels().triton_pooling_forward(x, bias, ctx.channels_last)
         ctx.save_for_backward(y, which)
         result: Tensor = y
         return result
@@ -116,7 +116,7 @@ class MaxPoolReLUFunction(Function):
             d_x = four.view(*g.shape, 2, 2).transpose(3, 4).reshape(ctx.shape)
             d_bias = g.sum((0, 2, 3))
         else:
-            d_x, d_bias = _load_pooling_kernels().backward(g, y, which, ctx.shape, ctx.channels_last)
+            d_x, d_bias = _load_pooling_kernels().triton_pooling_backward(g, y, which, ctx.shape, ctx.channels_last)
         return d_x, d_bias.to(ctx.bias_type)
 
 
