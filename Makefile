@@ -42,12 +42,12 @@ test-flower-faults: setup-flower  ## the same with faults: processes killed and 
 	$(FLOWER)/python -m pytest -q -m faults tests/flower/faults
 
 test-gpu: setup  ## the engine on a GPU, held against a plain loop and the plain engine
-	$(BIN)/python -m pytest -q -m gpu tests/engines/test_gpu.py tests/test_precision.py tests/test_storage.py \
-	  tests/test_beside.py tests/test_shortage.py tests/methods/test_drafts.py tests/methods/test_fedcross_precision.py \
-	  tests/models
+	$(BIN)/python -m pytest -q -m gpu tests/engines/cuda/test_gpu.py tests/devices/test_precision.py \
+	  tests/utils/test_storage.py tests/runs/test_background_writer.py tests/runs/test_out_of_memory.py \
+	  tests/methods/test_partial_results.py tests/methods/test_fedcross_precision.py tests/models
 
 golden-cuda: setup  ## store anew what runs of the CUDA engine on fake graphs come to
-	PYTHONPATH=tests $(BIN)/python tests/engines/cuda_golden.py
+	$(BIN)/python -m tests.golden.cuda
 
 fuzz: setup  ## the property tests again with inputs drawn anew; `make fuzz TESTS=tests/data` for some
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -n auto -p no:cacheprovider $(TESTS)

@@ -1,30 +1,18 @@
 """Every method on every engine: whole rounds, with what servers, companions and refiners make of them."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from fake_graphs import FakeGraphTape
 from fedloom.core.layout import TensorKind
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.methods.registry import BUILT_IN
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run
+from tests.support.fake_graphs import FakeGraphTape
+from tests.support.quick_options import QUICK
 
 ROUNDS = 3
-QUICK: dict[str, dict[str, Any]] = {
-    "feddf": {"steps": 10, "check_every": 5},
-    "fedbe": {"epochs": 2},
-    "fedlaw": {"epochs": 2},
-    "fedcda": {"warmup": 1},
-    "dynafed": {"L": 2, "s": 1, "inner_steps": 2, "iterations": 2, "images_per_class": 1, "refine_epochs": 1},
-    "fedasam-swa": {"start": 0.0, "cycle": 1},
-    "fedrep": {"head_epochs": 2, "final_epochs": 1},
-    "fedgen": {"steps": 10},
-}
-"""Options that save time, or let a method do in three rounds what it does later."""
 
 
 def made(name: str, engine: str = "plain") -> BuiltRun:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake import FakeLink, flat, make_run
 
 from fedloom.config import replace_config
 from fedloom.errors import InputError
@@ -18,14 +17,10 @@ from fedloom.flower.site.client_app import _site_directory
 from fedloom.flower.site.handlers import SiteHandler
 from fedloom.flower.site_data import site_data_clients
 from fedloom.runs.directory import claimed
+from tests.support.fake_transport import FakeLink, make_run
+from tests.support.flower_apps import OWN, written
 
 FILES = ["README.md", "client_app.py", "pyproject.toml", "server_app.py", "site_data.py"]
-
-
-def written(folder: Path) -> dict[str, Any]:
-    """The run config as Flower hands it to the app."""
-    project = tomllib.loads((folder / "pyproject.toml").read_text())
-    return flat(project["tool"]["flwr"]["app"]["config"])
 
 
 def test_an_app_says_the_same_run(tmp_path: Path) -> None:
@@ -70,21 +65,6 @@ def test_wrong_settings_are_said(given: dict[str, Any], says: str, tmp_path: Pat
 def test_what_flower_cannot_carry_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"fedcda.x is \[1\]; Flower carries numbers, texts, true and false"):
         write_app(tmp_path / "app", make_run(options={"fedcda": {"x": [1]}}))
-
-
-OWN = """
-import numpy as np
-from fedloom.flower.site_data import SiteData, SiteDataSpec
-
-TASK = SiteDataSpec(classes=3, shape=(4,), name="flowers", test=(np.eye(4, dtype=np.float32)[:3], np.arange(3)))
-
-
-def load(node, client):
-    rng = np.random.default_rng(int(node["data"]))
-    y = rng.integers(0, 3, 30)
-    x = np.eye(4, dtype=np.float32)[y] + rng.normal(0, 0.1, (30, 4)).astype(np.float32)
-    return SiteData((x, y), (x[:5], y[:5]))
-"""
 
 
 def test_sites_bring_data_of_their_own(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 from hypothesis import given
-from test_parcel import parcels, same
 
 from fedloom.flower.message import MessageArray, MessageRejected, SiteMessage
+from tests.support.messages import parcels, same
 
 pytestmark = pytest.mark.flower
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from proxies import always, answers, noisy, play, put_together
 
 from fedloom.core.averaging import WeightedMean
 from fedloom.data import Samples
 from fedloom.testing.fixtures import SmallFederatedDataset
+from tests.support.proxy_data import always, answers, noisy, play, put_together
 
 
 def labelled(labels: list[int]) -> Samples:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from small_dynafed import refiner_of, samples_of, tiny
 from torch import Tensor, nn
 
 from fedloom.core.layout import TensorKind, model_digest
 from fedloom.methods._support.trajectory_matching import TrajectoryStep
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
+from tests.support.small_dynafed import refiner_of, samples_of, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

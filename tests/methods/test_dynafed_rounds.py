@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_dynafed import refiner_of, samples_of, tiny
 from torch import Tensor
 
 from fedloom.core.layout import model_digest
 from fedloom.methods.dynafed import DynaFedRefiner
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from tests.support.small_dynafed import refiner_of, samples_of, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

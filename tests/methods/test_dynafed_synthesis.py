@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_dynafed import images, refiner_of, samples_of, tiny
 
 import fedloom
 from fedloom.errors import FedloomError
 from fedloom.methods._support.trajectory_matching import match_trajectory
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from tests.support.small_dynafed import images, refiner_of, samples_of, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

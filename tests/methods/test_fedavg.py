@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom
-import one_client
 from fedloom.core.rng import RngStreams
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import FederatedDataset
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run, simple_network
+from tests.support import one_client
 
 
 def reference(

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from proxies import answers, noisy, play, put_together
 from torch import Tensor
 
 from fedloom.core.layout import TensorKind
@@ -14,6 +13,7 @@ from fedloom.methods.fedbe import FedBERefiner
 from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import batch_norm_network, simple_network
+from tests.support.proxy_data import answers, noisy, play, put_together
 
 KINDS = ["gaussian", "normalised", "dirichlet"]
 

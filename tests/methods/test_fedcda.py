@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from many_models import context_of
 
 from fedloom.core.bank import RowStore
 from fedloom.core.layout import TensorKind
@@ -26,6 +25,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 from fedloom.utils.storage import join_state_tensors, split_state_tensors
+from tests.support.many_models import context_of
 
 
 @pytest.fixture

@@ -6,7 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedcross_servers import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedloom.core import similarity as gram
+from fedloom.core.layout import model_digest
+from fedloom.errors import InputError
+from fedloom.methods import compose
+from fedloom.methods.fedcross import cross_aggregate_batched, cross_aggregate_by_row
+from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import batch_norm_network, simple_network, small_run
+from tests.support.fedcross_servers import (
     ALPHAS,
     NETWORKS,
     ROUNDS,
@@ -18,18 +29,7 @@ from fedcross_servers import (
     plain_gaps,
     quick,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from many_models import COUNTS, SEEDS, Loose, Network, random_rows
-from torch import nn
-
-from fedloom.core import similarity as gram
-from fedloom.core.layout import model_digest
-from fedloom.errors import InputError
-from fedloom.methods import compose
-from fedloom.methods.fedcross import cross_aggregate_batched, cross_aggregate_by_row
-from fedloom.testing import CHECKS
-from fedloom.testing.fixtures import batch_norm_network, simple_network, small_run
+from tests.support.many_models import COUNTS, SEEDS, Loose, Network, random_rows
 
 # Who is mixed with whom
 

@@ -4,13 +4,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from fedcross_servers import ALPHAS, NETWORKS, SELECTIONS, SEVERAL, answers, combined, make, quick
 from hypothesis import given
 from hypothesis import strategies as st
-from many_models import COUNTS, SEEDS, Loose, Network, random_rows
 from torch import nn
 
 from fedloom.core.layout import model_digest
+from tests.support.fedcross_servers import ALPHAS, NETWORKS, SELECTIONS, SEVERAL, answers, combined, make, quick
+from tests.support.many_models import COUNTS, SEEDS, Loose, Network, random_rows
 
 # Acceleration
 

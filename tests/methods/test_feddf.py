@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from proxies import always, answers, noisy, play, put_together
 
 import fedloom
 from fedloom.core.averaging import WeightedMean
@@ -18,6 +17,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, simple_network, small_run
 from fedloom.training.optimizers import Adam
+from tests.support.proxy_data import always, answers, noisy, play, put_together
 
 QUICK: dict[str, Any] = {"steps": 30, "check_every": 10, "patience": 20, "lr": 0.01}
 

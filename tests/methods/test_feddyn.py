@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from quadratics import Point, Quadratics
 
 import fedloom
 from fedloom.core.layout import TensorKind
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from tests.support.quadratics import Point, Quadratics
 
 UNIFORM = {"fedavg": {"weighting": "uniform"}}
 

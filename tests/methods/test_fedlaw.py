@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from proxies import always, answers, noisy, play, put_together
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -17,6 +16,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import batch_norm_network, simple_network
 from fedloom.training.optimizers import Adam
+from tests.support.proxy_data import always, answers, noisy, play, put_together
 
 
 def server_of(experiment: BuiltRun) -> FedLAWServer:

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from fedmr_servers import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedloom import ClientTask, ClientUpdate, Layout
+from fedloom.core.layout import model_digest
+from fedloom.errors import InputError
+from fedloom.methods import compose
+from fedloom.methods.fedmr import fedmr_layer_columns
+from fedloom.testing import CHECKS
+from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network, small_run
+from tests.support.fedmr_servers import (
     GRANULARITIES,
     NETWORKS,
     ROUNDS,
@@ -18,18 +29,7 @@ from fedmr_servers import (
     sources,
     ten_layers,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from many_models import COUNTS, SEEDS, Network, random_rows
-from torch import Tensor, nn
-
-from fedloom import ClientTask, ClientUpdate, Layout
-from fedloom.core.layout import model_digest
-from fedloom.errors import InputError
-from fedloom.methods import compose
-from fedloom.methods.fedmr import fedmr_layer_columns
-from fedloom.testing import CHECKS
-from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network, small_run
+from tests.support.many_models import COUNTS, SEEDS, Network, random_rows
 
 # What recombination keeps
 

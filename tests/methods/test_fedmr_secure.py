@@ -4,10 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from fedmr_servers import GRANULARITIES, NETWORKS, ROUNDS, combined, gathered, make, quick
 from hypothesis import given
 from hypothesis import strategies as st
-from many_models import COUNTS, SEEDS, Network, random_rows
 from torch import Tensor
 
 from fedloom import ClientUpdate
@@ -17,6 +15,8 @@ from fedloom.methods._support import layer_exchange
 from fedloom.methods._support.layer_exchange import LayerExchangeClient, exchange_layers_until_mixed
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
 from fedloom.testing.fixtures import batch_norm_network, simple_network, small_run
+from tests.support.fedmr_servers import GRANULARITIES, NETWORKS, ROUNDS, combined, gathered, make, quick
+from tests.support.many_models import COUNTS, SEEDS, Network, random_rows
 
 
 class Censor(LayerExchangeClient):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_graphs import fake_tape
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.engines.base import Engine
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
+from tests.support.fake_graphs import fake_tape
 
 Answer = dict[str, Tensor]
 

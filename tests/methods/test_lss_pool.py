@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lss_benches import AUTHORS, CONTEXT, forced, grow, network, seat, soup
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -13,6 +12,7 @@ from fedloom.methods.base import Client
 from fedloom.methods.lss import LSSClient, LSSOptions, lss_simplex_weights
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
+from tests.support.lss_trainers import AUTHORS, CONTEXT, forced, grow, network, seat, soup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

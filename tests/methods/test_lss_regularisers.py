@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lss_benches import grow, seat, soup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from fedloom.errors import InputError
 from fedloom.methods import compose
 from fedloom.methods.lss import LSSOptions
 from fedloom.testing.fixtures import small_run
+from tests.support.lss_trainers import grow, seat, soup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lss_benches import AUTHORS, grow, network, seat, soup
 from torch import nn
 
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import simple_network, small_run
+from tests.support.lss_trainers import AUTHORS, grow, network, seat, soup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quadratics import Point, Quadratics
 from torch import Tensor
 
 import fedloom
@@ -12,6 +11,7 @@ from fedloom.errors import InputError
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.resolve import UserObjects
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, simple_network, small_run
+from tests.support.quadratics import Point, Quadratics
 
 
 def half_square(output: Tensor, target: Tensor) -> Tensor:

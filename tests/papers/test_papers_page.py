@@ -2,7 +2,7 @@
 
 import re
 
-from papers_page import expand, read_rows
+from tests.support.papers_page import expand, read_rows
 
 PAPERS = {
     "FedCDA": (range(1, 3), range(1, 5)),

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from papers_page import Row, read_rows
 from safetensors.torch import save_file
-from small_files import write_all
 
 from fedloom.cli import main
 from fedloom.config import Config, replace_config
@@ -32,6 +30,8 @@ from fedloom.models import count_parameters
 from fedloom.runs import compare, execute
 from fedloom.runs.build import build_run
 from fedloom.runs.resolve import UserObjects
+from tests.support.paper_data_files import write_all
+from tests.support.papers_page import Row, read_rows
 
 ROWS = [row for row in read_rows() if row.command]
 RUNS = [row for row in ROWS if row.command.split()[1] in ("run", "compare")]

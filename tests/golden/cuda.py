@@ -1,0 +1,337 @@
+"""What runs of the CUDA engine on fake graphs come to, stored so that a change of the code cannot change it unseen.
+
+For each run `cuda_values.json` holds
+- `tapes`: steps that were recorded, replayed and done, by who asked for them: slots, judge, sweep;
+- `draws`: how often each purpose was drawn for, and a digest of all (purpose, round, client);
+- `steps`: for each step what a recording of it depends on: `reads`, the host values it was seen to read; `names` in
+  the replay key; `leaves`, the sizes of the parts of that key;
+- a digest of every answer, deployed model and score, by torch version, CPU capability and how this machine rounds.
+
+All but the digests is the same on every machine. `make golden-cuda` writes the file anew. Names that the code has
+changed since are in `cuda_renames.toml`, as old = "new".
+"""
+
+import json
+import math
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.core.rng import RngStreams
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.devices.cuda_graphs import _CapturedGraph, _GraphOwner
+from fedloom.engines.cuda.engine import CudaEngine
+from fedloom.engines.cuda.graph_key import GraphKeyStep
+from fedloom.engines.cuda.slot import CudaSlot
+from fedloom.methods import Client, Method, Options, register, registry
+from fedloom.methods.dynafed import DynaFedRefiner
+from fedloom.methods.registry import BUILT_IN
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run
+from fedloom.training.batches import Batch
+from fedloom.training.trainer import LocalTrainer
+from tests.support.cuda_agreement import experiment_of
+from tests.support.cuda_engine import dense, pooled
+from tests.support.fake_graphs import FakeGraphTape
+from tests.support.quick_options import QUICK
+from tests.support.trainers import Counting
+
+HERE = Path(__file__).parent
+STORED, RENAMES = HERE / "cuda_values.json", HERE / "cuda_renames.toml"
+ROUNDS = 3
+
+
+class Run(NamedTuple):
+    """How a run is made."""
+
+    make: Callable[[], BuiltRun]
+    devices: Sequence[str] = ("cpu",)
+    change: Callable[[Any], Any] = lambda shop: shop
+
+
+class Reading(Client[Options]):
+    """Its step reads every host value that a recording can depend on."""
+
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+        factor = bench.lr + 0.01 * (bench.round + bench.client + bench.first_visit + bench.training.epochs)
+        held = bench.validation
+        loss = bench.loss(batch) + bench.loss(Batch(held.x[:2], held.y[:2]))
+        bench.backward(loss)
+        bench.gradient.mul_(factor).div_(1 + 0.01 * bench.samples)
+        bench.descend()
+        return loss
+
+
+class Lending(Client[Options]):
+    """Its step uses a buffer."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[Any]:
+        bench.buffer("sum", bench.weights.numel()).zero_()
+        yield from super().train(bench)
+
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+        loss = super().step(bench, batch)
+        bench.buffer("sum", bench.weights.numel()).add_(bench.weights)
+        return loss
+
+
+class Asking(Client[Options]):
+    """Its step asks how many steps were taken, so it is never recorded."""
+
+    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+        bench.gradient.fill_(bench.steps)
+        return super().step(bench, batch)
+
+
+class Holding(Client[Options]):
+    """Its step uses a number that it keeps itself."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[Any]:
+        self.factor = 1.0 + bench.round
+        yield from super().train(bench)
+
+    def correct(self, bench: LocalTrainer) -> None:
+        bench.gradient.mul_(self.factor)
+
+
+OWN = {"own reading": Reading, "own lending": Lending, "own asking": Asking, "own holding": Holding}
+
+
+def small(method: str, options: dict[str, Any] | None = None, **settings: Any) -> BuiltRun:
+    options = options or ({method: QUICK[method]} if method in QUICK else {})
+    values = {
+        "rounds": ROUNDS, "per_round": 8, "batch_size": 4, "momentum": 0.5, "lr_decay": 0.9, "lost": 0.1, "seed": 3,
+        **settings,
+    }  # fmt: skip
+    return build_small_run(method, options, **values)
+
+
+def own(name: str, **settings: Any) -> BuiltRun:
+    register(Method("own", "", "", local=OWN[name]))
+    return small("own", **settings)
+
+
+def images(**settings: Any) -> BuiltRun:
+    return experiment_of("lenet", "cpu", double=False, rounds=ROUNDS, **settings)
+
+
+RUNS: dict[str, Run] = {name: Run(partial(small, name)) for name in sorted(BUILT_IN)} | {
+    "fedavg adam": Run(partial(small, "fedavg", optimizer="adam", momentum=0.0, weight_decay=0.01, lr=0.01)),
+    "fedavg clip": Run(partial(small, "fedavg", momentum=0.9, nesterov=True, weight_decay=0.01, clip=0.1)),
+    "fedavg steps": Run(partial(small, "fedavg", steps=11)),
+    "fedavg whole": Run(partial(small, "fedavg", batch_size=0, epochs=3)),
+    "fedavg held out": Run(partial(small, "fedavg", validation=0.3, statistics="estimated")),
+    "fedavg remembering": Run(partial(small, "fedavg", keep_optimizer=True)),
+    "fedavg dropout": Run(partial(small, "fedavg", model=partial(dense, 0.5))),
+    "fedavg buffers": Run(partial(small, "fedavg", model=partial(Counting, "anew", False))),
+    "fedavg one sample": Run(partial(small, "fedavg", federation=SmallFederatedDataset({0: 1, 1: 5}))),
+    "fedavg pooled": Run(partial(small, "fedavg"), change=pooled),
+    "scaffold on two": Run(partial(small, "scaffold"), devices=("cpu", "cpu")),
+    "fedcross+fedprox": Run(partial(small, "fedcross+fedprox")),
+    "fedavg server lr": Run(partial(small, "fedavg", {"fedavg": {"server_lr": 0.5}})),
+    "images": Run(partial(images, augment="crop+flip")),
+    "images channels last": Run(partial(images, channels_last=True)),
+    **{name: Run(partial(own, name, validation=0.3)) for name in OWN},
+}
+
+
+class Notes:
+    """What is seen of one run."""
+
+    def __init__(self) -> None:
+        self.tapes: list[tuple[str, FakeGraphTape]] = []
+        self.draws: set[tuple[str, int, int]] = set()
+        self.steps: dict[str, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))
+        self.hash = blake2b(digest_size=16)
+
+    def say(self, *values: object) -> None:
+        """Add these to the digest."""
+        for value in values:
+            found = value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
+            self.hash.update(len(found).to_bytes(8, "little") + found)
+
+    def make_tape(self, whose: str, device: Any, generators: tuple[Any, ...] = (), urgency: int = 0) -> FakeGraphTape:
+        """In the place of `make_graph_runner`."""
+        tape = ListeningTape(self, generators)
+        self.tapes.append((whose, tape))
+        return tape
+
+    def told(self) -> dict[str, Any]:
+        """What the stored file says of it, but for the digest."""
+        tapes = defaultdict(lambda: [0, 0, 0])
+        for whose, tape in self.tapes:
+            tapes[whose] = [a + b for a, b in zip(tapes[whose], (tape.recorded, tape.replayed, tape.done), strict=True)]
+        draws = sorted(self.draws)
+        digest = blake2b(repr(draws).encode(), digest_size=8).hexdigest()
+        return {
+            "tapes": dict(tapes),
+            "draws": {**Counter(purpose for purpose, *_ in draws), "digest": digest},
+            "steps": {step: {what: sorted(seen) for what, seen in notes.items()} for step, notes in self.steps.items()},
+        }
+
+
+class ListeningTape(FakeGraphTape):
+    """Notes which host values a step reads."""
+
+    def __init__(self, notes: Notes, generators: tuple[Any, ...]) -> None:
+        super().__init__(generators)
+        self._notes = notes
+        self.step = ""
+
+    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Any:
+        found: _CapturedGraph = super().capture(body, player)
+        if isinstance(player, CudaSlot):
+            assert player.listening is not None
+            self._notes.steps[self.step]["reads"].update(player.listening)
+        return found
+
+
+class WatchedEngine(CudaEngine):
+    """Puts every answer into the digest."""
+
+    notes: Notes
+
+    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        for answer in super().train(round, jobs):
+            assert isinstance(answer, ClientUpdate), answer
+            self.notes.say(answer.client, answer.samples, answer.steps, answer.loss, answer.finite, answer.row)
+            self.notes.say(*answer.extras.values(), *answer.home.values())
+            yield answer
+
+
+def leaves(value: Any) -> int:
+    """How many single things a part of a replay key has; the address of a tensor is one."""
+    return sum(map(leaves, value)) if isinstance(value, tuple | frozenset) and not is_address(value) else 1
+
+
+def is_address(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 4 and isinstance(value[-1], torch.dtype)
+
+
+def note_key(notes: Notes, slot: CudaSlot, step: GraphKeyStep, key: Any) -> None:
+    """What of a replay key is the same on every machine: numbers of torch's own layers are not."""
+    state, (own, enclosed, _numbers, _criterion) = key
+    _addresses, names, *_modes = state
+    held = [name for pairs in own for name, _ in pairs]
+    slot.tape.step = step.function.__name__
+    seen = notes.steps[slot.tape.step]
+    seen["names"].update(held, names)
+    seen["leaves"].add(" ".join(str(leaves(part)) for part in (*state, *own, enclosed)))
+
+
+def observed(name: str) -> tuple[dict[str, Any], str]:
+    """What the stored file says of this run on this machine."""
+    notes, run = Notes(), RUNS[name]
+    key, all_of = RngStreams.key, CudaSlot._all_of
+
+    def noted_key(self: RngStreams, purpose: str, round: int = 0, client: int = 0) -> int:
+        notes.draws.add((purpose, round, client))
+        return key(self, purpose, round, client)
+
+    def noted_all(self: CudaSlot, step: GraphKeyStep) -> Any:
+        found = all_of(self, step)
+        note_key(notes, self, step, found)
+        return found
+
+    known = registry.methods()
+    with ExitStack() as changed:
+        for whose, module in (
+            ("slots", "engines.cuda.slot"),
+            ("judge", "engines.cuda.graph_evaluator"),
+            ("sweep", "methods._support.trajectory_matching"),
+        ):
+            changed.enter_context(patch(f"fedloom.{module}.make_graph_runner", partial(notes.make_tape, whose)))
+        changed.enter_context(patch("fedloom.devices.cuda_graphs.CHECK_ALL", False))
+        changed.enter_context(patch.object(DynaFedRefiner, "_replays", lambda _: True))
+        changed.enter_context(patch.object(RngStreams, "key", noted_key))
+        changed.enter_context(patch.object(CudaSlot, "_all_of", noted_all))
+        experiment = changed.enter_context(run.make().engine_closed())
+        engine = WatchedEngine(run.change(experiment.engine.shop), run.devices, 2)
+        engine.notes, experiment.rounds.engine = notes, engine
+        for round in range(ROUNDS):
+            record = experiment.rounds.play(round)
+            deployed = experiment.rounds.deployed()
+            score = engine.score(deployed)
+            assert score is not None
+            assert math.isfinite(score.loss)
+            notes.say(deployed, score.loss, score.hits.tolist(), score.count, record.get("personal_accuracy_mean"))
+        told = notes.told()
+        engine.close()
+    registry._methods.clear()
+    registry._methods.update(known)
+    return told, notes.hash.hexdigest()
+
+
+@cache
+def machine() -> str:
+    """What digests depend on. Products are rounded by libraries that look at the processor themselves."""
+    threads, draw, hash = torch.get_num_threads(), np.random.default_rng(0), blake2b(digest_size=4)
+    torch.set_num_threads(1)  # as the engine does
+    for rows, inner, columns in [(4, 64, 16), (4, 16, 10), (64, 4, 16), (256, 64, 16), (80, 80, 80)]:
+        a, b = (draw.standard_normal(shape, dtype=np.float32) for shape in ((rows, inner), (inner, columns)))
+        x, y = torch.from_numpy(a), torch.from_numpy(b)
+        hash.update((x @ y).exp().numpy().tobytes() + (a @ b).tobytes() + (x.double() @ y.double()).numpy().tobytes())
+    for shapes in [((20, 3, 32, 32), (6, 3, 5, 5)), ((20, 6, 14, 14), (16, 6, 5, 5))]:
+        x, w = (torch.from_numpy(draw.standard_normal(shape, dtype=np.float32)).requires_grad_() for shape in shapes)
+        y = torch.conv2d(x, w)
+        for tensor in (y, *torch.autograd.grad(y.square().sum(), (x, w))):
+            hash.update(tensor.detach().numpy().tobytes())
+    torch.set_num_threads(threads)
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, rounding {hash.hexdigest()}"
+
+
+def renamed(run: dict[str, Any], renames: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """A stored run in today's names; each part of a dotted name is one."""
+
+    def now(table: str, name: str) -> str:
+        return ".".join(renames[table].get(part, part) for part in name.split("."))
+
+    def today(notes: dict[str, list[str]]) -> dict[str, list[str]]:
+        return notes | {table: sorted(now(table, name) for name in notes[table]) for table in ("reads", "names")}
+
+    return run | {"steps": {now("steps", step): today(notes) for step, notes in run["steps"].items()}}
+
+
+def stored() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
+    """Runs in today's names, and digests by machine and run."""
+    found, renames = json.loads(STORED.read_text()), tomllib.loads(RENAMES.read_text())["cuda"]
+    return {name: renamed(run, renames) for name, run in found["runs"].items()}, found["digests"]
+
+
+def text_of(runs: dict[str, dict[str, Any]], digests: dict[str, dict[str, str]]) -> str:
+    """JSON with a line for each thing that may change."""
+
+    def block(level: int, items: dict[str, Any]) -> str:
+        inside = ",\n".join(
+            f"{'  ' * level}{json.dumps(key)}: "
+            + (block(level + 1, value) if isinstance(value, dict) and level < 4 else json.dumps(value))
+            for key, value in items.items()
+        )
+        return f"{{\n{inside}\n{'  ' * (level - 1)}}}" if items else "{}"
+
+    return block(1, {"runs": runs, "digests": digests}) + "\n"
+
+
+def write() -> None:
+    """Write the file anew. Digests of other machines stay where this one's did not change, or were not there."""
+    before = json.loads(STORED.read_text())["digests"] if STORED.exists() else {}
+    found = {name: observed(name) for name in RUNS}
+    ours, now = before.pop(machine(), None), {name: digest for name, (_, digest) in found.items()}
+    same = {name for name in now if ours is None or ours.get(name) == now[name]}
+    others = {one: {name: of[name] for name in of if name in same} for one, of in before.items()}
+    STORED.write_text(text_of({name: told for name, (told, _) in found.items()}, {**others, machine(): now}))
+    print(f"{STORED.name}: {len(found)} runs on {machine()}. Now take all entries out of {RENAMES.name}.")
+
+
+if __name__ == "__main__":
+    write()

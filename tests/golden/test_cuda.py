@@ -1,0 +1,31 @@
+"""Runs of the CUDA engine on fake graphs come to what is stored (see cuda.py)."""
+
+import json
+
+import pytest
+
+from tests.golden.cuda import RUNS, machine, observed, renamed, stored
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_comes_to_what_is_stored(name: str) -> None:
+    runs, digests = stored()
+    told, digest = observed(name)
+    assert json.loads(json.dumps(told)) == runs[name]
+    expected = digests.get(machine(), {}).get(name)
+    if expected is None:
+        pytest.skip(f"the rest is as stored, but no digest is for {name} on {machine()} (make golden-cuda)")
+    assert digest == expected
+
+
+def test_every_stored_run_is_made() -> None:
+    runs, digests = stored()
+    assert runs.keys() == RUNS.keys()
+    assert all(of.keys() <= RUNS.keys() for of in digests.values())
+
+
+def test_renamed_values_are_found_by_their_new_names() -> None:
+    notes = {"reads": ["samples", "training.epochs"], "names": ["samples"], "leaves": ["1"]}
+    table = {"steps": {"step": "train_step"}, "reads": {"samples": "num_examples", "training": "config"}, "names": {}}
+    expected = {"reads": ["config.epochs", "num_examples"], "names": ["samples"], "leaves": ["1"]}
+    assert renamed({"steps": {"step": notes}}, table) == {"steps": {"train_step": expected}}

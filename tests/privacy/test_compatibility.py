@@ -1,0 +1,137 @@
+"""Which methods need no more than a mean: declared by all, true of all, and told where one does not fit."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedloom
+from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.errors import InputError
+from fedloom.methods import Method, methods
+from fedloom.methods.fedavg import FedAvgServer
+from fedloom.methods.registry import BUILT_IN, register
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import SmallFederatedDataset, simple_network, small_run
+from fedloom.testing.method_checks import _keep_updates, server_sees_only_mean, state_after_rounds, states_agree
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "privacy.md"
+OURS = [method for method in methods().values() if method.name in BUILT_IN]
+
+REFUSED = {
+    "scaffold": "its clients send delta_c beside the model",
+    "fedbabu": "a part of the model stays with the clients",
+    "fedrep": "a part of the model stays with the clients",
+    "fedcluster": "it chooses its clients in its own way",
+    "fedmut": "it sends every client a model of its own",
+}
+"""Methods that need a mean alone and cannot be private for another reason."""
+
+QUICK = {"feddf": {"feddf": {"steps": 5}}}
+"""Options that make a method's server quick."""
+
+
+def far_apart(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate]:
+    """Answers that have little in common."""
+    answers, layout = [], experiment.layout
+    for job in jobs:
+        draw, row = torch.Generator().manual_seed(100 + job.client), job.row.clone()
+        row[: layout.trainable] += 0.5 * torch.randn(layout.trainable, generator=draw)
+        uploads = experiment.rounds.parts.local.uploads(layout)
+        extras = {name: torch.randint(1, 9, shape, generator=draw).float() for name, shape in uploads.items()}
+        answers.append(ClientUpdate(job, row, 5, 1.0, 2, extras))
+    return answers
+
+
+@pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
+def test_every_method_says_what_its_server_does_with_single_answers(method: Method) -> None:
+    if method.parts == ("local",):
+        assert method.needs_each is None  # there is nothing to say
+    else:
+        assert method.needs_each is not None
+        assert not method.needs_each.endswith(".")
+
+
+@pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
+def test_what_it_says_is_true(method: Method) -> None:
+    """A server that needs a mean alone makes the same of copies of it, and any other server something else."""
+    of_each, of_mean = (
+        state_after_rounds(method.name, QUICK.get(method.name, {}), far_apart, shown)
+        for shown in (_keep_updates, server_sees_only_mean)
+    )
+    assert states_agree(of_each, of_mean) == method.needs_mean_only
+
+
+@pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
+def test_a_method_runs_privately_or_says_why_not(method: Method, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"clip_update": 0.5, "noise": 1.0, "rounds": 1, "engine": "plain"}
+    reason = method.needs_each or REFUSED.get(method.name)
+    if reason is None:
+        assert small_run(method.name, {}, model=simple_network, **settings).records[0]["epsilon"] > 0
+        return
+    with pytest.raises(InputError, match=rf"^{method.name} cannot be run with clip_update: .*{reason}.*\.$"):
+        fedloom.run(method.name, SmallFederatedDataset(), simple_network, out=tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_parts_of_a_composition_are_all_looked_at(command: Callable[..., Any]) -> None:
+    for name, culprit in {"fedcross+fedprox": "fedcross", "fedprox+feddf": "feddf"}.items():
+        done = command("run", name, "--clip-update", 1)
+        assert done.code == 2
+        assert done.err.startswith(f"fedloom: {culprit} cannot be run with clip_update: its server ")
+
+
+def test_a_method_of_ones_own_must_say_that_a_mean_is_enough(tmp_path: Path) -> None:
+    class Mine(FedAvgServer):
+        pass
+
+    own = {"summary": "", "reference": "", "server": Mine, "options": methods()["fedavg"].options}
+    register(Method(name="mine-silent", **own))
+    register(Method(name="mine-mean", **own, needs_each=""))
+    try:
+        with pytest.raises(InputError, match=r"mine-silent cannot be run .* does not say \(needs_each\)"):
+            fedloom.run("mine-silent", clip_update=1.0, out=tmp_path / "a")
+        run = fedloom.run("mine-mean", clip_update=1.0, rounds=1, out=tmp_path / "b", report=False)
+        assert run.config.options["mine-mean"]["weighting"] == "uniform"
+    finally:
+        from fedloom.methods import registry
+
+        del registry._methods["mine-silent"], registry._methods["mine-mean"]
+
+
+# The documentation
+
+
+def rows_of_the_table() -> dict[str, list[str]]:
+    lines = re.findall(r"^\| `([a-z0-9-]+)` \| (.+) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in lines}
+
+
+def test_the_table_of_the_page_is_what_the_catalogue_says() -> None:
+    table = rows_of_the_table()
+    assert sorted(table) == sorted(method.name for method in OURS)
+    for method in OURS:
+        sums, private, why = table[method.name]
+        assert sums == ("yes" if method.needs_mean_only else "no")
+        assert private == ("yes" if method.needs_mean_only and not _refused(method.name) else "no")
+        if method.needs_each:
+            assert why == f"its server {method.needs_each}"
+        else:
+            assert why == REFUSED.get(method.name, "its clients keep batch norm" if method.name == "fedbn" else "")
+
+
+def _refused(name: str) -> bool:
+    return name in REFUSED or name == "fedbn"  # which keeps nothing where there is no batch norm, and else is refused
+
+
+def test_the_figures_of_the_page_are_those_of_the_results() -> None:
+    rows = json.loads((PAGE.parent.parent / "results" / "privacy.json").read_text())["rows"]
+    text = PAGE.read_text()
+    names = {"neither": "neither clip nor noise", "clip": "clip alone"}
+    for row in rows:
+        epsilon = "none" if row["epsilon"] is None else f"{row['epsilon']:.2f}"
+        assert f"| {names.get(row['row'], row['row'])} | {100 * row['accuracy']:.1f} | {epsilon} |\n" in text

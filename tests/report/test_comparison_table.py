@@ -1,0 +1,285 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.errors import InputError
+from fedloom.report import RunRecord, format_bytes, format_seconds, make_comparison_table, read_run_record
+from fedloom.utils.formatting import format_list, format_signed
+from tests.support.fake_runs import write_run, write_runs
+
+
+def run(method="fedavg", seed=0, curve=(0.1, 0.5, 0.9), finished=True, metric="accuracy", **config):
+    history = [{"round": at, metric: value} for at, value in enumerate(curve)]
+    asked = {"method": method, "seed": seed, "data": "digits", **config}
+    return RunRecord(Path(f"{method}-{seed}"), asked, history, {} if finished else None)
+
+
+def test_the_result_is_the_last_round_and_not_the_best():
+    (group,) = make_comparison_table([run(curve=(0.1, 0.95, 0.7))]).groups
+    assert group.accuracy.mean == 0.7
+    assert group.best_accuracy.mean == 0.95
+    assert "70.0" in make_comparison_table([run(curve=(0.1, 0.95, 0.7))]).headline
+
+
+def test_a_run_that_diverged_at_the_end_has_no_result():
+    comparison = make_comparison_table([run(curve=(0.1, 0.9, float("nan"))), run(seed=1)])
+    assert comparison.groups[0].accuracy.values == (0.9,)
+    assert any("no final accuracy with seed 0" in note for note in comparison.notes)
+
+
+def test_mean_and_sample_deviation_by_hand():
+    (group,) = make_comparison_table(
+        [run(seed=seed, curve=[value]) for seed, value in enumerate((0.7, 0.8, 0.9))]
+    ).groups
+    assert group.accuracy.mean == pytest.approx(0.8)
+    assert group.accuracy.std == pytest.approx(0.1)
+    assert group.accuracy.show(100) == "80.00 ± 10.00"
+    (single,) = make_comparison_table([run(curve=[0.7])]).groups
+    assert single.accuracy.show(100) == "70.00"
+
+
+def test_last_ten_needs_more_than_ten_evaluations():
+    curve = np.linspace(0, 0.9, 12)
+    assert make_comparison_table([run(curve=curve[:10])]).groups[0].late_accuracy is None
+    assert make_comparison_table([run(curve=curve)]).groups[0].late_accuracy.mean == pytest.approx(curve[2:].mean())
+
+
+def test_own_models_have_columns_where_a_method_makes_some():
+    common, own = run("fedavg", curve=[0.5]), run("fedrep", curve=[0.4])
+    own.history[-1] |= {"personal_accuracy_mean": 0.9, "personal_accuracy_worst10": 0.7}
+    assert "own models %" not in make_comparison_table([common]).table()[0]
+    titles, rows = make_comparison_table([common, own]).table()
+    at = titles.index("own models %")
+    assert titles[at + 1] == "worst own %"
+    assert [row[at : at + 2] for row in rows] == [["–", "–"], ["90.00", "70.00"]]
+    assert "Own models" in make_comparison_table([common, own]).footnote()
+    assert "own models %" in make_comparison_table([common, own]).table("brief")[0]
+
+
+def test_differences_are_paired_over_common_seeds():
+    # Seeds move both methods by far more than the methods differ; pairing sees 1, 2 and 3 points.
+    first = [run("fedavg", seed, [0.5 + 0.1 * seed]) for seed in range(4)]
+    second = [run("fedmr", seed, [0.5 + 0.1 * seed + 0.01 * (seed + 1)]) for seed in range(3)]
+    gap = make_comparison_table([*first, *second]).groups[1].difference
+    assert (gap.to, gap.seeds) == ("fedavg", 3)
+    assert gap.mean == pytest.approx(0.02)
+    assert gap.half == pytest.approx(4.302653 * 0.01 / np.sqrt(3))  # t(0.975, 2) from a table
+    assert not gap.clear
+
+
+def test_one_common_seed_gives_a_difference_but_no_interval():
+    comparison = make_comparison_table([run("fedavg"), run("fedmr", curve=[0.95])])
+    gap = comparison.groups[1].difference
+    assert gap.mean == pytest.approx(0.05)
+    assert gap.half is None
+    assert "too few common seeds" in comparison.headline
+
+
+def test_seeds_that_agree_to_the_digit_prove_nothing():
+    # One test sample more at every seed: the spread is zero because accuracy is coarse.
+    avg, prox = ([run(name, seed, [0.8 + 0.1 * seed + step]) for seed in range(3)]
+                 for name, step in (("fedavg", 1 / 359), ("fedprox", 0)))  # fmt: skip
+    comparison = make_comparison_table([*avg, *prox])
+    assert comparison.groups[1].difference.half is None
+    assert "within noise" in comparison.headline
+
+
+def test_two_seeds_have_an_interval_but_decide_nothing():
+    avg, prox = ([run(name, seed, [top + 0.001 * top * seed]) for seed in range(2)]
+                 for name, top in (("fedavg", 0.5), ("fedprox", 0.9)))  # fmt: skip
+    comparison = make_comparison_table([*avg, *prox])
+    gap = comparison.groups[1].difference
+    assert 0 < gap.half < gap.mean
+    assert not gap.clear
+    assert "too few common seeds" in comparison.headline
+
+
+def test_a_clear_winner_is_called_so_and_noise_is_called_noise():
+    avg = [run("fedavg", seed, [0.80 + 0.001 * seed]) for seed in range(3)]
+    far = [run("fedmr", seed, [0.90 + 0.002 * seed]) for seed in range(3)]
+    near = [run("fedmr", seed, [0.80 + 0.01 * (seed - 0.5)]) for seed in range(3)]
+    assert "clearly higher than fedavg: +10.1 points (95 %" in make_comparison_table([*avg, *far]).headline
+    assert "within noise" in make_comparison_table([*avg, *near]).headline
+    assert "clearly" not in make_comparison_table([*avg, *near]).headline
+
+
+def test_a_method_with_too_few_seeds_does_not_spoil_the_verdict_on_others():
+    avg = [run("fedavg", seed, [0.80 + 0.001 * seed]) for seed in range(3)]
+    far = [run("fedmr", seed, [0.90 + 0.002 * seed]) for seed in range(3)]
+    said = make_comparison_table([*avg, *far, run("fedprox", curve=[0.7])]).headline
+    assert "clearly higher than fedavg" in said
+    assert "fedprox (70.0\N{NO-BREAK SPACE}%) cannot be judged" in said
+
+
+def test_a_scattering_winner_does_not_hide_what_is_certain():
+    avg = [run("fedavg", seed, [0.80 + 0.001 * seed]) for seed in range(3)]
+    steady = [run("steady", seed, [0.85 + 0.002 * seed]) for seed in range(3)]
+    wild = [run("wild", seed, [0.80 + 0.1 * seed]) for seed in range(3)]
+    said = make_comparison_table([*avg, *steady, *wild]).headline
+    assert said.startswith("wild ended highest")
+    assert said.endswith("But steady is clearly higher than fedavg.")
+
+
+def test_without_accuracy_the_lowest_loss_is_best():
+    records = [run(name, seed, [2.0, loss + 0.001 * seed], metric="loss")
+               for name, loss in (("fedavg", 0.5), ("fedmr", 0.3)) for seed in range(3)]  # fmt: skip
+    comparison = make_comparison_table(records)
+    assert comparison.headline.startswith("fedmr ended lowest, at test loss 0.301")
+    assert comparison.groups[1].difference.mean == pytest.approx(-0.2)
+    assert "accuracy %" not in comparison.table()[0]
+    assert "loss" in comparison.table("brief")[0]
+
+
+def test_rounds_to_a_target_count_a_seed_that_never_gets_there():
+    curves = [(0.1, 0.8, 0.9), (0.1, 0.2, 0.9), (0.1, 0.2, 0.3)]
+    (group,) = make_comparison_table(
+        [run(seed=seed, curve=curve) for seed, curve in enumerate(curves)], target=0.8
+    ).groups
+    assert (group.rounds_to_target, group.reached) == (2.0, 2)
+    assert (
+        "2 (2 of 3 seeds)"
+        in make_comparison_table([run(seed=s, curve=c) for s, c in enumerate(curves)], 0.8).table()[1][0]
+    )
+    (two,) = make_comparison_table(
+        [run(seed=seed, curve=curve) for seed, curve in enumerate(curves[1:])], target=0.8
+    ).groups
+    assert two.rounds_to_target is None
+
+
+def test_the_default_target_is_a_share_of_the_best_final_accuracy():
+    comparison = make_comparison_table([run("fedavg", curve=[0.5]), run("fedmr", curve=[0.875])])
+    assert {group.target for group in comparison.groups} == {0.78}
+    assert "rounds to 78 %" in comparison.table()[0]
+
+
+@pytest.mark.parametrize("target", [0, -1, 80, float("nan")])
+def test_a_target_that_is_no_share_is_refused(target):
+    with pytest.raises(InputError, match="target"):
+        make_comparison_table([run()], target)
+
+
+def test_nothing_to_compare():
+    with pytest.raises(InputError, match="no runs"):
+        make_comparison_table([])
+
+
+def test_labels_say_what_differs_within_a_method_and_no_more():
+    records = [run("fedprox", mu_seed, options={"fedprox": {"mu": mu}}, workers=mu_seed)
+               for mu in (0.01, 0.1) for mu_seed in range(2)]  # fmt: skip
+    comparison = make_comparison_table([run("fedavg"), run("fedavg", 1), *records])
+    assert [group.label for group in comparison.groups] == ["fedavg", "fedprox · mu=0.01", "fedprox · mu=0.1"]
+    assert [len(group.runs) for group in comparison.groups] == [2, 2, 2]
+
+
+def test_each_task_has_its_own_reference_and_one_colour_a_method():
+    kinds = [(part, method) for part in ("iid", "dirichlet:0.1") for method in ("fedavg", "fedmr")]
+    records = [run(method, seed, partition=part) for part, method in kinds for seed in range(2)]
+    groups = make_comparison_table(records[::-1]).groups
+    assert [group.label for group in groups] == [
+        "fedmr · dirichlet:0.1", "fedavg · dirichlet:0.1", "fedmr · iid", "fedavg · iid",
+    ]  # fmt: skip
+    assert [group.difference and group.difference.to for group in groups] == [None, "fedmr", None, "fedmr"]
+    assert [group.name.kind for group in groups] == [0, 1, 0, 1]
+    assert len(make_comparison_table(records).headlines) == 2
+
+
+def test_other_settings_that_differ_between_methods_are_confessed():
+    assert any(
+        "differ in lr" in note for note in make_comparison_table([run("fedavg", lr=0.1), run("fedmr", lr=0.01)]).notes
+    )
+    own = make_comparison_table([run("fedavg"), run("fedprox", options={"fedprox": {"mu": 1.0}})])
+    assert not any("differ in" in note for note in own.notes)
+
+
+def test_an_unfinished_seed_is_left_out_of_the_mean_and_said():
+    comparison = make_comparison_table([run(rounds=2), run(seed=1, curve=[0.2], finished=False, rounds=2)])
+    assert comparison.groups[0].accuracy.values == (0.9,)
+    assert any("left out, because unfinished: seed 1 at round 0 of 2" in note for note in comparison.notes)
+    assert make_comparison_table([run(finished=False)]).headline.startswith("So far, ")
+
+
+def test_a_run_given_twice_counts_once():
+    comparison = make_comparison_table([run(), run(), run(curve=[0.3], finished=False)])
+    assert comparison.groups[0].accuracy.values == (0.9,)
+    assert any("more than once" in note for note in comparison.notes)
+
+
+def test_a_run_that_lost_most_answers_says_so():
+    def losing(lost: int) -> RunRecord:
+        record = run(curve=(0.1, 0.1, 0.1))
+        for row in record.history[1:]:
+            row |= {"clients": 10, "lost": lost}
+        return record
+
+    said = "fedavg went without 12 of 20 answers of clients; the reasons are below."
+    assert make_comparison_table([losing(6)]).notes == (said,)
+    assert make_comparison_table([losing(5)]).notes == ()
+
+
+def test_a_run_without_any_evaluation():
+    comparison = make_comparison_table([run(curve=())])
+    assert comparison.headline == "No round has been evaluated yet."
+    assert comparison.table() == (["method", "seeds"], [["fedavg", "1"]])
+
+
+def test_realistic_runs(tmp_path):
+    comparison = make_comparison_table([read_run_record(folder) for folder in write_runs(tmp_path)])
+    titles, rows = comparison.table()
+    assert [row[0] for row in rows] == ["fedavg", "fedcross", "fedmr"]
+    assert {len(row) for row in rows} == {len(titles)}
+    assert "40.7 MB" in rows[0]
+    assert titles.index("accuracy %") < titles.index("best round %")
+    assert set(comparison.table("brief")[0]) - set(titles) == {"sent"}, "a terminal shows both directions in one"
+    assert comparison.notes == ()
+
+
+def test_lost_clients_are_counted(tmp_path):
+    record = read_run_record(write_run(tmp_path / "run"))
+    (group,) = make_comparison_table([record]).groups
+    assert group.lost == sum(len(row.get("lost_clients", {})) for row in record.history) > 0
+    assert group.asked == 5 * 40
+
+
+@given(records=st.lists(st.builds(
+    run,
+    method=st.sampled_from(["a", "b", "a+b"]),
+    seed=st.integers(0, 3),
+    curve=st.lists(st.one_of(st.floats(0, 1), st.just(float("nan")), st.none()), max_size=4),
+    finished=st.booleans(),
+    metric=st.sampled_from(["accuracy", "loss"]),
+    lr=st.sampled_from([0.1, 0.2]),
+    partition=st.sampled_from(["iid", "shards:2"]),
+), min_size=1, max_size=12))  # fmt: skip
+def test_whatever_the_runs_every_one_is_in_a_group_with_its_own_label(records):
+    comparison = make_comparison_table(records)
+    assert sorted(map(id, records)) == sorted(id(one) for group in comparison.groups for one in group.members)
+    labels = [group.label for group in comparison.groups]
+    assert len(set(labels)) == len(labels)
+    titles, rows = comparison.table()
+    assert all(len(row) == len(titles) for row in rows)
+    assert comparison.headline
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    (None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (203_560, "204 kB"), (999_999, "1.00 MB"),
+    (40_712_000, "40.7 MB"), (1.5e12, "1.50 TB"), (9_996, "10.0 kB"), (2e18, "2000 PB"), (99_960, "100 kB"),
+])  # fmt: skip
+def test_human_bytes(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (None, "–"), (0.4242, "0.42 s"), (9.999, "10.0 s"), (59.97, "1 min 00 s"), (250, "4 min 10 s"),
+    (3599.9, "1 h 00 min"), (7500, "2 h 05 min"), (86_400 * 3 + 4 * 3600, "3 d 4 h"),
+])  # fmt: skip
+def test_human_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_small_words():
+    assert [format_signed(value) for value in (0.001, -0.001, 1.5, -1.5)] == ["0.00", "0.00", "+1.50", "−1.50"]
+    assert [format_list(list("abc")[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert format_list([str(at) for at in range(9)]) == "0, 1, 2, 3, 4 and 4 more"

@@ -1,0 +1,206 @@
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedloom.errors import InputError
+from fedloom.report import RunRecord, make_comparison_table, read_run_record, write_report_page
+from fedloom.report.figures import MOST_CLIENTS, _metric_curve, collect_figure_data
+from fedloom.report.sections import SectionHtml, render_section_tag
+from tests.support.fake_runs import write_run, write_runs
+from tests.support.report_pages import EVIL, Page
+
+
+def report(records, path: Path, **options) -> Page:
+    write_report_page(records, path, **options)
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return [read_run_record(folder) for folder in write_runs(tmp_path_factory.mktemp("runs"))]
+
+
+@pytest.fixture
+def evil(tmp_path):
+    folder = write_run(tmp_path / "evil<b>", EVIL, data=EVIL, command=EVIL, options={EVIL: {EVIL: 1}}, rounds=3)
+    names = [EVIL] * 10
+    counts = json.loads((folder / "partition.json").read_text())["counts"]
+    (folder / "partition.json").write_text(json.dumps({"class_names": names, "counts": counts}))
+    row = {
+        "round": 4,
+        "lost": 1,
+        "lost_clients": {EVIL: EVIL},
+        "diagnostics": {EVIL: 1.0},
+        "seconds": {EVIL: 2},
+    }
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"digest": EVIL}))
+    return read_run_record(folder)
+
+
+def test_the_page_shows_every_number_of_the_table(records, tmp_path):
+    page = report(records, tmp_path / "report.html", title="Three methods")
+    comparison = make_comparison_table(records)
+    lines = set(page.text.split("\n"))
+    titles, rows = comparison.table()
+    assert lines.issuperset(titles)
+    assert lines.issuperset(cell for row in rows for cell in row)
+    assert lines.issuperset([*comparison.headlines, "Three methods", "dirichlet:0.3", "lowest_similarity"])
+    assert "fedloom run fedmr --clients 20 --seed 2" in lines
+    assert "no answer within 30 s" in page.text
+    assert "torch 2.13.0" in page.text
+
+
+def test_a_page_is_written_over_and_nothing_else(records, tmp_path):
+    path = tmp_path / "report.html"
+    for _ in range(2):
+        report(records, path)
+    config = tmp_path / "config.toml"
+    config.write_text("mine")
+    with pytest.raises(InputError, match=r"config.toml' is there already and is no page; choose another file\.$"):
+        write_report_page(records, config)
+    assert config.read_text() == "mine"
+
+
+def test_the_page_fetches_nothing(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    for _, given in page.elements:
+        assert not {"src", "href", "srcset", "data", "action"} & given.keys()
+    text = (tmp_path / "report.html").read_text(encoding="utf-8").replace(page.scripts[1], "")
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "plotly.js" in page.scripts[1][:200]
+
+
+def test_the_policy_names_exactly_the_scripts_of_the_page(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    policy = next(given["content"] for _, given in page.elements if given.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    digests = [hashlib.sha256(script.encode()).digest() for script in page.scripts[1:]]
+    assert re.findall(r"'sha256-(.*?)'", policy) == [base64.b64encode(one).decode() for one in digests]
+
+
+def test_the_data_of_the_figures_survive_the_page(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    assert json.loads(page.scripts[0]) == collect_figure_data(make_comparison_table(records).groups)
+
+
+def test_nothing_from_a_file_becomes_markup(evil, tmp_path):
+    page = report([evil], tmp_path / "report.html", title=EVIL)
+    names = [name for name, _ in page.elements]
+    assert names.count("script") == 3
+    assert "img" not in names
+    assert not any("onerror" in given for _, given in page.elements)
+    assert page.text.count("window.evil = 1") >= 5
+    assert json.loads(page.scripts[0])["groups"][0]["label"].startswith(EVIL)
+
+
+def test_markup_escapes_text_and_attributes():
+    made = render_section_tag(
+        "p", "<&", render_section_tag("b", ">"), SectionHtml("<hr>"), title='"<', hidden=True, lang=None
+    )
+    assert made == '<p title="&quot;&lt;" hidden>&lt;&amp;<b>&gt;</b><hr></p>'
+
+
+@pytest.mark.parametrize("history", [
+    [],
+    [{"round": 0}],
+    [{"round": 0, "loss": 3.0}, {"round": 1, "loss": float("nan"), "seconds": None, "lost_clients": [1]}],
+    [{"round": 0, "accuracy": None}, {"round": 1, "accuracy": 0.5, "diagnostics": {"": None}, "clients": []}],
+    [{"round": 1, "accuracy": 0.0, "loss": float("inf"), "seconds": {"total": 0.0}, "lost": 3}],
+])  # fmt: skip
+def test_holes_are_tolerated(history, tmp_path):
+    page = report([RunRecord(tmp_path, {}, history)], tmp_path / "report.html")
+    assert "unfinished" in page.text
+    assert "nan" not in page.text.lower().replace("unnamed", "")
+
+
+def test_a_regression_has_no_accuracy_anywhere(tmp_path):
+    history = [{"round": at, "loss": 1 / (at + 1)} for at in range(5)]
+    page = report([RunRecord(tmp_path, {"method": "fedavg"}, history, {})], tmp_path / "report.html")
+    assert [curve["key"] for curve in json.loads(page.scripts[0])["curves"]] == ["loss"]
+    assert "accuracy" not in page.text
+
+
+def test_a_line_is_the_mean_over_seeds_and_what_it_cost(records):
+    runs = [record for record in records if record.method == "fedavg"]
+    drawn = _metric_curve(runs, "accuracy")
+    values = np.array([run.series("accuracy")[1] for run in runs])
+    np.testing.assert_allclose(drawn["mean"], values.mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(drawn["low"], values.min(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(drawn["high"], values.max(axis=0), rtol=1e-5)
+    total = np.mean([run.total("bytes_up") + run.total("bytes_down") for run in runs])
+    assert drawn["bytes"][-1] == pytest.approx(total, rel=1e-5)
+    assert (drawn["round"][0], drawn["bytes"][0], drawn["seeds"][0]) == (0, 0.0, 3)
+
+
+def test_one_partition_for_each_seed_and_not_for_each_method(records):
+    drawn = collect_figure_data(make_comparison_table(records).groups)["partitions"]
+    assert [one["title"] for one in drawn] == ["seed 0", "seed 1", "seed 2"]
+    for one, run in zip(drawn, records, strict=False):
+        assert sum(one["count"]) == run.counts.sum()
+        assert run.counts[one["client"], one["label"]].tolist() == one["count"]
+
+
+def test_of_very_many_clients_the_first_are_drawn(tmp_path):
+    record = read_run_record(write_run(tmp_path / "run", clients=MOST_CLIENTS + 50))
+    (one,) = collect_figure_data(make_comparison_table([record]).groups)["partitions"]
+    assert (one["clients"], one["of"], max(one["client"]) < MOST_CLIENTS) == (200, 250, True)
+
+
+def test_the_file_is_written_whole_or_not_at_all(records, tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("<!doctype html> before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(InputError, match="No space left"):
+            write_report_page(records, path)
+    assert path.read_text() == "<!doctype html> before"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InputError, match="cannot be written"):
+        write_report_page(records, tmp_path / "nowhere" / "report.html")
+
+
+def test_a_browser_draws_the_figures(records, tmp_path, browse):
+    write_report_page(records, tmp_path / "report.html")
+    page = browse(tmp_path / "report.html")
+    curves, _, rest = page.partition('id="partition"')
+    assert curves.count('class="trace scatter') == 2 * 3  # a line and a band for each method
+    assert page.count('aria-pressed="true"') == 6  # y, x, three methods, one partition
+    radii = [float(r) for r in re.findall(r'class="point"[^>]*? d="M([\d.]+),0A', rest)]
+    counts = collect_figure_data(make_comparison_table(records).groups)["partitions"][0]["count"]
+    assert len(radii) == len(counts)
+    scale = max(radii) ** 2 / max(counts)
+    np.testing.assert_allclose(radii, np.sqrt(scale * np.array(counts)), atol=0.02)  # area, not width
+
+
+def test_no_two_marks_of_an_axis_say_the_same(tmp_path, browse):
+    """Of a short run whose accuracy hardly moves."""
+    folder = write_run(tmp_path / "run", rounds=3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for at, row in enumerate(rows):
+        row["accuracy"] = 0.1 + 0.001 * at
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report_page([read_run_record(folder)], tmp_path / "report.html")
+    curves = browse(tmp_path / "report.html").partition('id="curves"')[2].partition('id="partition"')[0]
+    assert re.findall(r'class="xtick"><text[^>]*>([^<]*)<', curves) == ["0", "1", "2", "3"]
+    marks = re.findall(r'class="ytick"><text[^>]*>([^<]*)<', curves)
+    assert len(marks) > 2
+    assert len(set(marks)) == len(marks)
+
+
+def test_a_browser_runs_nothing_that_came_from_a_file(evil, tmp_path, browse):
+    write_report_page([evil], tmp_path / "report.html")
+    page = browse(tmp_path / "report.html")
+    assert 'class="trace scatter' in page
+    assert "<img src=" not in page
+    assert re.search(r'class="ytick"><text[^>]*>&lt;b&gt;', page)  # a class's name, as it was given

@@ -1,0 +1,204 @@
+"""Clients that fail, lie or end their process: they are counted and named, and the rest goes on."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedloom
+from fedloom import Client, Layout, LocalSteps, LocalTrainer, Method, Options, register
+from fedloom.engines.multiprocess.engine import MultiprocessEngine
+from fedloom.methods.scaffold import ScaffoldClient, ScaffoldExtras, ScaffoldOptions
+from fedloom.runs.build import build_run
+from fedloom.runs.directory import RunDirectory
+from tests.support.small_runs import TINY, TINY_OPTIONS, Command, tiny
+
+FAULTY = (2, 3, 4, 5)
+
+
+class Faulty(Client[Options]):
+    """Clients 2 to 5 each do something else wrong."""
+
+    def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        return {"greeting": (3,)}
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
+        if bench.client == 2:
+            raise RuntimeError("the disk of this site\nis on fire")
+        if bench.client == 3:
+            bench.row[7] = float("nan")
+        if bench.client == 4:
+            bench.row[0] = float("-inf")
+        if bench.client == 5:
+            bench.uploads["greeting"] = torch.zeros(4)
+
+
+class Hopeless(Client[Options]):
+    """Nobody ever answers."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
+        raise ValueError(f"client {bench.client} is out of order")
+
+
+class Suicidal(Client[Options]):
+    """Client 3 takes its whole process with it."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
+        if bench.client == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Quitter(Client[Options]):
+    """Client 3 ends its process as if all were well."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
+        if bench.client == 3:
+            os._exit(0)
+
+
+class Raiser(Client[Options]):
+    """Client 3 fails in the ordinary way."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.step)
+        if bench.client == 3:
+            raise OSError("no")
+
+
+class Poisoned(ScaffoldClient):
+    """SCAFFOLD whose client 3 sends NaN in odd rounds, after having changed what it keeps at home."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield from super().train(bench)
+        if bench.client == 3 and bench.round % 2:
+            bench.home["c"].fill_(1e6)
+            bench.row[0] = float("nan")
+
+
+class Silent(ScaffoldClient):
+    """SCAFFOLD whose client 3 raises in odd rounds."""
+
+    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield from super().train(bench)
+        if bench.client == 3 and bench.round % 2:
+            raise OSError("no")
+
+
+LOCALS: dict[str, type[Client[Any]]] = {
+    "test-faulty": Faulty,
+    "test-hopeless": Hopeless,
+    "test-suicidal": Suicidal,
+    "test-quitter": Quitter,
+    "test-raiser": Raiser,
+}
+
+
+@pytest.fixture(autouse=True)
+def methods() -> None:
+    """The methods above; conftest.py forgets them after each test."""
+    for name, local in LOCALS.items():
+        register(Method(name=name, summary="", reference="", local=local))
+    for name, local in (("test-poisoned", Poisoned), ("test-silent", Silent)):
+        register(
+            Method(
+                name=name,
+                summary="",
+                reference="",
+                options=ScaffoldOptions,
+                local=local,
+                companion=ScaffoldExtras,
+            )
+        )
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_failing_and_lying_clients_are_counted_and_named(tmp_path: Path, engine: str) -> None:
+    run = tiny(tmp_path / engine, "test-faulty", engine=engine)
+    for record in run.history[1:]:
+        assert (record["clients"], record["lost"]) == (6, 4)
+        assert record["lost_clients"].keys() == set(map(str, FAULTY))
+        assert record["lost_clients"]["2"] == "RuntimeError: the disk of this site is on fire"
+        assert record["lost_clients"]["3"] == "refused: its model is not finite"
+        assert record["lost_clients"]["4"] == "refused: its model is not finite"
+        assert "greeting" in record["lost_clients"]["5"]
+        assert "(4,)" in record["lost_clients"]["5"]
+        assert "(3,)" in record["lost_clients"]["5"]
+        assert record["accuracy"] is not None
+        assert "note" not in record
+    assert run.summary["lost"] == 3 * 4
+    assert all(torch.isfinite(value).all() for value in run.model().state_dict().values())
+
+
+def test_the_rest_is_averaged_as_if_nobody_else_had_been_asked(tmp_path: Path) -> None:
+    """The survivors are clients 0 and 1: their mean by hand."""
+    run = tiny(tmp_path / "r", "test-faulty", rounds=1)
+    config = fedloom.config.make_config({k: v for k, v in TINY.items() if k != "report"} | {"engine": "plain"})
+    with build_run(config).engine_closed() as experiment:
+        server = experiment.rounds.parts.server
+        jobs = [job for job in server.dispatch(0, server.select(0)) if job.client not in FAULTY]
+        rows = [(u.row.double().clone(), u.samples) for u in experiment.engine.train(0, jobs)]
+        mean = sum(row * count for row, count in rows) / sum(count for _, count in rows)
+        expected = experiment.layout.state_dict(mean.float())
+    for name, value in run.model().state_dict().items():
+        assert torch.allclose(value, expected[name], rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_a_round_without_a_survivor_keeps_the_model(command: Command, tmp_path: Path, engine: str) -> None:
+    ended = command("run", "test-hopeless", *TINY_OPTIONS, "--engine", engine, "--out", "r")
+    assert ended.code == 0
+    assert ended.err.count("no client answered, so the model was kept as it was") == 3
+    assert "18 answers of clients" in ended.out
+    history = RunDirectory.open(tmp_path / "r").history()
+    assert len({record["loss"] for record in history}) == 1
+    assert all("note" in record and record["train_loss"] is None for record in history[1:])
+    untouched = tiny(tmp_path / "untouched", "fedavg", rounds=1, epochs=0)
+    assert RunDirectory.open(tmp_path / "r").summary()["digest"] == untouched.digest  # type: ignore[index]
+
+
+def test_too_few_survivors_end_the_run_with_a_sentence(command: Command) -> None:
+    ended = command("run", "test-faulty", *TINY_OPTIONS, "--min-clients", 3, "--quiet")
+    assert ended.code == 1
+    assert ended.err.startswith("fedloom: round 1: 2 of 6 clients answered, but min_clients is 3 (client ")
+    assert ended.err.count("\n") == 1
+    assert command("run", "test-faulty", *TINY_OPTIONS, "--min-clients", 2, "--quiet").code == 0
+
+
+@pytest.mark.parametrize(("method", "how"), [("test-suicidal", "signal 9"), ("test-quitter", "exit code 0")])
+def test_a_client_that_kills_its_process_is_given_up_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, how: str
+) -> None:
+    engines: list[MultiprocessEngine] = []
+    real = MultiprocessEngine.__init__
+    monkeypatch.setattr(MultiprocessEngine, "__init__", lambda self, *a: (engines.append(self), real(self, *a))[1])
+    run = tiny(tmp_path / "r", method, workers=2)
+    for record in run.history[1:]:
+        assert record["lost_clients"] == {"3": f"its worker died 3 times ({how})"}
+    assert engines[0].deaths == 3 * 3
+    assert run.digest == tiny(tmp_path / "s", "test-raiser", engine="plain").digest
+
+
+@pytest.mark.parametrize("engine", ["plain", "host"])
+def test_a_refused_update_does_not_change_what_its_client_keeps(tmp_path: Path, engine: str) -> None:
+    """What client 3 wrote into its home in a refused round is as if it had never been."""
+    settings = {"rounds": 5, "engine": engine}
+    poisoned = tiny(tmp_path / "a", "test-poisoned", **settings)
+    silent = tiny(tmp_path / "b", "test-silent", **settings)
+    assert poisoned.summary["lost"] == silent.summary["lost"] == 2
+    assert poisoned.digest == silent.digest != tiny(tmp_path / "c", "scaffold", **settings).digest
+
+
+def test_simulated_losses_are_the_same_each_time(command: Command) -> None:
+    words = ("run", "fedavg", *TINY_OPTIONS, "--lost", 0.5, "--json")
+    first, second = command(*words).result, command(*words).result
+    assert first["digest"] == second["digest"]
+    assert 0 < first["lost"] == second["lost"] < 18
+    assert first["bytes_up"] < first["bytes_down"]

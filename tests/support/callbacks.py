@@ -1,0 +1,35 @@
+"""Callbacks that note what they are shown."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.runs.callback import SilentCallback
+
+
+class Eye(SilentCallback):
+    """Notes what it is shown."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.plan: Any = None
+        self.rounds: list[int] = []
+        self.notes: list[str] = []
+        self.ended = False
+        self._stop_after = stop_after
+
+    def begin(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
+        self.plan = config
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        self.rounds.append(record["round"])
+        if record.get("note"):
+            self.notes.append(record["note"])
+
+    def wants_stop(self) -> bool:
+        return self._stop_after is not None and len(self.rounds) >= self._stop_after
+
+    def end(self) -> None:
+        self.ended = True

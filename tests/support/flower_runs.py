@@ -1,0 +1,19 @@
+"""A run with the Flower engine, over a network in memory, and with the plain one, which may lose the same answers."""
+
+from pathlib import Path
+from typing import Any
+
+from fedloom.config import Config, replace_config
+from fedloom.runs.execute import execute_run
+from fedloom.runs.result import RunResult
+from tests.support.fake_transport import FakeLink, make_sites, reach
+
+
+def play(config: Config, folder: Path, link: FakeLink | None = None) -> tuple[RunResult, FakeLink]:
+    link = link or FakeLink(make_sites(config, folder))
+    out = folder / "flower"
+    return execute_run(config, out=out, report=False, sites=reach(link, config, out)), link
+
+
+def plainly(config: Config, folder: Path, **more: Any) -> RunResult:
+    return execute_run(replace_config(config, engine="plain"), out=folder / "plain", report=False, **more)

@@ -1,0 +1,96 @@
+"""`train_client`: a client's draws are its own, and its results come to their places or are refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedloom.core.layout import model_digest
+from fedloom.data import FederatedDataset
+from fedloom.training.local_training import ClientStates, EngineContext, train_client
+from fedloom.training.trainer import LocalSteps, LocalTrainer
+from tests.support.trainers import make_bench, numbered, sgd
+
+
+def train(bench: LocalTrainer) -> Iterator[LocalSteps]:
+    yield LocalSteps(sgd)
+
+
+def client_row(round: int, client: int, before: int = 0, **options: Any) -> str:
+    """The digest of what `train_client` returns for a model with dropout, after `before` other draws and clients.
+
+    All samples are alike, so that the order of the batches makes no difference.
+    """
+    bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)), **options)
+    part = (torch.ones(12, 3), torch.zeros(12, dtype=torch.int64))
+    federation = FederatedDataset.from_arrays([part] * 4, classes=2)
+    shop = EngineContext(bench._shop, federation, train, ClientStates({}, torch.float32))
+    received = torch.linspace(-0.5, 0.5, bench.layout.size)
+    row = bench.layout.empty()
+    torch.rand(before + 1)
+    for other in [*range(before), client]:
+        train_client(bench, shop, round, other, row, received, {}, {}, {}, True)
+    return model_digest(row)
+
+
+def test_dropout_is_keyed_through_train_client() -> None:
+    first = client_row(1, 2)
+    assert client_row(1, 2, before=2) == first
+    assert client_row(1, 3) != first
+    assert client_row(2, 2) != first
+    assert client_row(1, 2, seed=1) != first
+
+
+def test_train_client_leaves_the_global_generator_alone() -> None:
+    bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
+    federation = FederatedDataset.from_arrays([(numbered(12).x, numbered(12).y)], classes=2)
+    shop = EngineContext(bench._shop, federation, train, ClientStates({}, torch.float32))
+    received = torch.linspace(-0.5, 0.5, bench.layout.size)
+    kept, row, before = received.clone(), bench.layout.empty(), torch.get_rng_state()
+    samples, loss, steps = train_client(bench, shop, 0, 0, row, received, {}, {}, {}, True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(received, kept), "the received model is not to be changed"
+    assert (samples, steps) == (12, 2)
+    assert np.isfinite(loss)
+
+
+def test_results_put_elsewhere_are_brought_to_their_place() -> None:
+    def replacing(bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(sgd)
+        bench.row = torch.full_like(bench.row, 3.0)
+        bench.home = {"h": torch.ones(2)}
+        bench.uploads["u"] = torch.full((1,), 5.0)
+
+    bench = make_bench()
+    federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
+    shop = EngineContext(bench._shop, federation, replacing, ClientStates({}, torch.float32))
+    row, home, uploads = bench.layout.empty(), {"h": torch.zeros(2)}, {"u": torch.zeros(1)}
+    kept_home, kept_upload = home["h"], uploads["u"]
+    train_client(bench, shop, 0, 0, row, torch.zeros(bench.layout.size), {}, home, uploads, True)
+    assert bool((row == 3).all())
+    assert kept_home.tolist() == [1, 1]
+    assert kept_upload.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "complaint"),
+    [
+        ("home", {"other": torch.zeros(2)}, r"home holds \['other'\], but \['h'\] was declared"),
+        ("home", {"h": torch.zeros(3)}, r"home\['h'\] has shape \(3,\), but \(2,\) was expected"),
+        ("row", torch.zeros(1), r"row has shape \(1,\)"),
+    ],
+)
+def test_results_of_another_shape_are_refused(group: str, value: Any, complaint: str) -> None:
+    def misplacing(bench: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(sgd)
+        setattr(bench, group, value)
+
+    bench = make_bench()
+    federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
+    shop = EngineContext(bench._shop, federation, misplacing, ClientStates({}, torch.float32))
+    start, home = torch.zeros(bench.layout.size), {"h": torch.zeros(2)}
+    with pytest.raises(ValueError, match=complaint):
+        train_client(bench, shop, 0, 0, bench.layout.empty(), start, {}, home, {}, True)
