@@ -18,13 +18,12 @@ import pytest
 import fedloom
 from fedloom.cli.main import main
 from fedloom.cli.output import _list_datasets, _list_methods, _list_models, _list_partitions
-from fedloom.config import EXECUTION_SETTINGS, Config
+from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
 from fedloom.data import registry as named_data
 from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
 from fedloom.methods import registry
 from fedloom.models import registry as networks
-from fedloom.runs.pretrain import PretrainConfig
 from fedloom.runs.resolve import resolve_method
 from fedloom.testing import check_method
 

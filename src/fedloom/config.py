@@ -1,8 +1,9 @@
-"""What a run is: every setting that a person may give, with its default and its help text, in one place.
+"""What a run or a pretraining is: every setting that a person may give, with its default and its help text.
 
-How a client trains: the options of ordinary local training.
+Loads no torch, so that the command's help and the door of a site are quick.
 """
 
+import math
 import re
 import shlex
 import tomllib
@@ -15,7 +16,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
-from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
 from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, settings_to_toml, validate_settings
 
 
@@ -56,12 +56,6 @@ class TrainingConfig(Settings):
         if self.keep_optimizer and self.optimizer == "sgd" and not self.momentum:
             raise ValueError("keep_optimizer needs something to keep: optimizer adam, or a momentum above 0, not 0.0.")
         return self
-
-    def make_optimizer(self) -> StatefulOptimizer:
-        """A new optimiser as these options ask for."""
-        if self.optimizer == "adam":
-            return Adam(weight_decay=self.weight_decay)
-        return SGD(self.momentum, self.nesterov, self.weight_decay)
 
     def lr_at(self, round: int) -> float:
         """The learning rate in round `round` (from 0)."""
@@ -373,3 +367,106 @@ def parse_config_overrides(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
 def replace_config(config: Config, **values: Any) -> Config:
     """A config with some values changed, validated again."""
     return make_config({**config.model_dump(), **values})
+
+
+class PretrainConfig(Settings):
+    """What a pretraining is. Its fields are the options of `fedloom pretrain`."""
+
+    data: str
+    """the data set (`fedloom list datasets`)"""
+    model: str = "mlp"
+    """the network (`fedloom list models`)"""
+    classes: str | None = None
+    """train on these classes only, such as 0-4 or 0,2,7; by default all"""
+    normalize: str = "default"
+    """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
+    epochs: int = Field(10, ge=1, le=MAX_COUNT)
+    """passes over the training samples"""
+    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
+    """samples in a batch"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """sgd or adam"""
+    lr: float = Field(0.05, ge=0)
+    """learning rate"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """the learning rate over the epochs: falling to nearly 0 along a cosine, or constant"""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """momentum of sgd"""
+    nesterov: bool = False
+    """Nesterov's form of momentum"""
+    weight_decay: float = Field(0.0, ge=0)
+    """weight decay, added to the gradient"""
+    clip: float | None = Field(None, gt=0)
+    """largest norm of a gradient; longer ones are scaled down"""
+    augment: str = "none"
+    """random changes of training images: none, flip, crop, crop+flip"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """seed of every random draw"""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
+    threads: int = Field(1, ge=0, le=MAX_CONCURRENCY)
+    """threads on the CPU; 0: one for each core. The number changes the last bits of the result"""
+    channels_last: bool = True
+    """keep images and convolution weights in channels-last order, which is faster on CPUs"""
+    checkpoint_seconds: float = Field(30.0, ge=0)
+    """seconds between two checkpoints, more if writing them takes long; 0: one after every epoch"""
+
+    @field_validator("data")
+    @classmethod
+    def _absolute_data(cls, spec: str) -> str:
+        return absolute_data_path(spec)
+
+    @field_validator("device")
+    @classmethod
+    def _found(cls, device: str) -> str:
+        return select_auto_device(device)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "PretrainConfig":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0, not 0.0.")
+        return self
+
+    @property
+    def method(self) -> str:
+        """What a display calls this work."""
+        return f"pretraining {self.model}"
+
+    @property
+    def rounds(self) -> int:
+        return self.epochs
+
+    def training(self) -> TrainingConfig:
+        """The same in the words of a client's training, one epoch a round."""
+        shared = set(TrainingConfig.model_fields) & set(PretrainConfig.model_fields) - {"epochs"}
+        values = {name: getattr(self, name) for name in sorted(shared)}
+        return _Course(**values, epochs=1, length=self.epochs, cosine=self.schedule == "cosine")
+
+    def stated(self) -> dict[str, Any]:
+        """The settings that the result depends on."""
+        return self.model_dump(mode="json", exclude={"checkpoint_seconds"})
+
+    def command(self, file: str) -> str:
+        """The command that makes the same file again: everything that is not a default."""
+        words = ["fedloom", "pretrain", self.data, "--out", file]
+        for name, field in PretrainConfig.model_fields.items():
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if name in ("data", "checkpoint_seconds") or value == field.default:
+                continue
+            words += (
+                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            )
+        return shlex.join(words)
+
+
+class _Course(TrainingConfig):
+    """A training whose rounds are the epochs of one course."""
+
+    length: int
+    """epochs of the course"""
+    cosine: bool
+    """whether the rate falls along a cosine"""
+
+    def lr_at(self, round: int) -> float:
+        return self.lr * (1 + math.cos(math.pi * round / self.length)) / 2 if self.cosine else self.lr

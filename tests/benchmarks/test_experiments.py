@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom.config import make_config, replace_config
+from fedloom.config import PretrainConfig, make_config, replace_config
 from fedloom.methods import compose
-from fedloom.runs.pretrain import PretrainConfig
 from fedloom.utils.settings import validate_settings
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.config import Config
+from fedloom.config import Config, PretrainConfig
 from fedloom.core.layout import Layout, model_digest
 from fedloom.runs.build import build_run
 from fedloom.runs.directory import RunDirectory
-from fedloom.runs.pretrain import PretrainConfig
 from fedloom.utils.storage import read_safetensors
 
 Command = Callable[..., Any]

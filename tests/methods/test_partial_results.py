@@ -13,11 +13,11 @@ import torch
 import fedloom
 from fedloom.config import make_config
 from fedloom.errors import RunStopped
-from fedloom.runs import checkpoints
 from fedloom.runs.build import build_run
 from fedloom.runs.callback import SilentCallback
-from fedloom.runs.checkpoints import Drafts
 from fedloom.runs.directory import RunDirectory
+from fedloom.utils import partial_results
+from fedloom.utils.partial_results import PartialResults
 from fedloom.utils.storage import write_json
 from tests.support.small_dynafed import convolutions, images, refiner_of
 
@@ -51,8 +51,8 @@ def die() -> None:
     raise Killed
 
 
-def kept_in(folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> Drafts:
-    place = Drafts()
+def kept_in(folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> PartialResults:
+    place = PartialResults()
     place.keep_in(folder, seconds, wants_stop, how_to_go_on)
     return place
 
@@ -64,7 +64,7 @@ def settings(**more: Any) -> dict[str, Any]:
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is kept, and nobody waits for the end of a round."""
-    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
+    monkeypatch.setattr(partial_results, "PATIENCE", 0.0)
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -138,7 +138,7 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     assert run.digest == whole.digest
 
 
-class Noting(Drafts):
+class Noting(PartialResults):
     """Keeps nothing, and notes under what."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
 
 def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = 0.0, list[int]()
-    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.utils.partial_results.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 10.0, lambda: False, "")
 
     def give(step: int) -> Mapping[str, Any]:
@@ -208,18 +208,18 @@ def test_they_are_never_kept_more_often_than_every_few_seconds(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, kept = 0.0, list[float]()
-    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.utils.partial_results.time.monotonic", lambda: now)
     place = kept_in(tmp_path, seconds, lambda: False, "")
     for tenth in range(1000):
         now = tenth / 10
         place.offer("work", tenth, lambda now=now: kept.append(now) or {})
-    assert kept[0] == pytest.approx(max(seconds, checkpoints.PATIENCE))
-    assert all(b - a >= checkpoints.PATIENCE for a, b in pairwise(kept))
+    assert kept[0] == pytest.approx(max(seconds, partial_results.PATIENCE))
+    assert all(b - a >= partial_results.PATIENCE for a, b in pairwise(kept))
 
 
 def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, kept = 0.0, list[float]()
-    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.utils.partial_results.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 10.0, lambda: False, "")
 
     def slow() -> Mapping[str, Any]:
@@ -230,7 +230,7 @@ def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monke
         nonlocal now
         now += 4.0
 
-    monkeypatch.setattr("fedloom.runs.checkpoints.write_json", slowly)
+    monkeypatch.setattr("fedloom.utils.partial_results.write_json", slowly)
     for second in range(500):
         now = max(now, float(second))
         place.offer("work", second, slow)
@@ -241,14 +241,14 @@ def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monke
 def test_a_run_keeps_drafts_as_often_as_checkpoints(
     seconds: float, drafts_made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
+    monkeypatch.setattr(partial_results, "PATIENCE", 0.0)
     made: list[Path] = []
 
     def noted(path: Path, value: Any) -> None:
         made.append(path)
         write_json(path, value)
 
-    monkeypatch.setattr("fedloom.runs.checkpoints.write_json", noted)
+    monkeypatch.setattr("fedloom.utils.partial_results.write_json", noted)
     fedloom.run("dynafed", out=tmp_path / "run", **{**settings(), "checkpoint_seconds": seconds})
     assert [path.parent.name for path in made if path.parent.name != "checkpoints"] == ["draft"] * drafts_made
 
@@ -257,7 +257,7 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run is not played again, so that nobody would take it away."""
-    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
+    monkeypatch.setattr(partial_results, "PATIENCE", 0.0)
     write = RunDirectory.write_summary
 
     def dies(self: RunDirectory, summary: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
 
 def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.utils.partial_results.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 1e9, lambda: now >= 107, "go on")
     for each in (100.0, 106.9, 107.0, 111.9):
         now = each
@@ -288,7 +288,7 @@ def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, mo
 def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is longer than anybody's patience was under way when it was asked for; another would follow it."""
     now = 0.0
-    monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedloom.utils.partial_results.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 1e9, lambda: now > 100, "go on")
     place.offer("long", 1, lambda: {"n": 1})
     now = 180.0
@@ -299,7 +299,7 @@ def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, m
 
 
 def test_without_a_folder_nothing_is_kept_or_asked_for() -> None:
-    nowhere = Drafts()
+    nowhere = PartialResults()
     nowhere.offer("work", 1, die)
     assert nowhere.find("work") is None
     nowhere.clear()
@@ -309,8 +309,8 @@ def test_without_a_folder_nothing_is_kept_or_asked_for() -> None:
 @pytest.mark.parametrize(
     ("dies", "found"),
     [
-        ("fedloom.runs.checkpoints.write_safetensors", 1),
-        ("fedloom.runs.checkpoints.write_json", 1),
+        ("fedloom.utils.partial_results.write_safetensors", 1),
+        ("fedloom.utils.partial_results.write_json", 1),
         ("pathlib.Path.unlink", 2),
     ],
 )
@@ -336,7 +336,7 @@ def test_a_draft_whose_writing_is_cut_off_does_not_cost_the_one_before(
 def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
+    monkeypatch.setattr(partial_results, "PATIENCE", 0.0)
     monkeypatch.setattr("fedloom.engines.base.Engine.saves_every_round", True)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(RunStopped, match="stopped after round 2"):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import InputError
-from fedloom.report import RunRecord, format_bytes, format_seconds, make_comparison_table, read_run_record
-from fedloom.utils.formatting import format_list, format_signed
+from fedloom.report import RunRecord, make_comparison_table, read_run_record
+from fedloom.utils.formatting import format_bytes, format_list, format_seconds, format_signed
 from tests.support.fake_runs import write_run, write_runs
 
 

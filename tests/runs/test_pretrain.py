@@ -18,12 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedloom
+from fedloom.config import PretrainConfig
 from fedloom.core.rng import RngStreams
 from fedloom.data import load_dataset, select_classes
 from fedloom.errors import FedloomError, InputError
 from fedloom.models import build_model
 from fedloom.runs.callback import SilentCallback
-from fedloom.runs.pretrain import PretrainConfig
 from fedloom.utils.storage import write_json
 
 Command = Callable[..., Any]

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.config import TrainingConfig
-from fedloom.training.optimizers import MOST_PIECES, SGD, Adam, Optimizer, clip_gradient_, split_row_for_foreach
+from fedloom.training.optimizers import (
+    MOST_PIECES,
+    SGD,
+    Adam,
+    Optimizer,
+    clip_gradient_,
+    make_optimizer,
+    split_row_for_foreach,
+)
 
 SIZES = [1, 7, 64, 1003]
 
@@ -111,13 +119,13 @@ def test_state_is_the_optimisers_own(make: Callable[[], Optimizer]) -> None:
 
 
 def test_training_makes_the_optimizer_it_names() -> None:
-    adam = TrainingConfig(optimizer="adam", weight_decay=0.2).make_optimizer()
+    adam = make_optimizer(TrainingConfig(optimizer="adam", weight_decay=0.2))
     assert isinstance(adam, Adam)
     assert adam.weight_decay == 0.2
-    sgd = TrainingConfig(momentum=0.9, nesterov=True, weight_decay=0.1).make_optimizer()
+    sgd = make_optimizer(TrainingConfig(momentum=0.9, nesterov=True, weight_decay=0.1))
     assert isinstance(sgd, SGD)
     assert (sgd.momentum, sgd.nesterov, sgd.weight_decay) == (0.9, True, 0.1)
-    assert TrainingConfig().make_optimizer() is not TrainingConfig().make_optimizer()
+    assert make_optimizer(TrainingConfig()) is not make_optimizer(TrainingConfig())
 
 
 def test_learning_rate_decays_by_the_round() -> None:

@@ -16,9 +16,8 @@ from fedloom.cli.flower import flower
 from fedloom.cli.options import PRETRAINING, add_cli_options
 from fedloom.cli.output import print_effects, print_methods, print_run_summary, print_table
 from fedloom.cli.partition import partition
-from fedloom.config import EXECUTION_SETTINGS, make_config, parse_config_overrides
+from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, make_config, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
-from fedloom.runs.pretrain import PretrainConfig
 from fedloom.utils.formatting import format_percent
 
 # typer carries its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from fedloom.utils.formatting import format_percent
+from fedloom.utils.formatting import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:  # `fedloom --help` need not wait for numpy
     from fedloom.report import GridEffects
@@ -101,8 +101,6 @@ LISTINGS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 def print_run_summary(finished: Any, as_json: bool) -> None:
     """Print the summary of a run, for people or as one line of JSON."""
-    from fedloom.report import format_bytes, format_seconds
-
     if as_json:
         print(json.dumps(finished.summary))
         return

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from fedloom.report import format_bytes, format_seconds
 from fedloom.runs.callback import RunDescription
-from fedloom.utils.formatting import format_plural
+from fedloom.utils.formatting import format_bytes, format_plural, format_seconds
 
 PAUSE = 5.0
 """Seconds between two lines where there is no terminal."""

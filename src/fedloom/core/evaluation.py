@@ -1,11 +1,10 @@
 """How a model does on samples: sums that can be added up, wherever the pieces were scored."""
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fedloom.data import Samples
 
 EVALUATION_BATCH_SIZE = 500
 """Samples scored at once, or used at once to estimate statistics. Fixed: the rounding of a sum depends on it."""
@@ -46,6 +45,6 @@ class EvaluationResult:
         return float(held @ (self.hits / np.maximum(self.seen, 1)) / held.sum()) if held.sum() else None
 
 
-def evaluation_slices(test: Samples) -> list[slice]:
+def evaluation_slices(examples: Sized) -> list[slice]:
     """How a test set is cut, always alike: engines may score the pieces anywhere and add them up in this order."""
-    return [slice(low, low + EVALUATION_BATCH_SIZE) for low in range(0, len(test), EVALUATION_BATCH_SIZE)]
+    return [slice(low, low + EVALUATION_BATCH_SIZE) for low in range(0, len(examples), EVALUATION_BATCH_SIZE)]

@@ -1,8 +1,11 @@
-"""Which devices a run computes on, and which engine runs its clients there."""
+"""Which devices a run computes on, by name. torch is loaded where it is asked for a device, not before."""
 
-import torch
+from typing import TYPE_CHECKING
 
 from fedloom.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def select_auto_device(name: str, engine: str = "auto") -> str:
@@ -10,7 +13,7 @@ def select_auto_device(name: str, engine: str = "auto") -> str:
     if name != "auto":
         return name
     if engine == "auto":
-        import torch  # not before it is needed: it takes seconds
+        import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if engine == "cuda" else "cpu"
@@ -21,12 +24,12 @@ def selects_only_gpus(device: str) -> bool:
     return all(name.strip().partition(":")[0] == "cuda" for name in device.split(","))
 
 
-def select_device(name: str) -> torch.device:
+def select_device(name: str) -> "torch.device":
     """The device called `name`, found to be usable; of several the first, where the server is."""
     return select_devices(name)[0]
 
 
-def select_devices(names: str) -> tuple[torch.device, ...]:
+def select_devices(names: str) -> "tuple[torch.device, ...]":
     """The devices that `names` lists, separated by commas, found to be usable."""
     found = tuple(_usable_device(name.strip()) for name in names.split(","))
     if len(found) > 1 and (any(device.index is None for device in found) or len(set(found)) < len(found)):
@@ -34,7 +37,9 @@ def select_devices(names: str) -> tuple[torch.device, ...]:
     return found
 
 
-def _usable_device(name: str) -> torch.device:
+def _usable_device(name: str) -> "torch.device":
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -26,10 +26,10 @@ from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
 from fedloom.data import InputTransform, Samples
-from fedloom.runs.checkpoints import Drafts
 from fedloom.training.batches import Batch
 from fedloom.training.context import Criterion
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from fedloom.utils.partial_results import PartialResults
 from fedloom.utils.settings import Settings
 
 
@@ -82,7 +82,7 @@ class MethodContext:
     """Makes network input of stored samples, such as `server_data.x`."""
     progress: Progress = ignore_progress
     """For work of a part that takes much longer than a round usually does; costs nothing to call often."""
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: PartialResults = field(default_factory=PartialResults)
     """Where such work keeps how far it has come."""
 
     def bank(self, count: int) -> Bank:

@@ -4,7 +4,6 @@ from fedloom.report.comparison_table import ComparisonTable, make_comparison_tab
 from fedloom.report.effects import EffectGrid, GridEffects, analyze_effects, read_effect_grid
 from fedloom.report.page import write_report_page
 from fedloom.report.records import RunRecord, read_run_record
-from fedloom.utils.formatting import format_bytes, format_seconds
 
 __all__ = [
     "ComparisonTable",
@@ -12,8 +11,6 @@ __all__ = [
     "GridEffects",
     "RunRecord",
     "analyze_effects",
-    "format_bytes",
-    "format_seconds",
     "make_comparison_table",
     "read_effect_grid",
     "read_run_record",

@@ -38,6 +38,7 @@ from fedloom.runs.resolve import UserObjects, add_server_data, record_partition_
 from fedloom.runs.round import RoundRunner
 from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, TrainingContext
 from fedloom.training.local_training import ClientStates, EngineContext, Train
+from fedloom.training.optimizers import make_optimizer
 
 
 @dataclass
@@ -62,7 +63,7 @@ class _RunSetup:
         stays = local.stays_home(layout)
         homes = local.home(layout)
         if config.keep_optimizer:
-            shapes = config.make_optimizer().remembers(layout.trainable)
+            shapes = make_optimizer(config).remembers(layout.trainable)
             homes = {**homes, **{f"{OPTIMIZER_PREFIX}{name}": shape for name, shape in shapes.items()}}
         if stays:
             homes = {**homes, PERSONAL_KEY: (sum(columns.stop - columns.start for columns in stays),)}

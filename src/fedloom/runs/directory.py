@@ -3,7 +3,7 @@
 config.toml       what the run is, complete, and what it was made with
 metrics.jsonl     one record a round, appended as it happens
 checkpoints/      the last ones (see checkpoints.py)
-draft/            long work of the server, half done (see drafts.py), until the run has finished
+draft/            long work of the server, half done (see utils/partial_results.py), until the run has finished
 partition.json    who holds how many samples of which class
 initial.json      what a run with --init took from its file, and
 initial.safetensors the start that came of it

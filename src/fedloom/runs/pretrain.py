@@ -6,29 +6,26 @@ does a pretraining that was killed and went on.
 """
 
 import json
-import math
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from fedloom import data as datasets
 from fedloom._version import __version__
-from fedloom.config import TrainingConfig, absolute_data_path
+from fedloom.config import PretrainConfig
 from fedloom.core.layout import Layout, model_digest
 from fedloom.core.rng import RngStreams
 from fedloom.core.tasks import ClientFailure, ClientTask
 from fedloom.data import Dataset, PartitionedDataset
 from fedloom.devices.precision import choose_cudnn_heuristic, set_precision
-from fedloom.devices.selection import select_auto_device, select_device
+from fedloom.devices.selection import select_device
 from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.models.initial_weights import initial_weights_sha256, read_initial_weights
@@ -40,116 +37,13 @@ from fedloom.runs.out_of_memory import explain_out_of_memory
 from fedloom.training.batches import Batch
 from fedloom.training.context import TrainingContext
 from fedloom.training.local_training import ClientStates, EngineContext
-from fedloom.training.optimizers import Optimizer
+from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
-from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, validate_settings
+from fedloom.utils.settings import validate_settings
 from fedloom.utils.storage import Rhythm, write_safetensors
 from fedloom.utils.system import available_cpu_count
 
 NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
-
-
-class PretrainConfig(Settings):
-    """What a pretraining is. Its fields are the options of `fedloom pretrain`."""
-
-    data: str
-    """the data set (`fedloom list datasets`)"""
-    model: str = "mlp"
-    """the network (`fedloom list models`)"""
-    classes: str | None = None
-    """train on these classes only, such as 0-4 or 0,2,7; by default all"""
-    normalize: str = "default"
-    """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
-    epochs: int = Field(10, ge=1, le=MAX_COUNT)
-    """passes over the training samples"""
-    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
-    """samples in a batch"""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """sgd or adam"""
-    lr: float = Field(0.05, ge=0)
-    """learning rate"""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """the learning rate over the epochs: falling to nearly 0 along a cosine, or constant"""
-    momentum: float = Field(0.9, ge=0, lt=1)
-    """momentum of sgd"""
-    nesterov: bool = False
-    """Nesterov's form of momentum"""
-    weight_decay: float = Field(0.0, ge=0)
-    """weight decay, added to the gradient"""
-    clip: float | None = Field(None, gt=0)
-    """largest norm of a gradient; longer ones are scaled down"""
-    augment: str = "none"
-    """random changes of training images: none, flip, crop, crop+flip"""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """seed of every random draw"""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
-    threads: int = Field(1, ge=0, le=MAX_CONCURRENCY)
-    """threads on the CPU; 0: one for each core. The number changes the last bits of the result"""
-    channels_last: bool = True
-    """keep images and convolution weights in channels-last order, which is faster on CPUs"""
-    checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints, more if writing them takes long; 0: one after every epoch"""
-
-    @field_validator("data")
-    @classmethod
-    def _absolute_data(cls, spec: str) -> str:
-        return absolute_data_path(spec)
-
-    @field_validator("device")
-    @classmethod
-    def _found(cls, device: str) -> str:
-        return select_auto_device(device)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "PretrainConfig":
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0, not 0.0.")
-        return self
-
-    @property
-    def method(self) -> str:
-        """What a display calls this work."""
-        return f"pretraining {self.model}"
-
-    @property
-    def rounds(self) -> int:
-        return self.epochs
-
-    def training(self) -> TrainingConfig:
-        """The same in the words of a client's training, one epoch a round."""
-        shared = set(TrainingConfig.model_fields) & set(PretrainConfig.model_fields) - {"epochs"}
-        values = {name: getattr(self, name) for name in sorted(shared)}
-        return _Course(**values, epochs=1, length=self.epochs, cosine=self.schedule == "cosine")
-
-    def stated(self) -> dict[str, Any]:
-        """The settings that the result depends on."""
-        return self.model_dump(mode="json", exclude={"checkpoint_seconds"})
-
-    def command(self, file: str) -> str:
-        """The command that makes the same file again: everything that is not a default."""
-        words = ["fedloom", "pretrain", self.data, "--out", file]
-        for name, field in PretrainConfig.model_fields.items():
-            value, flag = getattr(self, name), name.replace("_", "-")
-            if name in ("data", "checkpoint_seconds") or value == field.default:
-                continue
-            words += (
-                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-            )
-        return shlex.join(words)
-
-
-class _Course(TrainingConfig):
-    """A training whose rounds are the epochs of one course."""
-
-    length: int
-    """epochs of the course"""
-    cosine: bool
-    """whether the rate falls along a cosine"""
-
-    def lr_at(self, round: int) -> float:
-        return self.lr * (1 + math.cos(math.pi * round / self.length)) / 2 if self.cosine else self.lr
 
 
 @dataclass(frozen=True)
@@ -275,7 +169,7 @@ class _Pretrainer:
         )
         check_forward_pass(workshop, federation)
         self.row = self.layout.read(self.module, device)
-        self.optimizer: Optimizer = training.make_optimizer()
+        self.optimizer: Optimizer = make_optimizer(training)
         self.homes = ClientStates({}, self.layout.dtype)
         self.history: list[dict[str, Any]] = []
         self.engine = SequentialEngine(EngineContext(workshop, federation, self._epoch, self.homes), device)

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedloom.config import TrainingConfig
+
 MOST_PIECES = {2: 64, 3: 48, 4: 36}
 """Tensors that torch's fused optimisers take in one kernel, by how many lists of them there are."""
 
@@ -156,6 +158,13 @@ class Adam:
             weights.sub_((self.mean / denominator).mul_(lr / correction))
         else:
             weights.addcdiv_(self.mean, denominator, value=-lr / correction)
+
+
+def make_optimizer(config: TrainingConfig) -> StatefulOptimizer:
+    """A new optimiser as these settings ask for."""
+    if config.optimizer == "adam":
+        return Adam(weight_decay=config.weight_decay)
+    return SGD(config.momentum, config.nesterov, config.weight_decay)
 
 
 def _taken(place: Tensor | None, value: Tensor) -> Tensor:

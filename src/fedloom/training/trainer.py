@@ -25,7 +25,7 @@ from fedloom.training.batches import Batch, BatchSlice, EpochBatches, Positions
 from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, Criterion, Step, TrainingContext
 from fedloom.training.mixed_precision import apply_mixed_precision
 from fedloom.training.module_buffers import ModuleBuffers
-from fedloom.training.optimizers import Optimizer, StatefulOptimizer, clip_gradient_
+from fedloom.training.optimizers import Optimizer, StatefulOptimizer, clip_gradient_, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class LocalTrainer:
             self._steady.recall({name: self.home[f"{OPTIMIZER_PREFIX}{name}"] for name in self._remembered()})
 
     def _remembered(self) -> set[str]:
-        return set(self._shop.training.make_optimizer().remembers(0))
+        return set(make_optimizer(self._shop.training).remembers(0))
 
     @property
     def samples(self) -> int:
@@ -212,7 +212,7 @@ class LocalTrainer:
 
     def new_optimizer(self) -> None:
         """Forget momentum and moments."""
-        made = self.training.make_optimizer()
+        made = make_optimizer(self.training)
         if self.device.type != "cpu":
             made.settle(self.weights)  # as steps that are recorded need it: all engines on a GPU round alike
         self.optimizer = self._steady = made

@@ -36,7 +36,7 @@ from fedloom.engines.cuda.graph_key import (
 )
 from fedloom.training.batches import Positions
 from fedloom.training.context import Step, TrainingContext
-from fedloom.training.optimizers import SGD, StatefulOptimizer
+from fedloom.training.optimizers import SGD, StatefulOptimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
@@ -237,7 +237,7 @@ class CudaSlot(LocalTrainer):
         t = self.training
         key = (t.optimizer, t.momentum, t.nesterov, t.weight_decay)
         self.optimizer = self._steady = _NONE
-        before, made = self._optimizers.pop(key, None), t.make_optimizer()
+        before, made = self._optimizers.pop(key, None), make_optimizer(t)
         if before is not None and before.optimizer() is None:
             vars(made).update(before.state)
             made.reset()
