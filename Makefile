@@ -52,10 +52,11 @@ golden-cuda: setup  ## store anew what runs of the CUDA engine on fake graphs co
 fuzz: setup  ## the property tests again with inputs drawn anew; `make fuzz TESTS=tests/data` for some
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -n auto -p no:cacheprovider $(TESTS)
 
-check: setup  ## format, lint, types
+check: setup  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --quiet
 
 format: setup
 	$(BIN)/ruff format .

@@ -42,7 +42,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
         made.append(CudaEngine(shop, "cpu", config.slots))
         return made[-1]
 
-    monkeypatch.setattr("fedloom.runs.build.make_engine", make)
+    monkeypatch.setattr("fedloom.runs.build.create_engine", make)
     return made
 
 

@@ -24,7 +24,7 @@ from fedloom.data.cache import Progress
 from fedloom.devices.precision import choose_cudnn_heuristic, prefers_channels_last, set_precision
 from fedloom.devices.selection import select_device
 from fedloom.engines.base import Engine, RemoteEngineFactory
-from fedloom.engines.registry import choose_engine, make_engine
+from fedloom.engines.registry import choose_engine, create_engine
 from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import InputError
 from fedloom.methods import MethodContext
@@ -293,7 +293,7 @@ def build_run(
         ground.privacy.account.epsilon(config.rounds)  # says now if it cannot be kept
     personal = parts.local.personal if parts.personalised(ground.layout) else None
     shop = ground.shop(parts.local, personal)
-    engine = sites.engine(shop) if sites is not None else make_engine(chosen, shop, config)
+    engine = sites.engine(shop) if sites is not None else create_engine(chosen, shop, config)
     rounds = RoundRunner(config, ground.context, parts, engine, ground.federation.label_counts(), ground.privacy)
     return BuiltRun(
         config,

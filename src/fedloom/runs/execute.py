@@ -19,6 +19,7 @@ from fedloom.core.layout import model_digest
 from fedloom.data import FederatedDataset
 from fedloom.devices.selection import selects_only_gpus
 from fedloom.engines.base import RemoteEngineFactory
+from fedloom.engines.registry import find_launcher
 from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.runs.build import BuiltRun, build_run
@@ -316,12 +317,11 @@ def _reaching(
     sites: RemoteEngineFactory | None, config: Config, own: UserObjects, path: Path
 ) -> Iterator[RemoteEngineFactory | None]:
     """The sites of a run whose clients are elsewhere; where nobody brings any, they are started on this machine."""
-    if sites is not None or config.engine != "flower":
+    launcher = find_launcher(config.engine) if sites is None else None
+    if launcher is None:
         yield sites
         return
-    from fedloom.flower.local_deployment import start_local_deployment
-
-    with start_local_deployment(config, own, path) as started:
+    with launcher(config, own, path) as started:
         yield started
 
 
