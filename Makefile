@@ -56,7 +56,7 @@ check: setup  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo --quiet
+	$(BIN)/lint-imports --no-logo
 
 format: setup
 	$(BIN)/ruff format .

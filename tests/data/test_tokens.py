@@ -135,7 +135,7 @@ def test_the_cuda_engine_takes_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path:
         def make(shop: object, *_: object) -> object:
             return engine(shop, "cpu")
 
-        monkeypatch.setattr("fedloom.engines.registry.SequentialEngine", make)
+        monkeypatch.setattr("fedloom.engines.sequential.SequentialEngine", make)
         monkeypatch.setattr("fedloom.runs.build.choose_engine", lambda *_: SequentialEngine)
         settings = {"rounds": 2, "epochs": 1, "lr": 0.5, "batch_size": 8, "report": False}
         out = tmp_path / engine.__name__

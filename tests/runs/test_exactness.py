@@ -111,7 +111,7 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
 
     real_wait = engine.wait
     monkeypatch.setattr(engine, "wait", deadly_wait)
-    monkeypatch.setattr("fedloom.engines.registry.MultiprocessEngine", Watched)
+    monkeypatch.setattr("fedloom.engines.multiprocess.engine.MultiprocessEngine", Watched)
     run = tiny(tmp_path / "b", method, **settings)
     # One that was killed just after its reply is found dead when it gets its next order, or never.
     assert 3 < engines[0].deaths <= sum(kills.values())

@@ -366,6 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         words = None if arguments is None else list(arguments)
         code = app(args=words, prog_name="fedloom", standalone_mode=False)
+        if code == 130:  # typer turns Ctrl-C into this code, without a word
+            _complain("interrupted")
         sys.exit(code if isinstance(code, int) else 0)
     except ClickException as error:
         message = error.format_message()

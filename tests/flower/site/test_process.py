@@ -138,7 +138,7 @@ def test_a_question_that_kills_the_process_is_given_up(tmp_path: Path, node: "su
 
 def test_the_process_of_a_message_imports_no_torch() -> None:
     code = (
-        "import sys; import fedloom.flower.site.client_app; import fedloom.flower.site.socket"
+        "import sys; import fedloom.flower.site.client_app; import fedloom.flower.site.socket; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
