@@ -45,7 +45,7 @@ def main(rounds: int = 100) -> fedloom.ComparisonResult:
         model=make_network,
         loss=robust,
         rounds=rounds,
-        per_round=6,
+        clients_per_round=6,
         lr=0.3,
         epochs=5,
     )

@@ -1,10 +1,10 @@
-"""Two methods of one's own in one file: a client's part and a server's part.
+"""Two methods of your own in one file: one defines a client, the other a server.
 
     fedloom run my-noise --import examples/own_method.py
     fedloom run my-momentum --import examples/own_method.py --set my-momentum.beta=0.5
     fedloom compare fedavg my-momentum+my-noise --import examples/own_method.py
 
-docs/write-a-method.md explains every line.
+docs/write-a-method.md explains them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,48 +26,50 @@ from fedloom import (
     register,
 )
 
-# A client's part: Gaussian noise on every gradient
+# A client: add Gaussian noise to every gradient
 
 
 class NoiseOptions(Options):
     scale: float = Field(0.01, ge=0)
-    """standard deviation of the noise on a gradient; 0 is FedAvg"""
+    """standard deviation of the noise added to each gradient; 0 is FedAvg"""
 
 
-class NoiseLocal(Client[NoiseOptions]):
-    """Ordinary training; each gradient gets noise from a stream that belongs to this round, client and step."""
+class NoiseClient(Client[NoiseOptions]):
+    """Train as FedAvg does, with noise on each gradient. Round, client and step are the key of the noise."""
 
-    def correct(self, bench: LocalTrainer) -> None:
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
         if scale := self.options.scale:
-            draw = self.context.streams.pytorch(f"my-noise {bench.steps}", bench.round, bench.client, bench.device)
-            g = bench.gradient
+            draw = self.context.rng_streams.pytorch(
+                f"my-noise {trainer.steps}", trainer.round, trainer.client_id, trainer.device
+            )
+            g = trainer.gradient
             g.add_(torch.randn(g.shape, generator=draw, dtype=g.dtype, device=g.device), alpha=scale)
 
 
 register(
     Method(
         name="my-noise",
-        summary="noise on every gradient of the clients",
+        summary="add Gaussian noise to every gradient of the clients",
         reference="examples/own_method.py",
         options=NoiseOptions,
-        local=NoiseLocal,
-        neutral={"scale": 0.0},
-        models_sent="2K",
+        client=NoiseClient,
+        neutral={"scale": 0.0},  # with this option it equals FedAvg
+        models_sent="2K",  # K models down and K up, for K clients per round
     )
 )
 
-# A server's part: FedAvgM, the server moves with momentum (Hsu, Qi and Brown, arXiv:1909.06335)
+# A server: FedAvgM, momentum on the server (Hsu, Qi and Brown, arXiv:1909.06335)
 
 
 class MomentumOptions(Options):
     beta: float = Field(0.9, ge=0, lt=1)
-    """momentum of the server; 0 is FedAvg"""
+    """momentum on the server; 0 is FedAvg"""
 
 
 class MomentumServer(Server[MomentumOptions]):
-    """One model; the way from it to the mean of the clients is a gradient, and the server keeps a velocity."""
+    """Treat the step from the old model to the mean of the client models as a gradient, and apply momentum to it."""
 
-    kept = ("bank", "velocity")
+    state_attributes = ("bank", "velocity")
 
     def __init__(self, context: MethodContext, options: MomentumOptions) -> None:
         super().__init__(context, options)
@@ -75,23 +77,23 @@ class MomentumServer(Server[MomentumOptions]):
         self.bank.rows[0] = context.initial
         self.velocity = torch.zeros_like(self.bank.rows[0, : context.layout.trainable])
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, trainable = self.bank.rows[0], self.context.layout.trainable
         old = w[:trainable].clone()
         mean = WeightedMean(self.context.layout)
         for update in updates:
-            mean.add(update.row, update.samples)
-        if not mean.into(w):  # nobody answered: the model stays, and so does the velocity
+            mean.add(update.row, update.num_examples)
+        if not mean.write_to(w):  # no client answered: keep the model and the velocity
             return
-        # w is now the mean. Batch norm's statistics and counters stay so; only what is trained has momentum.
+        # w now holds the mean. Momentum applies to the trainable parameters only, not to batch norm's buffers.
         if beta := self.options.beta:
             self.velocity.mul_(beta).add_(w[:trainable] - old)
             w[:trainable] = old + self.velocity
 
-    def deploy(self) -> Tensor:
+    def global_model(self) -> Tensor:
         return self.bank.rows[0]
 
     def models(self) -> Tensor:
@@ -104,7 +106,7 @@ class MomentumServer(Server[MomentumOptions]):
 register(
     Method(
         name="my-momentum",
-        summary="the server moves with momentum (FedAvgM)",
+        summary="apply momentum on the server (FedAvgM)",
         reference="Hsu et al., 2019",
         options=MomentumOptions,
         server=MomentumServer,

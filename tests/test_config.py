@@ -60,16 +60,16 @@ def attempt(values: dict[str, Any]) -> tuple[Config | None, str]:
         ({"method": 3}, "method must be a valid string, not 3."),
         ({"seed": 2**63}, f"seed must be less than {2**63}, not {2**63}."),
         ({"options": {"fedprox": 3}}, "options.fedprox must be a valid dictionary, not 3."),
-        ({"per_round": 30}, "per_round is 30, but there are only 20 clients."),
-        ({"min_clients": 11}, "min_clients is 11, but only 10 clients are asked in a round."),
+        ({"clients_per_round": 30}, "clients_per_round is 30, but there are only 20 clients."),
+        ({"min_clients": 11}, "min_clients is 11, but only 10 clients are sampled in a round."),
         ({"nesterov": True}, "nesterov needs a momentum above 0, not 0.0."),
         (
             {"keep_optimizer": True},
-            "keep_optimizer needs something to keep: optimizer adam, or a momentum above 0, not 0.0.",
+            "keep_optimizer needs optimizer state: optimizer adam, or a momentum above 0, not 0.0.",
         ),
         (
-            {"engine": "host", "device": "cuda"},
-            "the host engine computes on the CPU, not on 'cuda'; use --engine cuda.",
+            {"engine": "multiprocess", "device": "cuda"},
+            "the multiprocess engine computes on the CPU, not on 'cuda'; use --engine cuda.",
         ),
         ({"options": {"\n": 0}}, r"options.'\n' must be a valid dictionary, not 0."),
         ({"imports": ["\0"]}, r"imports must be paths of Python files, not ['\x00']."),
@@ -108,9 +108,11 @@ def test_a_config_cannot_be_changed_and_has_documented_fields() -> None:
     assert set(Config.model_fields) >= EXECUTION_SETTINGS
 
 
-@pytest.mark.parametrize(("clients", "per_round", "cohort"), [(20, None, 10), (4, None, 4), (20, 3, 3), (5, 5, 5)])
-def test_cohort(clients: int, per_round: int | None, cohort: int) -> None:
-    assert Config(clients=clients, per_round=per_round).cohort == cohort
+@pytest.mark.parametrize(
+    ("clients", "clients_per_round", "cohort"), [(20, None, 10), (4, None, 4), (20, 3, 3), (5, 5, 5)]
+)
+def test_cohort(clients: int, clients_per_round: int | None, cohort: int) -> None:
+    assert Config(clients=clients, clients_per_round=clients_per_round).cohort_size == cohort
 
 
 # settings of methods
@@ -172,10 +174,15 @@ def test_the_command_sets_the_same_options(options: dict[str, dict[str, Any]]) -
 def test_the_command_names_what_is_not_a_default() -> None:
     assert config_to_command(Config()) == "fedloom run fedavg --device cpu"
     config = Config(
-        method="scaffold", lr=0.1, per_round=3, channels_last=False, imports=["/my file.py"], options={"m": {"x": 0.5}}
+        method="scaffold",
+        lr=0.1,
+        clients_per_round=3,
+        channels_last=False,
+        imports=["/my file.py"],
+        options={"m": {"x": 0.5}},
     )
     assert config_to_command(config) == (
-        "fedloom run scaffold --lr 0.1 --per-round 3 --device cpu --channels-last no --import '/my file.py' "
+        "fedloom run scaffold --lr 0.1 --clients-per-round 3 --device cpu --channels-last no --import '/my file.py' "
         "--set m.x=0.5"
     )
 
@@ -196,8 +203,8 @@ def test_no_path_has_a_zero_byte(field: str) -> None:
     [
         ("auto", "cpu", "cuda"),
         ("cuda", "cuda", "cuda"),
-        ("plain", "cpu", "cpu"),
-        ("host", "cpu", "cpu"),
+        ("sequential", "cpu", "cpu"),
+        ("multiprocess", "cpu", "cpu"),
         ("flower", "cpu", "cpu"),
     ],
 )

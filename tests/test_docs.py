@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import fedloom
+from benchmarks.__main__ import BENCHMARKS
 from fedloom.cli.main import main
 from fedloom.cli.output import _list_datasets, _list_methods, _list_models, _list_partitions
 from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
@@ -126,12 +127,12 @@ def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
     raise Understood
 
 
-def understand_folder(*_: Any, watcher: Any = None, **changes: Any) -> NoReturn:
+def understand_folder(*_: Any, callback: Any = None, **changes: Any) -> NoReturn:
     assert set(changes) <= EXECUTION_SETTINGS
     raise Understood
 
 
-def understand_pretraining(data: str, out: Path, watcher: Any = None, **settings: Any) -> NoReturn:
+def understand_pretraining(data: str, out: Path, callback: Any = None, **settings: Any) -> NoReturn:
     plan = PretrainConfig(data=data, **settings)
     assert_known(plan.data)
     assert plan.model.partition(":")[0] in networks.NETWORKS
@@ -146,7 +147,9 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
     if words[:1] == ["make"] and (ROOT / "Makefile").exists():
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert set(words[1:]) <= set(targets)
-    if words[:1] == ["python"]:
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        assert words[3] in BENCHMARKS
+    elif words[:1] == ["python"]:
         assert (ROOT / words[1]).exists()
     if not words or words[0].rpartition("/")[2] != "fedloom":
         return
@@ -211,7 +214,9 @@ def _page(name: str) -> str:
 
 
 def test_every_key_of_a_record_and_a_summary_is_explained(tmp_path: Path) -> None:
-    run = fedloom.run(rounds=1, clients=4, epochs=1, model="logreg", engine="plain", out=tmp_path / "run", lost=0.5)
+    run = fedloom.run(
+        rounds=1, clients=4, epochs=1, model="logreg", engine="sequential", out=tmp_path / "run", failure_rate=0.5
+    )
     keys = {key for record in run.history for key in (*record, *record["seconds"])} | run.summary.keys()
     said = set(re.findall(r"`(\w+)`", _page("runs.md")))
     assert keys <= said, keys - said
@@ -222,8 +227,8 @@ def test_every_key_of_a_record_and_a_summary_is_explained(tmp_path: Path) -> Non
 def test_the_parts_of_every_method_are_in_the_table_of_parts() -> None:
     rows = re.findall(r"^\| ([a-z, ]+) \| (`[^|]+`) \|", _page("combining.md"), flags=re.MULTILINE)
     said = {(brings, name) for brings, names in rows for name in re.findall(r"`([\w-]+)`", names)}
-    plain = {("server, local", "fedavg")}  # what is there without any of them
-    own = {m["name"]: ", ".join(m["brings"]) for m in _list_methods() if m["name"] in registry.BUILT_IN}
+    plain = {("server, client", "fedavg")}  # what is there without any of them
+    own = {m["name"]: ", ".join(m["provides"]) for m in _list_methods() if m["name"] in registry.BUILT_IN}
     assert said | plain == {(brings, name) for name, brings in own.items()}
 
 
@@ -231,12 +236,12 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
     methods, data = _page("methods.md"), _page("data.md")
     for method in _list_methods():
         if method["name"] in registry.BUILT_IN:
-            costs = ("models a round", "year", "client keeps", "server keeps", "extra compute", "server data")
-            row = [f"`{method['name']}`", ", ".join(method["brings"]), *(str(method[cost]) for cost in costs)]
+            costs = ("models a round", "year", "client state", "server state", "extra compute", "server data")
+            row = [f"`{method['name']}`", ", ".join(method["provides"]), *(str(method[cost]) for cost in costs)]
             assert f"\n| {' | '.join(row)} |\n" in methods
             cost = (
-                f"*{method['reference']}. Sends {method['models a round']}; a client keeps {method['client keeps']}, "
-                f"the server {method['server keeps']};\nextra compute: {method['extra compute']}; "
+                f"*{method['reference']}. Sends {method['models a round']}; a client keeps {method['client state']}, "
+                f"the server {method['server state']};\nextra compute: {method['extra compute']}; "
                 f"data on the server: {method['server data']}.*\n"
             )
             assert f"\n## {method['name']}\n\n{cost}\n" in methods

@@ -1,4 +1,4 @@
-"""Federated learning on heterogeneous data: many models on the server, exact runs, one command."""
+"""Public names of fedloom, a library for federated learning on heterogeneous data."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom._version import __version__
 
 if TYPE_CHECKING:
+    from fedloom.config import Config
     from fedloom.core.averaging import WeightedMean
     from fedloom.core.layout import Layout
     from fedloom.core.tasks import ClientTask, ClientUpdate
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 _FILES = {
+    "fedloom.config": ("Config",),
     "fedloom.core.averaging": ("WeightedMean",),
     "fedloom.core.layout": ("Layout",),
     "fedloom.core.tasks": ("ClientTask", "ClientUpdate"),
@@ -37,7 +39,7 @@ _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: a site takes messages in processes that need no torch."""
+    """Import a public name on first use. Processes of a site that only pass messages then do not load PyTorch."""
     if name not in _FILE_OF:
         raise AttributeError(f"module 'fedloom' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_FILE_OF[name]), name)
@@ -54,6 +56,7 @@ __all__ = [
     "ClientTask",
     "ClientUpdate",
     "ComparisonResult",
+    "Config",
     "Extras",
     "FederatedDataset",
     "FedloomError",

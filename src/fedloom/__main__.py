@@ -1,10 +1,10 @@
-"""The door of the command: it is light, so that Ctrl-C while PyTorch is being loaded ends in a sentence too."""
+"""Entry point of the `fedloom` command. Imports nothing heavy, so that Ctrl-C works while PyTorch loads."""
 
 import sys
 
 
 def main() -> None:
-    """Load the command and run it."""
+    """Import the command line and run it."""
     try:
         from fedloom.cli.main import main as command
     except KeyboardInterrupt:

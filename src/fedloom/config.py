@@ -1,6 +1,6 @@
-"""What a run or a pretraining is: every setting that a person may give, with its default and its help text.
+"""All settings of a run and of a pretraining, with their defaults and help texts.
 
-Loads no torch, so that the command's help and the door of a site are quick.
+Loads no torch, so that the help of the command and the client app of a site start quickly.
 """
 
 import math
@@ -20,18 +20,18 @@ from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, setting
 
 
 class TrainingConfig(Settings):
-    """Ordinary local training."""
+    """Settings of local training."""
 
     epochs: int = Field(2, ge=0, le=MAX_COUNT)
-    """passes of a client over its own samples in one round"""
+    """local epochs of a client in one round"""
     steps: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """steps of a client in one round, instead of epochs"""
+    """training steps of a client in one round, instead of epochs"""
     batch_size: int = Field(20, ge=0, le=MAX_COUNT)
-    """samples in a batch; 0 takes all of a client's samples at once"""
+    """samples in a batch; 0: all samples of the client"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam; a new one for each client and round, unless --keep-optimizer is given"""
     keep_optimizer: bool = False
-    """each client continues with the momentum (sgd) or moments (adam) of the last round that it took part in"""
+    """keep each client's optimizer state (momentum or Adam's moments) from one of its rounds to the next"""
     lr: float = Field(0.05, ge=0)
     """learning rate of the clients"""
     lr_decay: float = Field(1.0, gt=0)
@@ -39,123 +39,123 @@ class TrainingConfig(Settings):
     momentum: float = Field(0.0, ge=0, lt=1)
     """momentum of sgd"""
     nesterov: bool = False
-    """Nesterov's form of momentum"""
+    """use Nesterov momentum"""
     weight_decay: float = Field(0.0, ge=0)
     """weight decay, added to the gradient"""
     clip: float | None = Field(None, gt=0)
-    """largest norm of a gradient; longer ones are scaled down"""
+    """maximum norm of a gradient; larger gradients are scaled down"""
     augment: str = "none"
-    """random changes of training images: none, flip, crop, crop+flip"""
+    """augmentation of training images: none, flip, crop, crop+flip"""
     statistics: Literal["running", "estimated"] = "running"
-    """batch norm's statistics that a client sends: as training left them, or estimated anew from its samples"""
+    """batch norm statistics that a client sends: the running ones of training, or estimated again on its samples"""
     validation: float = Field(0.0, ge=0, lt=1)
-    """share of each client's samples kept out of training, for methods that use it to choose models"""
+    """share of each client's samples held out from training, for methods that choose models by validation"""
 
     @model_validator(mode="after")
     def _remembers(self) -> "TrainingConfig":
         if self.keep_optimizer and self.optimizer == "sgd" and not self.momentum:
-            raise ValueError("keep_optimizer needs something to keep: optimizer adam, or a momentum above 0, not 0.0.")
+            raise ValueError("keep_optimizer needs optimizer state: optimizer adam, or a momentum above 0, not 0.0.")
         return self
 
     def lr_at(self, round: int) -> float:
-        """The learning rate in round `round` (from 0)."""
+        """Return the learning rate in round `round`, counted from 0."""
         return float(self.lr * self.lr_decay**round)
 
 
 class Config(TrainingConfig):
-    """A run. Its fields are the command's options and the entries of `config.toml`."""
+    """All settings of a run. The fields are the options of `fedloom run` and the entries of `config.toml`."""
 
     method: str = "fedavg"
-    """the method, or several joined by +"""
+    """method, or several joined by +"""
     data: str = "digits"
-    """the data set (`fedloom list datasets`)"""
+    """data set (`fedloom list datasets`)"""
     classes: str | None = None
-    """keep only these classes of the data set, such as 0-4 or 0,2,7; by default all"""
+    """classes of the data set to keep, such as 0-4 or 0,2,7; by default all"""
     normalize: str = "default"
-    """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
+    """normalization of images: default (that of the data set), mean-std, unit, half, mnist, cifar, imagenet"""
     partition: str = "dirichlet:0.3"
-    """how samples are spread over clients (`fedloom list partitions`)"""
+    """partition of the samples among the clients (`fedloom list partitions`)"""
     partition_sha256: str | None = None
-    """with --partition file:...: accept only a file with this SHA-256; runs record it by themselves"""
+    """with --partition file:...: accept only a file with this SHA-256; every run records it"""
     client_test: float = Field(0.0, ge=0, lt=1)
-    """share of each client's samples to test on, training and test samples taken together; 0: the usual test set"""
+    """share of each client's samples to test on, out of training and test samples together; 0: the common test set"""
     server_data: str | None = None
-    """samples that the server holds: split:X takes a share (0.05) or number (500) of the training samples away from the
-    clients; or the name of another data set"""
+    """data on the server: split:X takes a share (0.05) or number (500) of the training samples away from the clients;
+    or the name of another data set"""
     clients: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """number of clients; by default 20, or as many as the partition brings along (natural, domain, file)"""
-    per_round: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """clients asked in each round; by default 10, or all if there are fewer"""
+    """number of clients; by default 20, or as many as the partition defines (natural, domain, file)"""
+    clients_per_round: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """clients sampled in each round; by default 10, or all if there are fewer"""
     model: str = "mlp"
-    """the network (`fedloom list models`)"""
+    """network (`fedloom list models`)"""
     init: str | None = None
-    """the starting model: a safetensors file, a torch state dict, the folder of a run, or the name of one in runs/"""
+    """initial weights: a safetensors file, a torch state dict, a run directory, or the name of one in runs/"""
     init_sha256: str | None = None
-    """with --init: accept only a file with this SHA-256; runs record it by themselves"""
+    """with --init: accept only a file with this SHA-256; every run records it"""
     new_head: bool = False
-    """with --init: start with a new classifier even where the number of classes is the same"""
+    """with --init: start with a new classifier even if the number of classes is the same"""
     rounds: int = Field(30, ge=1, le=MAX_COUNT)
-    """rounds of training"""
+    """number of rounds"""
     seed: int = Field(0, ge=0, lt=2**63)
-    """seed of every random draw"""
+    """seed of all random draws"""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of the methods, by method and name"""
 
     eval_every: int = Field(1, ge=1, le=MAX_COUNT)
     """rounds between two evaluations; the last round is always evaluated"""
     min_clients: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """stop with an error when fewer clients than this answer in a round; by default 0, and over sites more than half of
-    the clients asked"""
-    lost: float = Field(0.0, ge=0, lt=1)
-    """simulated probability that a client does not answer"""
+    """minimum number of clients that return an update in a round; fewer end the run with an error; by default 0, and
+    with sites more than half of the clients of the round"""
+    failure_rate: float = Field(0.0, ge=0, lt=1)
+    """simulated probability that a client fails in a round"""
 
     clip_update: float | None = Field(None, gt=0)
-    """largest norm of a client's update; longer ones are scaled down, and all clients count equally"""
+    """maximum norm of a client update; larger updates are scaled down, and all clients get the same weight"""
     noise: float = Field(0.0, ge=0)
     """noise on the sum of clipped updates, in multiples of --clip-update; gives clients differential privacy"""
     noise_source: Literal["seed", "system"] = "seed"
-    """how noise and participants are drawn: from the seed (repeatable), or by the system (secure, for real data)"""
+    """source of the noise and of client sampling: seed (repeatable), or the operating system (secure, for real data)"""
     delta: float | None = Field(None, gt=0, lt=1)
-    """the probability delta with which the guarantee of epsilon may fail; by default 1 / clients^1.1"""
+    """probability delta with which the guarantee of epsilon may fail; by default 1 / clients^1.1"""
     max_epsilon: float | None = Field(None, gt=0)
-    """end the run before epsilon gets larger than this"""
+    """end the run before epsilon exceeds this"""
 
-    engine: Literal["auto", "plain", "host", "cuda", "flower"] = "auto"
-    """plain: one client after the other; host: worker processes; cuda: many clients at once on a GPU; flower: separate
-    sites over the network; auto: cuda on a GPU, else host"""
+    engine: Literal["auto", "sequential", "multiprocess", "cuda", "flower"] = "auto"
+    """sequential: one client after the other; multiprocess: worker processes; cuda: many clients at once on a GPU;
+    flower: separate sites over the network; auto: cuda on a GPU, else multiprocess"""
     nodes: int = Field(0, ge=0, le=MAX_CONCURRENCY)
     """with --engine flower: number of SuperNodes, which share the clients; 0: one for each client"""
     deadline: float = Field(600.0, gt=0)
-    """with --engine flower: seconds that a site has to answer in a round"""
+    """with --engine flower: seconds until a site must have returned its update in a round"""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1; auto: a GPU where there is one, or else the CPU"""
+    """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1; auto: a GPU if there is one, else the CPU"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """how a GPU computes: fp32; tf32 (products with 10-bit fractions); bf16 (networks in bfloat16). A CPU uses fp32"""
+    """precision on a GPU: fp32; tf32 (products with 10-bit fractions); bf16 (networks in bfloat16); a CPU uses fp32"""
     fast: bool = False
-    """on a GPU, also allow algorithms whose result is not the same every time"""
+    """on a GPU, also allow non-deterministic algorithms"""
     slots: int = Field(0, ge=0, le=MAX_CONCURRENCY)
-    """clients that the cuda engine trains at once on a GPU; 0: as many as are asked in a round, at most 16"""
+    """clients that the cuda engine trains at once on a GPU; 0: all clients of the round, at most 16"""
     workers: int = Field(0, ge=0, le=MAX_CONCURRENCY)
-    """worker processes of the host engine; 0: one for each core"""
+    """worker processes of the multiprocess engine; 0: one for each core"""
     channels_last: bool | None = None
-    """memory order of images and convolutions; by default channels-last where it is faster: on CPUs, in bf16, and in
-    tf32 for wide networks with batch norm"""
+    """use the channels-last memory format for images and convolutions; by default where it is faster: on CPUs, in
+    bf16, and in tf32 for wide networks with batch norm"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints, more if writing them takes long; 0: one after every round"""
+    """seconds between two checkpoints, more if writing takes long; 0: one after every round"""
     keep_checkpoints: int = Field(2, ge=1, le=MAX_COUNT)
-    """how many checkpoints are kept"""
+    """number of checkpoints to keep"""
     cache_dir: str | None = None
-    """folder for the models that a server caches (fedcda), if memory is too small for them"""
+    """directory for the models that a server caches (fedcda), if memory is too small for them"""
     imports: list[str] = Field(default_factory=list)
-    """Python files to run first, which register methods of one's own"""
+    """Python files to run first, which register methods of your own"""
 
     @model_validator(mode="before")
     @classmethod
     def _counted(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("clients") is not None:
             return values
-        spec = values.get("partition", cls.model_fields["partition"].default)
-        return {**values, "clients": _default_client_count(spec)}
+        partition = values.get("partition", cls.model_fields["partition"].default)
+        return {**values, "clients": _default_client_count(partition)}
 
     @field_validator("device")
     @classmethod
@@ -185,12 +185,12 @@ class Config(TrainingConfig):
     @field_validator("data")
     @classmethod
     def _absolute_data(cls, name: str) -> str:
-        return absolute_data_path(name)  # a run may be resumed from another folder
+        return _absolute_data_path(name)  # a run may be resumed from another folder
 
     @field_validator("server_data")
     @classmethod
     def _absolute_server_data(cls, name: str | None) -> str | None:
-        return None if name is None else absolute_data_path(name)
+        return None if name is None else _absolute_data_path(name)
 
     @field_validator("imports")
     @classmethod
@@ -221,22 +221,24 @@ class Config(TrainingConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if self.clients is not None:  # else this is asked again when they have been counted
-            if self.cohort > self.clients:
-                raise ValueError(f"per_round is {self.per_round}, but there are only {self.clients} clients.")
-            if self.min_clients is not None and self.min_clients > self.cohort:
-                asked = f"only {self.cohort} clients are asked in a round"
+        if self.clients is not None:  # else the config is validated again once the partition has defined the number
+            if self.cohort_size > self.clients:
+                raise ValueError(
+                    f"clients_per_round is {self.clients_per_round}, but there are only {self.clients} clients."
+                )
+            if self.min_clients is not None and self.min_clients > self.cohort_size:
+                asked = f"only {self.cohort_size} clients are sampled in a round"
                 raise ValueError(f"min_clients is {self.min_clients}, but {asked}.")
         if self.partition_sha256 is not None and self.partition_file is None:
-            raise ValueError("partition_sha256 says more about a partition file:PATH, but none is given.")
+            raise ValueError("partition_sha256 needs a partition file:PATH, but none is given.")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0, not 0.0.")
         for name in ("init_sha256", "new_head"):
             if getattr(self, name) and self.init is None:
-                raise ValueError(f"{name} says more about init, but no init is given.")
+                raise ValueError(f"{name} needs init, but no init is given.")
         self._consistent_privacy()
-        if self.engine == "host" and self.device != "cpu":
-            raise ValueError(f"the host engine computes on the CPU, not on {self.device!r}; use --engine cuda.")
+        if self.engine == "multiprocess" and self.device != "cpu":
+            raise ValueError(f"the multiprocess engine computes on the CPU, not on {self.device!r}; use --engine cuda.")
         if self.engine == "flower" and self.device != "cpu":
             raise ValueError(f"the server of sites computes on the CPU, not on {self.device!r}; sites have their own.")
         if self.engine == "cuda" and self.device == "cpu":
@@ -250,34 +252,34 @@ class Config(TrainingConfig):
             raise ValueError(f"noise is {self.noise:g} times clip_update, but no clip_update is given.")
         for name in ("noise_source", "delta", "max_epsilon"):
             if not self.noise and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} says more about noise, but no noise is given.")
+                raise ValueError(f"{name} needs noise, but no noise is given.")
 
     @property
     def partition_file(self) -> Path | None:
-        """The file that the partition is read from, if it is."""
+        """The file that the partition is read from; None for other partitions."""
         name, _, path = self.partition.partition(":")
         return Path(path) if name == "file" and path else None
 
     @property
     def data_name(self) -> str:
-        """The data set in the name of a folder: without options, and of a path only its last part."""
+        """The data set's name for use in directory names: without options, and of a path only the last part."""
         kind, _, rest = self.data.partition(":")
         path = rest.split(",")[0] if "" in PATHS.get(kind, ()) else ""
         return re.sub(r"[^A-Za-z0-9.+_-]", "_", (Path(path).name.split(".")[0] or kind) if path else kind)[:60]
 
     @property
-    def cohort(self) -> int:
-        """Clients asked in a round; `clients` must be known if they may be fewer than ten."""
-        return self.per_round if self.per_round is not None else min(10, self.clients or 10)
+    def cohort_size(self) -> int:
+        """Number of clients sampled in a round; correct only if `clients` is known or at least 10."""
+        return self.clients_per_round if self.clients_per_round is not None else min(10, self.clients or 10)
 
 
 PARTITIONS_WITH_CLIENTS = ("natural", "domain", "file")
-"""Partitions that say by themselves how many clients there are; the config says it once the data are read."""
+"""Partitions that define the number of clients. The config gets the number once the data are read."""
 
 
-def _default_client_count(spec: object) -> int | None:
-    """How many clients there are where nobody says it; None where the partition does."""
-    name = spec.partition(":")[0].partition(",")[0].strip() if isinstance(spec, str) else ""
+def _default_client_count(partition: object) -> int | None:
+    """Return the default number of clients; None if the partition defines it."""
+    name = partition.partition(":")[0].partition(",")[0].strip() if isinstance(partition, str) else ""
     return None if name in PARTITIONS_WITH_CLIENTS else 20
 
 
@@ -288,14 +290,14 @@ PATHS = {
     "domains": ("",),
     "sent140": ("vocabulary",),
 }
-"""Data sets that are named with paths: behind the colon, which is '' here, or as these options."""
+"""Data sets whose names contain paths: after the colon (written '' here), or in the options listed."""
 
 
-def absolute_data_path(name: str) -> str:
-    """A data set's name with absolute paths, `table:/data/people.csv,label=income`."""
-    kind, _, rest = name.partition(":")
+def _absolute_data_path(data: str) -> str:
+    """Make the paths in a data set's name absolute, as in `table:/data/people.csv,label=income`."""
+    kind, _, rest = data.partition(":")
     if kind not in PATHS or not rest or "\0" in rest:
-        return name
+        return data
     pieces = rest.split(",")
     for number, piece in enumerate(pieces):
         key, equals, value = piece.partition("=") if number or "" not in PATHS[kind] else ("", "", piece)
@@ -308,16 +310,16 @@ def absolute_data_path(name: str) -> str:
 
 
 EXECUTION_SETTINGS = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
-"""Settings that change how a run is carried out but not one bit of its result."""
+"""Settings that do not change a single bit of the result."""
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
-    """A validated config; what is wrong with the values is said in one sentence."""
+    """Return a validated config, or raise an InputError that says in one sentence what is wrong."""
     return validate_settings(Config, values)
 
 
 def config_to_command(config: Config) -> str:
-    """The command that makes the same run again: everything that is not a default."""
+    """Return the command that repeats the run, with every setting that is not a default."""
     words = ["fedloom", "run", config.method]
     for name, field in Config.model_fields.items():
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
@@ -334,28 +336,28 @@ def config_to_command(config: Config) -> str:
         words += ["--import", path]
     for method, options in config.options.items():
         for option, value in options.items():
-            if value is not None:  # which --set cannot say
+            if value is not None:  # --set cannot express None
                 words += ["--set", f"{method}.{option}={_setting(value)}"]
     return shlex.join(words)
 
 
 def _setting(value: Any) -> str:
-    """A value as `parse_settings` reads it: TOML, without the quotes where they are not needed."""
+    """Format a value as `parse_config_overrides` reads it: TOML, without quotes that are not needed."""
     if isinstance(value, str) and parse_config_overrides([f"method.option={value}"])["method"]["option"] == value:
         return value
-    if isinstance(value, list):  # on one line, where TOML's writer would take one for each element
+    if isinstance(value, list):  # on one line; the TOML writer would use one line per element
         return f"[{', '.join(settings_to_toml({'value': each}).removeprefix('value = ').rstrip() for each in value)}]"
     return settings_to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
-def parse_config_overrides(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """`fedprox.mu=0.1` and the like, as options by method. Values are TOML; what is not TOML is a string."""
+def parse_config_overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Parse assignments such as `fedprox.mu=0.1` into options by method. Values that are not TOML are strings."""
     options: dict[str, dict[str, Any]] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
         method, dot, option = key.strip().partition(".")
         if not (equals and dot and method and option):
-            raise InputError(f"--set takes METHOD.OPTION=VALUE, such as fedprox.mu=0.1, not {pair!r}.")
+            raise InputError(f"--set takes METHOD.OPTION=VALUE, such as fedprox.mu=0.1, not {assignment!r}.")
         try:
             value: Any = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -365,21 +367,21 @@ def parse_config_overrides(pairs: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def replace_config(config: Config, **values: Any) -> Config:
-    """A config with some values changed, validated again."""
+    """Return a copy of the config with some values changed, validated again."""
     return make_config({**config.model_dump(), **values})
 
 
 class PretrainConfig(Settings):
-    """What a pretraining is. Its fields are the options of `fedloom pretrain`."""
+    """All settings of a pretraining. The fields are the options of `fedloom pretrain`."""
 
     data: str
-    """the data set (`fedloom list datasets`)"""
+    """data set (`fedloom list datasets`)"""
     model: str = "mlp"
-    """the network (`fedloom list models`)"""
+    """network (`fedloom list models`)"""
     classes: str | None = None
-    """train on these classes only, such as 0-4 or 0,2,7; by default all"""
+    """classes to train on, such as 0-4 or 0,2,7; by default all"""
     normalize: str = "default"
-    """how images are normalised: default (the data set's way), mean-std, unit, half, mnist, cifar, imagenet"""
+    """normalization of images: default (that of the data set), mean-std, unit, half, mnist, cifar, imagenet"""
     epochs: int = Field(10, ge=1, le=MAX_COUNT)
     """passes over the training samples"""
     batch_size: int = Field(64, ge=1, le=MAX_COUNT)
@@ -389,33 +391,33 @@ class PretrainConfig(Settings):
     lr: float = Field(0.05, ge=0)
     """learning rate"""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """the learning rate over the epochs: falling to nearly 0 along a cosine, or constant"""
+    """learning rate schedule: cosine (decays to nearly 0 over the epochs) or constant"""
     momentum: float = Field(0.9, ge=0, lt=1)
     """momentum of sgd"""
     nesterov: bool = False
-    """Nesterov's form of momentum"""
+    """use Nesterov momentum"""
     weight_decay: float = Field(0.0, ge=0)
     """weight decay, added to the gradient"""
     clip: float | None = Field(None, gt=0)
-    """largest norm of a gradient; longer ones are scaled down"""
+    """maximum norm of a gradient; larger gradients are scaled down"""
     augment: str = "none"
-    """random changes of training images: none, flip, crop, crop+flip"""
+    """augmentation of training images: none, flip, crop, crop+flip"""
     seed: int = Field(0, ge=0, lt=2**63)
-    """seed of every random draw"""
+    """seed of all random draws"""
 
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU, where there is one"""
+    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one, else the CPU"""
     threads: int = Field(1, ge=0, le=MAX_CONCURRENCY)
-    """threads on the CPU; 0: one for each core. The number changes the last bits of the result"""
+    """threads on the CPU; 0: one for each core; the number changes the last bits of the result"""
     channels_last: bool = True
-    """keep images and convolution weights in channels-last order, which is faster on CPUs"""
+    """use the channels-last memory format for images and convolutions, which is faster on CPUs"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """seconds between two checkpoints, more if writing them takes long; 0: one after every epoch"""
+    """seconds between two checkpoints, more if writing takes long; 0: one after every epoch"""
 
     @field_validator("data")
     @classmethod
     def _absolute_data(cls, spec: str) -> str:
-        return absolute_data_path(spec)
+        return _absolute_data_path(spec)
 
     @field_validator("device")
     @classmethod
@@ -430,25 +432,25 @@ class PretrainConfig(Settings):
 
     @property
     def method(self) -> str:
-        """What a display calls this work."""
+        """The name of this work on a progress display."""
         return f"pretraining {self.model}"
 
     @property
     def rounds(self) -> int:
         return self.epochs
 
-    def training(self) -> TrainingConfig:
-        """The same in the words of a client's training, one epoch a round."""
+    def training_config(self) -> TrainingConfig:
+        """Return the settings of one client's local training, with one epoch per round."""
         shared = set(TrainingConfig.model_fields) & set(PretrainConfig.model_fields) - {"epochs"}
         values = {name: getattr(self, name) for name in sorted(shared)}
-        return _Course(**values, epochs=1, length=self.epochs, cosine=self.schedule == "cosine")
+        return _Course(**values, epochs=1, total_epochs=self.epochs, cosine=self.schedule == "cosine")
 
-    def stated(self) -> dict[str, Any]:
-        """The settings that the result depends on."""
+    def result_settings(self) -> dict[str, Any]:
+        """Return the settings that the result depends on."""
         return self.model_dump(mode="json", exclude={"checkpoint_seconds"})
 
-    def command(self, file: str) -> str:
-        """The command that makes the same file again: everything that is not a default."""
+    def to_command(self, file: str) -> str:
+        """Return the command that makes the same file again, with every setting that is not a default."""
         words = ["fedloom", "pretrain", self.data, "--out", file]
         for name, field in PretrainConfig.model_fields.items():
             value, flag = getattr(self, name), name.replace("_", "-")
@@ -461,12 +463,12 @@ class PretrainConfig(Settings):
 
 
 class _Course(TrainingConfig):
-    """A training whose rounds are the epochs of one course."""
+    """Training settings whose rounds are the epochs of one pretraining."""
 
-    length: int
-    """epochs of the course"""
+    total_epochs: int
+    """number of epochs of the pretraining"""
     cosine: bool
-    """whether the rate falls along a cosine"""
+    """whether the learning rate follows a cosine"""
 
     def lr_at(self, round: int) -> float:
-        return self.lr * (1 + math.cos(math.pi * round / self.length)) / 2 if self.cosine else self.lr
+        return self.lr * (1 + math.cos(math.pi * round / self.total_epochs)) / 2 if self.cosine else self.lr

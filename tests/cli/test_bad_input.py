@@ -14,7 +14,7 @@ from tests.support.refusals import TINY, Command, refused
 WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavgg", ("'fedavgg'", "'fedavg'")),
     ("run FedProx2", ("'fedprox'",)),
-    ("run fedprox+scaffold", ("fedprox", "scaffold", "local")),
+    ("run fedprox+scaffold", ("fedprox", "scaffold", "client")),
     ("run fedprox+fedprox", ("twice",)),
     ("run +", ("there are: " + ", ".join(sorted(registry.BUILT_IN)) + ".",)),
     ("run", ("method",)),
@@ -36,7 +36,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavg --partition own", ("unknown partition",)),
     ("run fedavg --server-data digitz", ("'digitz'", "'digits'")),
     ("run fedavg --server-data digits", ("what the clients hold",)),
-    ("run fedavg --server-data own", ("'digits' brings none",)),
+    ("run fedavg --server-data own", ("'digits' has none",)),
     ("run feddf --server-data split:2.5", ("'split:2.5'", "between 0 and 1")),
     ("run feddf --server-data split:1438", ("1438", "nothing would be left")),
     ("run feddf --server-data split:half", ("'split:half'",)),
@@ -44,7 +44,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavg --clients 200", ("200", "1438")),
     ("run fedavg --clients 0", ("clients", "1")),
     ("run fedavg --clients many", ("clients", "'many'")),
-    ("run fedavg --per-round 21", ("21", "20")),
+    ("run fedavg --clients-per-round 21", ("21", "20")),
     ("run fedavg --rounds 0", ("rounds",)),
     ("run fedavg --rounds 1.5", ("rounds", "'1.5'")),
     ("run fedavg --rouds 3", ("--rouds", "--rounds")),
@@ -56,10 +56,10 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavg --nesterov", ("momentum",)),
     ("run fedavg --optimizer sdg", ("'sgd'", "'sdg'")),
     ("run fedavg --augment flap", ("'flap'", "'flip'")),
-    ("run fedavg --lost 1", ("lost",)),
+    ("run fedavg --failure-rate 1", ("failure_rate",)),
     ("run fedavg --min-clients 11", ("11", "10")),
-    ("run fedavg --engine gpu", ("'host'", "'gpu'")),
-    ("run fedavg --engine host --device cuda", ("host", "--engine cuda")),
+    ("run fedavg --engine gpu", ("'multiprocess'", "'gpu'")),
+    ("run fedavg --engine multiprocess --device cuda", ("multiprocess", "--engine cuda")),
     ("run fedavg --engine cuda", ("device 'cuda' cannot be used here",)),
     ("run fedavg --engine cuda --device cpu", ("--device cuda",)),
     ("run fedavg --precision bf16", ("bf16", "GPU")),
@@ -101,7 +101,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
             (f"{name.replace('-', '_')} must be less than or equal to {most}, not '1000",),
         )
         for name, most in [
-            *dict.fromkeys(("epochs", "steps", "batch-size", "rounds", "clients", "per-round"), 10**9).items(),
+            *dict.fromkeys(("epochs", "steps", "batch-size", "rounds", "clients", "clients-per-round"), 10**9).items(),
             *dict.fromkeys(("eval-every", "min-clients", "keep-checkpoints"), 10**9).items(),
             *dict.fromkeys(("workers", "slots", "nodes"), 1024).items(),
         ]
@@ -117,7 +117,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedcda --cache-dir=", ("cache_dir must be a folder, not ''.",)),
     ("run fedcda --cache-dir /dev/null", ("cannot keep rows in /dev/null: /dev/null is not a folder.",)),
     (
-        "run fedcda --per-round 20 --rounds 60 --set fedcda.selection=optimal",
+        "run fedcda --clients-per-round 20 --rounds 60 --set fedcda.selection=optimal",
         ("would try up to 3^20 combinations", "use fedcda.selection=approximate."),
     ),
     (f"run fedavg --init {'x' * 300}", ("x'", "File name too long")),
@@ -151,8 +151,8 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_is_writte
         ("raise ValueError('two\\nlines')", ("ValueError: two lines",)),
         ("1 / 0", ("ZeroDivisionError",)),
         ("import a_module_that_nobody_has", ("a_module_that_nobody_has",)),
-        ("from fedloom import *\nregister(Method('fedavg', '', '', '', local=Client))", ("'fedavg'",)),
-        ("from fedloom import *\nregister(Method('a b', '', '', '', local=Client))", ("'a b'",)),
+        ("from fedloom import *\nregister(Method('fedavg', '', '', '', client=Client))", ("'fedavg'",)),
+        ("from fedloom import *\nregister(Method('a b', '', '', '', client=Client))", ("'a b'",)),
     ],
 )
 def test_a_broken_file_to_import(command: Command, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
@@ -259,7 +259,7 @@ def test_a_broken_cifar10(
 ) -> None:
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
-    for name, size in cifar.TEN.sizes().items():
+    for name, size in cifar.TEN.file_sizes().items():
         with (folder / name).open("wb") as handle:
             handle.truncate(size + {"cut": -1, "long": 1, "bits": 0}[how])  # a hole: no bytes are written
     monkeypatch.setenv("FEDLOOM_DATA", str(folder.parent))

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 Command = Callable[..., Any]
-TINY = ("--model", "logreg", "--rounds", 2, "--epochs", 1, "--engine", "plain", "--json", "-q")
+TINY = ("--model", "logreg", "--rounds", 2, "--epochs", 1, "--engine", "sequential", "--json", "-q")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_list_says_what_is_at_hand(command: Command, tmp_path: Path, monkeyp
     assert entries["domainnet"]["state"] == "at hand"
     assert entries["domainnet"]["found"] == str(tmp_path / "domainnet")
     assert entries["domainnet"]["missing"] == ["clipart", "infograph", "painting", "quickdraw"]
-    assert entries["cinic10"]["state"] == "must be fetched by hand"
+    assert entries["cinic10"]["state"] == "must be downloaded by hand"
     assert entries["cinic10"]["get"].startswith("download CINIC-10.tar.gz")
     assert entries["cifar100"]["state"] == "can be downloaded"
     assert entries["folder:PATH"] == {
@@ -88,5 +88,5 @@ def test_the_list_says_what_is_at_hand(command: Command, tmp_path: Path, monkeyp
         "missing": [],
     }
     shown = command("list", "datasets").out
-    assert "cinic10 must be fetched by hand: download" in shown
+    assert "cinic10 must be downloaded by hand: download" in shown
     assert "domainnet is read without clipart" in shown

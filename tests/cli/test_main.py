@@ -20,7 +20,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.utils.storage import read_safetensors
 
 Command = Callable[..., Any]
-TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
+TINY = ("--clients", 6, "--clients-per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
 
 
 class _Page(HTMLParser):
@@ -37,7 +37,7 @@ class _Page(HTMLParser):
 def row_digest(folder: Path) -> str:
     """The digest of the model in a run's folder, worked out from its file alone."""
     config = RunDirectory.open(folder).config
-    experiment = build_run(Config(**{**config.model_dump(), "engine": "plain"}))
+    experiment = build_run(Config(**{**config.model_dump(), "engine": "sequential"}))
     experiment.engine.close()
     tensors, layout = read_safetensors(folder / "model.safetensors"), experiment.layout
     row = layout.empty()
@@ -63,7 +63,7 @@ def test_json_is_one_line_and_its_digest_that_of_the_model(command: Command, tmp
     assert summary["best_accuracy"] == max(record["accuracy"] for record in history)
     models = 2 if method == "scaffold" else 1  # a model and a control variate each way
     assert summary["bytes_up"] == summary["bytes_down"] == 2 * 4 * models * 650 * 4
-    assert summary["lost"] == 0
+    assert summary["failed"] == 0
     assert summary["seconds"] > 0
 
 
@@ -137,8 +137,8 @@ def test_methods_are_listed_with_their_year_and_cost_in_a_hundred_columns(comman
     lines = command("list", "methods").out.splitlines()
     assert max(len(line) for line in lines) <= 100
     for entry in command("list", "methods", "--json").result:
-        costs = ("models a round", "client keeps", "server keeps", "extra compute", "server data")
-        row = [entry["name"], ", ".join(entry["brings"]), *(entry[cost] for cost in costs)]
+        costs = ("models a round", "client state", "server state", "extra compute", "server data")
+        row = [entry["name"], ", ".join(entry["provides"]), *(entry[cost] for cost in costs)]
         assert sum(re.split(r"\s{2,}", line.strip()) == row for line in lines) == 1, row
         year = [entry["name"], str(entry["year"])]
         assert sum(re.split(r"\s{2,}", line.strip())[:2] == year for line in lines) == 1
@@ -173,7 +173,7 @@ def test_help_speaks_of_options_as_they_are_typed(command: Command) -> None:
         text = command(words, "--help").out
         assert [name for name in names if name in text] == []
     told = " ".join(command("pretrain", "--help").out.split())
-    assert "--no-channels-last do not keep images" in re.sub(r"[│ ]+", " ", told)
+    assert "--no-channels-last do not use the channels-last memory format" in re.sub(r"[│ ]+", " ", told)
 
 
 def test_a_reader_that_goes_away_is_no_accident() -> None:
@@ -282,7 +282,7 @@ def test_verify_looks_at_the_model_file_too(command: Command, tmp_path: Path) ->
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     ended = command("verify", "r", "--quiet")
     assert ended.code == 1
-    assert ended.err.startswith("fedloom: r/model.safetensors is not the model that the run made")
+    assert ended.err.startswith("fedloom: r/model.safetensors is not the model of the run")
     assert ended.out == ""
     file.unlink()
     ended = command("verify", "r", "--quiet")
@@ -294,14 +294,14 @@ def test_verify_knows_of_answers_that_were_lost(command: Command, tmp_path: Path
     """Of a run over sites, say, whose losses nobody repeats."""
     rounds = command("run", "fedavg", *TINY, "--out", "r", "--json").result["rounds"]
     for name, before, after in (
-        ("metrics.jsonl", '"lost": 0', '"lost": 2'),
+        ("metrics.jsonl", '"failed": 0', '"failed": 2'),
         ("summary.json", '"digest": "', '"digest": "0'),
     ):
         path = tmp_path / "r" / name
         path.write_text(path.read_text().replace(before, after))
     ended = command("verify", "r", "--quiet")
     assert ended.code == 1
-    assert f"now; {2 * rounds} answers of clients were lost then, which nobody loses again." in ended.err
+    assert f"now; {2 * rounds} client tasks failed in the first run, and verify does not repeat failures." in ended.err
 
 
 def test_verify_of_a_run_that_has_not_finished(command: Command, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_verify_of_a_run_that_has_not_finished(command: Command, tmp_path: Path)
     (tmp_path / "r" / "summary.json").unlink()
     ended = command("verify", "r")
     assert ended.code == 2
-    assert ended.err == "fedloom: r has not finished; go on with: fedloom resume r\n"
+    assert ended.err == "fedloom: r has not finished; continue with: fedloom resume r\n"
 
 
 def test_report_of_runs_and_of_comparisons(command: Command, tmp_path: Path) -> None:
@@ -339,10 +339,10 @@ def test_a_method_of_ones_own_by_import(command: Command, tmp_path: Path) -> Non
         "    factor: float = 1.0\n"
         "    '''factor on the gradient'''\n"
         "class Mine(Client[MyOptions]):\n"
-        "    def correct(self, bench):\n"
-        "        bench.gradient.mul_(self.options.factor)\n"
+        "    def adjust_gradient(self, trainer):\n"
+        "        trainer.gradient.mul_(self.options.factor)\n"
         "register(Method(name='mine', summary='my own', reference='', options=MyOptions,"
-        " local=Mine))\n"
+        " client=Mine))\n"
     )
     extra = ("--import", "mine.py")
     plain = command("run", "fedavg", *TINY, "--json").result

@@ -17,7 +17,7 @@ from fedloom.errors import InputError
 from fedloom.runs.directory import RunDirectory
 
 Command = Callable[..., Any]
-TINY = ("--rounds", 1, "--model", "logreg", "--epochs", 1, "--engine", "plain", "--json")
+TINY = ("--rounds", 1, "--model", "logreg", "--epochs", 1, "--engine", "sequential", "--json")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_written_split_is_run_again_exactly(command: Command, tmp_path: Path) 
     command(*other).result  # noqa: B018
     refused = command("verify", "read")
     assert refused.code == 2
-    assert "is another partition than the one with the SHA-256" in refused.err
+    assert "is not the expected partition: its SHA-256 is not" in refused.err
 
 
 @pytest.mark.parametrize("name", ["split.json", "split.npz"])
@@ -109,7 +109,7 @@ def test_a_run_has_the_clients_that_the_data_bring(
 ) -> None:
     command("run", "fedavg", *TINY, "--partition", partition, "--out", "r").result  # noqa: B018
     config = RunDirectory.open(tmp_path / "r").config
-    assert (config.clients, config.cohort) == (clients, min(10, clients))
+    assert (config.clients, config.cohort_size) == (clients, min(10, clients))
     assert command("verify", "r").code == 0
     counts = json.loads((tmp_path / "r" / "partition.json").read_text())["counts"]
     assert len(counts) == clients
@@ -118,12 +118,18 @@ def test_a_run_has_the_clients_that_the_data_bring(
 def test_some_of_the_owners_may_be_asked_for(command: Command, tmp_path: Path, with_writers: data.Dataset) -> None:
     command("run", "fedavg", *TINY, "--partition", "natural", "--clients", 4, "--out", "r").result  # noqa: B018
     assert RunDirectory.open(tmp_path / "r").config.clients == 4
-    refused = command("run", "fedavg", *TINY, "--partition", "natural", "--per-round", 13)
-    assert (refused.code, refused.err) == (2, "fedloom: per_round is 13, but there are only 12 clients.\n")
+    refused = command("run", "fedavg", *TINY, "--partition", "natural", "--clients-per-round", 13)
+    assert (refused.code, refused.err) == (2, "fedloom: clients_per_round is 13, but there are only 12 clients.\n")
 
 
 def test_a_comparison_of_natural_clients_goes_on(tmp_path: Path, with_writers: data.Dataset) -> None:
-    settings: dict[str, Any] = {"partition": "natural", "rounds": 1, "model": "logreg", "epochs": 1, "engine": "plain"}
+    settings: dict[str, Any] = {
+        "partition": "natural",
+        "rounds": 1,
+        "model": "logreg",
+        "epochs": 1,
+        "engine": "sequential",
+    }
     first = fedloom.compare(["fedavg"], out=tmp_path / "c", **settings)
     both = fedloom.compare(["fedavg", "fedprox"], out=tmp_path / "c", **settings)
     assert both.runs[0].digest == first.runs[0].digest
@@ -169,7 +175,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
 
 
 def test_a_checksum_belongs_to_a_file() -> None:
-    with pytest.raises(InputError, match="says more about a partition file:PATH"):
+    with pytest.raises(InputError, match="partition_sha256 needs a partition file:PATH"):
         make_config({"partition": "iid", "partition_sha256": "0" * 64})
     with pytest.raises(InputError, match="64 hexadecimal digits"):
         make_config({"partition": "file:split.json", "partition_sha256": "0"})

@@ -11,12 +11,12 @@ from fedloom.config import make_config
 
 def shown(capfd: pytest.CaptureFixture[str], quiet: bool = False) -> str:
     display = ProgressDisplay(quiet)
-    display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+    display.on_run_start(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
     try:
         for done in range(101):
-            display.work("synthesis", done, 100)
+            display.on_server_progress("synthesis", done, 100)
     finally:
-        display.end()
+        display.on_run_end()
     return capfd.readouterr().err
 
 
@@ -37,11 +37,11 @@ def test_the_time_left_is_from_the_pace_so_far(
     clock = 1000.0
     monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
     display = ProgressDisplay()
-    display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
-    display.work("synthesis", 0, 100)
+    display.on_run_start(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+    display.on_server_progress("synthesis", 0, 100)
     clock += 20
-    display.work("synthesis", 25, 100)
-    display.end()
+    display.on_server_progress("synthesis", 25, 100)
+    display.on_run_end()
     assert "synthesis 25/100, 1 min 00 s left" in capfd.readouterr().err
 
 
@@ -52,12 +52,12 @@ def test_work_that_goes_on_from_where_it_was_is_judged_by_what_is_new(
     monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
     display = ProgressDisplay()
     for start in (50, 0, 75):  # runs of one comparison, two of which were cut off
-        display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+        display.on_run_start(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
         clock += 100
-        display.work("synthesis", start, 100)
+        display.on_server_progress("synthesis", start, 100)
         clock += 20
-        display.work("synthesis", start + 10, 100)
-        display.end()
+        display.on_server_progress("synthesis", start + 10, 100)
+        display.on_run_end()
     said = [line.partition("synthesis ")[2] for line in capfd.readouterr().err.splitlines() if "synthesis" in line]
     assert said == [
         "50/100",
@@ -73,13 +73,13 @@ def test_runs_at_once_have_a_pace_each(capfd: pytest.CaptureFixture[str], monkey
     clock = 1000.0
     monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
     display = ProgressDisplay()
-    display.begin(Path("runs"), make_config({"method": "dynafed", "rounds": 3}), [])
+    display.on_run_start(Path("runs"), make_config({"method": "dynafed", "rounds": 3}), [])
     for done in (0, 10, 20):
-        display.work("one: synthesis", done, 100)
+        display.on_server_progress("one: synthesis", done, 100)
         clock += 10
-        display.work("two: synthesis", 40 + done // 2, 100)
+        display.on_server_progress("two: synthesis", 40 + done // 2, 100)
         clock += 10
-    display.end()
+    display.on_run_end()
     said = capfd.readouterr().err
     assert "one: synthesis 20/100, 2 min 40 s left" in said
     assert "two: synthesis 50/100, 3 min 20 s left" in said
@@ -91,18 +91,18 @@ def test_work_that_begins_anew_under_the_same_name_has_a_pace_of_its_own(
     clock = 1000.0
     monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
     display = ProgressDisplay()
-    display.begin(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
+    display.on_run_start(Path("run"), make_config({"method": "dynafed", "rounds": 3}), [])
     for done in (0, 100, 0, 10):
-        display.work("synthesis", done, 100)
+        display.on_server_progress("synthesis", done, 100)
         clock += 20
-    display.end()
+    display.on_run_end()
     assert "synthesis 10/100, 3 min 00 s left" in capfd.readouterr().err
 
 
 def test_one_round_is_no_rounds(capfd: pytest.CaptureFixture[str]) -> None:
     display = ProgressDisplay()
-    display.begin(Path("run"), make_config({"rounds": 1}), [])
-    display.end()
+    display.on_run_start(Path("run"), make_config({"rounds": 1}), [])
+    display.on_run_end()
     assert capfd.readouterr().err.endswith(": 1 round\n")
 
 
@@ -116,12 +116,12 @@ def test_names_are_shown_as_they_are(
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "200")
     display = ProgressDisplay()
-    display.download(name, 0, 10)
-    display.begin(Path("run"), make_config({"data": f"table:/{name},label=y", "rounds": 2}), [])
-    display.note(f"about {name}")
-    display.work(f"work on {name}", 0, 1)
-    display.record({"round": 1, "note": name})
-    display.end()
+    display.on_download(name, 0, 10)
+    display.on_run_start(Path("run"), make_config({"data": f"table:/{name},label=y", "rounds": 2}), [])
+    display.on_message(f"about {name}")
+    display.on_server_progress(f"work on {name}", 0, 1)
+    display.on_round_end({"round": 1, "note": name})
+    display.on_run_end()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
     title = f"fedavg on table:{Path(name).name}, seed 0" if terminal else f"fedavg on table:/{name},label=y, seed 0"
     for said in (f"downloading {name}", title, f"note: about {name}", f"work on {name}"):
@@ -135,9 +135,9 @@ def test_a_long_path_leaves_room_for_the_rounds(
     monkeypatch.setenv("COLUMNS", "80")
     display = ProgressDisplay()
     data = f"table:/{'a/long/way/' * 9}people.csv,label=income,owner=site"
-    display.begin(Path("run"), make_config({"data": data, "rounds": 200}), [])
-    display.record({"round": 17, "accuracy": 0.5, "loss": 1.0})
-    display.end()
+    display.on_run_start(Path("run"), make_config({"data": data, "rounds": 200}), [])
+    display.on_round_end({"round": 17, "accuracy": 0.5, "loss": 1.0})
+    display.on_run_end()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
     assert "fedavg on table:people.csv, seed 0" in text
     assert "round 17/200" in text
@@ -146,6 +146,6 @@ def test_a_long_path_leaves_room_for_the_rounds(
 def test_a_run_that_begins_again_is_counted_once(capfd: pytest.CaptureFixture[str]) -> None:
     display = ProgressDisplay(runs=2)
     for folder in ("a", "a", "b"):  # the first has found no memory, and goes on with fewer clients at once
-        display.begin(Path(folder), make_config({"rounds": 3}), [])
-        display.end()
+        display.on_run_start(Path(folder), make_config({"rounds": 3}), [])
+        display.on_run_end()
     assert re.findall(r"^(./2)  ", capfd.readouterr().err, re.MULTILINE) == ["1/2", "1/2", "2/2"]

@@ -67,7 +67,7 @@ def mean_of(layout: Layout, rows: list[Tensor], weights: list[float]) -> Tensor:
     for row, weight in zip(rows, weights, strict=True):
         mean.add(row, weight)
     target = layout.empty()
-    assert mean.into(target)
+    assert mean.write_to(target)
     return target
 
 
@@ -147,9 +147,9 @@ def test_no_weight_leaves_the_target_untouched() -> None:
     layout, (row, target) = model_rows(2)
     before = target.clone()
     mean = WeightedMean(layout)
-    assert not mean.into(target)
+    assert not mean.write_to(target)
     mean.add(row, 0.0)
-    assert not mean.into(target)
+    assert not mean.write_to(target)
     assert same_bits(target, before)
 
 
@@ -166,9 +166,9 @@ def test_a_mean_may_be_read_twice_and_go_on(dtype: torch.dtype) -> None:
     mean.add(a, 2.0)
     mean.add(b, 1.0)
     first, second, third = (layout.empty() for _ in range(3))
-    mean.into(first)
-    mean.into(second)
+    mean.write_to(first)
+    mean.write_to(second)
     assert same_bits(first, second)
     mean.add(c, 3.0)
-    mean.into(third)
+    mean.write_to(third)
     assert same_bits(third, mean_of(layout, [a, b, c], [2.0, 1.0, 3.0]))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.core.bank import ALIGN, Bank, aligned_row_stride, tensor_at_address
+from fedloom.core.bank import ALIGN, Bank, aligned_row_stride, bank_tensor_at_address
 
 Maker = Callable[..., Bank]
 
@@ -91,35 +91,35 @@ def test_ordinary_memory_is_not_shared() -> None:
 def test_located_rows_are_the_same_memory(make: Maker) -> None:
     bank = make(4, 10, torch.float32)
     row = bank.rows[2]
-    address = Bank.locate(row, Bank.made())
+    address = Bank.locate(row, Bank.num_mapped())
     if not bank.mapped:
         assert address is None
         return
     assert address == row.data_ptr()
     row.copy_(torch.arange(10.0))
-    again = tensor_at_address(address, (10,), torch.float32)
+    again = bank_tensor_at_address(address, (10,), torch.float32)
     assert torch.equal(again, row)
     again[3] = -1
     assert row[3] == -1
-    assert Bank.locate(row[2:5], Bank.made()) == row[2:5].data_ptr()
-    assert Bank.locate(bank.rows, Bank.made()) is None, "rows with gaps between them are not one tensor"
-    assert Bank.locate(row.clone(), Bank.made()) is None
+    assert Bank.locate(row[2:5], Bank.num_mapped()) == row[2:5].data_ptr()
+    assert Bank.locate(bank.rows, Bank.num_mapped()) is None, "rows with gaps between them are not one tensor"
+    assert Bank.locate(row.clone(), Bank.num_mapped()) is None
     last = bank.rows[3].data_ptr()
-    beyond = tensor_at_address(last, (ALIGN // 4 + 1,), torch.float32)
-    assert Bank.locate(beyond[:-1], Bank.made()) == last
-    assert Bank.locate(beyond, Bank.made()) is None, "it ends outside of the bank"
-    square = tensor_at_address(address, (2, 5), torch.float32)
+    beyond = bank_tensor_at_address(last, (ALIGN // 4 + 1,), torch.float32)
+    assert Bank.locate(beyond[:-1], Bank.num_mapped()) == last
+    assert Bank.locate(beyond, Bank.num_mapped()) is None, "it ends outside of the bank"
+    square = bank_tensor_at_address(address, (2, 5), torch.float32)
     assert square.shape == (2, 5)
     assert square[1, 0] == 5
 
 
 def test_a_child_finds_rows_by_their_address() -> None:
     bank = Bank.shared(2, 8)
-    address = Bank.locate(bank.rows[1], Bank.made())
+    address = Bank.locate(bank.rows[1], Bank.num_mapped())
     assert address is not None
 
     def fill() -> bool:
-        tensor_at_address(address, (8,), torch.float32).fill_(4.0)
+        bank_tensor_at_address(address, (8,), torch.float32).fill_(4.0)
         return True
 
     assert in_child(fill)
@@ -128,24 +128,24 @@ def test_a_child_finds_rows_by_their_address() -> None:
 
 def test_a_bank_made_after_the_fork_is_not_located() -> None:
     early = Bank.shared(1, 4)
-    made = Bank.made()
+    made = Bank.num_mapped()
     late = Bank.shared(1, 4)
-    assert Bank.made() == made + 1
+    assert Bank.num_mapped() == made + 1
     assert Bank.locate(early.rows[0], made) is not None
     assert Bank.locate(late.rows[0], made) is None
-    assert Bank.locate(late.rows[0], Bank.made()) is not None
+    assert Bank.locate(late.rows[0], Bank.num_mapped()) is not None
 
 
 def test_memory_that_was_given_back_and_taken_anew_is_not_located() -> None:
-    made = Bank.shared(1, 100_000) and Bank.made()
+    made = Bank.shared(1, 100_000) and Bank.num_mapped()
     later = [Bank.shared(1, 100_000) for _ in range(3)]  # one of them likely at the old address
     assert all(Bank.locate(bank.rows[0], made) is None for bank in later)
 
 
 def test_ordinary_banks_do_not_count_as_made() -> None:
-    made = Bank.made()
+    made = Bank.num_mapped()
     Bank.memory(3, 3)
-    assert Bank.made() == made
+    assert Bank.num_mapped() == made
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm here")

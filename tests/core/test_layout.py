@@ -186,7 +186,7 @@ def test_tensors_side_by_side_in_one_memory_are_taken() -> None:
 
 def test_units_are_the_modules_that_own_tensors() -> None:
     layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Linear(3, 1, bias=False)))
-    units = layout.units()
+    units = layout.layer_columns()
     assert list(units) == ["0", "2", "3"]
     assert [len(units[name]) for name in units] == [2, 5, 1]
     covered = torch.zeros(layout.size)
@@ -201,10 +201,10 @@ def test_units_are_in_the_order_of_the_model_and_not_of_the_row() -> None:
     """A norm without weights has buffers alone, which lie behind all parameters."""
     norms = [nn.BatchNorm1d(3, affine=False) for _ in range(2)]
     layout = Layout.of(nn.Sequential(nn.Linear(2, 3), norms[0], nn.Linear(3, 3), norms[1], nn.Linear(3, 1)))
-    units = layout.units()
+    units = layout.layer_columns()
     assert list(units) == ["0", "1", "2", "3", "4"]
     for name, columns in units.items():
-        assert columns == [entry.columns for entry in layout.entries if entry.unit == name]
+        assert columns == [entry.columns for entry in layout.entries if entry.layer == name]
 
 
 def test_both_factors_of_a_low_rank_adaptation_are_one_unit() -> None:
@@ -216,9 +216,15 @@ def test_both_factors_of_a_low_rank_adaptation_are_one_unit() -> None:
             self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
 
     layout = Layout.of(nn.Sequential(Adapted(), nn.Linear(4, 1)))
-    assert {name: len(columns) for name, columns in layout.units().items()} == {"0": 2, "0.base_layer": 2, "1": 2}
+    assert {name: len(columns) for name, columns in layout.layer_columns().items()} == {
+        "0": 2,
+        "0.base_layer": 2,
+        "1": 2,
+    }
     alone = Layout.of(Adapted())
-    assert {name: len(columns) for name, columns in alone.units().items()} == {"": 2, "base_layer": 2}, "of no other"
+    assert {name: len(columns) for name, columns in alone.layer_columns().items()} == {"": 2, "base_layer": 2}, (
+        "of no other"
+    )
 
 
 # binding

@@ -74,7 +74,7 @@ def test_globally_gives_keyed_draws_to_code_that_knows_no_generator() -> None:
     dropout, x, streams = nn.Dropout(0.5), torch.ones(64), RngStreams(5)
 
     def masked(round: int, client: int) -> torch.Tensor:
-        with streams.globally("noise", round, client):
+        with streams.seed_global_rng("noise", round, client):
             return dropout(x)
 
     first = masked(1, 2)
@@ -82,7 +82,7 @@ def test_globally_gives_keyed_draws_to_code_that_knows_no_generator() -> None:
     assert torch.equal(masked(1, 2), first)
     assert not torch.equal(masked(1, 3), first)
     assert not torch.equal(masked(2, 2), first)
-    with streams.globally("noise", 1, 2):
+    with streams.seed_global_rng("noise", 1, 2):
         drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=streams.pytorch("noise", 1, 2)))
 
@@ -91,12 +91,12 @@ def test_globally_restores_the_global_state_also_after_an_error() -> None:
     torch.manual_seed(123)
     torch.rand(5)
     before = torch.get_rng_state()
-    with RngStreams(0).globally("noise"), RngStreams(0).globally("other"):
+    with RngStreams(0).seed_global_rng("noise"), RngStreams(0).seed_global_rng("other"):
         torch.rand(100)
     assert torch.equal(torch.get_rng_state(), before)
 
     def fail() -> None:
-        with RngStreams(0).globally("noise"):
+        with RngStreams(0).seed_global_rng("noise"):
             torch.rand(1)
             raise RuntimeError("inside")
 

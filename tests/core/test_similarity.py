@@ -93,7 +93,7 @@ def test_another_vector_may_be_the_last(seed: int, count: int, width: int, start
     rows, reference, columns = rows_of(seed, count, width), rows_of(seed + 1, 1, width)[0], slice(start, width)
     last = rows_of(seed + 2, 1, width - start)[0]
     wide = np.vstack([(rows.double() - reference.double())[:, columns], last.double()[None]])
-    found = inner_products(rows, reference, columns, last=last)
+    found = inner_products(rows, reference, columns, extra_vector=last)
     np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-12, atol=1e-12)
 
 

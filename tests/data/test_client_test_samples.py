@@ -73,8 +73,8 @@ def test_every_client_holds_out_its_share(sizes: list[int], share: float, seed: 
     for k, size in enumerate(sizes):
         own = tested[start : start + held[k]]
         start += held[k]
-        assert made.samples(k) == size - held[k]
-        assert sorted(own + made.client(k).x.flatten().int().tolist()) == sorted(parts[k].tolist())
+        assert made.num_examples(k) == size - held[k]
+        assert sorted(own + made.client_samples(k).x.flatten().int().tolist()) == sorted(parts[k].tolist())
     assert start == len(tested)
     again = split_client_tests(whole, share, np.random.default_rng(seed))
     assert again.test is not None
@@ -105,7 +105,7 @@ def test_clients_are_tested_on_samples_of_their_owner_or_domain(
         made = build_federation(data, spec, clients, np.random.default_rng(seed))
     except InputError:
         return  # more clients than owners, or than samples of a domain
-    whose = [set(data.owners[part].tolist()) for part in made.parts]
+    whose = [set(data.owners[part].tolist()) for part in made.client_indices]
     assert all(len(owners) == 1 for owners in whose)
     taking_part = set().union(*whose)
     theirs = [100 + i for i, owner in enumerate(data.test_owners.tolist()) if owner in taking_part]
@@ -131,7 +131,7 @@ def test_other_partitions_have_a_common_test_set() -> None:
     assert len(made.test) == 4
 
 
-@pytest.mark.parametrize("engine", ["plain", "host"])
+@pytest.mark.parametrize("engine", ["sequential", "multiprocess"])
 def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Path) -> None:
     """Against each sample looked at by itself."""
     settings_ = {
@@ -144,7 +144,7 @@ def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Pat
     }
     run = fedloom.run("fedavg", engine=engine, out=tmp_path / "run", report=False, **settings_)
     with build_run(run.config).engine_closed() as experiment:
-        federation = experiment.federation
+        federation = experiment.federated_data
     module, owners = run.model(), federation.test_owners
     assert owners is not None
     assert federation.test is not None
@@ -153,7 +153,7 @@ def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Pat
         own = federation.test.take(np.flatnonzero(owners == client))
         with torch.no_grad():
             right = [
-                int(module(federation.prepare(x[None])).argmax()) == int(y) for x, y in zip(own.x, own.y, strict=True)
+                int(module(federation.transform(x[None])).argmax()) == int(y) for x, y in zip(own.x, own.y, strict=True)
             ]
         accuracies.append(sum(right) / len(right))
     assert run.summary["client_accuracy_mean"] == pytest.approx(np.mean(accuracies), abs=1e-12)
@@ -164,21 +164,21 @@ def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Pat
 def test_from_the_command_line(command: Callable[..., Any], tmp_path: Path) -> None:
     outcome = command(
         *("run", "fedavg", "--client-test", "0.25", "--partition", "shards:2", "--clients", 5, "--rounds", 2),
-        *("--model", "logreg", "--engine", "plain", "--epochs", 1, "--out", "run", "--json", "-q"),
+        *("--model", "logreg", "--engine", "sequential", "--epochs", 1, "--out", "run", "--json", "-q"),
     )
     assert outcome.result["accuracy"] > 0.2
     assert "client_test = 0.25" in (tmp_path / "run" / "config.toml").read_text()
     experiment = build_run(fedloom.resume(tmp_path / "run").config)
     experiment.engine.close()
-    held = [experiment.federation.samples(k) for k in range(5)]
-    assert experiment.federation.test is not None
-    assert sum(held) + len(experiment.federation.test) == 1797  # training and test samples of the digits
+    held = [experiment.federated_data.num_examples(k) for k in range(5)]
+    assert experiment.federated_data.test is not None
+    assert sum(held) + len(experiment.federated_data.test) == 1797  # training and test samples of the digits
     assert all(269 <= size <= 271 for size in held)
 
 
 def test_own_data_bring_their_own_test_samples(tmp_path: Path) -> None:
     own = FederatedDataset.from_arrays([(np.zeros((4, 2)), np.array([0, 1, 0, 1]))])
-    with pytest.raises(InputError, match="client_test divides a data set known by name, and 'own' is your own"):
+    with pytest.raises(InputError, match="client_test needs a data set given by name, but 'own' is your own"):
         fedloom.run(data=own, model="logreg", client_test=0.25, out=tmp_path / "run")
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.config import Config, absolute_data_path, make_config
+from fedloom.config import Config, _absolute_data_path, make_config
 from fedloom.data import load_dataset
 from fedloom.data.dataset import DatasetSpec, parse_dataset_name
 from fedloom.errors import InputError
@@ -44,30 +44,30 @@ def spec(**options: str) -> DatasetSpec:
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "1_0", "٣", "9999999999", "1e3"])
 def test_whole_numbers(text: str) -> None:
-    assert spec(min="17").whole("min", 1, 1) == 17
+    assert spec(min="17").integer_option("min", 1, 1) == 17
     with pytest.raises(InputError, match="expected a whole number of at least 1"):
-        spec(min=text).whole("min", 1, 1)
+        spec(min=text).integer_option("min", 1, 1)
 
 
 @pytest.mark.parametrize("text", ["0", "1", "-0.5", "nan", "inf", "x"])
 def test_shares(text: str) -> None:
-    assert spec(test="0.25").share("test", 0.1) == 0.25
+    assert spec(test="0.25").fraction_option("test", 0.1) == 0.25
     with pytest.raises(InputError, match="expected a share above 0 and below 1"):
-        spec(test=text).share("test", 0.1)
+        spec(test=text).fraction_option("test", 0.1)
 
 
 def test_yes_and_no() -> None:
-    assert spec(lower="yes").yes("lower")
-    assert not spec().yes("lower")
+    assert spec(lower="yes").yes_no_option("lower")
+    assert not spec().yes_no_option("lower")
     with pytest.raises(InputError, match="lower of 'table' is 'maybe'; expected yes or no"):
-        spec(lower="maybe").yes("lower")
+        spec(lower="maybe").yes_no_option("lower")
 
 
 def test_an_option_that_nobody_takes() -> None:
     given = spec(lable="x")
-    assert given.text("label") == ""
+    assert given.text_option("label") == ""
     with pytest.raises(InputError, match="unknown option of 'table' 'lable'; did you mean 'label'"):
-        given.done()
+        given.refuse_unused_options()
 
 
 @given(st.text(max_size=40))
@@ -84,12 +84,12 @@ def test_paths_in_a_config_are_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     named = make_config({"data": "table:d/people.csv,label=income,test=more.csv"})
     assert named.data == f"table:{tmp_path}/d/people.csv,label=income,test={tmp_path}/more.csv"
-    assert absolute_data_path("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
-    assert absolute_data_path("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
-    assert absolute_data_path(named.data) == named.data
+    assert _absolute_data_path("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
+    assert _absolute_data_path("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
+    assert _absolute_data_path(named.data) == named.data
     for plain in ("digits", "shakespeare:file=a.txt", "table:", "hf", "~no-one"):
-        assert absolute_data_path(plain) == plain
-    assert absolute_data_path("table:~no-one/x.csv").endswith("/~no-one/x.csv")
+        assert _absolute_data_path(plain) == plain
+    assert _absolute_data_path("table:~no-one/x.csv").endswith("/~no-one/x.csv")
 
 
 def test_folders_are_called_after_the_data() -> None:

@@ -22,18 +22,18 @@ class Million(FederatedDataset):
     def __len__(self) -> int:
         return 1_000_000
 
-    def client(self, k: int) -> Samples:
-        generator = torch.Generator().manual_seed(k)
+    def client_samples(self, client_id: int) -> Samples:
+        generator = torch.Generator().manual_seed(client_id)
         return Samples(torch.randn(5, 4, generator=generator), torch.arange(5) % 3)
 
 
 def test_a_subclass_needs_no_more_than_four_things() -> None:
     federation = Million()
     assert (len(federation), federation.name, federation.test) == (1_000_000, "Million", None)
-    assert federation.samples(999_999) == 5
+    assert federation.num_examples(999_999) == 5
     assert federation.label_counts() is None
-    x = federation.client(7).x
-    assert torch.equal(federation.prepare(x), x)
+    x = federation.client_samples(7).x
+    assert torch.equal(federation.transform(x), x)
 
 
 @settings(max_examples=50, deadline=None)
@@ -46,9 +46,9 @@ def test_a_pool_gives_each_client_its_own(owners: list[int]) -> None:
     assert counts is not None
     assert counts.shape == (5, 3)
     for k in range(5):
-        held = federation.client(k)
+        held = federation.client_samples(k)
         assert held.x.flatten().tolist() == np.flatnonzero(owner == k).tolist()
-        assert federation.samples(k) == len(held) == counts[k].sum()
+        assert federation.num_examples(k) == len(held) == counts[k].sum()
         assert counts[k].tolist() == [int((held.y == c).sum()) for c in range(3)]
 
 
@@ -89,12 +89,12 @@ def test_arrays_of_numpy_and_torch_together() -> None:
         (torch.ones(1, 2), torch.tensor([4])),
     ]
     federation = FederatedDataset.from_arrays(clients, test=(np.zeros((2, 2)), [1, 3]))
-    assert [federation.samples(k) for k in range(3)] == [0, 3, 1]
+    assert [federation.num_examples(k) for k in range(3)] == [0, 3, 1]
     assert (federation.classes, federation.shape, federation.name) == (5, (2,), "own")
-    assert federation.client(0).x.shape == (0, 2)
-    assert federation.client(1).x.tolist() == [[4, 5], [2, 3], [0, 1]]
-    assert federation.client(1).x.dtype == torch.float32
-    assert federation.client(1).y.dtype == federation.client(0).y.dtype == torch.int64
+    assert federation.client_samples(0).x.shape == (0, 2)
+    assert federation.client_samples(1).x.tolist() == [[4, 5], [2, 3], [0, 1]]
+    assert federation.client_samples(1).x.dtype == torch.float32
+    assert federation.client_samples(1).y.dtype == federation.client_samples(0).y.dtype == torch.int64
     counts = federation.label_counts()
     assert counts is not None
     assert counts.tolist() == [[0] * 5, [1, 1, 1, 0, 0], [0, 0, 0, 0, 1]]
@@ -106,15 +106,15 @@ def test_arrays_of_images_are_scaled() -> None:
     x = np.full((2, 5, 4, 3), 255, np.uint8)
     federation = FederatedDataset.from_arrays([(x, np.array([0, 1]))])
     assert federation.shape == (3, 5, 4)
-    assert torch.equal(federation.prepare(federation.client(0).x), torch.ones(2, 3, 5, 4))
+    assert torch.equal(federation.transform(federation.client_samples(0).x), torch.ones(2, 3, 5, 4))
     own = InputTransform((0.5,) * 3, (0.5,) * 3)
-    assert FederatedDataset.from_arrays([(x, np.array([0, 1]))], prepare=own).prepare is own
+    assert FederatedDataset.from_arrays([(x, np.array([0, 1]))], transform=own).transform is own
 
 
 def test_float_labels_make_a_regression() -> None:
     federation = FederatedDataset.from_arrays([(np.zeros((2, 3)), np.array([0.5, 1.5]))])
     assert federation.classes == 0
-    assert federation.client(0).y.dtype == torch.float32
+    assert federation.client_samples(0).y.dtype == torch.float32
     assert federation.label_counts() is None
 
 
@@ -195,20 +195,20 @@ class Counting(Dataset):
 def test_datasets_are_read_when_wanted() -> None:
     sets = [Counting(0, 0), Counting(3, 1), Counting(4, 2)]
     federation = FederatedDataset.from_datasets(sets, classes=3)
-    assert [federation.samples(k) for k in range(3)] == [0, 3, 4]
+    assert [federation.num_examples(k) for k in range(3)] == [0, 3, 4]
     assert (federation.shape, sets[2].reads) == ((2, 2), 0)
     assert federation.label_counts() is None
-    assert federation.client(2).x[:, 0, 0].tolist() == [0, 1, 2, 3]
-    assert federation.client(2).y.tolist() == [2] * 4
+    assert federation.client_samples(2).x[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert federation.client_samples(2).y.tolist() == [2] * 4
     assert sets[2].reads == 4
-    assert len(federation.client(0)) == 0
+    assert len(federation.client_samples(0)) == 0
 
 
 def test_datasets_can_be_read_anew() -> None:
     sets = [Counting(3, 1)]
-    federation = FederatedDataset.from_datasets(sets, classes=3, keep=False)
+    federation = FederatedDataset.from_datasets(sets, classes=3, keep_in_memory=False)
     before = sets[0].reads
-    federation.client(0), federation.client(0)
+    federation.client_samples(0), federation.client_samples(0)
     assert sets[0].reads == before + 6
 
 
@@ -246,4 +246,4 @@ class Ragged(Dataset):
 )
 def test_datasets_that_cannot_be_used(data: Dataset, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        FederatedDataset.from_datasets([data], classes=3).client(0)
+        FederatedDataset.from_datasets([data], classes=3).client_samples(0)

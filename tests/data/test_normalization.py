@@ -45,12 +45,12 @@ def test_the_default_is_the_data_sets_own() -> None:
 def test_presets_on_grey_and_colour(name: str, expected: list[float]) -> None:
     for channels in (1, 3):
         data = with_normalization(images(channels), name)
-        assert data.prepare(data.train.x)[:, 0].flatten().tolist() == pytest.approx(expected, abs=1e-6)
+        assert data.transform(data.train.x)[:, 0].flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_presets_of_three_channels() -> None:
     data = with_normalization(images(3), "cifar")
-    got = data.prepare(data.train.x)[1].flatten()
+    got = data.transform(data.train.x)[1].flatten()
     means, deviations = np.array([0.4914, 0.4822, 0.4465]), np.array([0.2023, 0.1994, 0.2010])
     assert got.tolist() == pytest.approx(((np.array([0.2, 0.4, 0.6]) - means) / deviations).tolist(), abs=1e-5)
     with pytest.raises(InputError, match="'imagenet' is for 3 channels; 'tiny' has 1"):
@@ -59,7 +59,7 @@ def test_presets_of_three_channels() -> None:
 
 def test_measured_constants_standardise() -> None:
     data = with_normalization(images(3), "mean-std")
-    x = data.prepare(data.train.x).double()
+    x = data.transform(data.train.x).double()
     assert x.mean(dim=(0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-6)
     assert x.pow(2).mean(dim=(0, 2, 3)).tolist() == pytest.approx([1, 1, 1], abs=1e-5)
     with pytest.raises(InputError, match="a channel that is the same in all images"):
@@ -80,6 +80,6 @@ def test_what_cannot_be_normalised() -> None:
 @pytest.mark.parametrize("name", ["cifar100", "cifar100-coarse"])
 def test_the_constants_of_cifar100_are_those_measured(name: str) -> None:
     data = load_dataset(name, download=False)
-    measured = with_normalization(data, "mean-std").prepare
-    assert data.prepare.mean == pytest.approx(measured.mean, abs=1e-4)
-    assert data.prepare.std == pytest.approx(measured.std, abs=1e-4)
+    measured = with_normalization(data, "mean-std").transform
+    assert data.transform.mean == pytest.approx(measured.mean, abs=1e-4)
+    assert data.transform.std == pytest.approx(measured.std, abs=1e-4)

@@ -38,7 +38,10 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 def test_the_split_of_digits_is_stratified_and_fixed() -> None:
     digits = load_dataset("digits")
-    assert (len(digits.train), len(digits.test)) == (registry.DIGITS.samples, registry.DIGITS.test_samples)
+    assert (len(digits.train), len(digits.test)) == (
+        registry.DIGITS.num_train_examples,
+        registry.DIGITS.num_test_examples,
+    )
     counts = torch.bincount(digits.train.y), torch.bincount(digits.test.y)
     share = counts[1] / (counts[0] + counts[1])
     assert ((share - 0.2).abs() < 0.005).all()
@@ -49,7 +52,7 @@ def test_the_split_of_digits_is_stratified_and_fixed() -> None:
 
 def test_prepared_digits_are_standardised() -> None:
     digits = load_dataset("digits")
-    x = digits.prepare(digits.train.x)
+    x = digits.transform(digits.train.x)
     assert x.shape == (1438, *digits.shape)
     assert float(x.mean()) == pytest.approx(0, abs=1e-4)
     assert float(x.std()) == pytest.approx(1, abs=1e-3)
@@ -107,19 +110,19 @@ def touch(folder: Path, names: tuple[str, ...]) -> Path:
 def test_where_data_sets_are_found(source: DatasetSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Path | None:
         info = next(info for info in registry.available_datasets() if info.name == source.name)
-        assert info.state == ("at hand" if info.found else "can be downloaded")
-        return info.found
+        assert info.state == ("at hand" if info.folder else "can be downloaded")
+        return info.folder
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
-    monkeypatch.setitem(DATASET_SOURCES, source.name, replace(source, system=()))
+    monkeypatch.setitem(DATASET_SOURCES, source.name, replace(source, system_folders=()))
     assert found() is None
-    cached = touch(tmp_path / "cache" / "fedloom" / source.folders[0], source.files)
+    cached = touch(tmp_path / "cache" / "fedloom" / source.folder_names[0], source.files)
     assert found() == cached
     packaged = touch(tmp_path / "packaged", source.files)
-    monkeypatch.setitem(DATASET_SOURCES, source.name, replace(source, system=(packaged,)))
+    monkeypatch.setitem(DATASET_SOURCES, source.name, replace(source, system_folders=(packaged,)))
     assert found() == packaged
-    own = tmp_path / "own" / source.folders[-1]
+    own = tmp_path / "own" / source.folder_names[-1]
     for root in (tmp_path / "own", own):
         monkeypatch.setenv("FEDLOOM_DATA", str(root))
         touch(own, source.files)
@@ -131,9 +134,9 @@ def test_where_data_sets_are_found(source: DatasetSource, tmp_path: Path, monkey
 def test_a_folder_of_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDLOOM_DATA", str(touch(tmp_path / "mnist", MNIST.files)))
-    found = {info.name: info.found for info in registry.available_datasets()}
+    found = {info.name: info.folder for info in registry.available_datasets()}
     assert found["mnist"] == tmp_path / "mnist"
-    assert found["fashion-mnist"] in (None, *FASHION_MNIST.system)
+    assert found["fashion-mnist"] in (None, *FASHION_MNIST.system_folders)
 
 
 def check_published(dataset: Dataset, train: int, test_counts: list[int]) -> None:
@@ -141,7 +144,7 @@ def check_published(dataset: Dataset, train: int, test_counts: list[int]) -> Non
     assert torch.bincount(dataset.test.y).tolist() == test_counts
     assert len(dataset.class_names) == dataset.classes == 10
     grey = np.arange(256) / 255
-    for channel, (mean, std) in enumerate(zip(dataset.prepare.mean, dataset.prepare.std, strict=True)):
+    for channel, (mean, std) in enumerate(zip(dataset.transform.mean, dataset.transform.std, strict=True)):
         share = torch.bincount(dataset.train.x[..., channel].flatten(), minlength=256).numpy()
         assert np.average(grey, weights=share) == pytest.approx(mean, abs=1e-4)
         assert np.average((grey - mean) ** 2, weights=share) ** 0.5 == pytest.approx(std, abs=1e-4)

@@ -10,7 +10,7 @@ import pytest
 
 Command = Callable[..., Any]
 
-QUICK = ("--engine", "plain", "--epochs", 1, "--json")
+QUICK = ("--engine", "sequential", "--epochs", 1, "--json")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_shakespeare_by_speaker(command: Command, tmp_path: Path) -> None:
     (tmp_path / "data" / "shakespeare").mkdir(parents=True)
     (tmp_path / "data" / "shakespeare" / "by_role.json").write_text(json.dumps({"users": list(said), "speeches": said}))
     outcome = command(
-        *("run", "fedavg", "--data", "shakespeare", "--partition", "natural", "--rounds", 2, "--per-round", 2),
+        *("run", "fedavg", "--data", "shakespeare", "--partition", "natural", "--rounds", 2, "--clients-per-round", 2),
         *("--model", "lstm-shakespeare:hidden=8", "--lr", 0.5, *QUICK),
     )
     assert outcome.result["loss"] < np.log(80)

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from fedloom.core.rng import RngStreams
 from fedloom.data import Dataset, FederatedDataset, PartitionedDataset, Samples, load_dataset, partition_dataset
-from fedloom.data.splits import ServerDataSplit, draw_server_split, load_server_split, take_server_split
+from fedloom.data.splits import ServerDataSplit, draw_server_split, split_server_data, take_server_split
 from fedloom.errors import InputError
 
 
@@ -59,9 +59,9 @@ def test_no_client_holds_what_the_server_keeps(spec: str) -> None:
     digits = load_dataset("digits")
     held = draw_server_split("split:0.2", len(digits.train), rng())
     federation = partition_dataset(digits, spec, 10, np.random.default_rng(0), held)
-    theirs = np.concatenate(federation.parts)
+    theirs = np.concatenate(federation.client_indices)
     assert np.array_equal(np.sort(np.concatenate([theirs, held])), np.arange(len(digits.train)))
-    labels = torch.cat([federation.client(k).y for k in range(10)]).numpy()
+    labels = torch.cat([federation.client_samples(k).y for k in range(10)]).numpy()
     assert np.array_equal(np.bincount(labels), np.bincount(np.delete(digits.train.y.numpy(), held)))
 
 
@@ -69,7 +69,7 @@ def test_positions_in_a_file_are_those_of_the_whole_data_set(tmp_path: Path) -> 
     digits, held = load_dataset("digits"), np.array([1, 3, 11])
     (tmp_path / "parts.json").write_text(json.dumps([[0, 1, 2, 3], [10, 11, 12]]))
     federation = partition_dataset(digits, f"file:{tmp_path / 'parts.json'}", None, np.random.default_rng(0), held)
-    assert [part.tolist() for part in federation.parts] == [[0, 2], [10, 12]]
+    assert [part.tolist() for part in federation.client_indices] == [[0, 2], [10, 12]]
 
 
 def test_owners_keep_the_rest_of_their_samples() -> None:
@@ -84,7 +84,7 @@ def test_owners_keep_the_rest_of_their_samples() -> None:
         owner_names=("one", "two", "three"),
     )
     federation = partition_dataset(data, "natural,min=1", None, np.random.default_rng(0), np.array([0, 1, 4]))
-    assert [part.tolist() for part in federation.parts] == [[3, 6, 9], [7, 10], [2, 5, 8, 11]]
+    assert [part.tolist() for part in federation.client_indices] == [[3, 6, 9], [7, 10], [2, 5, 8, 11]]
 
 
 def pooled() -> PartitionedDataset:
@@ -97,9 +97,9 @@ def test_a_pool_of_ones_own_can_be_split_and_is_left_alone() -> None:
     lighter, held = take_server_split(own, "split:0.25", rng())
     assert len(held.samples) == 5
     assert held.classes == 2
-    values = torch.cat([held.samples.x, *(lighter.client(k).x for k in range(2))]).flatten()
+    values = torch.cat([held.samples.x, *(lighter.client_samples(k).x for k in range(2))]).flatten()
     assert sorted(values.tolist()) == list(range(20))
-    assert [len(own.client(k)) for k in range(2)] == [10, 10]
+    assert [len(own.client_samples(k)) for k in range(2)] == [10, 10]
 
 
 def test_a_federation_without_a_pool_cannot() -> None:
@@ -133,7 +133,7 @@ def test_another_data_set_must_look_alike_and_be_another() -> None:
     digits = load_dataset("digits")
     federation = partition_dataset(digits, "iid", 3, np.random.default_rng(0))
     with pytest.raises(InputError, match="'digits' is what the clients hold"):
-        load_server_split(federation, "digits", load_dataset)
+        split_server_data(federation, "digits", load_dataset)
 
     def wide(name: str) -> Dataset:
         x = torch.zeros(4, 28, 28, 1, dtype=torch.uint8)
@@ -141,12 +141,12 @@ def test_another_data_set_must_look_alike_and_be_another() -> None:
         return Dataset(samples, samples, tuple("0123456789"), name=name)
 
     with pytest.raises(InputError, match=r"'wide' has inputs of images 1 x 28 x 28, but .* images 1 x 8 x 8"):
-        load_server_split(federation, "wide", wide)
+        split_server_data(federation, "wide", wide)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     pool = Samples(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
-    federation = PartitionedDataset(pool, [np.arange(4)], classes=2, tokens=5, name="text")
+    federation = PartitionedDataset(pool, [np.arange(4)], classes=2, vocabulary_size=5, name="text")
     federation.server_data = Samples(torch.full((2, 3), 5), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(InputError, match="token 5, but 'text' has 5"):
         take_server_split(federation, "own", rng())
@@ -154,9 +154,9 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
 
 def test_the_sentence_says_what_is_held_and_who_uses_it() -> None:
     samples = Samples(torch.zeros(3, 1), torch.zeros(3))
-    split = ServerDataSplit(samples, "split:3", 2).sentence(("feddf", "abavg"))
+    split = ServerDataSplit(samples, "split:3", 2).describe(("feddf", "abavg"))
     assert split == (
         "The server holds 3 samples that no client holds (--server-data split:3), used by feddf and abavg."
     )
-    other = ServerDataSplit(samples, "mnist", 2).sentence(())
+    other = ServerDataSplit(samples, "mnist", 2).describe(())
     assert other == "The server holds 3 samples (--server-data mnist), which no method here uses."

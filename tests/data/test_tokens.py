@@ -49,7 +49,7 @@ def test_prepare_makes_int64_of_every_integer(kind: torch.dtype) -> None:
     assert samples.are_tokens
     assert not samples.are_images
     assert samples.shape == (6,)
-    out = samples.default_prepare()(x, channels_last=True)
+    out = samples.default_transform()(x, channels_last=True)
     assert out.dtype == torch.int64
     assert torch.equal(out, torch.arange(12).reshape(2, 6))
 
@@ -70,24 +70,24 @@ def test_truth_values_and_images_are_no_tokens() -> None:
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int64])
 def test_own_integers_are_tokens(kind: type[np.generic]) -> None:
     made = FederatedDataset.from_arrays([texts(4, 0, kind), texts(3, 1)], test=texts(2, 2, kind))
-    assert made.client(0).x.dtype == made.client(1).x.dtype == torch.int64
-    assert np.array_equal(made.client(0).x.numpy(), texts(4, 0)[0])
+    assert made.client_samples(0).x.dtype == made.client_samples(1).x.dtype == torch.int64
+    assert np.array_equal(made.client_samples(0).x.numpy(), texts(4, 0)[0])
     assert made.test is not None
     assert made.test.are_tokens
     assert made.shape == (LENGTH,)
-    assert made.tokens == WORDS
+    assert made.vocabulary_size == WORDS
 
 
 def test_own_data_sets_of_tokens() -> None:
     x, y = (torch.from_numpy(values) for values in texts(4, 0))
     made = FederatedDataset.from_datasets([TensorDataset(x.int(), y)], classes=2)
-    assert torch.equal(made.client(0).x, x)
-    assert made.client(0).x.dtype == torch.int64
+    assert torch.equal(made.client_samples(0).x, x)
+    assert made.client_samples(0).x.dtype == torch.int64
 
 
 def test_own_truth_values_and_floats_are_float32() -> None:
     for x in (np.ones((2, 3), np.bool_), np.ones((2, 3), np.float64)):
-        assert FederatedDataset.from_arrays([(x, np.array([0, 1]))]).client(0).x.dtype == torch.float32
+        assert FederatedDataset.from_arrays([(x, np.array([0, 1]))]).client_samples(0).x.dtype == torch.float32
 
 
 def test_tokens_and_floats_do_not_mix() -> None:
@@ -111,12 +111,12 @@ def test_a_run_that_augments_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_network_without_an_embedding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="its inputs are whole numbers, tokens, so it wants a network for text"):
+    with pytest.raises(InputError, match="its inputs are token ids, so it needs a network for text"):
         fedloom.run(data=federation(), model="mlp", out=tmp_path / "run")
 
 
 def test_engines_agree_on_tokens(tmp_path: Path) -> None:
-    engines = ["plain", *(["host"] if can_fork() else [])]
+    engines = ["sequential", *(["multiprocess"] if can_fork() else [])]
     settings = {"rounds": 3, "epochs": 2, "lr": 0.5, "batch_size": 8, "validation": 0.2, "report": False}
     runs = [
         fedloom.run(data=federation(), model=Reader, engine=engine, out=tmp_path / engine, **settings)
@@ -139,7 +139,7 @@ def test_the_cuda_engine_takes_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr("fedloom.runs.build.choose_engine", lambda *_: SequentialEngine)
         settings = {"rounds": 2, "epochs": 1, "lr": 0.5, "batch_size": 8, "report": False}
         out = tmp_path / engine.__name__
-        return fedloom.run(data=federation(), model=Reader, engine="plain", out=out, **settings).digest
+        return fedloom.run(data=federation(), model=Reader, engine="sequential", out=out, **settings).digest
 
     assert run(CudaEngine) == run(SequentialEngine)
 

@@ -16,7 +16,7 @@ from tests.support.fake_graphs import FakeGraphTape, Operations
 
 
 class Counter(StaticGraphOwner):
-    """A player with one tensor, and a number on the host that nobody watches."""
+    """A owner with one tensor, and a number on the host that nobody watches."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(3)
@@ -37,60 +37,60 @@ class Counter(StaticGraphOwner):
         self.total.add_(torch.rand(3, generator=self.noise))
 
 
-def play(tape: EagerRunner, body: Callable[[], None], player: Counter, times: int, kind: Hashable = "k") -> None:
+def run(tape: EagerRunner, body: Callable[[], None], owner: Counter, times: int, kind: Hashable = "k") -> None:
     for _ in range(times):
-        tape.play(kind, "key", body, player)
+        tape.run(kind, "key", body, owner)
 
 
 def test_a_step_is_done_then_recorded_then_replayed() -> None:
-    player, tape = Counter(), FakeGraphTape()
-    play(tape, player.add_one, player, 5)
-    assert player.total.tolist() == [5.0, 5.0, 5.0]
-    assert (tape.recorded, tape.replayed) == (1, 3)
+    owner, tape = Counter(), FakeGraphTape()
+    run(tape, owner.add_one, owner, 5)
+    assert owner.total.tolist() == [5.0, 5.0, 5.0]
+    assert (tape.captured, tape.replayed) == (1, 3)
     assert tape.done == 2, "the first, and the one that the first replay was held against"
 
 
 def test_nothing_is_recorded_before_a_whole_step_was_done() -> None:
     """Norms rest for a single sample: what they will need is not there yet."""
-    player, tape = Counter(), FakeGraphTape()
+    owner, tape = Counter(), FakeGraphTape()
     for _ in range(3):
-        tape.play("k", "one sample", player.add_one, player, whole=False)
-    assert (tape.done, tape.recorded) == (3, 0)
-    play(tape, player.add_one, player, 2)
-    assert (tape.done, tape.recorded) == (4, 1)
-    tape.play("k", "one sample", player.add_one, player, whole=False)
-    assert (tape.done, tape.recorded) == (4, 2)
-    assert player.total.tolist() == [6.0] * 3
+        tape.run("k", "one sample", owner.add_one, owner, whole=False)
+    assert (tape.done, tape.captured) == (3, 0)
+    run(tape, owner.add_one, owner, 2)
+    assert (tape.done, tape.captured) == (4, 1)
+    tape.run("k", "one sample", owner.add_one, owner, whole=False)
+    assert (tape.done, tape.captured) == (4, 2)
+    assert owner.total.tolist() == [6.0] * 3
 
 
 def test_a_replay_that_does_something_else_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    player, tape = Counter(), FakeGraphTape()
+    owner, tape = Counter(), FakeGraphTape()
     with caplog.at_level(logging.WARNING, "fedloom"):
-        play(tape, player.add_step, player, 2)
-        player.step = 2.0 + 1  # recording it has counted too, as it would on a GPU
-        play(tape, player.add_step, player, 4)
+        run(tape, owner.add_step, owner, 2)
+        owner.step = 2.0 + 1  # recording it has counted too, as it would on a GPU
+        run(tape, owner.add_step, owner, 4)
     assert "its replay does something else" in caplog.text
     expected = 1.0 + 2 + 3 + 4 + 5 + 6
-    assert player.total.tolist() == [expected] * 3, "no replay ever counted"
+    assert owner.total.tolist() == [expected] * 3, "no replay ever counted"
 
 
 def test_draws_go_on_as_if_nothing_had_been_recorded() -> None:
-    player, other = Counter(), Counter()
-    for one in (player, other):
+    owner, other = Counter(), Counter()
+    for one in (owner, other):
         one.noise.manual_seed(7)
-    tape = FakeGraphTape((player.noise,))
-    play(tape, player.add_noise, player, 6)
+    tape = FakeGraphTape((owner.noise,))
+    run(tape, owner.add_noise, owner, 6)
     for _ in range(6):
         other.add_noise()
-    assert torch.equal(player.total, other.total)
+    assert torch.equal(owner.total, other.total)
     assert tape.replayed == 4
 
 
 def test_what_cannot_be_recorded_leaves_the_generators_as_they_were(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    player = Counter()
-    tape = FakeGraphTape((player.noise,))
+    owner = Counter()
+    tape = FakeGraphTape((owner.noise,))
 
     def capture(body: Callable[[], None], _: object) -> None:
         try:
@@ -100,29 +100,29 @@ def test_what_cannot_be_recorded_leaves_the_generators_as_they_were(
             raise ValueError("the recording could not be ended")
 
     monkeypatch.setattr(tape, "capture", capture)
-    player.noise.manual_seed(7)
+    owner.noise.manual_seed(7)
     states = list[Tensor]()
 
     def watched() -> None:
-        states.append(player.noise.get_state())
-        player.add_noise()
+        states.append(owner.noise.get_state())
+        owner.add_noise()
 
     with caplog.at_level(logging.WARNING, "fedloom"):
-        play(tape, watched, player, 2)
+        run(tape, watched, owner, 2)
     first, in_vain, again = states
     assert torch.equal(in_vain, again)
     assert not torch.equal(first, again)
-    assert "not recorded but done anew each time: RuntimeError: cannot be recorded" in caplog.text
+    assert "not captured and runs eagerly each time: RuntimeError: cannot be recorded" in caplog.text
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_one_check_for_each_kind_or_for_each_recording(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "CHECK_ALL", everything)
-    player, tape = Counter(), FakeGraphTape()
+    owner, tape = Counter(), FakeGraphTape()
     for key in ("a", "b", "a", "b", "a", "b", "a", "b"):
-        tape.play("k", key, player.add_one, player)
-    assert player.total.tolist() == [8.0] * 3
-    assert tape.recorded == 2
+        tape.run("k", key, owner.add_one, owner)
+    assert owner.total.tolist() == [8.0] * 3
+    assert tape.captured == 2
     assert tape.done == 1 + (2 if everything else 1)
 
 
@@ -136,38 +136,38 @@ def test_a_check_that_found_no_memory_is_made_later(caplog: pytest.LogCaptureFix
                 raise torch.OutOfMemoryError("out of memory")
             return super().memory()
 
-    player, tape = Short(), FakeGraphTape()
-    play(tape, player.add_step, player, 2)
+    owner, tape = Short(), FakeGraphTape()
+    run(tape, owner.add_step, owner, 2)
     with pytest.raises(torch.OutOfMemoryError):
-        play(tape, player.add_step, player, 1)
+        run(tape, owner.add_step, owner, 1)
     with caplog.at_level(logging.WARNING, "fedloom"):
-        play(tape, player.add_step, player, 1)
+        run(tape, owner.add_step, owner, 1)
     assert "its replay does something else" in caplog.text
 
 
-def test_a_slot_keeps_no_more_recordings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_keeps_no_more_graphs_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 3)
-    player, tape = Counter(), FakeGraphTape()
+    owner, tape = Counter(), FakeGraphTape()
     keys = [number // 4 for number in range(40)] + [0, 0]
     for key in keys:
-        tape.play("k", key, player.add_one, player)
-        assert len(tape._recordings) <= 3
-    assert player.total.tolist() == [float(len(keys))] * 3
-    assert tape.recorded == 11, "the first was gone when it was wanted again"
+        tape.run("k", key, owner.add_one, owner)
+        assert len(tape._graphs) <= 3
+    assert owner.total.tolist() == [float(len(keys))] * 3
+    assert tape.captured == 11, "the first was gone when it was wanted again"
 
 
 def test_a_last_bit_is_told_where_every_recording_is_checked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "CHECK_ALL", True)
-    player, tape = Counter(), FakeGraphTape()
+    owner, tape = Counter(), FakeGraphTape()
     small = [1.0, 1.0, 1.0 + 2**-20]
 
     def body() -> None:
-        player.total.add_(small.pop(0) if small else 1.0)
+        owner.total.add_(small.pop(0) if small else 1.0)
 
     with caplog.at_level(logging.WARNING, "fedloom"):
-        play(tape, body, player, 3)
+        run(tape, body, owner, 3)
     assert "a replay of the step k differs from it by 9.5e-07 of what it does" in caplog.text
 
 
@@ -235,17 +235,17 @@ class Noting:
 
 
 def test_a_graph_is_recorded_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    player = Counter()
+    owner = Counter()
     cuda = Noting(monkeypatch)
     tape = cuda_graphs._CudaGraphRunner(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
-    play(tape, player.add_one, player, 2)
+    run(tape, owner.add_one, owner, 2)
     assert cuda.noted == ["register", "begin in pool 0, thread_local", "end", "replay"]
     tape.close()
     assert cuda.noted[-1] == "synchronize"
 
 
 def test_after_a_graph_that_failed_nothing_believes_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    player = Counter()
+    owner = Counter()
     cuda = Noting(monkeypatch)
     tape = cuda_graphs._CudaGraphRunner(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     calls = list[int]()
@@ -257,13 +257,13 @@ def test_after_a_graph_that_failed_nothing_believes_to_be_recorded(monkeypatch: 
             raise RuntimeError("it asks the device for a number")
 
     begun, ended = ["register", "begin in pool 0, thread_local"], ["end", "replay"]
-    tape.play("earlier", "its key", player.add_one, player)
-    tape.play("earlier", "its key", player.add_one, player)
-    play(tape, second_fails, player, 3)
+    tape.run("earlier", "its key", owner.add_one, owner)
+    tape.run("earlier", "its key", owner.add_one, owner)
+    run(tape, second_fails, owner, 3)
     assert len(calls) == 4
     assert gc.isenabled()
     assert cuda.noted == [*begun, *ended, *begun, "end", "synchronize", "a new state"]
-    tape.play("earlier", "its key", player.add_one, player)
+    tape.run("earlier", "its key", owner.add_one, owner)
     assert cuda.noted[-4:] == ["register", "begin in pool 1, thread_local", *ended], "it draws from the new state"
 
 
@@ -298,12 +298,12 @@ def test_draws_of_torch_on_the_host_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A GPU would repeat what followed from the number that was drawn then."""
-    player = Counter()
+    owner = Counter()
     cuda = Noting(monkeypatch)
     tape = cuda_graphs._CudaGraphRunner(torch.device("cuda"), (cuda.generator,), urgency=0)  # type: ignore[arg-type]
     before, drawn = torch.get_rng_state(), list[float]()
     with caplog.at_level(logging.WARNING, "fedloom"):
-        play(tape, lambda: drawn.append(float(torch.rand(()))), player, 4)
+        run(tape, lambda: drawn.append(float(torch.rand(()))), owner, 4)
     torch.set_rng_state(before)
     assert [drawn[0], *drawn[2:]] == torch.stack([torch.rand(()) for _ in range(4)]).tolist()
     assert drawn[1] == drawn[2], "the recording took nothing away"
@@ -323,9 +323,9 @@ class FailingTape(FakeGraphTape):
         self.error, self.left = error, times
         self.begun: weakref.ref[Graph] | None = None
 
-    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Operations:
+    def capture(self, body: Callable[[], None], owner: _GraphOwner) -> Operations:
         if not self.left:
-            return super().capture(body, player)
+            return super().capture(body, owner)
         self.left -= 1
         graph = Graph()
         self.begun = weakref.ref(graph)
@@ -339,11 +339,11 @@ def test_a_recording_without_memory_is_not_taken_for_a_step_that_cannot_be_recor
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The engine then goes on with fewer slots. That the recording could not be ended is no reason of its own."""
-    player, tape = Counter(), FailingTape(torch.OutOfMemoryError("out of memory"), 1)
+    owner, tape = Counter(), FailingTape(torch.OutOfMemoryError("out of memory"), 1)
 
     def shortage() -> Exception | None:
         try:
-            play(tape, player.add_one, player, 2)
+            run(tape, owner.add_one, owner, 2)
         except torch.OutOfMemoryError as error:
             return error.with_traceback(None)
         return None
@@ -363,34 +363,34 @@ def test_a_step_whose_library_had_no_memory_is_recorded_later_if_it_can_be(
     times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may only have set itself up, which it may not in a recording."""
-    player, tape = Counter(), FailingTape(LIBRARYS, times)
+    owner, tape = Counter(), FailingTape(LIBRARYS, times)
     with caplog.at_level(logging.WARNING, "fedloom"):
-        play(tape, player.add_one, player, 6)
-    assert player.total.tolist() == [6.0] * 3
-    assert tape.recorded == (1 if times == 1 else 0)
+        run(tape, owner.add_one, owner, 6)
+    assert owner.total.tolist() == [6.0] * 3
+    assert tape.captured == (1 if times == 1 else 0)
     assert ("CUBLAS_STATUS_ALLOC_FAILED" in caplog.text) is (times == 2)
 
 
-def test_a_library_that_has_no_memory_outside_of_recordings_says_so() -> None:
-    player, tape = Counter(), FailingTape(LIBRARYS, 1)
+def test_a_library_that_has_no_memory_outside_of_graphs_says_so() -> None:
+    owner, tape = Counter(), FailingTape(LIBRARYS, 1)
 
     def step() -> None:
         if tape.begun is not None:
             assert tape.begun() is None, "what was recorded would take memory from it"
             raise LIBRARYS
-        player.add_one()
+        owner.add_one()
 
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
-        play(tape, step, player, 2)
+        run(tape, step, owner, 2)
 
 
 def test_after_cooling_down_a_step_is_done_before_others_are_recorded() -> None:
-    player, tape = Counter(), FakeGraphTape()
+    owner, tape = Counter(), FakeGraphTape()
     for key in "aab":
-        tape.play("k", key, player.add_one, player)
-    assert (tape.done, tape.recorded) == (1, 2)
-    tape.cool_down()
+        tape.run("k", key, owner.add_one, owner)
+    assert (tape.done, tape.captured) == (1, 2)
+    tape.reset_warmup()
     for key in "cabd":  # those of before are still there
-        tape.play("k", key, player.add_one, player)
-    assert tape.recorded == 3
-    assert player.total.tolist() == [7.0] * 3
+        tape.run("k", key, owner.add_one, owner)
+    assert tape.captured == 3
+    assert owner.total.tolist() == [7.0] * 3

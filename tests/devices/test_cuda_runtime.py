@@ -18,11 +18,11 @@ def test_every_tensor_is_copied_once(sizes: list[int], dtype: torch.dtype, large
     targets = torch.split(whole[1:-1], sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_runtime, "LARGE", large)
-        cuda_runtime.foreach_copy_(targets, sources)
+        cuda_runtime.cuda_foreach_copy_(targets, sources)
     assert torch.equal(whole[1:-1], torch.cat(sources).to(dtype))
     assert whole[[0, -1]].isnan().all()
 
 
 def test_as_many_sources_as_targets() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        cuda_runtime.foreach_copy_([torch.zeros(1), torch.zeros(1)], [torch.ones(1)])
+        cuda_runtime.cuda_foreach_copy_([torch.zeros(1), torch.zeros(1)], [torch.ones(1)])

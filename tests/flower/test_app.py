@@ -16,7 +16,7 @@ from fedloom.flower.server.serve import serve_run
 from fedloom.flower.site.client_app import _site_directory
 from fedloom.flower.site.handlers import SiteHandler
 from fedloom.flower.site_data import site_data_clients
-from fedloom.runs.directory import claimed
+from fedloom.runs.directory import claim_directory
 from tests.support.fake_transport import FakeLink, make_run
 from tests.support.flower_apps import OWN, written
 
@@ -63,13 +63,15 @@ def test_wrong_settings_are_said(given: dict[str, Any], says: str, tmp_path: Pat
 
 
 def test_what_flower_cannot_carry_is_said(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"fedcda.x is \[1\]; Flower carries numbers, texts, true and false"):
+    with pytest.raises(InputError, match=r"fedcda.x is \[1\]; Flower's run config takes only numbers, strings, true"):
         write_app(tmp_path / "app", make_run(options={"fedcda": {"x": [1]}}))
 
 
 def test_sites_bring_data_of_their_own(tmp_path: Path) -> None:
     app = tmp_path / "app"
-    write_app(app, make_run(clients=3, per_round=3, rounds=15, lr=0.5), {"folder": str(tmp_path / "run"), "join": 5.0})
+    write_app(
+        app, make_run(clients=3, clients_per_round=3, rounds=15, lr=0.5), {"folder": str(tmp_path / "run"), "join": 5.0}
+    )
     (app / "site_data.py").write_text(OWN)
     given = written(app)
     sites = {10 + k: SiteHandler(given, {"data": str(k)}, app, tmp_path / f"site-{k}") for k in range(3)}  # no numbers
@@ -78,10 +80,10 @@ def test_sites_bring_data_of_their_own(tmp_path: Path) -> None:
     run = serve_run(link, config, server, app)
     assert run.config.data == "flowers"
     assert run.accuracy == 1.0
-    assert sorted(site.clients for site in sites.values()) == [(0,), (1,), (2,)]
-    travelled = b"".join(bytes(block.data) for p in (*link.asked, *link.answered) for block in p.blocks.values())
+    assert sorted(site.client_ids for site in sites.values()) == [(0,), (1,), (2,)]
+    travelled = b"".join(bytes(block.data) for p in (*link.asked, *link.answered) for block in p.arrays.values())
     for site in sites.values():
-        samples = site.shop.federation.client(site.clients[0])
+        samples = site.context.federated_data.client_samples(site.client_ids[0])
         assert len(samples) == 30
         assert samples.x[0].numpy().tobytes() not in travelled
 
@@ -90,7 +92,7 @@ def test_another_task_in_the_same_process_has_a_network_of_its_own(tmp_path: Pat
     widths = []
     for width in (4, 6):
         app = tmp_path / f"app-{width}"
-        write_app(app, make_run(clients=1, per_round=1, rounds=1))
+        write_app(app, make_run(clients=1, clients_per_round=1, rounds=1))
         (app / "site_data.py").write_text(
             OWN.replace("shape=(4,)", f"shape=({width},)")
             .replace("eye(4", f"eye({width}")
@@ -104,7 +106,7 @@ def test_another_task_in_the_same_process_has_a_network_of_its_own(tmp_path: Pat
 
 def test_a_finished_or_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     app = tmp_path / "app"
-    write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
+    write_app(app, make_run(clients=2, clients_per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 0.3})
     given = written(app)
     link = FakeLink({k: SiteHandler(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
     config, server = read_app_run_config(given, app)
@@ -118,7 +120,7 @@ def test_a_finished_or_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_run_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
     """The sites would train with the new ones, and the folder would tell the old ones."""
     app = tmp_path / "app"
-    write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
+    write_app(app, make_run(clients=2, clients_per_round=2, rounds=2), {"folder": str(tmp_path / "run"), "join": 5.0})
     given = written(app)
     link = FakeLink({9 + k: SiteHandler(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
     serve_run(link, *read_app_run_config(given, app), app)
@@ -142,12 +144,15 @@ def test_a_second_server_does_not_disturb_the_sites_of_the_first(
 ) -> None:
     monkeypatch.setattr("fedloom.runs.directory.PATIENCE", 1)
     app, folder = tmp_path / "app", tmp_path / "run"
-    write_app(app, make_run(clients=2, per_round=2, rounds=2), {"folder": str(folder), "join": 5.0})
+    write_app(app, make_run(clients=2, clients_per_round=2, rounds=2), {"folder": str(folder), "join": 0.3})
     given = written(app)
     link = FakeLink({k: SiteHandler(given, {"client": k}, app, tmp_path / f"site-{k}") for k in range(2)})
     config, server = read_app_run_config(given, app)
     for finished in (False, True):
-        with claimed(folder), pytest.raises(InputError, match=r"another process is at work on .*run; wait for it"):
+        with (
+            claim_directory(folder),
+            pytest.raises(InputError, match=r"another process is at work on .*run; wait for it"),
+        ):
             serve_run(link, config, server, app)
         assert link.asked == []
         assert folder.exists() == finished
@@ -158,7 +163,9 @@ def test_a_second_server_does_not_disturb_the_sites_of_the_first(
 
 def test_what_the_server_lacks_is_said_before_anybody_waits(tmp_path: Path) -> None:
     app = tmp_path / "app"
-    write_app(app, make_run(method="feddf", clients=3, per_round=3), {"folder": str(tmp_path / "run"), "join": 600.0})
+    write_app(
+        app, make_run(method="feddf", clients=3, clients_per_round=3), {"folder": str(tmp_path / "run"), "join": 600.0}
+    )
     (app / "site_data.py").write_text(OWN)
     words = r"feddf needs samples at the server, and site_data.py names none: give SiteDataSpec\(..., server_data="
     with pytest.raises(InputError, match=words):
@@ -168,7 +175,7 @@ def test_what_the_server_lacks_is_said_before_anybody_waits(tmp_path: Path) -> N
 
 def test_what_the_server_holds_may_come_with_the_task(tmp_path: Path) -> None:
     app = tmp_path / "app"
-    config = make_run(method="feddf", clients=3, per_round=3, rounds=2)
+    config = make_run(method="feddf", clients=3, clients_per_round=3, rounds=2)
     write_app(app, config, {"folder": str(tmp_path / "run"), "join": 5.0})
     held = "server_data=(np.eye(4, dtype=np.float32)[[0, 1, 2] * 10], np.array([0, 1, 2] * 10)), "
     (app / "site_data.py").write_text(OWN.replace("classes=3, ", f"classes=3, {held}"))
@@ -178,7 +185,7 @@ def test_what_the_server_holds_may_come_with_the_task(tmp_path: Path) -> None:
     )
     first = serve_run(link, *read_app_run_config(given, app), app)
     assert first.config.server_data == "own"
-    assert first.history[-1]["lost"] == 0
+    assert first.history[-1]["failed"] == 0
     assert serve_run(link, *read_app_run_config(given, app), app).digest == first.digest, "and it can go on"
 
 
@@ -186,7 +193,7 @@ def test_what_the_server_holds_may_come_with_the_task(tmp_path: Path) -> None:
 def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int, served: bool) -> None:
     app = tmp_path / "app"
     options = {"fedmix": {"groups": groups, "lam": 0.1}}
-    config = make_run(method="fedmix", options=options, clients=2, per_round=2, rounds=2)
+    config = make_run(method="fedmix", options=options, clients=2, clients_per_round=2, rounds=2)
     write_app(app, config, {"folder": str(tmp_path / "run"), "join": 5.0})
     (app / "site_data.py").write_text(OWN)
     given = written(app)
@@ -195,9 +202,9 @@ def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int
     )
     run = serve_run(link, *read_app_run_config(given, app), app)
     lost = f"it has 30 samples, and {10 * groups} are needed"
-    reasons = list(run.history[-1]["lost_clients"].values())
+    reasons = list(run.history[-1]["failed_clients"].values())
     assert [lost in reason for reason in reasons] == ([] if served else [True, True])
-    assert served == any("upload/x" in answer.blocks for answer in link.answered)
+    assert served == any("upload/x" in answer.arrays for answer in link.answered)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,7 @@ def test_a_mean_of_few_samples_does_not_leave_a_site(tmp_path: Path, groups: int
 )
 def test_what_is_wrong_with_a_sites_file_is_said(text: str, says: str, tmp_path: Path) -> None:
     app = tmp_path / "app"
-    write_app(app, make_run(clients=1, per_round=1, data="digits"))
+    write_app(app, make_run(clients=1, clients_per_round=1, data="digits"))
     (app / "site_data.py").write_text(text)
     site = SiteHandler(written(app), {"client": 0}, app, tmp_path / "site")
     with pytest.raises(InputError, match=says):
@@ -241,7 +248,7 @@ def test_what_is_wrong_with_a_sites_file_is_said(text: str, says: str, tmp_path:
 def test_a_client_that_is_not_there_is_said(tmp_path: Path) -> None:
     app = tmp_path / "app"
     write_app(app, make_run())
-    with pytest.raises(InputError, match="there is no client 7: the run has 5 clients, from 0 on"):
+    with pytest.raises(InputError, match="there is no client 7: the run has 5 clients, numbered from 0"):
         SiteHandler(written(app), {"client": 7}, app, tmp_path / "site").build()
 
 
@@ -255,7 +262,7 @@ def test_a_node_names_its_clients(node: dict[str, Any], clients: tuple[int, ...]
 
 @pytest.mark.parametrize("given", ["x", "-1", "1.5", ""])
 def test_a_nodes_client_is_a_number(given: str) -> None:
-    with pytest.raises(InputError, match="from 0 on"):
+    with pytest.raises(InputError, match="must be a number from 0"):
         site_data_clients({"client": given})
 
 
@@ -318,7 +325,7 @@ def test_flowers_own_address_is_on_this_machine_wherever_supernodes_connect(host
         (tmp_path / name).write_text("")
     words = commands.build_superlink_command(tmp_path, host, 8000, 9000)
     assert words[4:10] == [host.strip("[]"), "8000", "--host", "127.0.0.1", "--port", "9000"]
-    with pytest.raises(InputError, match="both were given 8000"):
+    with pytest.raises(InputError, match="both have 8000"):
         commands.build_superlink_command(tmp_path, host, 8000, 8000)
 
 
@@ -348,7 +355,7 @@ def test_flower_is_told_to_keep_to_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ['a"b', "a\nb", "a\\b"])
 def test_a_node_is_not_told_more_than_was_meant(value: str) -> None:
-    with pytest.raises(InputError, match="without quotes"):
+    with pytest.raises(InputError, match="must not contain quotes"):
         commands._node_config_argument({"data": value})
 
 
@@ -387,6 +394,6 @@ def test_python_objects_cannot_go_to_sites(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     from fedloom import run
 
-    with pytest.raises(InputError, match="cannot be given as Python objects"):
+    with pytest.raises(InputError, match="cannot be Python objects"):
         run(model=torch.nn.Linear(64, 10), engine="flower", clients=2, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -186,5 +186,5 @@ def test_the_ten_commands_give_a_model(machine: Callable[[str], Machine]) -> Non
     done = json.loads((server.place / "app-run" / "summary.json").read_text())
     assert done["accuracy"] == alone["accuracy"] > 0.2
     assert done["digest"] == alone["digest"]
-    assert done["lost"] == alone["lost"] == 0
+    assert done["failed"] == alone["failed"] == 0
     assert done["rounds"] == 2

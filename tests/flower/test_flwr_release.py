@@ -10,7 +10,7 @@ import pytest
 
 from fedloom.errors import InputError
 from fedloom.flower import commands, flwr_patches
-from fedloom.flower.flwr_patches import TESTED, require_flower
+from fedloom.flower.flwr_patches import TESTED, require_supported_flwr
 from fedloom.flower.server.serve import serve_app
 from tests.support.small_runs import Command
 
@@ -35,7 +35,7 @@ def test_another_release_is_refused_wherever_flower_starts(
     install(version, monkeypatch)
     monkeypatch.setattr(commands, "exec_flower_command", lambda *words: pytest.fail(f"it starts {words}"))
     said = (
-        f"Flower {version} is installed, but fedloom changes Flower's insides and is tested with 1.41 alone; "
+        f"Flower {version} is installed, but fedloom patches internals of Flower and works with 1.41 only; "
         "install fedloom[flower]."
     )
     out = tmp_path / "run"
@@ -62,7 +62,7 @@ def test_another_release_is_refused_wherever_flower_starts(
 @pytest.mark.parametrize("version", ["1.41", "1.41.0", "1.41.7", "1.41.0.dev20260101"])
 def test_the_tested_release_is_taken(version: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(version, monkeypatch, name)
-    require_flower()
+    require_supported_flwr()
 
 
 def test_without_flower_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:

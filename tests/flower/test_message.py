@@ -40,7 +40,7 @@ def test_changed_bytes_are_refused_or_are_another_parcel(parcel: SiteMessage, da
     except MessageRejected:
         return
     assert cut == len(content)
-    assert sum(len(b.data) for b in found.blocks.values()) == parcel.nbytes
+    assert sum(len(b.data) for b in found.arrays.values()) == parcel.nbytes
 
 
 @given(st.binary(max_size=200))
@@ -54,9 +54,9 @@ def test_a_declared_size_is_believed_only_within_bounds() -> None:
     with pytest.raises(MessageRejected, match="more than"):
         decode_message(huge)
     with pytest.raises(MessageRejected, match="more than 100"):
-        decode_message(encode_message(SiteMessage("k", {}, {"a": MessageArray.raw(b"x" * 101)})), most=100)
+        decode_message(encode_message(SiteMessage("k", {}, {"a": MessageArray.raw(b"x" * 101)})), max_bytes=100)
     assert (
-        decode_message(encode_message(SiteMessage("k", {}, {"a": MessageArray.raw(b"x" * 100)})), most=100).nbytes
+        decode_message(encode_message(SiteMessage("k", {}, {"a": MessageArray.raw(b"x" * 100)})), max_bytes=100).nbytes
         == 100
     )
 
@@ -84,7 +84,7 @@ def test_a_long_header_is_refused_on_both_sides() -> None:
 
 
 def test_an_answer_repeats_what_its_question_says_of_itself() -> None:
-    address = {"run": "r", "round": 3, "client": 4, "nonce": "n"}
+    address = {"run": "r", "round": 3, "client_id": 4, "nonce": "n"}
     question = SiteMessage("train", {**address, "accepted": "before"})
     answer = question.reply("trained", {"loss": 1.0, "round": 99})
     assert {key: answer.header[key] for key in ADDRESS} == address
@@ -94,7 +94,7 @@ def test_an_answer_repeats_what_its_question_says_of_itself() -> None:
 
 def test_parcels_pass_through_a_socket_one_after_the_other() -> None:
     one, other = socket.socketpair()
-    big = SiteMessage("big", {"n": 1}, {"row": MessageArray("float32", (1 << 20,), bytes(4 << 20))})
+    big = SiteMessage("big", {"n": 1}, {"model": MessageArray("float32", (1 << 20,), bytes(4 << 20))})
 
     def write() -> None:
         with one:
@@ -117,6 +117,8 @@ def test_a_parcel_that_is_cut_off_on_its_way_is_refused() -> None:
         one, other = socket.socketpair()
         with other:
             with one:
-                one.sendall(encode_message(SiteMessage("k", {"a": 1}, {"row": MessageArray.raw(b"0123456789")}))[:keep])
+                one.sendall(
+                    encode_message(SiteMessage("k", {"a": 1}, {"model": MessageArray.raw(b"0123456789")}))[:keep]
+                )
             with pytest.raises(MessageRejected, match="cut off"):
                 read_message(other)

@@ -64,7 +64,7 @@ def refusal(store: Store, most: int) -> str:
 def test_what_is_not_too_large_comes_as_it_was() -> None:
     blocks = MessageArray.raw(noise(PIECE + 8)), MessageArray.raw(b""), MessageArray.raw(b"abc")
     came = Store(*blocks).pull(PIECE + 11)
-    assert [bytes(block.data) for block in came.blocks.values()] == [bytes(block.data) for block in blocks]
+    assert [bytes(block.data) for block in came.arrays.values()] == [bytes(block.data) for block in blocks]
     assert came.header == {"round": 1}
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_put_together_is_refused() -> None:
     store = Store(MessageArray.raw(b"abc"))
     array = next(key for key, content in store.contents.items() if content.startswith(b"Array "))
     store.contents[array] = store.contents[array].replace(b"arraychunk_ids", b"arraychunk_idx")
-    assert refusal(store, 100) == "refused: it is no message (KeyError)"
+    assert refusal(store, 100) == "refused: it is not a message (KeyError)"
 
 
 def test_a_message_of_very_many_pieces_is_refused_unfetched() -> None:
@@ -106,8 +106,8 @@ def test_one_piece_is_judged_by_its_length_before_it_is_read() -> None:
 
     guard = GridSizeLimitPatch(lambda: 100)
     request = httpx.Request("POST", "https://server/v1/runtime/pull-object")
-    guard.look(httpx.Response(200, headers={"content-length": str(100 + SPARE)}, request=request))
+    guard.check_response(httpx.Response(200, headers={"content-length": str(100 + SPARE)}, request=request))
     with pytest.raises(inflatable_utils.ObjectPullError, match="more than"):
-        guard.look(httpx.Response(200, headers={"content-length": str(101 + SPARE)}, request=request))
+        guard.check_response(httpx.Response(200, headers={"content-length": str(101 + SPARE)}, request=request))
     other = httpx.Request("POST", "https://server/v1/runtime/get-nodes")
-    guard.look(httpx.Response(200, headers={"content-length": str(1 << 40)}, request=other))
+    guard.check_response(httpx.Response(200, headers={"content-length": str(1 << 40)}, request=other))

@@ -27,18 +27,18 @@ def test_other_records_are_refused() -> None:
 
     from fedloom.flower.records import message_from_flower_records, message_to_flower_records
 
-    good = message_to_flower_records(SiteMessage("train", {}, {"row": MessageArray("float32", (1,), bytes(4))}))
+    good = message_to_flower_records(SiteMessage("train", {}, {"model": MessageArray("float32", (1,), bytes(4))}))
     about, array = good["fedloom"], Array(np.zeros(3, dtype=np.float32))
     short = Array(dtype="float32", shape=(4,), stype="fedloom.raw", data=bytes(4))
     for records in (
         RecordDict(),
         RecordDict({"fedloom": about}),
-        RecordDict({"fedloom": about, "blocks": about}),
-        RecordDict({"fedloom": about, "blocks": ArrayRecord({"row": array})}),
-        RecordDict({"fedloom": about, "blocks": ArrayRecord({"row": short})}),
-        RecordDict({"fedloom": ConfigRecord({"kind": 3, "header": "{}"}), "blocks": ArrayRecord()}),
-        RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "[1]"}), "blocks": ArrayRecord()}),
-        RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "{" * 9999}), "blocks": ArrayRecord()}),
+        RecordDict({"fedloom": about, "arrays": about}),
+        RecordDict({"fedloom": about, "arrays": ArrayRecord({"model": array})}),
+        RecordDict({"fedloom": about, "arrays": ArrayRecord({"model": short})}),
+        RecordDict({"fedloom": ConfigRecord({"kind": 3, "header": "{}"}), "arrays": ArrayRecord()}),
+        RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "[1]"}), "arrays": ArrayRecord()}),
+        RecordDict({"fedloom": ConfigRecord({"kind": "k", "header": "{" * 9999}), "arrays": ArrayRecord()}),
     ):
         with pytest.raises(MessageRejected):
             message_from_flower_records(records)

@@ -1,4 +1,4 @@
-"""Flower's simulation over Ray: the same app, a hundred clients on two workers, the same bits as the host engine."""
+"""Flower's simulation over Ray: a hundred clients on two workers, the same bits as the multiprocess engine."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def simulation(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def test_a_hundred_clients_on_two_workers(tmp_path: Path, simulation: dict[str, str]) -> None:
     config = make_config(
-        {"method": "scaffold", "clients": 100, "per_round": 20, "rounds": 2, "epochs": 1, "partition": "iid"}
+        {"method": "scaffold", "clients": 100, "clients_per_round": 20, "rounds": 2, "epochs": 1, "partition": "iid"}
     )
     write_app(tmp_path / "app", config, {"folder": str(tmp_path / "run")})
     flwr = str(Path(sys.executable).parent / "flwr")
@@ -64,5 +64,5 @@ def test_a_hundred_clients_on_two_workers(tmp_path: Path, simulation: dict[str, 
     told = subprocess.run(words, env=simulation, capture_output=True, text=True, timeout=800)
     summary = RunDirectory.open(tmp_path / "run").summary()
     assert summary is not None, told.stdout + told.stderr
-    assert summary["lost"] == 0
+    assert summary["failed"] == 0
     assert summary["digest"] == execute_run(config, out=tmp_path / "host", report=False).digest

@@ -21,7 +21,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
 from fedloom.flower.commands import flower_command_environment
-from fedloom.flower.flwr_patches import WITH_PARENT, fleet_only_except_at
+from fedloom.flower.flwr_patches import WITH_PARENT, _fleet_only_except_at
 from fedloom.utils.system import find_free_ports
 
 pytestmark = pytest.mark.flower
@@ -109,6 +109,6 @@ def test_what_does_not_come_in_at_the_control_port_reaches_the_fleet_api(scope: 
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    asyncio.run(fleet_only_except_at(1, app)(scope, None, send))
+    asyncio.run(_fleet_only_except_at(1, app)(scope, None, send))
     assert reached == ([scope] if reaches else [])
     assert bool(sent) is not reaches

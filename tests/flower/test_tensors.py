@@ -17,7 +17,7 @@ def test_every_type_keeps_its_bits(name: str, shape: list[int], random: object) 
     size = torch.Size(shape).numel() * dtype.itemsize
     raw = bytes(random.randrange(2 if name == "bool" else 256) for _ in range(size))  # type: ignore[attr-defined]
     tensor = torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
-    block = decode_message(encode_message(SiteMessage("k", {}, {"t": encode_tensor(tensor)}))).blocks["t"]
+    block = decode_message(encode_message(SiteMessage("k", {}, {"t": encode_tensor(tensor)}))).arrays["t"]
     assert bytes(block.data) == raw  # NaNs and all
     back = decode_tensor(block, dtype, tuple(shape), "it")
     assert back.dtype == dtype
@@ -48,7 +48,7 @@ def test_only_the_columns_that_travel_do(data: st.DataObject) -> None:
     at_home = torch.zeros(layout.size, dtype=torch.bool)
     for part in stays:
         at_home[part] = True
-    block = travel.pack(sent)
+    block = travel.encode(sent)
     assert block.shape == (int((~at_home).sum()),) == (travel.size,)
-    found = travel.unpack(block, there.clone())
+    found = travel.decode(block, there.clone())
     assert torch.equal(found, torch.where(at_home, there, sent))

@@ -20,13 +20,13 @@ FLOAT = 4
 
 
 def make(**settings: Any) -> Config:
-    return make_run(**{"clients": 3, "per_round": 3, "rounds": 2, "batch_size": 64, **settings})
+    return make_run(**{"clients": 3, "clients_per_round": 3, "rounds": 2, "batch_size": 64, **settings})
 
 
 def play(config: Config, folder: Path) -> tuple[RunResult, FakeLink]:
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
-    run = execute_run(config, out=out, report=False, sites=reach(link, config, out))
-    assert run.summary["lost"] == 0
+    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out))
+    assert run.summary["failed"] == 0
     return run, link
 
 
@@ -34,13 +34,13 @@ def sizes(parcels: list[SiteMessage], kind: str) -> set[tuple[tuple[str, int], .
     """Which blocks the messages of this kind have, and how many numbers each."""
     found = [p for p in parcels if p.kind == kind]
     assert found
-    assert all(block.dtype == "float32" for p in found for block in p.blocks.values())
-    return {tuple(sorted((name, block.nbytes // FLOAT) for name, block in p.blocks.items())) for p in found}
+    assert all(block.dtype == "float32" for p in found for block in p.arrays.values())
+    return {tuple(sorted((name, block.nbytes // FLOAT) for name, block in p.arrays.items())) for p in found}
 
 
 def content_of(link: FakeLink) -> bytes:
     """All arrays of all messages, both ways."""
-    return b"".join(bytes(block.data) for p in (*link.asked, *link.answered) for block in p.blocks.values())
+    return b"".join(bytes(block.data) for p in (*link.asked, *link.answered) for block in p.arrays.values())
 
 
 def pieces(tensor: Tensor) -> set[bytes]:
@@ -63,9 +63,9 @@ def test_with_lora_messages_are_as_large_as_what_is_trained(adapted: tuple[RunRe
     by_hand = 2 * 2 * (2 * 24 * 2) + 24 * 10 + 10  # A and B beside queries and values of two blocks; the head
     assert layout.size == layout.trainable == by_hand
     assert {e.name for e in layout.entries if "lora_" not in e.name} == {"head.weight", "head.bias"}
-    assert sizes(link.asked, "train") == {(("extra/c", by_hand), ("row", by_hand))}
-    assert sizes(link.answered, "trained") == {(("row", by_hand), ("upload/delta_c", by_hand))}
-    assert not any(p.blocks for p in (*link.asked, *link.answered) if p.kind not in ("train", "trained"))
+    assert sizes(link.asked, "train") == {(("extra/c", by_hand), ("model", by_hand))}
+    assert sizes(link.answered, "trained") == {(("model", by_hand), ("upload/delta_c", by_hand))}
+    assert not any(p.arrays for p in (*link.asked, *link.answered) if p.kind not in ("train", "trained"))
     for record in run.history[1:]:
         assert record["bytes_down"] == record["bytes_up"] == 3 * 2 * by_hand * FLOAT
 
@@ -73,7 +73,7 @@ def test_with_lora_messages_are_as_large_as_what_is_trained(adapted: tuple[RunRe
 def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[RunResult, FakeLink]) -> None:
     _, link = adapted
     site, content = link.sites[100], content_of(link)
-    frozen = {name: p for name, p in site.shop.workshop.module.named_parameters() if not p.requires_grad}
+    frozen = {name: p for name, p in site.context.training_context.model.named_parameters() if not p.requires_grad}
     assert sum(p.numel() for p in frozen.values()) > 5 * site.layout.size
     searched = {name: pieces(p) for name, p in frozen.items()}
     assert sum(len(found) for found in searched.values()) > 1000
@@ -85,23 +85,23 @@ def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[RunResult, 
 
 def test_with_lora_the_run_has_the_plain_engines_bits(adapted: tuple[RunResult, FakeLink], tmp_path: Path) -> None:
     run, _ = adapted
-    plain = replace_config(make(model=LORA, method="scaffold"), engine="plain")
+    plain = replace_config(make(model=LORA, method="scaffold"), engine="sequential")
     assert execute_run(plain, out=tmp_path / "plain", report=False).digest == run.digest
 
 
 def test_with_fedbn_no_column_of_a_batch_norm_travels(tmp_path: Path) -> None:
     run, link = play(make(method="fedbn", model=NORMED), tmp_path)
     site = link.sites[100]
-    layout, workshop = site.layout, site.shop.workshop
-    norms = {name for name, m in workshop.module.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
-    at_home = [entry.columns for entry in layout.entries if entry.unit in norms]
-    names = {entry.name.rpartition(".")[2] for entry in layout.entries if entry.unit in norms}
+    layout, workshop = site.layout, site.context.training_context
+    norms = {name for name, m in workshop.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+    at_home = [entry.columns for entry in layout.entries if entry.layer in norms]
+    names = {entry.name.rpartition(".")[2] for entry in layout.entries if entry.layer in norms}
     assert names == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     travels = layout.size - sum(part.stop - part.start for part in at_home)
     assert travels < layout.size
-    for parcels, kind in ((link.asked, "train"), (link.answered, "trained"), (link.asked, "score")):
-        assert sizes(parcels, kind) == {(("row", travels),)}
-    assert not any(p.blocks for p in link.answered if p.kind != "trained")
+    for parcels, kind in ((link.asked, "train"), (link.answered, "trained"), (link.asked, "evaluate")):
+        assert sizes(parcels, kind) == {(("model", travels),)}
+    assert not any(p.arrays for p in link.answered if p.kind != "trained")
     for record in run.history[1:]:
         assert record["bytes_down"] == record["bytes_up"] == 3 * travels * FLOAT
     content, kept = content_of(link), sorted(tmp_path.glob("sites/*/*/client-*/*.safetensors"))
@@ -118,7 +118,9 @@ def test_what_travels_with_fedbn_are_the_other_columns(tmp_path: Path) -> None:
     """The first question holds the initial model without its batch norms, column by column."""
     _, link = play(make(method="fedbn", model=NORMED, rounds=1), tmp_path)
     site = link.sites[100]
-    norms = {name for name, m in site.shop.workshop.module.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
-    others = [site.initial[entry.columns] for entry in site.layout.entries if entry.unit not in norms]
+    norms = {
+        name for name, m in site.context.training_context.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)
+    }
+    others = [site.initial[entry.columns] for entry in site.layout.entries if entry.layer not in norms]
     expected = torch.cat(others).numpy().tobytes()
-    assert [bytes(p.blocks["row"].data) == expected for p in link.asked if p.kind == "train"] == [True] * 3
+    assert [bytes(p.arrays["model"].data) == expected for p in link.asked if p.kind == "train"] == [True] * 3

@@ -62,46 +62,46 @@ class Run(NamedTuple):
 class Reading(Client[Options]):
     """Its step reads every host value that a recording can depend on."""
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        factor = bench.lr + 0.01 * (bench.round + bench.client + bench.first_visit + bench.training.epochs)
-        held = bench.validation
-        loss = bench.loss(batch) + bench.loss(Batch(held.x[:2], held.y[:2]))
-        bench.backward(loss)
-        bench.gradient.mul_(factor).div_(1 + 0.01 * bench.samples)
-        bench.descend()
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        factor = trainer.lr + 0.01 * (trainer.round + trainer.client_id + trainer.first_visit + trainer.config.epochs)
+        held = trainer.validation
+        loss = trainer.loss(batch) + trainer.loss(Batch(held.x[:2], held.y[:2]))
+        trainer.backward(loss)
+        trainer.gradient.mul_(factor).div_(1 + 0.01 * trainer.num_examples)
+        trainer.optimizer_step()
         return loss
 
 
 class Lending(Client[Options]):
     """Its step uses a buffer."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[Any]:
-        bench.buffer("sum", bench.weights.numel()).zero_()
-        yield from super().train(bench)
+    def train(self, trainer: LocalTrainer) -> Iterator[Any]:
+        trainer.buffer("sum", trainer.weights.numel()).zero_()
+        yield from super().train(trainer)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        loss = super().step(bench, batch)
-        bench.buffer("sum", bench.weights.numel()).add_(bench.weights)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        loss = super().training_step(trainer, batch)
+        trainer.buffer("sum", trainer.weights.numel()).add_(trainer.weights)
         return loss
 
 
 class Asking(Client[Options]):
     """Its step asks how many steps were taken, so it is never recorded."""
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        bench.gradient.fill_(bench.steps)
-        return super().step(bench, batch)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        trainer.gradient.fill_(trainer.steps)
+        return super().training_step(trainer, batch)
 
 
 class Holding(Client[Options]):
     """Its step uses a number that it keeps itself."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[Any]:
-        self.factor = 1.0 + bench.round
-        yield from super().train(bench)
+    def train(self, trainer: LocalTrainer) -> Iterator[Any]:
+        self.factor = 1.0 + trainer.round
+        yield from super().train(trainer)
 
-    def correct(self, bench: LocalTrainer) -> None:
-        bench.gradient.mul_(self.factor)
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        trainer.gradient.mul_(self.factor)
 
 
 OWN = {"own reading": Reading, "own lending": Lending, "own asking": Asking, "own holding": Holding}
@@ -110,14 +110,15 @@ OWN = {"own reading": Reading, "own lending": Lending, "own asking": Asking, "ow
 def small(method: str, options: dict[str, Any] | None = None, **settings: Any) -> BuiltRun:
     options = options or ({method: QUICK[method]} if method in QUICK else {})
     values = {
-        "rounds": ROUNDS, "per_round": 8, "batch_size": 4, "momentum": 0.5, "lr_decay": 0.9, "lost": 0.1, "seed": 3,
+        "rounds": ROUNDS, "clients_per_round": 8, "batch_size": 4, "momentum": 0.5, "lr_decay": 0.9,
+        "failure_rate": 0.1, "seed": 3,
         **settings,
     }  # fmt: skip
     return build_small_run(method, options, **values)
 
 
 def own(name: str, **settings: Any) -> BuiltRun:
-    register(Method("own", "", "", local=OWN[name]))
+    register(Method("own", "", "", client=OWN[name]))
     return small("own", **settings)
 
 
@@ -134,7 +135,7 @@ RUNS: dict[str, Run] = {name: Run(partial(small, name)) for name in sorted(BUILT
     "fedavg remembering": Run(partial(small, "fedavg", keep_optimizer=True)),
     "fedavg dropout": Run(partial(small, "fedavg", model=partial(dense, 0.5))),
     "fedavg buffers": Run(partial(small, "fedavg", model=partial(Counting, "anew", False))),
-    "fedavg one sample": Run(partial(small, "fedavg", federation=SmallFederatedDataset({0: 1, 1: 5}))),
+    "fedavg one sample": Run(partial(small, "fedavg", federated_data=SmallFederatedDataset({0: 1, 1: 5}))),
     "fedavg pooled": Run(partial(small, "fedavg"), change=pooled),
     "scaffold on two": Run(partial(small, "scaffold"), devices=("cpu", "cpu")),
     "fedcross+fedprox": Run(partial(small, "fedcross+fedprox")),
@@ -170,7 +171,7 @@ class Notes:
         """What the stored file says of it, but for the digest."""
         tapes = defaultdict(lambda: [0, 0, 0])
         for whose, tape in self.tapes:
-            tapes[whose] = [a + b for a, b in zip(tapes[whose], (tape.recorded, tape.replayed, tape.done), strict=True)]
+            tapes[whose] = [a + b for a, b in zip(tapes[whose], (tape.captured, tape.replayed, tape.done), strict=True)]
         draws = sorted(self.draws)
         digest = blake2b(repr(draws).encode(), digest_size=8).hexdigest()
         return {
@@ -188,11 +189,11 @@ class ListeningTape(FakeGraphTape):
         self._notes = notes
         self.step = ""
 
-    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Any:
-        found: _CapturedGraph = super().capture(body, player)
-        if isinstance(player, CudaSlot):
-            assert player.listening is not None
-            self._notes.steps[self.step]["reads"].update(player.listening)
+    def capture(self, body: Callable[[], None], owner: _GraphOwner) -> Any:
+        found: _CapturedGraph = super().capture(body, owner)
+        if isinstance(owner, CudaSlot):
+            assert owner.tracked_reads is not None
+            self._notes.steps[self.step]["reads"].update(owner.tracked_reads)
         return found
 
 
@@ -201,11 +202,11 @@ class WatchedEngine(CudaEngine):
 
     notes: Notes
 
-    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        for answer in super().train(round, jobs):
+    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        for answer in super().train(round, tasks):
             assert isinstance(answer, ClientUpdate), answer
-            self.notes.say(answer.client, answer.samples, answer.steps, answer.loss, answer.finite, answer.row)
-            self.notes.say(*answer.extras.values(), *answer.home.values())
+            self.notes.say(answer.client_id, answer.num_examples, answer.steps, answer.loss, answer.finite, answer.row)
+            self.notes.say(*answer.extras.values(), *answer.client_state.values())
             yield answer
 
 
@@ -223,8 +224,8 @@ def note_key(notes: Notes, slot: CudaSlot, step: GraphKeyStep, key: Any) -> None
     state, (own, enclosed, _numbers, _criterion) = key
     _addresses, names, *_modes = state
     held = [name for pairs in own for name, _ in pairs]
-    slot.tape.step = step.function.__name__
-    seen = notes.steps[slot.tape.step]
+    slot.graph_runner.step = step.function.__name__
+    seen = notes.steps[slot.graph_runner.step]
     seen["names"].update(held, names)
     seen["leaves"].add(" ".join(str(leaves(part)) for part in (*state, *own, enclosed)))
 
@@ -256,15 +257,21 @@ def observed(name: str) -> tuple[dict[str, Any], str]:
         changed.enter_context(patch.object(RngStreams, "key", noted_key))
         changed.enter_context(patch.object(CudaSlot, "_all_of", noted_all))
         experiment = changed.enter_context(run.make().engine_closed())
-        engine = WatchedEngine(run.change(experiment.engine.shop), run.devices, 2)
+        engine = WatchedEngine(run.change(experiment.engine.context), run.devices, 2)
         engine.notes, experiment.rounds.engine = notes, engine
         for round in range(ROUNDS):
-            record = experiment.rounds.play(round)
-            deployed = experiment.rounds.deployed()
-            score = engine.score(deployed)
+            record = experiment.rounds.run_round(round)
+            deployed = experiment.rounds.global_model()
+            score = engine.evaluate(deployed)
             assert score is not None
             assert math.isfinite(score.loss)
-            notes.say(deployed, score.loss, score.hits.tolist(), score.count, record.get("personal_accuracy_mean"))
+            notes.say(
+                deployed,
+                score.loss,
+                score.correct_per_class.tolist(),
+                score.count,
+                record.get("personal_accuracy_mean"),
+            )
         told = notes.told()
         engine.close()
     registry._methods.clear()

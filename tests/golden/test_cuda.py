@@ -5,8 +5,10 @@ import json
 import pytest
 
 from tests.golden.cuda import RUNS, machine, observed, renamed, stored
+from tests.support.core_methods import CORE_METHODS
 
 
+@pytest.mark.quick_if(name=CORE_METHODS)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_comes_to_what_is_stored(name: str) -> None:
     runs, digests = stored()

@@ -42,7 +42,7 @@ def test_equal_accuracies_are_the_uniform_mean_bit_for_bit() -> None:
         for row in rows:
             uniform.add(row)
         expected = torch.empty_like(rows[0])
-        uniform.into(expected)
+        uniform.write_to(expected)
         merged = play(experiment, answers(experiment, rows, [3, 1, 4, 1, 5]))
         numbers = experiment.rounds.parts.server.diagnostics()
         assert numbers["lowest accuracy"] == numbers["highest accuracy"] > 0

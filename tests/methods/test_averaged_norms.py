@@ -23,7 +23,7 @@ def returned(name: str, options: dict[str, Any]) -> tuple[torch.Tensor, dict[str
     with build_small_run(name, {name: options}, epochs=3, lr=0.3).engine_closed() as experiment:
         (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
         assert isinstance(update, ClientUpdate), update
-        bench = experiment.engine._bench
+        bench = experiment.engine._trainer
         return update.row.clone(), experiment.layout.state_dict(update.row), bench._data.x.clone()
 
 

@@ -107,10 +107,10 @@ def test_clients_without_samples_are_never_drawn_and_others_by_their_samples() -
     with build_small_run("clusamp", {}).engine_closed() as experiment:
         server, context = experiment.rounds.parts.server, experiment.rounds.context
         sizes = [0, 5, 40, 1, 10, 0, 12, 4]
-        object.__setattr__(context, "samples", sizes.__getitem__)
+        object.__setattr__(context, "num_examples", sizes.__getitem__)
         drawn = np.zeros(8)
         for number in range(800):
-            for client in server.select(number):
+            for client in server.sample_clients(number):
                 drawn[client] += 1
         assert not drawn[[0, 5]].any()
         np.testing.assert_allclose(drawn / 800, 4 * np.array(sizes) / sum(sizes), atol=0.09)
@@ -120,45 +120,47 @@ def test_similar_clients_are_not_drawn_together() -> None:
     """Four kinds of clients, two of each, all of one size: every round asks one of each kind."""
     with build_small_run("clusamp", {}).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
-        object.__setattr__(experiment.rounds.context, "samples", lambda client: 10)
+        object.__setattr__(experiment.rounds.context, "num_examples", lambda client: 10)
         row = server.bank.rows[0].clone()
         updates = []
         for client in range(8):
             answer = row.clone()
             answer[client % 4] += 1.0 + 0.1 * client
-            updates.append(ClientUpdate(ClientTask(client, row), answer, samples=10, loss=1.0, steps=1))
+            updates.append(ClientUpdate(ClientTask(client, row), answer, num_examples=10, loss=1.0, steps=1))
         server.dispatch(0, list(range(8)))
-        server.collect(0, iter(updates))
+        server.aggregate(0, iter(updates))
         assert layout.trainable > 4
-        groups = {tuple(sorted(client % 4 for client in server.select(number))) for number in range(1, 30)}
+        groups = {tuple(sorted(client % 4 for client in server.sample_clients(number))) for number in range(1, 30)}
         assert groups == {(0, 1, 2, 3)}
-        assert len({tuple(sorted(server.select(number))) for number in range(1, 30)}) > 4, "which of a kind is random"
+        assert len({tuple(sorted(server.sample_clients(number))) for number in range(1, 30)}) > 4, (
+            "which of a kind is random"
+        )
 
 
 def test_a_client_drawn_twice_is_asked_once_and_counts_twice() -> None:
     with build_small_run("clusamp", {}).engine_closed() as experiment:
         server, engine = experiment.rounds.parts.server, experiment.engine
         jobs = list(server.dispatch(0, [2, 5, 2]))
-        assert [job.client for job in jobs] == [2, 5]
+        assert [job.client_id for job in jobs] == [2, 5]
         mean, rows = WeightedMean(experiment.layout), [update.row.clone() for update in engine.train(0, jobs)]
         mean.add(rows[0], 2)
         mean.add(rows[1], 1)
         expected = rows[0].clone()
-        mean.into(expected)
-        server.collect(0, engine.train(0, jobs))
-        torch.testing.assert_close(server.deploy(), expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+        mean.write_to(expected)
+        server.aggregate(0, engine.train(0, jobs))
+        torch.testing.assert_close(server.global_model(), expected, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 def test_control_variates_stay_true_where_a_client_is_drawn_twice() -> None:
     federation = SmallFederatedDataset(sizes=dict.fromkeys(range(1, 8), 4))
     with build_small_run("clusamp+scaffold", {}).engine_closed() as experiment:
-        object.__setattr__(experiment.rounds.context, "samples", federation.samples)
+        object.__setattr__(experiment.rounds.context, "num_examples", federation.num_examples)
         asked = []
         for number in range(4):
-            asked.append(experiment.rounds.play(number)["clients"])
-            homes = experiment.engine.homes
-            total = sum(homes.get(client)["c"].double() for client in homes.clients())
-            c = experiment.rounds.parts.companion.c.double()
+            asked.append(experiment.rounds.run_round(number)["clients"])
+            homes = experiment.engine.client_states
+            total = sum(homes.get(client)["c"].double() for client in homes.client_ids())
+            c = experiment.rounds.parts.extras.c.double()
             torch.testing.assert_close(c, total / 8, rtol=1e-5, atol=1e-7)
         assert min(asked) < 4, "nobody was drawn twice in this test"
 
@@ -167,22 +169,23 @@ def test_what_it_knows_of_clients_is_kept() -> None:
     """Client by client: the updates of a saved server are those of the one that goes on from it."""
     with build_small_run("clusamp", {}).engine_closed() as experiment:
         for number in range(3):
-            experiment.rounds.play(number)
-        state = experiment.state()
+            experiment.rounds.run_round(number)
+        state = experiment.state_dict()
         with build_small_run("clusamp", {}).engine_closed() as other:
-            other.load(state)
+            other.load_state_dict(state)
             mine, theirs = experiment.rounds.parts.server, other.rounds.parts.server
             assert sorted(mine.G) == sorted(theirs.G) != []
             assert torch.equal(mine.distances, theirs.distances)
-            assert [mine.select(n) for n in range(3, 20)] == [theirs.select(n) for n in range(3, 20)]
+            assert [mine.sample_clients(n) for n in range(3, 20)] == [theirs.sample_clients(n) for n in range(3, 20)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("distance", ["l1", "l2"])
 def test_it_keeps_the_contract_with_other_distances(distance: str) -> None:
     check_method("clusamp", {"clusamp": {"distance": distance}})
 
 
 def test_a_round_of_all_clients_may_still_leave_some_out() -> None:
-    finished = small_run("clusamp", {}, per_round=8)
+    finished = small_run("clusamp", {}, clients_per_round=8)
     assert all(1 <= record["clients"] <= 8 for record in finished.records)
     assert {record["clients"] for record in finished.records} != {8}

@@ -13,6 +13,7 @@ from fedloom.methods import methods
 from fedloom.methods.registry import BUILT_IN
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
+from tests.support.core_methods import CORE_METHODS
 
 NAMES = sorted(BUILT_IN)
 CLIENTS, CLASSES, INPUTS, NUMBER = 8, 10, 64, 4
@@ -28,15 +29,17 @@ QUICK: dict[str, dict[str, Any]] = {
 def played(name: str, network: Any, rounds: int = 4) -> tuple[BuiltRun, list[dict[str, Any]]]:
     """All clients take part, so that after a round each has been seen; `fedcluster` has its own idea of a round."""
     given = {name: QUICK[name]} if name in QUICK else {}
-    with build_small_run(name, given, model=network, per_round=CLIENTS, rounds=50).engine_closed() as experiment:
-        return experiment, [experiment.rounds.play(round) for round in range(rounds)]
+    with build_small_run(
+        name, given, model=network, clients_per_round=CLIENTS, rounds=50
+    ).engine_closed() as experiment:
+        return experiment, [experiment.rounds.run_round(round) for round in range(rounds)]
 
 
 def bytes_of(experiment: BuiltRun, kinds: tuple[type[nn.Module], ...]) -> int:
     """Bytes of the parameters and buffers of the last module of one of these kinds, with the zeros before them."""
-    module = experiment.rounds.context.make_module()
+    module = experiment.rounds.context.make_model()
     units = [name for name, each in module.named_modules() if isinstance(each, kinds)]
-    own = [e.columns for e in experiment.layout.entries if units and e.unit == units[-1]]
+    own = [e.columns for e in experiment.layout.entries if units and e.layer == units[-1]]
     return sum(columns.stop - columns.start for columns in own) * NUMBER
 
 
@@ -44,7 +47,7 @@ def said(name: str, experiment: BuiltRun, clients: int) -> int:
     """The bytes of a round of so many clients, by what the catalogue says and what its words mean."""
     sends = methods()[name].models_sent
     if sends == "K(M + 1)":  # and a number for each model that came beside the client's own
-        M = experiment.composition.options[name].M
+        M = experiment.method.options[name].M
         return clients * ((M + 1) * experiment.layout.nbytes + (M - 1) * NUMBER)
     found = re.fullmatch(r"(\d)K(?: ([+-]) (\w+))?", sends)
     assert found is not None, f"{name} sends {sends!r}, which this test cannot read"
@@ -62,6 +65,7 @@ def said(name: str, experiment: BuiltRun, clients: int) -> int:
     return clients * total
 
 
+@pytest.mark.quick_if(name=CORE_METHODS)
 @pytest.mark.parametrize("network", [simple_network, batch_norm_network], ids=["plain", "normed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_as_many_bytes_travel_as_a_method_says(name: str, network: Any) -> None:
@@ -71,10 +75,11 @@ def test_as_many_bytes_travel_as_a_method_says(name: str, network: Any) -> None:
     assert last["bytes_down"] + last["bytes_up"] == said(name, experiment, last["clients"])
 
 
+@pytest.mark.quick_if(name=CORE_METHODS)
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_keep_what_a_method_says(name: str) -> None:
     experiment, _ = played(name, batch_norm_network, rounds=2)
-    kept = sum(torch.Size(shape).numel() for shape in experiment.engine.homes.shapes.values()) * NUMBER
+    kept = sum(torch.Size(shape).numel() for shape in experiment.engine.client_states.shapes.values()) * NUMBER
     meaning = {
         "nothing": 0,
         "1 vector": experiment.layout.trainable * NUMBER,
@@ -83,7 +88,7 @@ def test_clients_keep_what_a_method_says(name: str) -> None:
         "fixed head": bytes_of(experiment, (nn.Linear,)),
         "batch norms": bytes_of(experiment, (nn.BatchNorm1d,)),
     }
-    assert kept == meaning[methods()[name].client_keeps]
+    assert kept == meaning[methods()[name].client_state]
 
 
 def numbers(state: Any) -> int:
@@ -94,12 +99,13 @@ def numbers(state: Any) -> int:
     return sum(numbers(value) for value in values)
 
 
+@pytest.mark.quick_if(name=CORE_METHODS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_server_keeps_what_a_method_says(name: str) -> None:
     """In whole models: a few numbers about the clients are not counted."""
     experiment, _ = played(name, simple_network, rounds=3)
-    kept = sum(numbers(part.state()) for _, part in experiment.rounds.parts.items()) / experiment.layout.nbytes
-    says = methods()[name].server_keeps
+    kept = sum(numbers(part.state_dict()) for _, part in experiment.rounds.parts.items()) / experiment.layout.nbytes
+    says = methods()[name].server_state
     symbols = {"K": CLIENTS, "N": CLIENTS, "L": 4}
     if models := re.fullmatch(r"(\d*)([KNL]?)(?:\+(\d))? models?", says):
         whole = int(models[1] or 1) * symbols.get(models[2], 1) + int(models[3] or 0)

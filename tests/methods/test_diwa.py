@@ -32,7 +32,7 @@ def test_uniform_is_the_mean_of_all_runs_and_restricted_is_not_worse_than_the_be
     def train(selection: str) -> tuple[torch.Tensor, list[torch.Tensor], list[float]]:
         options = {"diwa": {"selection": selection, "models": 5, "estimate": False}}
         with build_small_run("diwa", options, epochs=3, lr=0.3).engine_closed() as experiment:
-            local, ends = experiment.rounds.parts.local, []
+            local, ends = experiment.rounds.parts.client, []
             plain = local.one_run
 
             def noted(bench):
@@ -41,7 +41,7 @@ def test_uniform_is_the_mean_of_all_runs_and_restricted_is_not_worse_than_the_be
 
             local.one_run = noted
             (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
-            row, bench = update.row.clone(), experiment.engine._bench
+            row, bench = update.row.clone(), experiment.engine._trainer
             assert torch.equal(greedy_soup(bench, ends), row) == (selection == "greedy")
             return (
                 row[: experiment.layout.floats],

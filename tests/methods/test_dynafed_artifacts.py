@@ -20,7 +20,7 @@ class Interrupted(SilentCallback):
     def __init__(self) -> None:
         self.told: list[tuple[str, int, int]] = []
 
-    def work(self, what: str, done: int, total: int) -> None:
+    def on_server_progress(self, what: str, done: int, total: int) -> None:
         self.told.append((what, done, total))
         if done == 3:
             raise KeyboardInterrupt
@@ -32,10 +32,10 @@ def test_a_run_killed_in_the_synthesis_goes_on_as_if_nothing_had_happened(tmp_pa
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **settings)
     watcher = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, checkpoint_seconds=0, **settings)
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, checkpoint_seconds=0, **settings)
     assert watcher.told == [("synthesis", n, 5) for n in range(4)]
     assert not (tmp_path / "cut" / "synthetic.safetensors").exists()
-    resumed = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, engine="host", workers=2)
+    resumed = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, engine="multiprocess", workers=2)
     assert resumed.digest == whole.digest
     files = [(run.path / "synthetic.safetensors").read_bytes() for run in (whole, resumed)]
     assert files[0] == files[1]

@@ -19,6 +19,7 @@ def test_conformance_where_it_synthesises_and_refines(title: str) -> None:
     CHECKS[title]("dynafed", tiny())
 
 
+@pytest.mark.exhaustive
 def test_conformance_in_company() -> None:
     check_method("fedmr+fedprox+dynafed", tiny())
 
@@ -40,11 +41,11 @@ def test_it_refines_every_model_of_every_server(name: str) -> None:
 
         refiner.fine_tune = spied  # type: ignore[method-assign]
         for round in range(4):
-            rounds.play(round)
+            rounds.run_round(round)
         count = len(server.models())
         assert [slot for slot, _ in calls] == list(range(count)) * 2
         assert [row for _, row in calls[-count:]] == [model_digest(row) for row in server.models()]
-        assert experiment.layout.is_finite(server.deploy())
+        assert experiment.layout.is_finite(server.global_model())
 
 
 @pytest.mark.parametrize("name", ["fedcross+dynafed", "fedcda+dynafed", "scaffold+dynafed"])

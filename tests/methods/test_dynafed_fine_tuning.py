@@ -17,14 +17,14 @@ def test_fine_tuning_is_training_on_the_soft_labels() -> None:
     options = tiny(refine_batch=0, refine_epochs=3, augment="none")
     with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         for round in range(2):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         refiner, layout = refiner_of(experiment), experiment.layout
-        data, row = samples_of(refiner), experiment.rounds.parts.server.deploy().clone()
+        data, row = samples_of(refiner), experiment.rounds.parts.server.global_model().clone()
         module = simple_network()
         module.load_state_dict(layout.state_dict(row))
         adam = torch.optim.Adam(module.parameters(), lr=0.01)
         for _ in range(3):
-            loss = nn.functional.cross_entropy(module(data.images), data.logits.softmax(1)) / 10
+            loss = nn.functional.cross_entropy(module(data.images), data.label_logits.softmax(1)) / 10
             adam.zero_grad()
             loss.backward()
             adam.step()
@@ -38,16 +38,16 @@ def test_an_epoch_passes_over_all_samples_in_batches_in_an_order_of_its_own(monk
     plain = TrajectoryStep.take
 
     def noted(step: TrajectoryStep, images: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        assert step.index is not None
-        taken.append(step.index.tolist())
+        assert step.sample_indices is not None
+        taken.append(step.sample_indices.tolist())
         return plain(step, images, logits)
 
     options = tiny(refine_batch=4, refine_epochs=3)
     with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         for round in range(2):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         monkeypatch.setattr(TrajectoryStep, "take", noted)
-        refiner_of(experiment).fine_tune(7, 0, experiment.rounds.parts.server.deploy().clone())
+        refiner_of(experiment).fine_tune(7, 0, experiment.rounds.parts.server.global_model().clone())
     assert [len(batch) for batch in taken] == [4, 4, 2] * 3
     epochs = [[*taken[at], *taken[at + 1], *taken[at + 2]] for at in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -57,8 +57,8 @@ def test_an_epoch_passes_over_all_samples_in_batches_in_an_order_of_its_own(monk
 def test_every_fine_tuning_begins_with_a_new_optimiser() -> None:
     with build_small_run("dynafed", tiny(refine_batch=4), model=simple_network).engine_closed() as experiment:
         for round in range(2):
-            experiment.rounds.play(round)
-        rows = [experiment.rounds.parts.server.deploy().clone() for _ in range(3)]
+            experiment.rounds.run_round(round)
+        rows = [experiment.rounds.parts.server.global_model().clone() for _ in range(3)]
         for row, slot in zip(rows, (0, 1, 0), strict=True):
             refiner_of(experiment).fine_tune(5, slot, row)
         assert model_digest(rows[0]) == model_digest(rows[2]), "nothing is left over from the models before"
@@ -68,10 +68,10 @@ def test_every_fine_tuning_begins_with_a_new_optimiser() -> None:
 def test_batch_norm_keeps_the_statistics_that_were_averaged() -> None:
     with build_small_run("dynafed", tiny()).engine_closed() as experiment:
         for round in range(2):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         refiner, layout = refiner_of(experiment), experiment.layout
         assert any(entry.kind is TensorKind.BUFFER for entry in layout.entries)
-        row = experiment.rounds.parts.server.deploy().clone()
+        row = experiment.rounds.parts.server.global_model().clone()
         before = row.clone()
         refiner.fine_tune(5, 0, row)
         assert torch.equal(row[layout.trainable :].view(torch.int32), before[layout.trainable :].view(torch.int32))
@@ -82,12 +82,14 @@ def test_fine_tuning_lowers_the_loss_on_the_synthetic_samples() -> None:
     options = tiny(refine_epochs=30, label_init=5.0, augment="none")
     with build_small_run("dynafed", options, model=batch_norm_network).engine_closed() as experiment:
         for round in range(2):
-            experiment.rounds.play(round)
-        refiner, row = refiner_of(experiment), experiment.rounds.parts.server.deploy().clone()
+            experiment.rounds.run_round(round)
+        refiner, row = refiner_of(experiment), experiment.rounds.parts.server.global_model().clone()
         data, module = samples_of(refiner), batch_norm_network().eval()
         losses = []
         for _ in range(2):
             module.load_state_dict(experiment.layout.state_dict(row))
-            losses.append(float(nn.functional.cross_entropy(module(data.images), data.logits.softmax(1)).detach()))
+            losses.append(
+                float(nn.functional.cross_entropy(module(data.images), data.label_logits.softmax(1)).detach())
+            )
             refiner.fine_tune(5, 0, row)
         assert losses[1] < 0.8 * losses[0]

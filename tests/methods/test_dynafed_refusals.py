@@ -42,7 +42,7 @@ class Hot(nn.Module):
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (Words, "an embedding.*text cannot be synthesised"),
+        (Words, "an embedding.*text cannot be synthesized"),
         (Hot, "real-valued inputs with second derivatives.*not have been used"),
         (lambda: nn.Sequential(nn.Linear(64, 10), nn.Unflatten(1, (10, 1))), r"output has the shape \(2, 10, 1\)"),
     ],

@@ -58,8 +58,8 @@ def test_the_trajectory_is_the_deployed_models_each_a_copy() -> None:
         refiner, server = refiner_of(experiment), experiment.rounds.parts.server
         expected = [model_digest(experiment.rounds.context.initial)]
         for round in range(3):
-            experiment.rounds.play(round)
-            expected.append(model_digest(server.deploy()))
+            experiment.rounds.run_round(round)
+            expected.append(model_digest(server.global_model()))
             server.models().add_(1.0)  # what happens to the model later must not reach the trajectory
         assert [model_digest(row) for row in refiner.trajectory] == expected
         assert len(set(expected)) == 4
@@ -69,10 +69,10 @@ def test_without_the_initial_model_the_trajectory_is_one_round_later() -> None:
     with build_small_run("dynafed", tiny(L=3, initial=False), model=simple_network).engine_closed() as experiment:
         refiner, server, lengths = refiner_of(experiment), experiment.rounds.parts.server, []
         seen: list[Tensor] = []
-        refiner.synthesise = lambda: lengths.append(list(refiner.trajectory)) or DynaFedRefiner.synthesise(refiner)  # type: ignore[func-returns-value, method-assign]
+        refiner.synthesize = lambda: lengths.append(list(refiner.trajectory)) or DynaFedRefiner.synthesize(refiner)  # type: ignore[func-returns-value, method-assign]
         for round in range(3):
-            experiment.rounds.play(round)
-            seen.append(server.deploy().clone())
+            experiment.rounds.run_round(round)
+            seen.append(server.global_model().clone())
         assert len(lengths) == 1
         assert all(torch.equal(a, b) for a, b in zip(lengths[0], seen, strict=True))
 
@@ -81,7 +81,7 @@ def test_it_synthesises_once_and_keeps_what_it_made() -> None:
     with build_small_run("dynafed", tiny(), model=simple_network, rounds=5).engine_closed() as experiment:
         refiner, made = refiner_of(experiment), []
         for round in range(5):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
             made.append(
                 None if refiner.images is None else [model_digest(t.flatten()) for t in samples_of(refiner).tensors()]
             )
@@ -92,17 +92,17 @@ def test_it_synthesises_once_and_keeps_what_it_made() -> None:
 
 
 def test_a_round_without_an_answer_neither_counts_nor_refines() -> None:
-    with build_small_run("dynafed", tiny(), model=simple_network, lost=0.999999).engine_closed() as experiment:
-        before = model_digest(experiment.rounds.parts.server.deploy())
+    with build_small_run("dynafed", tiny(), model=simple_network, failure_rate=0.999999).engine_closed() as experiment:
+        before = model_digest(experiment.rounds.parts.server.global_model())
         for round in range(4):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         refiner = refiner_of(experiment)
         assert (refiner.seen, refiner.images, len(refiner.trajectory)) == (0, None, 1)
-        assert model_digest(experiment.rounds.parts.server.deploy()) == before
+        assert model_digest(experiment.rounds.parts.server.global_model()) == before
     with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
         rounds, server = experiment.rounds, experiment.rounds.parts.server
         for round in range(3):
-            rounds.play(round)
-        before = model_digest(server.deploy())
+            rounds.run_round(round)
+        before = model_digest(server.global_model())
         refiner_of(experiment).refine(3, server)
-        assert model_digest(server.deploy()) == before
+        assert model_digest(server.global_model()) == before

@@ -21,10 +21,10 @@ def test_the_first_samples_are_noise_with_labels_that_say_nothing() -> None:
         assert first.images.shape == (400, 64)
         assert abs(float(first.images.mean())) < 0.02
         assert abs(float(first.images.std()) - 1) < 0.02
-        assert torch.equal(first.logits.softmax(1), torch.full((400, 10), 0.1))
-        assert float(first.rate) == 1.0
+        assert torch.equal(first.label_logits.softmax(1), torch.full((400, 10), 0.1))
+        assert float(first.learning_rate) == 1.0
     with build_small_run("dynafed", tiny(label_init=2.0), model=simple_network).engine_closed() as experiment:
-        assert refiner_of(experiment)._first_samples().logits.argmax(1).tolist() == list(range(10))
+        assert refiner_of(experiment)._first_samples().label_logits.argmax(1).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("target", ["last", "two", "several"])
@@ -61,20 +61,20 @@ def test_batches_of_the_inner_steps_pass_over_all_samples() -> None:
     options = tiny(images_per_class=2, inner_batch=6, inner_steps=8)
     with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         steps = refiner_of(experiment).inner_steps(0)
-        indices = [step.index for step in steps]
+        indices = [step.sample_indices for step in steps]
         assert [len(i) for i in indices if i is not None] == [6, 6, 6, 2] * 2
         passes = [torch.cat([i for i in part if i is not None]) for part in (indices[:4], indices[4:])]
         assert all(sorted(p.tolist()) == list(range(20)) for p in passes)
         assert not torch.equal(*passes)
         again = refiner_of(experiment).inner_steps(0)
-        assert all(torch.equal(a.index, b.index) for a, b in zip(steps, again, strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(a.sample_indices, b.sample_indices) for a, b in zip(steps, again, strict=True))  # type: ignore[arg-type]
     with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
-        assert [step.index for step in refiner_of(experiment).inner_steps(0)] == [None, None]
+        assert [step.sample_indices for step in refiner_of(experiment).inner_steps(0)] == [None, None]
 
 
 def test_what_is_no_image_is_not_augmented() -> None:
     with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
-        assert all(step.change is None for step in refiner_of(experiment).inner_steps(0))
+        assert all(step.augmentation is None for step in refiner_of(experiment).inner_steps(0))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -83,7 +83,7 @@ def test_the_matching_loss_falls(optimizer: str) -> None:
     options = tiny(L=4, s=2, iterations=40, inner_steps=5, inner_lr=5.0, optimizer=optimizer, **rates)
     with build_small_run("dynafed", options, model=simple_network, epochs=3).engine_closed() as experiment:
         for round in range(4):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         losses, rate = refiner_of(experiment).losses, refiner_of(experiment).rate
         assert losses is not None
         assert rate is not None
@@ -96,7 +96,7 @@ def test_a_zero_inner_rate_has_matching_loss_one_throughout() -> None:
     options = tiny(inner_lr=0.0, rate_lr=0.0, iterations=4)
     with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
         for round in range(2):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         refiner = refiner_of(experiment)
         assert refiner.losses is not None
         assert refiner.losses.tolist() == [1.0] * 4
@@ -116,7 +116,7 @@ def test_checkpointing_changes_memory_and_nothing_else() -> None:
         options = tiny(checkpoint=checkpoint, iterations=3, inner_steps=4)
         with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
             for round in range(2):
-                experiment.rounds.play(round)
+                experiment.rounds.run_round(round)
             made.append(samples_of(refiner_of(experiment)))
     for one, two in zip(made[0].tensors(), made[1].tensors(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -137,7 +137,7 @@ def test_an_iteration_on_a_gpu_does_not_wait_for_it(tmp_path: Path) -> None:
     options = tiny(L=4, inner_steps=8, inner_batch=6)
     with build_small_run("dynafed", options, model=simple_network, device="cuda").engine_closed() as experiment:
         for round in range(3):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         refiner = refiner_of(experiment)
         data = refiner._first_samples()
         assert all(tensor.is_cuda for tensor in (*data.tensors(), *refiner.trajectory))

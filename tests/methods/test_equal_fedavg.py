@@ -74,7 +74,7 @@ TABLE = [
     Equal("fedcluster", {"clusters": 1}),
     Equal("scaffold", {"option": "II"}, {"rounds": 1, "momentum": 0.0, "weight_decay": 0.0}, fedavg=UNIFORM),
     Equal("scaffold", {"option": "I"}, {"rounds": 1, "momentum": 0.0, "weight_decay": 0.0}, fedavg=UNIFORM),
-    Equal("fedexp", {"average": False}, {"per_round": 1}),  # one client: the step is 1
+    Equal("fedexp", {"average": False}, {"clients_per_round": 1}),  # one client: the step is 1
     Equal("fedexp", {"average": False, "epsilon": 1e300}),
     Equal("fedbn", networks=(simple_network,)),
     Equal("swa", {"snapshots": 1}),
@@ -86,12 +86,12 @@ TABLE = [
     Equal("fedma", {}, {"lr": 1e-3, "momentum": 0.0}),
     Equal("gamf", {}, {"lr": 1e-3, "momentum": 0.0}),
     # Clients of one size, as many as are drawn: each has a distribution of its own. They come in another order.
-    Equal("clusamp", {}, {"per_round": EVERYONE}, UNIFORM, bits=False, sizes=dict.fromkeys(range(EVERYONE), 4)),
-    Equal("indep", {}, {"per_round": 1}),
-    Equal("fedcross", {}, {"per_round": 1}),
-    Equal("fedmr", {}, {"per_round": 1}),
+    Equal("clusamp", {}, {"clients_per_round": EVERYONE}, UNIFORM, bits=False, sizes=dict.fromkeys(range(EVERYONE), 4)),
+    Equal("indep", {}, {"clients_per_round": 1}),
+    Equal("fedcross", {}, {"clients_per_round": 1}),
+    Equal("fedmr", {}, {"clients_per_round": 1}),
     Equal("fedmr", {"first_stage": 9}, fedavg=UNIFORM),
-    Equal("fedcda", {"K": 1, "warmup": 0}, {"per_round": EVERYONE}, fedavg=UNIFORM, bits=False),
+    Equal("fedcda", {"K": 1, "warmup": 0}, {"clients_per_round": EVERYONE}, fedavg=UNIFORM, bits=False),
     Equal("fedcda", {"warmup": 9}),
     Equal("dynafed", {"refine_epochs": 0}),
     Equal("lss", dict(methods()["lss"].neutral or {})),
@@ -119,8 +119,8 @@ def rows_of(
     with build_run(config, UserObjects(federation, network)).engine_closed() as experiment:
         rows = []
         for round in range(config.rounds):
-            experiment.rounds.play(round)
-            rows.append(experiment.rounds.deployed().clone())
+            experiment.rounds.run_round(round)
+            rows.append(experiment.rounds.global_model().clone())
         return rows, experiment.layout.floats
 
 
@@ -193,17 +193,17 @@ def test_feddyns_clients_begin_as_fedproxs(alpha: float) -> None:
 @pytest.mark.parametrize(("updates", "step"), [("equal", 1.0), ("orthogonal", 4.0)])
 def test_fedexps_step_is_one_or_half_the_clients(updates: str, step: float) -> None:
     options = {"fedexp": {"epsilon": 0.0, "weighting": "uniform", "average": False}}
-    with build_small_run("fedexp", options, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedexp", options, clients_per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        before, rows = server.deploy().clone(), []
+        before, rows = server.global_model().clone(), []
         for client in range(8):
             row = before.clone()
             row[0 if updates == "equal" else client] += 2.0
-            rows.append(ClientUpdate(ClientTask(client, before), row, samples=10, loss=1.0, steps=1))
-        server.collect(0, iter(rows))
+            rows.append(ClientUpdate(ClientTask(client, before), row, num_examples=10, loss=1.0, steps=1))
+        server.aggregate(0, iter(rows))
         assert server.diagnostics()["eta_g"] == pytest.approx(step, rel=1e-5)
         moved = 2.0 if updates == "equal" else step * 2.0 / 8
-        assert float(server.deploy()[0] - before[0]) == pytest.approx(moved, rel=1e-4)
+        assert float(server.global_model()[0] - before[0]) == pytest.approx(moved, rel=1e-4)
 
 
 def test_clusamps_rows_and_columns_sum_up() -> None:
@@ -227,13 +227,13 @@ def test_what_moves_on_the_server_and_what_stays(method: str, away: set[str]) ->
     quick = {"fedrep": {"fedrep": {"head_epochs": 1}}}.get(method, {})
     with build_small_run(method, quick, weight_decay=0.1, momentum=0.9).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        before = experiment.layout.state_dict(server.deploy())
+        before = experiment.layout.state_dict(server.global_model())
         for round in range(3):
-            experiment.rounds.play(round)
-        after = experiment.layout.state_dict(server.deploy())
+            experiment.rounds.run_round(round)
+        after = experiment.layout.state_dict(server.global_model())
         assert {name for name in before if torch.equal(before[name], after[name])} == away
         if method == "fedbabu":  # and so in the model that is deployed
-            deployed = experiment.layout.state_dict(experiment.rounds.deployed())
+            deployed = experiment.layout.state_dict(experiment.rounds.global_model())
             assert all(torch.equal(deployed[name], before[name]) for name in away)
 
 
@@ -242,10 +242,10 @@ def test_a_permuted_network_is_put_back(method: str) -> None:
     """More kinds of networks: test_matching.py."""
     with build_small_run(method, {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        row = server.deploy().clone()
+        row = server.global_model().clone()
         orders = server.symmetries.random(torch.Generator().manual_seed(1))
         copy = server.symmetries.permuted(row, orders)
         assert not torch.equal(copy, row)
         updates = [ClientUpdate(ClientTask(k, row), each, n, 1.0, 1) for k, each, n in ((0, copy, 5), (1, row, 9))]
-        server.collect(0, iter(updates))
-        assert torch.equal(server.deploy(), row)
+        server.aggregate(0, iter(updates))
+        assert torch.equal(server.global_model(), row)

@@ -15,9 +15,9 @@ from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 def ascent(v: Tensor, g: Tensor, model: object = simple_network, **options: float) -> Tensor:
     """The way to the worst point from v, with the gradient g."""
     with build_small_run("fedasam", {"fedasam": options}, model=model).engine_closed() as experiment:
-        bench, local = experiment.engine._bench, experiment.rounds.parts.local
+        bench, local = experiment.engine._trainer, experiment.rounds.parts.client
         row = experiment.layout.empty()
-        bench.begin(0, 1, experiment.federation.client(1), row, row.clone(), {}, {}, {}, True)
+        bench.start_task(0, 1, experiment.federated_data.client_samples(1), row, row.clone(), {}, {}, {}, True)
         next(iter(local.train(bench)))
         bench.weights.copy_(v)
         bench.gradient.copy_(g)
@@ -133,31 +133,31 @@ def test_the_mean_of_models_at_the_ends_of_cycles_is_deployed_and_feeds_nothing(
         plain = build_small_run("fedavg", {}, rounds=8)
         with plain.engine_closed():
             for number in range(8):
-                experiment.rounds.play(number)
-                plain.rounds.play(number)
+                experiment.rounds.run_round(number)
+                plain.rounds.run_round(number)
                 w = server.bank.rows[0]
                 # The rate ends at the run's own, so the clients train as in FedAvg.
-                assert torch.equal(w, plain.rounds.parts.server.deploy())
+                assert torch.equal(w, plain.rounds.parts.server.global_model())
                 if number in (5, 7):
                     ends.append(w[:floats].clone())
                 expected = torch.stack(ends).mean(0) if ends else w[:floats]
-                torch.testing.assert_close(server.deploy()[:floats], expected, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(server.global_model()[:floats], expected, rtol=1e-5, atol=1e-6)
         assert len(ends) == 2
-        assert not torch.equal(server.deploy(), server.bank.rows[0])
+        assert not torch.equal(server.global_model(), server.bank.rows[0])
 
 
 def test_what_a_refiner_made_of_a_model_is_what_is_averaged() -> None:
     with swa(start=0.0, cycle=1).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         for number, value in enumerate((1.0, 4.0, 7.0)):
-            experiment.rounds.play(number)
+            experiment.rounds.run_round(number)
             server.models()[:, 0] = value
-            assert server.deploy()[0] == pytest.approx((1.0 + value) / 2)
+            assert server.global_model()[0] == pytest.approx((1.0 + value) / 2)
 
 
 def test_the_learning_rate_falls_in_each_cycle() -> None:
     with swa(start=0.25, cycle=3, lr_end=0.01).engine_closed() as experiment:
-        local, bench, rates = experiment.rounds.parts.local, experiment.engine._bench, []
+        local, bench, rates = experiment.rounds.parts.client, experiment.engine._trainer, []
         for round in range(8):
             (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [1])))
             assert isinstance(update, ClientUpdate), update
@@ -170,8 +170,9 @@ def test_the_learning_rate_falls_in_each_cycle() -> None:
 def test_a_rate_below_the_end_is_not_raised() -> None:
     with swa(start=0.0, lr_end=5.0).engine_closed() as experiment:
         (_,) = experiment.engine.train(1, list(experiment.rounds.parts.server.dispatch(1, [1])))
-        assert experiment.engine._bench.lr == pytest.approx(0.1)
+        assert experiment.engine._trainer.lr == pytest.approx(0.1)
 
 
+@pytest.mark.exhaustive
 def test_it_keeps_the_contract_while_it_averages() -> None:
     check_method("fedasam-swa", {"fedasam-swa": {"start": 0.0, "cycle": 2}})

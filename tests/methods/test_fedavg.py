@@ -25,10 +25,10 @@ def reference(
     streams, size = RngStreams(seed), int(options["batch_size"])
     for number in range(rounds):
         clients = streams.numpy("select", number).choice(len(federation), cohort, replace=False)
-        total = sum(federation.samples(int(client)) for client in clients)
+        total = sum(federation.num_examples(int(client)) for client in clients)
         mean: dict[str, Tensor] = {}
         for client in clients:
-            local, samples = deepcopy(module).train(), federation.client(int(client))
+            local, samples = deepcopy(module).train(), federation.client_samples(int(client))
             optimizer = torch.optim.SGD(local.parameters(), options["lr"], momentum=options.get("momentum", 0.0))
             draws = streams.numpy("batches", number, int(client))
             for _ in range(int(options["epochs"])):
@@ -53,10 +53,18 @@ def reference(
 def test_a_run_equals_the_naive_loop(network, tmp_path) -> None:
     federation = SmallFederatedDataset()
     options = {"epochs": 2, "batch_size": 8, "lr": 0.1, "momentum": 0.5}
-    with RngStreams(5).globally("init"):
+    with RngStreams(5).seed_global_rng("init"):
         start = network()
     ours = fedloom.run(
-        "fedavg", federation, network, rounds=4, per_round=4, seed=5, out=tmp_path / "run", report=False, **options
+        "fedavg",
+        federation,
+        network,
+        rounds=4,
+        clients_per_round=4,
+        seed=5,
+        out=tmp_path / "run",
+        report=False,
+        **options,
     ).model()
     theirs = reference(start, federation, 5, 4, 4, **options)
     for name, tensor in theirs.state_dict().items():
@@ -91,7 +99,7 @@ def test_clients_with_the_same_data_and_one_full_batch_take_one_central_step(tmp
 def answers(experiment: BuiltRun, rows: list[Tensor], samples: list[int]) -> list[ClientUpdate]:
     server = experiment.rounds.parts.server
     return [
-        ClientUpdate(ClientTask(client, server.deploy()), row, count, 0.0, 1)
+        ClientUpdate(ClientTask(client, server.global_model()), row, count, 0.0, 1)
         for client, (row, count) in enumerate(zip(rows, samples, strict=True))
     ]
 
@@ -105,11 +113,11 @@ def test_the_mean_is_over_the_clients_that_answered(weighting: str) -> None:
             for counter in layout.views(row, fedloom.core.layout.TensorKind.INTEGER):
                 counter.zero_()
         counts = [1, 5, 10]
-        server.collect(0, iter(answers(experiment, rows, counts)))
+        server.aggregate(0, iter(answers(experiment, rows, counts)))
         weights = np.array(counts if weighting == "samples" else [1, 1, 1], dtype=float)
         expected = sum(row.double() * share for row, share in zip(rows, weights / weights.sum(), strict=True))
         torch.testing.assert_close(
-            server.deploy()[: layout.floats].double(), expected[: layout.floats], rtol=1e-5, atol=1e-6
+            server.global_model()[: layout.floats].double(), expected[: layout.floats], rtol=1e-5, atol=1e-6
         )
 
 
@@ -117,17 +125,17 @@ def test_equal_answers_are_their_own_mean_bit_for_bit() -> None:
     with build_small_run("fedavg", {}).engine_closed() as experiment:
         row = torch.randn(experiment.layout.size)
         server = experiment.rounds.parts.server
-        server.collect(0, iter(answers(experiment, [row, row.clone(), row.clone()], [3, 7, 11])))
-        assert torch.equal(server.deploy()[: experiment.layout.floats], row[: experiment.layout.floats])
+        server.aggregate(0, iter(answers(experiment, [row, row.clone(), row.clone()], [3, 7, 11])))
+        assert torch.equal(server.global_model()[: experiment.layout.floats], row[: experiment.layout.floats])
 
 
 def test_the_server_step_goes_beyond_the_mean_for_parameters_only() -> None:
     with build_small_run("fedavg", {"fedavg": {"server_lr": 2.0}}).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
-        old = server.deploy().clone()
+        old = server.global_model().clone()
         row = old + 1
-        server.collect(0, iter(answers(experiment, [row], [1])))
-        new = server.deploy()
+        server.aggregate(0, iter(answers(experiment, [row], [1])))
+        new = server.global_model()
         parameters, buffers = slice(0, layout.trainable), slice(layout.trainable, layout.floats)
         torch.testing.assert_close(new[parameters], old[parameters] + 2)
         assert torch.equal(new[buffers], row[buffers])
@@ -138,5 +146,5 @@ def test_steps_and_batches_are_what_was_asked_for(tmp_path) -> None:
     with build_small_run("fedavg", {}, epochs=3, batch_size=7).engine_closed() as experiment:
         jobs = list(experiment.rounds.parts.server.dispatch(0, list(range(len(federation)))))
         for update in experiment.engine.train(0, jobs):
-            assert update.steps == 3 * ceil(federation.samples(update.client) / 7)
-            assert update.samples == federation.samples(update.client)
+            assert update.steps == 3 * ceil(federation.num_examples(update.client_id) / 7)
+            assert update.num_examples == federation.num_examples(update.client_id)

@@ -15,17 +15,17 @@ from fedloom.testing.fixtures import build_small_run, small_run
         {},
         {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0, "nesterov": True},
         {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.1},
-        {"lost": 0.4},
+        {"failure_rate": 0.4},
         {"steps": 3},
     ],
 )
 def test_the_head_is_its_start_to_the_bit(settings: dict[str, Any]) -> None:
     with build_small_run("fedbabu", {}, **settings).engine_closed() as experiment:
-        head = experiment.rounds.parts.local.head(experiment.layout)
+        head = experiment.rounds.parts.client.head(experiment.layout)
         start = experiment.rounds.context.initial.clone()
         for number in range(4):
-            experiment.rounds.play(number)
-        end = experiment.rounds.deployed()
+            experiment.rounds.run_round(number)
+        end = experiment.rounds.global_model()
         assert model_digest(end[head]) == model_digest(start[head])
         body = slice(0, head.start)
         assert not torch.equal(end[body], start[body])
@@ -44,7 +44,7 @@ def test_bodies_are_averaged_uniformly() -> None:
 
 
 def personal(**options: Any) -> tuple[list[float], str]:
-    run = small_run("fedbabu", {"fedbabu": options}, per_round=8)
+    run = small_run("fedbabu", {"fedbabu": options}, clients_per_round=8)
     return [record["personal_accuracy_mean"] for record in run.records], run.digest
 
 
@@ -59,13 +59,13 @@ def test_fine_tuning_is_for_scoring_and_helps() -> None:
 @pytest.mark.parametrize("part", ["head", "body", "all"])
 def test_only_the_named_part_is_fine_tuned(part: str) -> None:
     with build_small_run("fedbabu", {"fedbabu": {"finetune": part}}).engine_closed() as experiment:
-        bench, row = experiment.engine._bench, experiment.layout.empty()
-        local, start = experiment.rounds.parts.local, experiment.rounds.deployed()
-        home = experiment.engine.homes.copy_for(2, torch.device("cpu"))
-        bench.begin(0, 2, experiment.federation.client(2), row, start, {}, home, {}, True)
-        for piece in local.personal(bench):
+        bench, row = experiment.engine._trainer, experiment.layout.empty()
+        local, start = experiment.rounds.parts.client, experiment.rounds.global_model()
+        home = experiment.engine.client_states.copy_for(2, torch.device("cpu"))
+        bench.start_task(0, 2, experiment.federated_data.client_samples(2), row, start, {}, home, {}, True)
+        for piece in local.personalize(bench):
             assert (piece.epochs, piece.steps) == (5, None)
-            bench.run(piece)
+            bench.run_steps(piece)
         head = local.head(experiment.layout)
         assert torch.equal(row[head], start[head]) == (part == "body")
         rest = torch.ones(len(row), dtype=torch.bool)

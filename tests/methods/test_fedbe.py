@@ -101,7 +101,7 @@ def test_dirichlet_draws_are_means_that_count_samples() -> None:
 def test_the_teacher_is_the_sharpened_mean_of_all_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     taught: list[Tensor] = []
     monkeypatch.setattr(
-        DistillationData, "distil", lambda self, row, index, teacher, optimizer, lr: taught.append(teacher)
+        DistillationData, "distill", lambda self, row, index, teacher, optimizer, lr: taught.append(teacher)
     )
     with put_together("fedbe", {"samples": 2, "epochs": 1}) as experiment:
         rows, refiner = noisy(experiment, 3, 0.5), refiner_of(experiment)
@@ -122,8 +122,8 @@ def test_the_new_model_is_the_mean_of_the_students_that_count(start: int, every:
     seen: list[Tensor] = []
 
     class Watched(DistillationData):
-        def distil(self, row: Tensor, *others: Any) -> None:  # type: ignore[override]
-            super().distil(row, *others)
+        def distill(self, row: Tensor, *others: Any) -> None:  # type: ignore[override]
+            super().distill(row, *others)
             seen.append(row.clone())
 
     options = {"epochs": 6, "batch_size": 0, "lr": 0.1, "swa_start": start, "swa_every": every}
@@ -141,13 +141,13 @@ def test_the_student_descends_as_pytorchs_own_sgd_does() -> None:
     options = {"samples": 2, "epochs": 5, "batch_size": 0, "lr": 0.1, "momentum": 0.7, "weight_decay": 0.05}
     with put_together("fedbe", options, batch_norm_network) as experiment:
         rows, refiner, context = noisy(experiment, 3, 0.5), refiner_of(experiment), experiment.rounds.context
-        experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
-        expected = experiment.rounds.parts.server.deploy().clone()
+        experiment.rounds.parts.server.aggregate(0, iter(answers(experiment, rows)))
+        expected = experiment.rounds.parts.server.global_model().clone()
         everyone = [expected, *rows, *drawn(experiment, rows, 2)]
         p = torch.stack([F.softmax(refiner._proxy.outputs(row), dim=1) for row in everyone]).mean(0)
         teacher = p.square() / p.square().sum(1, keepdim=True)
         assert context.server_data is not None
-        student = context.make_module().eval()
+        student = context.make_model().eval()
         experiment.layout.bind(student, expected)
         optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.7, weight_decay=0.05)
         for _ in range(5):
@@ -162,8 +162,8 @@ def test_the_student_descends_as_pytorchs_own_sgd_does() -> None:
 def test_only_trainable_parameters_learn() -> None:
     with put_together("fedbe", {"lr": 0.1}, batch_norm_network) as experiment:
         rows, trainable = noisy(experiment, 3, 0.5), experiment.layout.trainable
-        experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
-        mean = experiment.rounds.parts.server.deploy().clone()
+        experiment.rounds.parts.server.aggregate(0, iter(answers(experiment, rows)))
+        mean = experiment.rounds.parts.server.global_model().clone()
         refined = play(experiment, answers(experiment, rows))
         assert torch.equal(refined[trainable:], mean[trainable:])
         assert not torch.equal(refined[:trainable], mean[:trainable])
@@ -180,15 +180,17 @@ def test_the_order_of_clients_does_not_matter() -> None:
 
 def test_a_round_without_an_answer_changes_nothing() -> None:
     with put_together("fedbe", {}) as experiment:
-        before = experiment.rounds.parts.server.deploy().clone()
+        before = experiment.rounds.parts.server.global_model().clone()
         assert torch.equal(play(experiment, []), before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_conformance_of_every_distribution(kind: str) -> None:
     check_method("fedbe", {"fedbe": {"distribution": kind, "epochs": 1, "samples": 2}})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["fedmr+fedbe", "fedlaw+fedbe"])
 def test_conformance_together(method: str) -> None:
     check_method(method, {"fedbe": {"epochs": 1, "samples": 2}})

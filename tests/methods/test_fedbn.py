@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 def names_at_home(experiment) -> set[str]:
-    columns = experiment.rounds.parts.local.stays_home(experiment.layout)
+    columns = experiment.rounds.parts.client.personal_columns(experiment.layout)
     covered = {n for part in columns for n in range(part.start, part.stop)}
     names = set()
     for entry in experiment.layout.entries:
@@ -54,39 +54,39 @@ def test_norms_of_a_resnet_in_its_shortcuts_too() -> None:
     network = build_model("resnet20:width=2", (3, 8, 8), 10)
     norms = {name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
     with build_small_run("fedbn", {}).engine_closed() as experiment:
-        local = experiment.rounds.parts.local
+        local = experiment.rounds.parts.client
         local = type(local)(_with(experiment.rounds.context, network), local.options)
         layout = Layout.of(network)
-        columns = local.stays_home(layout)
+        columns = local.personal_columns(layout)
         at_home = sum(part.stop - part.start for part in columns)
-        assert at_home == sum(entry.size for entry in layout.entries if entry.unit in norms)
+        assert at_home == sum(entry.size for entry in layout.entries if entry.layer in norms)
         assert len(columns) < len(norms) + 3, "neighbours are one piece"
 
 
 def _with(context, network):
-    return replace(context, make_module=lambda: network)
+    return replace(context, make_model=lambda: network)
 
 
 def test_after_a_round_norms_are_each_clients_own_and_the_rest_is_common() -> None:
-    with build_small_run("fedbn", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedbn", {}, clients_per_round=8).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
-        columns = experiment.rounds.parts.local.stays_home(layout)
+        columns = experiment.rounds.parts.client.personal_columns(layout)
         trained = {}
-        accept = experiment.engine.accept
-        experiment.engine.accept = lambda update: (
-            trained.update({update.client: update.home[PERSONAL_KEY].clone()}),
+        accept = experiment.engine.commit_update
+        experiment.engine.commit_update = lambda update: (
+            trained.update({update.client_id: update.client_state[PERSONAL_KEY].clone()}),
             accept(update),
         )
-        before = server.deploy().clone()
-        experiment.rounds.play(0)
+        before = server.global_model().clone()
+        experiment.rounds.run_round(0)
         for client in range(8):
-            assert torch.equal(experiment.engine.homes.get(client)[PERSONAL_KEY], trained[client])
+            assert torch.equal(experiment.engine.client_states.get(client)[PERSONAL_KEY], trained[client])
         assert len({tuple(values.tolist()) for values in trained.values()}) == 8
         inside = torch.zeros(layout.size, dtype=torch.bool)
         for part in columns:
             inside[part] = True
-        assert torch.equal(server.deploy()[inside], before[inside]), "no norm reached the server"
-        assert not torch.equal(server.deploy()[~inside], before[~inside])
+        assert torch.equal(server.global_model()[inside], before[inside]), "no norm reached the server"
+        assert not torch.equal(server.global_model()[~inside], before[~inside])
 
 
 def test_without_batch_norm_it_is_fedavg() -> None:
@@ -97,12 +97,12 @@ def test_without_batch_norm_it_is_fedavg() -> None:
 
 
 def test_the_deployed_model_has_the_mean_of_the_clients_norms() -> None:
-    with build_small_run("fedbn", {}, per_round=8).engine_closed() as experiment:
-        layout, homes = experiment.layout, experiment.engine.homes
-        initial = experiment.rounds.deployed().clone()
+    with build_small_run("fedbn", {}, clients_per_round=8).engine_closed() as experiment:
+        layout, homes = experiment.layout, experiment.engine.client_states
+        initial = experiment.rounds.global_model().clone()
         assert torch.equal(initial, experiment.rounds.context.initial), "nobody has been asked"
-        experiment.rounds.play(0)
-        deployed, columns = experiment.rounds.deployed(), experiment.rounds.parts.local.stays_home(layout)
+        experiment.rounds.run_round(0)
+        deployed, columns = experiment.rounds.global_model(), experiment.rounds.parts.client.personal_columns(layout)
         rows = []
         for client in range(8):
             rows.append(deployed.clone())
@@ -110,7 +110,7 @@ def test_the_deployed_model_has_the_mean_of_the_clients_norms() -> None:
             for part in columns:
                 rows[-1][part] = homes.get(client)[PERSONAL_KEY][start : start + part.stop - part.start]
                 start += part.stop - part.start
-        weights = torch.tensor([float(experiment.federation.samples(c)) for c in range(8)])
+        weights = torch.tensor([float(experiment.federated_data.num_examples(c)) for c in range(8)])
         weights /= weights.sum()
         for entry in layout.entries:
             theirs = torch.stack([entry.view(row) for row in rows])

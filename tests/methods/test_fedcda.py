@@ -24,7 +24,7 @@ from fedloom.methods.fedcda import FedCDAOptions, FedCDAServer
 from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
-from fedloom.utils.storage import join_state_tensors, split_state_tensors
+from fedloom.utils.storage import join_stored_tensors, split_stored_tensors
 from tests.support.many_models import context_of
 
 
@@ -46,10 +46,10 @@ def answers(experiment: BuiltRun, clients: list[int], seed: int = 0) -> list[Cli
     updates = []
     for client in clients:
         generator = torch.Generator().manual_seed(1000 * seed + client)
-        row = server.deploy().clone()
+        row = server.global_model().clone()
         row[: layout.floats] += 0.1 * torch.randn(layout.floats, generator=generator).abs()
         loss = float(torch.rand((), generator=generator))
-        updates.append(ClientUpdate(ClientTask(client, server.deploy()), row, 5, loss, 1))
+        updates.append(ClientUpdate(ClientTask(client, server.global_model()), row, 5, loss, 1))
     return updates
 
 
@@ -66,9 +66,9 @@ def objective(server: FedCDAServer, rows: torch.Tensor, losses: list[float], L: 
 def test_the_global_model_is_the_mean_of_the_chosen_models_of_all_clients_seen(experiment: BuiltRun) -> None:
     server, floats = server_of(experiment), experiment.layout.floats
     for number, clients in enumerate(([0, 1, 2], [2, 3], [1, 4, 0], [3, 2, 1])):
-        server.collect(number, iter(answers(experiment, clients, number)))
+        server.aggregate(number, iter(answers(experiment, clients, number)))
         mean = chosen_rows(server)[:, :floats].double().mean(0)
-        torch.testing.assert_close(server.deploy()[:floats].double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(server.global_model()[:floats].double(), mean, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(server.total, chosen_rows(server)[:, :floats].double().sum(0), rtol=1e-9, atol=1e-9)
         cached = {number for models in server.cache.values() for number, _ in models}
         assert set(server.chosen.values()) <= cached
@@ -84,8 +84,8 @@ def test_the_cache_is_the_last_k_answers_of_each_client_oldest_first(selection: 
         server = server_of(experiment)
         for number, clients in enumerate(([0, 1], [0, 2], [1, 0], [0, 1], [2, 0])):
             for update in (updates := answers(experiment, clients, number)):
-                answered.setdefault(update.client, []).append((update.row.clone(), update.loss))
-            server.collect(number, iter(updates))
+                answered.setdefault(update.client_id, []).append((update.row.clone(), update.loss))
+            server.aggregate(number, iter(updates))
         assert set(server.cache) == set(answered)
         for client, models in server.cache.items():
             for (number, loss), (row, wanted) in zip(models, answered[client][-2:], strict=True):
@@ -95,9 +95,9 @@ def test_the_cache_is_the_last_k_answers_of_each_client_oldest_first(selection: 
 
 def test_who_does_not_take_part_keeps_cache_and_choice(experiment: BuiltRun) -> None:
     server = server_of(experiment)
-    server.collect(0, iter(answers(experiment, [0, 1, 2])))
+    server.aggregate(0, iter(answers(experiment, [0, 1, 2])))
     before = {client: (list(server.cache[client]), server.chosen[client]) for client in (0, 1)}
-    server.collect(1, iter(answers(experiment, [2, 5], 1)))
+    server.aggregate(1, iter(answers(experiment, [2, 5], 1)))
     assert {client: (server.cache[client], server.chosen[client]) for client in (0, 1)} == before
     assert 7 not in server.cache, "clients never seen have no part in it"
 
@@ -109,10 +109,10 @@ def test_the_choice_is_what_trying_everything_finds(selection: str) -> None:
     with build_small_run("fedcda", options).engine_closed() as experiment:
         server = server_of(experiment)
         for number in range(3):
-            server.collect(number, iter(answers(experiment, [0, 1, 2, 3], number)))
+            server.aggregate(number, iter(answers(experiment, [0, 1, 2, 3], number)))
         participants = [3, 1, 0]
         for update in answers(experiment, participants, 9):
-            server._leave(update.client)
+            server._leave(update.client_id)
             server._cache(update)
         picks = server.choose(3, participants)
         fixed = [server.store.read(number) for number in server.chosen.values()]
@@ -163,9 +163,9 @@ def test_no_batch_has_too_many_combinations(
 def test_it_says_how_far_a_clients_models_lie_apart(experiment: BuiltRun) -> None:
     server, trainable = server_of(experiment), experiment.layout.trainable
     for number in range(2):
-        server.collect(number, iter(answers(experiment, [0, 1, 2], number)))
-    received = server.deploy().clone()
-    server.collect(2, iter(answers(experiment, [0, 2, 4], 2)))
+        server.aggregate(number, iter(answers(experiment, [0, 1, 2], number)))
+    received = server.global_model().clone()
+    server.aggregate(2, iter(answers(experiment, [0, 2, 4], 2)))
     shares = []
     for client in (0, 2):  # the other one has a single model
         rows = torch.stack([server.store.read(number) for number, _ in server.cache[client]])[:, :trainable].double()
@@ -180,8 +180,8 @@ def test_models_of_a_client_that_are_all_alike_have_no_spread(experiment: BuiltR
     for number in range(2):
         same = answers(experiment, [0, 1])
         for update in same:
-            update.row[: experiment.layout.floats] = 0.5 + update.client
-        server.collect(number, iter(same))
+            update.row[: experiment.layout.floats] = 0.5 + update.client_id
+        server.aggregate(number, iter(same))
     assert server.diagnostics()["spread of a client's models"] == pytest.approx(0.0, abs=1e-9)
 
 
@@ -212,8 +212,8 @@ def test_random_takes_any_cached_model_alike() -> None:
     with build_small_run("fedcda", {"fedcda": {"warmup": 0, "selection": "random"}}).engine_closed() as experiment:
         server = server_of(experiment)
         for number in range(3):
-            server.collect(number, iter(answers(experiment, [0, 1], number)))
-        server.collect(3, iter(answers(experiment, [2], 3)))
+            server.aggregate(number, iter(answers(experiment, [0, 1], number)))
+        server.aggregate(3, iter(answers(experiment, [2], 3)))
         drawn = [server.choose(round, [0, 1, 2]) for round in range(900)]
         assert drawn[:5] == [server.choose(round, [0, 1, 2]) for round in range(5)]
     assert {picks[2] for picks in drawn} == {0}, "of a client seen once there is one"
@@ -226,9 +226,9 @@ def test_without_divergence_the_lowest_loss_wins() -> None:
     with build_small_run("fedcda", {"fedcda": {"warmup": 0, "L": 0.0}}).engine_closed() as experiment:
         server = server_of(experiment)
         for number in range(3):
-            server.collect(number, iter(answers(experiment, [0, 1, 2], number)))
+            server.aggregate(number, iter(answers(experiment, [0, 1, 2], number)))
         for update in answers(experiment, [0, 1, 2], 8):
-            server._leave(update.client)
+            server._leave(update.client_id)
             server._cache(update)
         picks = server.choose(3, [0, 1, 2])
         for client, pick in picks.items():
@@ -246,16 +246,16 @@ def test_a_model_whose_loss_is_not_finite_is_the_last_resort(bad: float, L: floa
         losses = {0: [bad, 2.0, 3.0], 1: [2.0, bad, 3.0], 2: [3.0, 2.0, bad], 3: [bad, bad, bad]}
         for number in range(3):
             for update in answers(experiment, [0, 1, 2, 3], number):
-                server._cache(replace(update, loss=losses[update.client][number]))
+                server._cache(replace(update, loss=losses[update.client_id][number]))
         picks = server.choose(0, [0, 1, 2, 3])
         assert all(np.isfinite(losses[client][picks[client]]) for client in (0, 1, 2))
         if L == 0:
             assert picks == {0: 1, 1: 0, 2: 1, 3: 2}, "the lowest finite loss, or the newest of equals"
-        assert json.loads(json.dumps(split_state_tensors(server.state())[0])), "it can be saved"
+        assert json.loads(json.dumps(split_stored_tensors(server.state_dict())[0])), "it can be saved"
 
 
 def test_one_cached_model_and_everyone_taking_part_is_uniform_fedavg() -> None:
-    settings_ = {"per_round": 8}
+    settings_ = {"clients_per_round": 8}
     ours = small_run("fedcda", {"fedcda": {"K": 1, "warmup": 0}}, **settings_).digest
     assert ours == small_run("fedavg", {"fedavg": {"weighting": "uniform"}}, **settings_).digest
 
@@ -272,6 +272,7 @@ def test_warming_up_is_fedavg_or_the_mean_of_the_newest() -> None:
     assert newest == small_run("fedcda", {"fedcda": {"warmup": 0, "selection": "newest"}}).digest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("selection", ["approximate", "optimal", "newest", "random"])
 def test_conformance(selection: str) -> None:
     check_method("fedcda", {"fedcda": {"warmup": 1, "selection": selection}})
@@ -283,21 +284,21 @@ def test_a_cache_in_a_file_gives_the_same_bits_and_resumes(tmp_path: Path) -> No
     assert small_run("fedcda", options, rounds=8, cache_dir=str(tmp_path / "cache")).digest == in_memory
     with build_small_run("fedcda", options, rounds=8, cache_dir=str(tmp_path / "other")).engine_closed() as first:
         for number in range(4):
-            first.rounds.play(number)
-        saved = first.state()
-        tree, tensors = split_state_tensors(saved)
+            first.rounds.run_round(number)
+        saved = first.state_dict()
+        tree, tensors = split_stored_tensors(saved)
         stored = json.loads(json.dumps(tree)), {name: tensor.clone() for name, tensor in tensors.items()}
         size = server_of(first).store.path.stat().st_size
         assert not any(isinstance(value, torch.Tensor) for value in saved["server"]["store"].values())
         for number in range(4, 8):  # goes on, and is thrown away: the rows of the saved state must survive that
-            first.rounds.play(number)
-        expected = first.rounds.parts.server.deploy().clone()
+            first.rounds.run_round(number)
+        expected = first.rounds.parts.server.global_model().clone()
         assert size > 0
     with build_small_run("fedcda", options, rounds=8, cache_dir=str(tmp_path / "other")).engine_closed() as second:
-        second.load(join_state_tensors(*stored))
+        second.load_state_dict(join_stored_tensors(*stored))
         for number in range(4, 8):
-            second.rounds.play(number)
-        assert torch.equal(second.rounds.parts.server.deploy(), expected)
+            second.rounds.run_round(number)
+        assert torch.equal(second.rounds.parts.server.global_model(), expected)
 
 
 def test_rows_in_a_file_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +316,7 @@ def test_rows_in_a_file_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(RowStore, "read", watched)
     with build_small_run("fedcda", options, cache_dir=str(tmp_path / "cache")).engine_closed() as experiment:
         for number in range(4):
-            server_of(experiment).collect(number, iter(answers(experiment, [0, 1, 2, 3], number)))
+            server_of(experiment).aggregate(number, iter(answers(experiment, [0, 1, 2, 3], number)))
     assert 1 <= most <= 2, "of 12 candidates: one that is read, and one that is about to go"
 
 
@@ -324,9 +325,9 @@ def test_integer_buffers_are_those_of_a_model(experiment: BuiltRun) -> None:
     updates = answers(experiment, [0, 1])
     for update in updates:
         for counter in experiment.layout.views(update.row, TensorKind.INTEGER):
-            counter.fill_(7 + update.client)
-    server.collect(0, iter(updates))
-    assert [int(c) for c in experiment.layout.views(server.deploy(), TensorKind.INTEGER)] == [8]
+            counter.fill_(7 + update.client_id)
+    server.aggregate(0, iter(updates))
+    assert [int(c) for c in experiment.layout.views(server.global_model(), TensorKind.INTEGER)] == [8]
 
 
 @pytest.mark.parametrize("L", [0.01, 3.0, 1000.0])
@@ -340,13 +341,13 @@ def test_batches_are_decided_one_after_the_other_beside_those_before_them(B: int
     with build_small_run("fedcda", {"fedcda": {"warmup": 0, "B": B, "L": L}}).engine_closed() as experiment:
         server, found = server_of(experiment), Counter[int]()
         for number in range(3):
-            server.collect(number, iter(answers(experiment, [0, 1, 2, 3, 4, 5], number)))
+            server.aggregate(number, iter(answers(experiment, [0, 1, 2, 3, 4, 5], number)))
         for round in range(5, 17):
             for update in answers(experiment, participants, round):
-                server._leave(update.client)
+                server._leave(update.client_id)
                 server._cache(update)
             picks = server.choose(round, participants)
-            order = [participants[i] for i in server.context.streams.numpy("fedcda", round).permutation(4)]
+            order = [participants[i] for i in server.context.rng_streams.numpy("fedcda", round).permutation(4)]
             rows = [server.store.read(number) for number in server.chosen.values()]
             losses = [dict(server.cache[c])[number] for c, number in server.chosen.items()]
             for batch in np.array_split(order, min(B, 4)):
@@ -366,7 +367,7 @@ def test_batches_are_decided_one_after_the_other_beside_those_before_them(B: int
 @pytest.mark.parametrize(("warmup", "told"), [(2, False), (3, True)])
 def test_a_run_that_is_all_warm_up_is_told_so(warmup: int, told: bool) -> None:
     with build_small_run(
-        "fedcda", {"fedcda": {"warmup": warmup}}, rounds=3, engine="plain"
+        "fedcda", {"fedcda": {"warmup": warmup}}, rounds=3, engine="sequential"
     ).engine_closed() as experiment:
         said = [note for note in experiment.notes if f"warm-up of {warmup} rounds" in note and "this run has 3" in note]
         assert bool(said) == told

@@ -254,7 +254,7 @@ def test_one_model_alone_is_not_mixed() -> None:
 # Whole runs
 
 
-@pytest.mark.parametrize("settings", [{}, {"lost": 0.3}, {"model": simple_network, "per_round": 3}])
+@pytest.mark.parametrize("settings", [{}, {"failure_rate": 0.3}, {"model": simple_network, "clients_per_round": 3}])
 def test_runs_with_alpha_1_are_those_of_models_that_never_meet(settings: dict[str, Any]) -> None:
     given = {"fedcross": {"alpha": 1.0}}
     assert small_run("fedcross", given, **settings).digest == small_run("indep", {}, **settings).digest
@@ -281,7 +281,7 @@ def test_with_the_clients_of_fedprox(check: str) -> None:
 
 
 def test_two_servers_are_one_too_many() -> None:
-    with pytest.raises(InputError, match="fedcross and fedmr both bring a server, and a run has one server"):
+    with pytest.raises(InputError, match="fedcross and fedmr both provide the part 'server', and a run has only one"):
         compose("fedcross+fedmr")
 
 

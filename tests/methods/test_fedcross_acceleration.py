@@ -98,7 +98,7 @@ def test_the_first_stage_makes_all_models_their_uniform_mean(count: int, network
 def test_models_start_equal_and_each_client_gets_its_slots() -> None:
     server = make(4)
     jobs = list(server.dispatch(0, [7, 2, 5, 0]))
-    assert [(job.client, job.slot) for job in jobs] == [(7, 0), (2, 1), (5, 2), (0, 3)]
+    assert [(job.client_id, job.model_index) for job in jobs] == [(7, 0), (2, 1), (5, 2), (0, 3)]
     assert all(torch.equal(job.row, server.context.initial) for job in jobs)
 
 
@@ -113,7 +113,7 @@ def test_the_model_of_a_lost_client_takes_part_as_it_is(
     updates = answers(server, jobs, seed + 1)
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
     v = torch.stack([before[i] if i in lost else update.row for i, update in enumerate(updates)])
-    server.collect(1, iter(update for i, update in enumerate(updates) if i not in lost))
+    server.aggregate(1, iter(update for i, update in enumerate(updates) if i not in lost))
     assert model_digest(server.bank.rows) == model_digest(combined(server, 1, v))
 
 
@@ -124,7 +124,7 @@ def test_with_no_answer_at_all_nothing_changes(count: int, network: Network, see
     server.bank.rows[:] = random_rows(server, seed)
     before = model_digest(server.bank.rows)
     for round in range(3):
-        server.collect(round, iter(()))
+        server.aggregate(round, iter(()))
     assert model_digest(server.bank.rows) == before
 
 
@@ -134,21 +134,21 @@ def test_fewer_clients_than_models_take_some_of_them(seed: int, clients: int) ->
     server = make(5, alpha=0.6)
     server.bank.rows[:] = before = random_rows(server, seed)
     jobs = list(server.dispatch(2, list(range(clients))))
-    slots = [job.slot for job in jobs]
+    slots = [job.model_index for job in jobs]
     assert len(set(slots)) == clients
     assert slots == sorted(slots)
-    assert all(torch.equal(job.row, before[job.slot]) for job in jobs)
+    assert all(torch.equal(job.row, before[job.model_index]) for job in jobs)
     updates = answers(server, jobs, seed + 1)
     v = before.clone()
     for update in updates:
-        v[update.slot] = update.row
-    server.collect(2, iter(updates))
+        v[update.model_index] = update.row
+    server.aggregate(2, iter(updates))
     assert model_digest(server.bank.rows) == model_digest(combined(server, 2, v))
 
 
 def test_then_all_models_have_their_turn() -> None:
     server = make(5, Loose)
-    slots = {job.slot for round in range(30) for job in server.dispatch(round, [1, 2])}
+    slots = {job.model_index for round in range(30) for job in server.dispatch(round, [1, 2])}
     assert slots == set(range(5))
 
 
@@ -158,7 +158,7 @@ def test_deploying_is_the_uniform_mean_and_leaves_the_models(count: int, network
     server = make(count, network)
     server.bank.rows[:] = random_rows(server, seed)
     layout, before = server.context.layout, model_digest(server.bank.rows)
-    deployed = server.deploy()
+    deployed = server.global_model()
     mean = server.bank.rows[:, : layout.floats].double().mean(0)
     torch.testing.assert_close(deployed[: layout.floats].double(), mean, rtol=1e-5, atol=1e-6)
     deployed.fill_(9)

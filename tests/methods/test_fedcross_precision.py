@@ -31,8 +31,9 @@ def rows_of(seed: int, count: int, drift: float, outlier: float) -> Tensor:
 def server_of(count: int) -> FedCrossServer:
     layout = Layout.of(network())
     context = MethodContext(
-        layout=layout, initial=layout.empty(), clients=9, per_round=count, rounds=3, streams=RngStreams(0),
-        training=TrainingConfig(), samples=lambda _: 1, criterion=nn.functional.mse_loss, make_module=network,
+        layout=layout, initial=layout.empty(), num_clients=9, clients_per_round=count, rounds=3,
+        rng_streams=RngStreams(0),
+        config=TrainingConfig(), num_examples=lambda _: 1, criterion=nn.functional.mse_loss, make_model=network,
         classes=0, shape=(WIDTH,), cache_dir=None, keep_checkpoints=1, device=torch.device("cpu"),
         make_bank=lambda rows, width: Bank.memory(rows, width),
     )  # fmt: skip

@@ -38,8 +38,8 @@ def test_the_teacher_is_the_softmax_of_the_mean_logits_of_networks_in_evaluation
         refiner, rows = refiner_of(experiment), noisy(experiment, 3, 0.5)
         logits = []
         for update in answers(experiment, rows):
-            refiner.take(0, update)
-            module = experiment.rounds.context.make_module()
+            refiner.receive_update(0, update)
+            module = experiment.rounds.context.make_model()
             experiment.layout.bind(module, update.row.clone())
             data = experiment.rounds.context.server_data
             assert data is not None
@@ -56,14 +56,14 @@ def test_the_student_comes_nearer_to_the_ensemble(validation: float) -> None:
     with put_together("feddf", {**QUICK, "validation": validation}) as experiment:
         refiner, updates = refiner_of(experiment), answers(experiment, noisy(experiment, 4, 0.5))
         for update in updates:
-            refiner.take(0, update)
+            refiner.receive_update(0, update)
         teacher = refiner.teacher()
         assert teacher is not None
-        experiment.rounds.parts.server.collect(0, iter(updates))
+        experiment.rounds.parts.server.aggregate(0, iter(updates))
         server = experiment.rounds.parts.server
-        before = distillation_loss(teacher, refiner._proxy.outputs(server.deploy()))
+        before = distillation_loss(teacher, refiner._proxy.outputs(server.global_model()))
         refiner.refine(0, server)
-        assert distillation_loss(teacher, refiner._proxy.outputs(server.deploy())) < 0.7 * before
+        assert distillation_loss(teacher, refiner._proxy.outputs(server.global_model())) < 0.7 * before
 
 
 def test_equal_teachers_leave_the_mean_as_it_is() -> None:
@@ -74,7 +74,7 @@ def test_equal_teachers_leave_the_mean_as_it_is() -> None:
         assert torch.equal(play(experiment, updates), row)
         refiner = refiner_of(experiment)
         for update in updates:
-            refiner.take(0, update)
+            refiner.receive_update(0, update)
         teacher = refiner.teacher()
         assert teacher is not None
         weights = row[: experiment.layout.trainable].clone().requires_grad_()
@@ -92,7 +92,7 @@ def test_only_trainable_parameters_learn() -> None:
         for row in rows:
             mean.add(row, 10)
         expected = torch.empty_like(rows[0])
-        mean.into(expected)
+        mean.write_to(expected)
         refined, trainable = play(experiment, answers(experiment, rows)), experiment.layout.trainable
         assert torch.equal(refined[trainable:], expected[trainable:])
         assert not torch.equal(refined[:trainable], expected[:trainable])
@@ -125,11 +125,11 @@ def test_the_student_descends_as_pytorchs_own_adam_does() -> None:
     options = {"steps": 7, "batch_size": 0, "lr": 0.02, "temperature": 2.0, "validation": 0.0}
     with put_together("feddf", options, batch_norm_network) as experiment:
         rows, refiner, context = noisy(experiment, 3, 0.5), refiner_of(experiment), experiment.rounds.context
-        experiment.rounds.parts.server.collect(0, iter(answers(experiment, rows)))
-        expected = experiment.rounds.parts.server.deploy().clone()
+        experiment.rounds.parts.server.aggregate(0, iter(answers(experiment, rows)))
+        expected = experiment.rounds.parts.server.global_model().clone()
         teacher = F.softmax(torch.stack([refiner._proxy.outputs(row) for row in rows]).mean(0) / 2, dim=1)
         assert context.server_data is not None
-        student = context.make_module().eval()
+        student = context.make_model().eval()
         experiment.layout.bind(student, expected)
         optimizer = torch.optim.Adam(student.parameters(), lr=0.02)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
@@ -144,7 +144,7 @@ def test_the_student_descends_as_pytorchs_own_adam_does() -> None:
 
 
 def test_a_student_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DistillationData, "distil", lambda self, row, *others: row[:1].fill_(torch.nan))
+    monkeypatch.setattr(DistillationData, "distill", lambda self, row, *others: row[:1].fill_(torch.nan))
     with (
         put_together("feddf", {"steps": 5, "validation": 0.0}) as experiment,
         pytest.raises(FedloomError, match=r"round 1: .*lower feddf\.lr"),
@@ -159,14 +159,14 @@ def test_clients_no_better_than_chance_are_left_out_if_asked_for() -> None:
         context.server_data.y.copy_(torch.arange(80) % 5)  # each of five labels is right one time in five
         good, bad = [always(experiment, label) for label in (0, 1)], always(experiment, 7)
         for update in answers(experiment, [bad, *good, bad]):
-            refiner.take(0, update)
+            refiner.receive_update(0, update)
         teacher = refiner.teacher()
         assert teacher is not None
         expected = F.softmax(torch.stack([refiner._proxy.outputs(row) for row in good]).mean(0), dim=1)
         assert torch.allclose(teacher, expected, atol=1e-6)
         refiner.refine(0, experiment.rounds.parts.server)
         for update in answers(experiment, [bad, bad]):  # the next round has nobody better, so all are heard
-            refiner.take(1, update)
+            refiner.receive_update(1, update)
         teacher = refiner.teacher()
         assert teacher is not None
         assert torch.allclose(teacher, F.softmax(refiner._proxy.outputs(bad), dim=1), atol=1e-6)
@@ -179,7 +179,7 @@ def test_exactly_chance_is_no_better_than_chance() -> None:
         context.server_data.y.copy_(7 * (torch.arange(80) % 10 == 0))  # one in ten, of ten classes
         good, bad = always(experiment, 0), always(experiment, 7)
         for update in answers(experiment, [bad, good]):
-            refiner.take(0, update)
+            refiner.receive_update(0, update)
         teacher = refiner.teacher()
         assert teacher is not None
         assert torch.allclose(teacher, F.softmax(refiner._proxy.outputs(good), dim=1), atol=1e-6)
@@ -187,7 +187,7 @@ def test_exactly_chance_is_no_better_than_chance() -> None:
 
 def test_a_round_without_an_answer_changes_nothing() -> None:
     with put_together("feddf", QUICK) as experiment:
-        before = experiment.rounds.parts.server.deploy().clone()
+        before = experiment.rounds.parts.server.global_model().clone()
         assert torch.equal(play(experiment, []), before)
 
 
@@ -200,11 +200,11 @@ def test_all_models_of_a_server_learn() -> None:
             type(update)(job, update.row, 10, 1.0, 1)
             for job, update in zip(jobs, answers(experiment, rows), strict=True)
         ]
-        parts.server.collect(0, iter(updates))
+        parts.server.aggregate(0, iter(updates))
         before = parts.server.models().clone()
         assert isinstance(parts.refiner, FedDFRefiner)
         for update in updates:
-            parts.refiner.take(0, update)
+            parts.refiner.receive_update(0, update)
         parts.refiner.refine(0, parts.server)
         assert (parts.server.models() != before).any(dim=1).all()
 
@@ -215,7 +215,7 @@ def test_labels_of_the_server_are_not_used() -> None:
         federation = SmallFederatedDataset()
         assert federation.server_data is not None
         federation.server_data = Samples(federation.server_data.x, (federation.server_data.y + shift) % 10)
-        digests.append(small_run("feddf", {"feddf": QUICK}, federation=federation, model=simple_network).digest)
+        digests.append(small_run("feddf", {"feddf": QUICK}, federated_data=federation, model=simple_network).digest)
     assert digests[0] == digests[1]
 
 
@@ -227,6 +227,7 @@ def test_it_needs_classes() -> None:
         fedloom.run("feddf", regression, lambda: torch.nn.Linear(3, 1), rounds=1, report=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["fedcross+feddf", "abavg+feddf", "feddf+scaffold"])
 def test_conformance_together(method: str) -> None:
     check_method(method, {"feddf": {"steps": 5, "check_every": 2}})

@@ -20,8 +20,8 @@ def collect(experiment: BuiltRun, changes: list[Tensor], samples: list[int] | No
         answer = row.clone()
         answer[: len(change)] += change
         count = samples[client] if samples else 5
-        updates.append(ClientUpdate(ClientTask(client, row), answer, samples=count, loss=1.0, steps=1))
-    server.collect(0, iter(updates))
+        updates.append(ClientUpdate(ClientTask(client, row), answer, num_examples=count, loss=1.0, steps=1))
+    server.aggregate(0, iter(updates))
     return server.diagnostics()["eta_g"]
 
 
@@ -100,17 +100,17 @@ def test_the_mean_of_the_last_two_is_deployed_and_the_last_is_trained_on() -> No
     with made().engine_closed() as experiment:
         server, floats, seen = experiment.rounds.parts.server, experiment.layout.floats, []
         for number in range(3):
-            experiment.rounds.play(number)
+            experiment.rounds.run_round(number)
             seen.append(server.bank.rows[0].clone())
             assert torch.equal(next(iter(server.dispatch(number + 1, [0]))).row, seen[-1])
             if number == 0:
-                assert torch.equal(server.deploy(), seen[0]), "after the first round there is only one"
+                assert torch.equal(server.global_model(), seen[0]), "after the first round there is only one"
             else:
                 mean = (seen[-1] + seen[-2])[:floats] / 2
-                torch.testing.assert_close(server.deploy()[:floats], mean, rtol=1e-5, atol=1e-6)
-        kept = server.deploy().clone()
-        server.collect(3, iter([]))
-        assert torch.equal(server.deploy(), kept)
+                torch.testing.assert_close(server.global_model()[:floats], mean, rtol=1e-5, atol=1e-6)
+        kept = server.global_model().clone()
+        server.aggregate(3, iter([]))
+        assert torch.equal(server.global_model(), kept)
 
 
 def test_a_large_epsilon_without_averaging_is_fedavg() -> None:

@@ -35,10 +35,10 @@ def trained():
 
 def loss_of(experiment: BuiltRun, row: Tensor, client: int = 2) -> float:
     """On what this client holds out."""
-    bench, layout = experiment.engine._bench, experiment.layout
-    given: dict[str, Mapping[str, Tensor]] = {"extras": {}, "home": {}, "uploads": {"u": torch.zeros(3)}}
-    train_client(bench, experiment.engine.shop, 0, client, layout.empty(), row, *given.values(), True)
-    assert len(bench.validation) == int(0.2 * experiment.federation.samples(client) + 0.5)
+    bench, layout = experiment.engine._trainer, experiment.layout
+    given: dict[str, Mapping[str, Tensor]] = {"extras": {}, "client_state": {}, "uploads": {"u": torch.zeros(3)}}
+    train_client(bench, experiment.engine.context, 0, client, layout.empty(), row, *given.values(), True)
+    assert len(bench.validation) == int(0.2 * experiment.federated_data.num_examples(client) + 0.5)
     return bench.validate(row).loss
 
 
@@ -88,17 +88,17 @@ def test_a_model_whose_loss_overflows_helps_by_nothing(trained) -> None:
 
 
 def test_the_server_keeps_what_clients_sent_and_who_gained_from_whom() -> None:
-    with build_small_run("fedfomo", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedfomo", {}, clients_per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        first = experiment.rounds.play(0)
+        first = experiment.rounds.run_round(0)
         assert first["models_down"] == 8, "nobody has sent a model that others could have"
         assert not server.P.any()
         rows = server.bank.rows.clone()
         assert len({tuple(row.tolist()) for row in rows}) == 8
         floats = experiment.layout.floats
-        torch.testing.assert_close(server.deploy()[:floats], rows[:, :floats].mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(server.global_model()[:floats], rows[:, :floats].mean(0), rtol=1e-5, atol=1e-6)
 
-        second = experiment.rounds.play(1)
+        second = experiment.rounds.run_round(1)
         assert second["models_down"] == 8 * 5
         assert second["bytes_up"] == 8 * (experiment.layout.nbytes + 4 * 4)
         assert all(len(others) == 4 and client not in others for client, others in server._others.items())
@@ -116,16 +116,16 @@ def test_gains_add_up_over_the_rounds_as_they_are() -> None:
         for round, u in enumerate([[0.5, -0.25], [1.0, 0.125]]):
             (job,) = server.dispatch(round, [0])
             row = job.row.clone()
-            server.collect(round, iter([ClientUpdate(job, row, 10, 1.0, 1, {"u": torch.tensor(u)})]))
+            server.aggregate(round, iter([ClientUpdate(job, row, 10, 1.0, 1, {"u": torch.tensor(u)})]))
         assert server.P[0].tolist() == [0.0, 6.5, 3.875, 0.0, 0.0, 0.0, 0.0, 0.0]
         assert not server.P[1:].any()
 
 
 def test_models_of_a_round_stay_until_its_last_client_has_read_them() -> None:
     """Jobs point at the server's rows; what client 0 sends must not reach client 1 in the same round."""
-    with build_small_run("fedfomo", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedfomo", {}, clients_per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         before = server.bank.rows.clone()
 
         def watched(updates):
@@ -134,7 +134,7 @@ def test_models_of_a_round_stay_until_its_last_client_has_read_them() -> None:
                 yield update
 
         jobs = list(server.dispatch(1, list(range(8))))
-        server.collect(1, watched(experiment.engine.train(1, jobs)))
+        server.aggregate(1, watched(experiment.engine.train(1, jobs)))
         assert not any(torch.equal(*pair) for pair in zip(server.bank.rows, before, strict=True))
 
 
@@ -169,17 +169,17 @@ def test_a_client_alone_with_its_model_trains_it_on() -> None:
 
 
 def test_clients_that_never_sent_a_model_are_no_candidates_and_use_the_deployed_one() -> None:
-    with build_small_run("fedfomo", {}, per_round=3).engine_closed() as experiment:
+    with build_small_run("fedfomo", {}, clients_per_round=3).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        assert torch.equal(server.deploy(), experiment.rounds.context.initial)
-        experiment.rounds.play(0)
+        assert torch.equal(server.global_model(), experiment.rounds.context.initial)
+        experiment.rounds.run_round(0)
         sent = set(server.sent.nonzero().flatten().tolist())
         assert len(sent) == 3
         assert all(set(server.choose(1, client)) == sent - {client} for client in range(8))
-        assert [server.own_model(c) is not None for c in range(8)] == [c in sent for c in range(8)]
+        assert [server.personal_model(c) is not None for c in range(8)] == [c in sent for c in range(8)]
 
 
 def test_the_runs_own_validation_comes_first() -> None:
     for settings, share in (({}, 0.2), ({"validation": 0.5}, 0.5)):
         with build_small_run("fedfomo", {}, **settings).engine_closed() as experiment:
-            assert experiment.engine.shop.workshop.training.validation == share
+            assert experiment.engine.context.training_context.config.validation == share

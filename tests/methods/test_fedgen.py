@@ -62,10 +62,10 @@ def test_without_its_two_terms_it_is_fedavg_for_ever() -> None:
 
 
 def sent(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
-    companion = experiment.rounds.parts.companion
+    companion = experiment.rounds.parts.extras
     (job,) = experiment.rounds.parts.server.dispatch(round, [client])
     (update,) = experiment.engine.train(
-        round, [ClientTask(job.client, job.row, job.slot, companion.send(round, client))]
+        round, [ClientTask(job.client_id, job.row, job.model_index, companion.send_to_client(round, client))]
     )
     assert isinstance(update, ClientUpdate), update
     return update
@@ -73,14 +73,14 @@ def sent(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
 
 def test_clients_count_the_labels_of_their_steps() -> None:
     with build_small_run("fedgen", {}, epochs=2).engine_closed() as experiment:
-        counts = torch.bincount(experiment.federation.client(2).y, minlength=10)
+        counts = torch.bincount(experiment.federated_data.client_samples(2).y, minlength=10)
         assert torch.equal(sent(experiment, 0, 2).extras["labels"], 2.0 * counts)
 
 
 def test_the_generator_travels_once_it_has_learned_and_is_counted() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
-        first, second = (experiment.rounds.play(number) for number in range(2))
-        row = experiment.rounds.parts.companion.row
+        first, second = (experiment.rounds.run_round(number) for number in range(2))
+        row = experiment.rounds.parts.extras.row
         assert first["bytes_down"] == 4 * experiment.layout.nbytes
         assert second["bytes_down"] == 4 * (experiment.layout.nbytes + row.nbytes)
         assert first["bytes_up"] == 4 * (experiment.layout.nbytes + 4 * 10)
@@ -88,33 +88,33 @@ def test_the_generator_travels_once_it_has_learned_and_is_counted() -> None:
 
 def test_the_generator_learns_what_the_heads_know() -> None:
     with build_small_run("fedgen", {"fedgen": {"steps": 300, "lr": 3e-3}}).engine_closed() as experiment:
-        companion = experiment.rounds.parts.companion
-        experiment.rounds.play(0)
+        companion = experiment.rounds.parts.extras
+        experiment.rounds.run_round(0)
         y, noise = torch.arange(10).repeat(20), torch.rand(200, 32)
         generator = companion.generator.eval()
         made = generator.at(companion.row, companion.row, noise, y)
-        module = experiment.rounds.context.make_module()
-        experiment.layout.bind(module, experiment.rounds.parts.server.deploy())
+        module = experiment.rounds.context.make_model()
+        experiment.layout.bind(module, experiment.rounds.parts.server.global_model())
         assert float((module[-1](made).argmax(1) == y).float().mean()) > 0.8
 
 
 def test_heads_stand_still_while_the_generator_learns() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
-        companion, server = experiment.rounds.parts.companion, experiment.rounds.parts.server
+        companion, server = experiment.rounds.parts.extras, experiment.rounds.parts.server
         jobs = list(server.dispatch(0, [0, 1, 2]))
         for update in experiment.engine.train(0, jobs):
-            companion.take(0, update)
+            companion.receive_update(0, update)
         heads = [tensor for head in companion._heads for tensor in head.values()]
-        before, generator, model = [h.clone() for h in heads], companion.row.clone(), server.deploy().clone()
-        companion.finish(0)
+        before, generator, model = [h.clone() for h in heads], companion.row.clone(), server.global_model().clone()
+        companion.end_round(0)
         assert not torch.equal(companion.row, generator)
         assert all(torch.equal(head, old) for head, old in zip(heads, before, strict=True))
-        assert torch.equal(server.deploy(), model)
+        assert torch.equal(server.global_model(), model)
 
 
 def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
-        companion, layout = experiment.rounds.parts.companion, experiment.layout
+        companion, layout = experiment.rounds.parts.extras, experiment.layout
         before, drawn = companion.row.clone(), []
         plain = companion.generator.lesson
 
@@ -126,34 +126,36 @@ def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> 
 
         def answer(labels: list[float]) -> None:
             row = experiment.rounds.context.initial.clone()
-            companion.take(0, ClientUpdate(ClientTask(0, row), row, 5, 1.0, 1, {"labels": torch.tensor(labels)}))
-            companion.finish(0)
+            companion.receive_update(
+                0, ClientUpdate(ClientTask(0, row), row, 5, 1.0, 1, {"labels": torch.tensor(labels)})
+            )
+            companion.end_round(0)
 
         answer([1.0] * 10)
         assert torch.equal(companion.row, before), "nothing to learn from"
-        assert companion.send(1, 0) == {}
+        assert companion.send_to_client(1, 0) == {}
         answer([0.0, 3.0, 1.0, 0.0, 2.0, *[0.0] * 5])
         assert set(drawn) == {1, 4}
         assert torch.isfinite(companion.row).all()
-        assert layout.is_finite(experiment.rounds.parts.server.deploy())
-        assert list(companion.send(1, 0)) == ["generator"]
+        assert layout.is_finite(experiment.rounds.parts.server.global_model())
+        assert list(companion.send_to_client(1, 0)) == ["generator"]
 
 
 def test_clients_leave_the_generator_and_its_statistics_alone() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
-        experiment.rounds.play(0)
-        row = experiment.rounds.parts.companion.row
+        experiment.rounds.run_round(0)
+        row = experiment.rounds.parts.extras.row
         before = row.clone()
         sent(experiment, 1, 2)
         assert torch.equal(row, before)
-        local = experiment.rounds.parts.local.generator
+        local = experiment.rounds.parts.client.generator
         assert not local.training
         assert int(local.norm.num_batches_tracked) == 0
 
 
 def test_noise_is_uniform_on_the_clients_as_on_the_server() -> None:
     with build_small_run("fedgen", {"fedgen": {"steps": 3}}).engine_closed() as experiment:
-        local, companion = experiment.rounds.parts.local, experiment.rounds.parts.companion
+        local, companion = experiment.rounds.parts.client, experiment.rounds.parts.extras
         drawn: dict[str, list[Tensor]] = {"client": [], "server": []}
         at, lesson = local.generator.at, companion.generator.lesson
         local.generator.at = lambda a, b, noise, y: (drawn["client"].append(noise), at(a, b, noise, y))[1]
@@ -162,7 +164,7 @@ def test_noise_is_uniform_on_the_clients_as_on_the_server() -> None:
             lesson(row, noise, *rest),
         )[1]
         for round in range(2):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
     for noises in drawn.values():
         noise = torch.cat(noises)
         assert noise.shape[1] == 32
@@ -177,10 +179,10 @@ def test_generated_representations_teach_the_head_and_not_the_rest() -> None:
     for alpha in (0.0, 5.0):
         options = {"fedgen": {"alpha": alpha, "beta": 1e-30}}
         with build_small_run("fedgen", options, steps=1).engine_closed() as experiment:
-            experiment.rounds.play(0)
+            experiment.rounds.run_round(0)
             rows.append(sent(experiment, 1, 2).row.clone())
             layout = experiment.layout
-    moved = {e.unit: bool((e.view(rows[0]) != e.view(rows[1])).any()) for e in layout.entries if e.unit != "1"}
+    moved = {e.layer: bool((e.view(rows[0]) != e.view(rows[1])).any()) for e in layout.entries if e.layer != "1"}
     assert moved == {"0": False, "3": True}
 
 
@@ -189,16 +191,16 @@ def test_a_clients_step_follows_the_papers_loss_whose_weights_decay_by_the_round
     options = {"fedgen": {"alpha": 3.0, "beta": 0.8, "decay": 0.5}}
     given = {"steps": 1, "batch_size": 0, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
     with build_small_run("fedgen", options, **given).engine_closed() as experiment:
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         local, module, layout = (
-            experiment.rounds.parts.local,
-            experiment.rounds.context.make_module(),
+            experiment.rounds.parts.client,
+            experiment.rounds.context.make_model(),
             experiment.layout,
         )
-        step, generate, batches, made = local.step, local.generate, [], []
-        local.step = lambda bench, batch: (batches.append(batch), step(bench, batch))[1]
+        step, generate, batches, made = local.training_step, local.generate, [], []
+        local.training_step = lambda bench, batch: (batches.append(batch), step(bench, batch))[1]
         local.generate = lambda bench, y: (made.append((y.clone(), generate(bench, y))), made[-1][1])[1]
-        received = experiment.rounds.parts.server.deploy().clone()
+        received = experiment.rounds.parts.server.global_model().clone()
         row = sent(experiment, 2, 3).row.clone()
     ((x, y),) = [(batch.x, batch.y) for batch in batches]
     (any_y, any_z), (own_y, own_z) = made
@@ -220,11 +222,11 @@ def test_the_generator_learns_as_with_pytorchs_own_adam_whose_moments_last() -> 
     """Three rounds of four steps, in training mode, with weight decay, against the module itself."""
     options = {"steps": 4, "lr": 0.02, "decay": 0.5, "weight_decay": 0.3, "noise": 5, "hidden": 6}
     with build_small_run("fedgen", {"fedgen": options}).engine_closed() as experiment:
-        companion, lessons = experiment.rounds.parts.companion, []
+        companion, lessons = experiment.rounds.parts.extras, []
         lesson = companion.generator.lesson
         companion.generator.lesson = lambda row, *given: (lessons.append(given), lesson(row, *given))[1]
         for round in range(3):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         ours = companion.row.clone()
         theirs = FedGenGenerator.fit(experiment.rounds.context, 5, 6).train()
     assert len(lessons) == 12
@@ -239,7 +241,7 @@ def test_the_generator_learns_as_with_pytorchs_own_adam_whose_moments_last() -> 
 
 def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
-        companion, drawn = experiment.rounds.parts.companion, []
+        companion, drawn = experiment.rounds.parts.extras, []
         lesson = companion.generator.lesson
         companion.generator.lesson = lambda row, noise, y, *given: (
             drawn.extend(y.tolist()),
@@ -248,8 +250,8 @@ def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
         row = experiment.rounds.context.initial.clone()
         for client in range(2):
             labels = torch.tensor([1.0, 2.0 * client, *[0.0] * 8])
-            companion.take(0, ClientUpdate(ClientTask(client, row), row, 5, 1.0, 1, {"labels": labels}))
-        companion.finish(0)
+            companion.receive_update(0, ClientUpdate(ClientTask(client, row), row, 5, 1.0, 1, {"labels": labels}))
+        companion.end_round(0)
     assert set(drawn) == {1}
 
 
@@ -258,21 +260,21 @@ def test_the_generators_rate_decays_by_the_round(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Adam, "step", lambda self, weights, gradient, lr: rates.append(lr))
     with build_small_run("fedgen", {"fedgen": {"steps": 2, "lr": 0.4, "decay": 0.5}}).engine_closed() as experiment:
         for round in range(3):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
     assert rates == [0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
 
 
 def test_classes_of_nobody_and_a_client_of_one_sample_are_no_trouble() -> None:
     federation = SmallFederatedDataset(sizes={0: 0, 1: 1, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
-    finished = small_run("fedgen", {}, federation=federation, per_round=8)
-    assert not any(record["lost"] for record in finished.records)
+    finished = small_run("fedgen", {}, federated_data=federation, clients_per_round=8)
+    assert not any(record["failed"] for record in finished.records)
 
 
 def test_data_without_classes_are_refused() -> None:
     federation = SmallFederatedDataset()
     federation.classes = 0
     with pytest.raises(InputError, match="these data have none"):
-        small_run("fedgen", {}, federation=federation)
+        small_run("fedgen", {}, federated_data=federation)
 
 
 @pytest.mark.parametrize("server", ["fedcross", "fedmr", "indep"])

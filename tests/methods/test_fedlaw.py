@@ -29,7 +29,7 @@ def mean_of(experiment: BuiltRun, rows: list[Tensor], weights: list[float]) -> T
     mean, made = WeightedMean(experiment.layout), torch.empty_like(rows[0])
     for row, weight in zip(rows, weights, strict=True):
         mean.add(row, weight)
-    mean.into(made)
+    mean.write_to(made)
     return made
 
 
@@ -137,6 +137,7 @@ def test_clients_without_samples_change_nothing() -> None:
     assert torch.equal(merged[0], merged[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [{"form": "quad"}, {"shrink": False}, {"batch_size": 16, "halve_every": 1}, {"swa": True}]
 )
@@ -144,6 +145,7 @@ def test_conformance_with_other_options(options: dict[str, Any]) -> None:
     check_method("fedlaw", {"fedlaw": {**options, "epochs": 2}})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["fedlaw+fedprox", "fedlaw+scaffold", "abavg+lss"])
 def test_conformance_together(method: str) -> None:
     check_method(method, {"lss": {"models": 2}} if "lss" in method else {})
@@ -151,7 +153,7 @@ def test_conformance_together(method: str) -> None:
 
 def by_torch(experiment: BuiltRun, rows: Tensor, start: Tensor, moves: list[bool], epochs: int) -> list[Tensor]:
     """(u, s) after each step of PyTorch's own Adam on all of the server's data, of which only some numbers move."""
-    server, layout, module = server_of(experiment), experiment.layout, experiment.rounds.context.make_module()
+    server, layout, module = server_of(experiment), experiment.layout, experiment.rounds.context.make_model()
     z = start.clone().requires_grad_()
     optimizer, seen = torch.optim.Adam([z], lr=0.1, betas=(0.5, 0.999)), []
     for _ in range(epochs):
@@ -170,7 +172,7 @@ def test_while_it_learns_batch_norm_has_the_statistics_that_would_be_deployed() 
     with put_together("fedlaw", {"epochs": 6, "batch_size": 0, "lr": 0.1}, batch_norm_network) as experiment:
         server, rows, layout = server_of(experiment), torch.stack(noisy(experiment, 3, 0.5)), experiment.layout
         rows[:, layout.trainable : layout.floats] *= torch.tensor([0.2, 1.0, 6.0])[:, None]  # far apart
-        module, data = experiment.rounds.context.make_module().eval(), server._proxy.samples
+        module, data = experiment.rounds.context.make_model().eval(), server._proxy.samples
         z = torch.tensor([1 / 8, 2 / 8, 5 / 8, 1.0]).log().requires_grad_()
         optimizer = torch.optim.Adam([z], lr=0.1, betas=(0.5, 0.999))
         for _ in range(6):

@@ -18,7 +18,7 @@ from fedloom.core.layout import TensorKind
 from fedloom.errors import InputError
 from fedloom.methods import MethodContext
 from fedloom.methods.fedma_layers import FedMALayersOptions, FedMALayersServer, fedma_layer_columns, fedma_layer_stages
-from fedloom.methods.matching.alignment import AlignmentPrior, align_growing_neurons
+from fedloom.methods.matching.alignment import AlignmentPrior, find_growing_alignment
 from fedloom.methods.matching.symmetries import find_symmetries
 from fedloom.models.registry import build_model
 from fedloom.testing import check_method
@@ -52,11 +52,11 @@ def make(module: nn.Module, clients: int = 3, shape: tuple[int, ...] = (6,), **o
         some_context(),
         layout=layout,
         initial=layout.read(module),
-        per_round=clients,
-        make_module=lambda: deepcopy(module),
+        clients_per_round=clients,
+        make_model=lambda: deepcopy(module),
         shape=shape,
         classes=CLASSES,
-        samples=lambda client: 9 - client,
+        num_examples=lambda client_id: 9 - client_id,
         make_bank=Bank.memory,
     )
     return FedMALayersServer(context, FedMALayersOptions(**options))
@@ -66,10 +66,12 @@ def play(server: FedMALayersServer, rounds: range, change: Any = lambda slot, ro
     """Rounds in which the client of slot i turns its row into change(i, row)."""
     for round in rounds:
         updates = []
-        for job in server.dispatch(round, list(range(server.context.per_round))):
-            extras = {"counts": torch.tensor(counts[job.slot])} if counts else {}
-            updates.append(ClientUpdate(job, change(job.slot, job.row.clone()), 9 - job.client, 1.0, 1, extras))
-        server.collect(round, iter(updates))
+        for job in server.dispatch(round, list(range(server.context.clients_per_round))):
+            extras = {"counts": torch.tensor(counts[job.model_index])} if counts else {}
+            updates.append(
+                ClientUpdate(job, change(job.model_index, job.row.clone()), 9 - job.client_id, 1.0, 1, extras)
+            )
+        server.aggregate(round, iter(updates))
 
 
 def test_a_pass_puts_permuted_clients_back() -> None:
@@ -81,14 +83,14 @@ def test_a_pass_puts_permuted_clients_back() -> None:
     copies = [row, *(server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2))]
     assert server.length == 3
     play(server, range(1), lambda slot, _: copies[slot])
-    assert torch.equal(server.deploy(), row)  # the last pass's, which is the beginning
+    assert torch.equal(server.global_model(), row)  # the last pass's, which is the beginning
     first = fedma_layer_columns(server.context.layout, server.stage, 0, 1)
-    for slot in server.slots.rows:
+    for slot in server.client_models.rows:
         assert torch.equal(slot[: len(first)][first], row[: len(first)][first])
-    assert not torch.equal(server.slots.rows[0], server.slots.rows[1])
+    assert not torch.equal(server.client_models.rows[0], server.client_models.rows[1])
     server.bank.rows[0] = 0
     play(server, range(1, 3))
-    assert torch.equal(server.deploy(), row)
+    assert torch.equal(server.global_model(), row)
 
 
 def test_a_pass_puts_a_permuted_resnet_back() -> None:
@@ -100,7 +102,7 @@ def test_a_pass_puts_a_permuted_resnet_back() -> None:
     play(server, range(1), lambda slot, _: (row, copy)[slot])
     play(server, range(1, server.length))
     assert server.length == 13
-    assert torch.equal(server.deploy(), row)
+    assert torch.equal(server.global_model(), row)
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -135,10 +137,10 @@ def test_a_pass_puts_permuted_clients_of_every_kind_back(kind: str, start: float
     play(server, range(1), lambda slot, _: copies[slot].clone())
     play(server, range(1, server.length))
     if start == 1 or gamma < 1:
-        assert torch.equal(server.deploy(), copies[0])
+        assert torch.equal(server.global_model(), copies[0])
     else:
         assert server.diagnostics()["units"] > sum(server.sizes)
-    torch.testing.assert_close(output(module, server.deploy(), shape), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output(module, server.global_model(), shape), before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_norm_rests_with_the_convolution_before_it() -> None:
@@ -156,7 +158,7 @@ def test_a_norm_rests_with_the_convolution_before_it() -> None:
 
 def test_the_same_clients_stay_for_a_pass() -> None:
     server = make(perceptron(), clients=4)
-    chosen = [server.select(round) for round in range(6)]
+    chosen = [server.sample_clients(round) for round in range(6)]
     assert chosen[0] == chosen[1] == chosen[2]
     assert chosen[3] == chosen[4] == chosen[5]
     assert chosen[0] != chosen[3]
@@ -167,32 +169,32 @@ def test_matched_layers_rest_while_the_others_train() -> None:
     with build_small_run("fedma-layers", options, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
         assert isinstance(server, FedMALayersServer)
-        clients = server.select(0)
+        clients = server.sample_clients(0)
         for round in (0, 1):
             rests = fedma_layer_columns(layout, server.stage, 0, round)
             jobs = list(server.dispatch(round, clients))
             updates = []
             for update in experiment.engine.train(round, jobs):
-                before, after = update.job.row[: layout.floats], update.row[: layout.floats]
+                before, after = update.task.row[: layout.floats], update.row[: layout.floats]
                 assert torch.equal(before[rests], after[rests])
                 assert not torch.equal(before[~rests], after[~rests])
-                assert float(update.extras["counts"].sum()) == update.samples
+                assert float(update.extras["counts"].sum()) == update.num_examples
                 updates.append(replace(update, row=update.row.clone(), extras={}))
             zeros = sum(entry.gap for entry in layout.entries)  # before the statistics of its norm
             assert int(rests.sum()) == (0 if round == 0 else 64 * 16 + 5 * 16 + zeros)
-            server.collect(round, iter(updates))
+            server.aggregate(round, iter(updates))
 
 
 def test_a_layer_that_rests_does_so_in_every_step() -> None:
     """And is not just put back at the end: the layers behind it must learn with it as it is."""
     with build_small_run("fedma-layers", {}, momentum=0.9, weight_decay=0.1).engine_closed() as experiment:
-        server, local, layout = experiment.rounds.parts.server, experiment.rounds.parts.local, experiment.layout
+        server, local, layout = experiment.rounds.parts.server, experiment.rounds.parts.client, experiment.layout
         assert isinstance(server, FedMALayersServer)
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         rests = fedma_layer_columns(layout, server.stage, 0, 1)[: layout.trainable]
-        step, seen = local.step, []
-        local.step = lambda bench, batch: (step(bench, batch), seen.append(bench.weights.clone()))[0]
-        (job, *_) = server.dispatch(1, server.select(1))
+        step, seen = local.training_step, []
+        local.training_step = lambda bench, batch: (step(bench, batch), seen.append(bench.weights.clone()))[0]
+        (job, *_) = server.dispatch(1, server.sample_clients(1))
         (update,) = experiment.engine.train(1, [job])
         received = job.row[: layout.trainable]
         assert len(seen) == update.steps > 1
@@ -212,7 +214,7 @@ def test_classes_count_by_who_has_them() -> None:
         return row
 
     play(server, range(3), shift, counts)
-    mean = head.view(server.deploy())
+    mean = head.view(server.global_model())
     # Nobody has class 2: there clients count by their samples, 9 and 8.
     torch.testing.assert_close(mean[:4], torch.tensor([0.0, 0.75, 8 / 17, 0.5]))
 
@@ -224,12 +226,12 @@ def test_a_layer_that_nobody_answered_for_is_matched_with_the_next() -> None:
     draw = torch.Generator().manual_seed(1)
     copies = [row, *(server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2))]
     list(server.dispatch(0, [0, 1, 2]))
-    server.collect(0, iter([]))
+    server.aggregate(0, iter([]))
     assert server.done == 0
     play(server, range(1, 2), lambda slot, _: copies[slot])
     assert server.done == 2
     play(server, range(2, 3))
-    assert torch.equal(server.deploy(), row)
+    assert torch.equal(server.global_model(), row)
 
 
 # Growing
@@ -249,14 +251,14 @@ def test_equal_clients_grow_into_a_network_of_the_same_function(gamma: float) ->
     torch.manual_seed(0)
     module = perceptron()
     server = make(module, start=0.5, gamma=gamma)
-    small = server.deploy().clone()
+    small = server.global_model().clone()
     assert float(server.diagnostics()["units"]) == 10
     play(server, range(3))
     units = server.diagnostics()["units"]
-    torch.testing.assert_close(output(module, server.deploy()), output(module, small))
+    torch.testing.assert_close(output(module, server.global_model()), output(module, small))
     if gamma < 1:
         assert units == 10
-        assert torch.equal(server.deploy(), small)
+        assert torch.equal(server.global_model(), small)
     else:
         assert 10 < units <= 20
     # In the next pass a client has as many units as it began with, and what it has not is zero.
@@ -291,9 +293,9 @@ def test_biases_are_expected_around_another_mean_than_weights(monkeypatch: pytes
 
     def noted(vectors: Any, first: Any, width: int, prior: AlignmentPrior, *others: Any) -> Any:
         seen.append(prior.mu0)
-        return align_growing_neurons(vectors, first, width, prior, *others)
+        return find_growing_alignment(vectors, first, width, prior, *others)
 
-    monkeypatch.setattr("fedloom.methods.fedma_layers.align_growing_neurons", noted)
+    monkeypatch.setattr("fedloom.methods.fedma_layers.find_growing_alignment", noted)
     torch.manual_seed(0)
     play(make(perceptron(), start=0.5, bias0=0.25), range(2))
     assert [mean.tolist() for mean in seen] == [[0.0] * 6 + [0.25], [0.0] * 12 + [0.25]]
@@ -302,13 +304,13 @@ def test_biases_are_expected_around_another_mean_than_weights(monkeypatch: pytes
 def test_neurons_that_differ_open_new_places_and_equal_ones_do_not() -> None:
     a = 10 * torch.eye(3, 8, dtype=torch.float64)
     b = 10 * torch.eye(8, dtype=torch.float64)[[2, 5, 6]]
-    places = align_growing_neurons(
+    places = find_growing_alignment(
         [a, b], torch.tensor([1, 4, 7]), 8, AlignmentPrior(1, 1, 1), 5, np.random.default_rng(0)
     )
     assert places[0].tolist() == [1, 4, 7]
     assert places[1][0] == 7
     assert len({*places[0].tolist(), *places[1].tolist()}) == 5
-    full = align_growing_neurons([a, b], torch.arange(3), 4, AlignmentPrior(1, 1, 1), 5, np.random.default_rng(0))
+    full = find_growing_alignment([a, b], torch.arange(3), 4, AlignmentPrior(1, 1, 1), 5, np.random.default_rng(0))
     assert len({*full[0].tolist(), *full[1].tolist()}) <= 4
     assert all(len(set(each.tolist())) == 3 for each in full)
 
@@ -320,6 +322,7 @@ def test_layers_that_are_normalised_together_cannot_grow() -> None:
     make(module)
 
 
+@pytest.mark.exhaustive
 def test_a_growing_run_keeps_the_contract() -> None:
     check_method("fedma-layers", {"fedma-layers": {"start": 0.5}})
 
@@ -330,7 +333,7 @@ def test_units_that_a_client_has_not_stay_zero_in_its_training() -> None:
         server = experiment.rounds.parts.server
         assert isinstance(server, FedMALayersServer)
         group = server.symmetries.groups[0]
-        for update in experiment.engine.train(0, list(server.dispatch(0, server.select(0)))):
+        for update in experiment.engine.train(0, list(server.dispatch(0, server.sample_clients(0)))):
             numbers = group.vectors(update.row, [tie for tie in group.ties if tie.entry.kind is TensorKind.PARAMETER])
             assert float(numbers[8:].abs().max()) == 0
             assert bool((numbers[:8].abs().sum(1) > 0).all())

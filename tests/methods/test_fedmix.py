@@ -38,10 +38,10 @@ def test_the_two_differ() -> None:
 
 
 def visit(experiment: BuiltRun, client: int) -> ClientUpdate:
-    companion = experiment.rounds.parts.companion
+    companion = experiment.rounds.parts.extras
     jobs = experiment.rounds.parts.server.dispatch(0, [client])
     (update,) = experiment.engine.train(
-        0, [ClientTask(j.client, j.row, j.slot, companion.send(0, client)) for j in jobs]
+        0, [ClientTask(j.client_id, j.row, j.model_index, companion.send_to_client(0, client)) for j in jobs]
     )
     assert isinstance(update, ClientUpdate), update
     return update
@@ -49,7 +49,7 @@ def visit(experiment: BuiltRun, client: int) -> ClientUpdate:
 
 def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
     with build_small_run("fedmix", {}).engine_closed() as experiment:
-        update, samples = visit(experiment, 2), experiment.federation.client(2)
+        update, samples = visit(experiment, 2), experiment.federated_data.client_samples(2)
         torch.testing.assert_close(update.extras["x"][0], samples.x.mean(0), rtol=1e-4, atol=1e-5)
         shares = F.one_hot(samples.y, 10).float().mean(0)
         torch.testing.assert_close(update.extras["y"][0], shares, rtol=1e-4, atol=1e-6)
@@ -59,17 +59,17 @@ def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
 @pytest.mark.parametrize("size", [2, 3, 10, 11])
 def test_groups_share_the_samples_evenly_and_empty_ones_are_left_out(size: int) -> None:
     with build_small_run("fedmix", {"fedmix": {"groups": 3}}).engine_closed() as experiment:
-        experiment.engine.shop.federation._clients = SmallFederatedDataset(sizes={2: size})._clients
-        update, companion = visit(experiment, 2), experiment.rounds.parts.companion
-        samples, counts = experiment.engine.shop.federation.client(2), update.extras["count"]
+        experiment.engine.context.federated_data._clients = SmallFederatedDataset(sizes={2: size})._clients
+        update, companion = visit(experiment, 2), experiment.rounds.parts.extras
+        samples, counts = experiment.engine.context.federated_data.client_samples(2), update.extras["count"]
         assert counts.sum() == len(samples) == size
         assert counts.max() - counts.min() <= 1
         whole = (counts[:, None] * update.extras["x"]).sum(0) / counts.sum()
         torch.testing.assert_close(whole, samples.x.mean(0), rtol=1e-4, atol=1e-5)
-        companion.take(0, update)
-        companion.take(0, update)
+        companion.receive_update(0, update)
+        companion.receive_update(0, update)
         assert companion.owners == [2] * min(size, 3), "each client is in the pool once"
-        pool = companion.send(1, 0)
+        pool = companion.send_to_client(1, 0)
         torch.testing.assert_close(pool["y"].sum(1), torch.ones(min(size, 3)))
 
 
@@ -126,10 +126,14 @@ def test_the_gradient_goes_through_the_taylor_term() -> None:
 
 def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
     with build_small_run("naivemix", {"naivemix": {"lam": 0.25}}, model=simple_network).engine_closed() as experiment:
-        bench, local, samples = experiment.engine._bench, experiment.rounds.parts.local, experiment.federation.client(1)
+        bench, local, samples = (
+            experiment.engine._trainer,
+            experiment.rounds.parts.client,
+            experiment.federated_data.client_samples(1),
+        )
         row = experiment.layout.empty()
-        uploads = {name: torch.zeros(shape) for name, shape in local.uploads(experiment.layout).items()}
-        bench.begin(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, uploads, True)
+        uploads = {name: torch.zeros(shape) for name, shape in local.upload_shapes(experiment.layout).items()}
+        bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, uploads, True)
         x_, y_ = torch.randn(1, 64), torch.full((4, 10), 0.1)
         batch = Batch(samples.x[:4], samples.y[:4])
         soft = 0.75 * F.one_hot(batch.y, 10) + 0.25 * y_
@@ -139,20 +143,20 @@ def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
 
 def test_the_pool_grows_with_the_clients_seen_and_is_counted_in_bytes() -> None:
     with build_small_run("fedmix", {}, model=batch_norm_network).engine_closed() as experiment:
-        first, second = (experiment.rounds.play(number) for number in range(2))
+        first, second = (experiment.rounds.run_round(number) for number in range(2))
         size, mean = experiment.layout.nbytes, 4 * (64 + 10)
         assert first["bytes_down"] == 4 * size
         assert second["bytes_down"] == 4 * (size + 4 * mean)
         assert first["bytes_up"] == 4 * (size + mean + 4)
-        owners = experiment.rounds.parts.companion.owners
+        owners = experiment.rounds.parts.extras.owners
         assert len(owners) == len(set(owners)) > 4
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_step_mixes_with_one_of_all_means_and_its_own_labels(name: str) -> None:
-    with build_small_run(name, {}, per_round=8, epochs=30).engine_closed() as experiment:
-        experiment.rounds.play(0)
-        local, pool, seen = experiment.rounds.parts.local, experiment.rounds.parts.companion.send(1, 2), []
+    with build_small_run(name, {}, clients_per_round=8, epochs=30).engine_closed() as experiment:
+        experiment.rounds.run_round(0)
+        local, pool, seen = experiment.rounds.parts.client, experiment.rounds.parts.extras.send_to_client(1, 2), []
         mixed = local.mixed
         local.mixed = lambda bench, batch, x_, y_: (seen.append((len(batch), x_, y_)), mixed(bench, batch, x_, y_))[1]
         update = visit(experiment, 2)
@@ -165,6 +169,7 @@ def test_each_step_mixes_with_one_of_all_means_and_its_own_labels(name: str) -> 
     assert drawn == set(range(8))
 
 
+@pytest.mark.exhaustive
 def test_a_pool_of_small_groups_keeps_the_contract() -> None:
     check_method("fedmix", {"fedmix": {"groups": 3, "lam": 0.2}})
 
@@ -173,4 +178,4 @@ def test_data_without_classes_are_refused() -> None:
     federation = SmallFederatedDataset()
     federation.classes = 0
     with pytest.raises(InputError, match="no classes"):
-        small_run("fedmix", {}, federation=federation)
+        small_run("fedmix", {}, federated_data=federation)

@@ -60,7 +60,7 @@ def test_the_deployed_mean_stays_to_rounding(count: int, network: Network, seed:
     for rows in (v, combined(server, 0, v)):
         server.bank.rows[:] = rows
         torch.testing.assert_close(
-            server.deploy()[:floats].double(), v[:, :floats].double().mean(0), atol=1e-6, rtol=1e-5
+            server.global_model()[:floats].double(), v[:, :floats].double().mean(0), atol=1e-6, rtol=1e-5
         )
 
 
@@ -74,7 +74,7 @@ def test_tensors_of_one_module_have_one_source(
     by_unit: dict[str, set[tuple[int, ...]]] = {}
     for entry, source in zip(server.context.layout.entries, sources(server, round), strict=True):
         assert sorted(source) == list(range(count))
-        by_unit.setdefault(entry.unit, set()).add(tuple(source))
+        by_unit.setdefault(entry.layer, set()).add(tuple(source))
     assert all(len(found) == 1 for found in by_unit.values())
 
 
@@ -163,7 +163,7 @@ def test_segments_as_the_paper_counts_them(granularity: str, sizes: list[int]) -
 def test_a_norm_without_weights_is_in_the_segment_of_its_neighbours() -> None:
     norms = [nn.BatchNorm1d(4, affine=False) for _ in range(2)]
     layout = Layout.of(nn.Sequential(nn.Linear(2, 4), norms[0], nn.Linear(4, 4), norms[1]))
-    owners = {entry.columns.start: entry.unit for entry in layout.entries}
+    owners = {entry.columns.start: entry.layer for entry in layout.entries}
     found = [{owners[part.start] for part in columns} for columns in fedmr_layer_columns(layout, "segment:0.5")]
     assert found == [{"0", "1"}, {"2", "3"}]
 
@@ -174,7 +174,7 @@ def test_segments_are_consecutive_and_at_most_one_more_than_one_over_x(count: in
     layout = Layout.of(nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))))
     found = fedmr_layer_columns(layout, f"segment:{percent / 100}")
     assert [part for columns in found for part in columns] == [
-        part for unit in layout.units().values() for part in unit
+        part for unit in layout.layer_columns().values() for part in unit
     ]
     index = [ceil(100 * j / (percent * count)) for j in range(1, count + 1)]  # ceil(j / (x N)), in whole numbers
     assert [len(columns) // 2 for columns in found] == list(Counter(index).values())
@@ -264,7 +264,7 @@ def test_in_the_first_stage_all_models_become_their_mean(count: int, network: Ne
     assert sorted(gathered(combined(server, 2, v), server.layers[0])) == sorted(gathered(v, server.layers[0]))
 
 
-@pytest.mark.parametrize("settings", [{}, {"model": simple_network, "per_round": 3}, {"rounds": 2, "seed": 5}])
+@pytest.mark.parametrize("settings", [{}, {"model": simple_network, "clients_per_round": 3}, {"rounds": 2, "seed": 5}])
 def test_runs_within_the_first_stage_are_uniform_fedavg(settings: dict[str, Any]) -> None:
     """Bit for bit: the same clients, in the same order, through the same mean; equal models are their own mean."""
     staged = small_run("fedmr", {"fedmr": {"first_stage": 4}}, **settings)
@@ -285,9 +285,9 @@ def played(method: str, rounds: int, **options: Any) -> tuple[Tensor, Tensor]:
         method, {method: options} if options else {}, model=simple_network
     ).engine_closed() as experiment:
         for round in range(rounds):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         server, floats = experiment.rounds.parts.server, experiment.layout.floats
-        return server.deploy()[:floats].clone(), server.models()[:, :floats].clone()
+        return server.global_model()[:floats].clone(), server.models()[:, :floats].clone()
 
 
 def test_whole_models_that_change_places_are_indep_for_one_round_only() -> None:
@@ -308,9 +308,9 @@ def test_whole_models_that_change_places_are_indep_for_one_round_only() -> None:
 def test_indep_keeps_what_comes_back() -> None:
     with build_small_run("indep", {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        jobs = list(server.dispatch(0, server.select(0)))
+        jobs = list(server.dispatch(0, server.sample_clients(0)))
         rows = [update.row.clone() for update in experiment.engine.train(0, jobs) if isinstance(update, ClientUpdate)]
-        server.collect(0, iter([ClientUpdate(j, r, 1, 0.0, 1) for j, r in zip(jobs, rows, strict=True)]))
+        server.aggregate(0, iter([ClientUpdate(j, r, 1, 0.0, 1) for j, r in zip(jobs, rows, strict=True)]))
         assert [model_digest(row) for row in server.models()] == [model_digest(row) for row in rows]
         assert len({model_digest(row) for row in rows}) == len(rows)
 
@@ -320,12 +320,12 @@ def test_each_of_indeps_models_is_trained_by_the_clients_it_visits_one_after_the
         server = experiment.rounds.parts.server
         alone = [experiment.rounds.context.initial.clone() for _ in range(4)]
         for round in range(3):
-            for slot, client in enumerate(server.select(round)):
+            for slot, client in enumerate(server.sample_clients(round)):
                 (update,) = experiment.engine.train(round, [ClientTask(client, alone[slot])])
                 assert isinstance(update, ClientUpdate)
                 alone[slot] = update.row.clone()
         for round in range(3):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(server.models(), alone, strict=True))
 
 
@@ -348,6 +348,8 @@ def test_a_lost_client_leaves_its_model_to_be_recombined() -> None:
     server = make(3)
     server.bank.rows[:] = before = random_rows(server, 0)
     jobs, rows = list(server.dispatch(0, [0, 1, 2])), random_rows(server, 1)
-    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
+    server.aggregate(
+        0, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs if job.model_index != 1])
+    )
     wanted = combined(server, 0, torch.stack([rows[0], before[1], rows[2]]))
     assert model_digest(server.bank.rows) == model_digest(wanted)

@@ -45,17 +45,17 @@ def test_after_the_exchange_the_uploaded_models_are_never_looked_at() -> None:
     server = make(4, secure=True)
     jobs = list(server.dispatch(0, [3, 1, 0, 2]))
     rows = random_rows(server, 0)
-    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    deployed, models = model_digest(server.deploy()), model_digest(server.models())
+    server.aggregate(0, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs]))
+    deployed, models = model_digest(server.global_model()), model_digest(server.models())
     server._uploaded.rows.fill_(torch.nan)
-    assert model_digest(server.deploy()) == deployed
+    assert model_digest(server.global_model()) == deployed
     assert model_digest(server.models()) == models
     assert [model_digest(job.row) for job in server.dispatch(1, [0, 1, 2, 3])] == [
         model_digest(row) for row in server.models()
     ]
-    assert list(server.state()) == ["bank"]
-    server.collect(1, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
-    assert server.context.layout.is_finite(server.deploy())
+    assert list(server.state_dict()) == ["bank"]
+    server.aggregate(1, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs]))
+    assert server.context.layout.is_finite(server.global_model())
 
 
 def test_send_probability_zero_keeps_everything_and_one_does_not() -> None:
@@ -75,12 +75,14 @@ def test_a_lost_client_takes_no_part_in_the_exchange() -> None:
     server = make(4, secure=True, send_probability=0.9)
     server.bank.rows[:] = before = random_rows(server, 0)
     jobs, rows = list(server.dispatch(0, [0, 1, 2, 3])), random_rows(server, 1)
-    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs if job.slot != 1]))
+    server.aggregate(
+        0, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs if job.model_index != 1])
+    )
     assert model_digest(server.bank.rows[1]) == model_digest(before[1])
     others = [0, 2, 3]
     for columns in server.layers:
         assert sorted(gathered(server.bank.rows[others], columns)) == sorted(gathered(rows[others], columns))
-    server.collect(1, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    server.aggregate(1, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs]))
     assert not server.absent
 
 
@@ -117,7 +119,9 @@ def test_where_twelve_exchanges_do_not_mix_two_layers_clients_begin_anew() -> No
     for round in range(60):
         w = combined(server, round, v)
         assert not {model_digest(row) for row in w} & {model_digest(row) for row in v}
-        again += exchange_layers_until_mixed(models, partial(server.context.streams.numpy, round=round), 0.5) is None
+        again += (
+            exchange_layers_until_mixed(models, partial(server.context.rng_streams.numpy, round=round), 0.5) is None
+        )
     assert again, "in none of these rounds were twelve exchanges too few"
 
 
@@ -125,12 +129,12 @@ def test_models_that_are_never_mixed_are_not_handed_over() -> None:
     server = make(3, secure=True, mixed=True, send_probability=1e-9)
     server.bank.rows[:] = before = random_rows(server, 0)
     jobs, rows = list(server.dispatch(0, [0, 1, 2])), random_rows(server, 1)
-    server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1) for job in jobs]))
+    server.aggregate(0, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs]))
     assert model_digest(server.models()) == model_digest(before)
     assert server.diagnostics() == {"exchange given up": 1.0}
-    server.collect(1, iter(()))
+    server.aggregate(1, iter(()))
     assert server.diagnostics() == {}
-    server.collect(2, iter([ClientUpdate(jobs[1], rows[1], 1, 1.0, 1)]))  # alone it has nobody to mix with
+    server.aggregate(2, iter([ClientUpdate(jobs[1], rows[1], 1, 1.0, 1)]))  # alone it has nobody to mix with
     assert model_digest(server.models()[1]) == model_digest(rows[1])
     assert server.diagnostics() == {}
 
@@ -139,13 +143,13 @@ def test_options_of_an_exchange_that_is_off_are_told_to_do_nothing() -> None:
     for options in ({}, {"secure": True, "mixed": True, "send_probability": 0.9}):
         assert make(3, **options).notes() == []
     assert make(3, mixed=True, send_probability=0.9).notes() == [
-        "fedmr.send_probability is about the secure exchange, and fedmr.secure is off.",
-        "fedmr.mixed is about the secure exchange, and fedmr.secure is off.",
+        "fedmr.send_probability has no effect: it needs the secure exchange, and fedmr.secure is off.",
+        "fedmr.mixed has no effect: it needs the secure exchange, and fedmr.secure is off.",
     ]
 
 
 def test_one_layer_cannot_be_mixed() -> None:
-    with pytest.raises(InputError, match=r"fedmr.mixed needs two layers at least; by segment:1 this model has one"):
+    with pytest.raises(InputError, match=r"fedmr.mixed needs at least two layers; with segment:1 this model has one"):
         make(3, secure=True, mixed=True, granularity="segment:1")
 
 
@@ -154,7 +158,9 @@ def test_what_clients_have_exchanged_is_taken_as_it_comes() -> None:
     rows = random_rows(server, 0)
     for exchanged in (True, False):
         jobs = server.dispatch(0, [0, 1, 2, 3])
-        server.collect(0, iter([ClientUpdate(job, rows[job.slot], 1, 1.0, 1, exchanged=exchanged) for job in jobs]))
+        server.aggregate(
+            0, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1, exchanged=exchanged) for job in jobs])
+        )
         assert (model_digest(server.models()) == model_digest(rows)) == exchanged
 
 

@@ -27,7 +27,7 @@ def mutants(experiment: BuiltRun, round: int) -> tuple[Tensor, Tensor, Tensor]:
     """The models sent in a round, the global model and its last change."""
     server = experiment.rounds.parts.server
     w, before = server.bank.rows
-    rows = torch.stack([job.row for job in server.dispatch(round, server.select(round))])
+    rows = torch.stack([job.row for job in server.dispatch(round, server.sample_clients(round))])
     return rows, w.clone(), (w - before)
 
 
@@ -35,7 +35,7 @@ def mutants(experiment: BuiltRun, round: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_their_mean_is_the_model_or_ahead_of_it(a0: float, ahead: float) -> None:
     """T_a is 2, so after one round half of a0 is left."""
     with build_small_run("fedmut", {"fedmut": {"a0": a0, "T_a": 2}}).engine_closed() as experiment:
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         rows, w, delta = mutants(experiment, 1)
         trainable = experiment.layout.trainable
         expected = (w + ahead * delta)[:trainable]
@@ -44,8 +44,8 @@ def test_their_mean_is_the_model_or_ahead_of_it(a0: float, ahead: float) -> None
 
 
 def test_each_layer_of_each_mutant_goes_forth_or_back_as_a_whole_and_buffers_stay() -> None:
-    with build_small_run("fedmut", {"fedmut": {"T_a": 0}}, per_round=5).engine_closed() as experiment:
-        experiment.rounds.play(0)
+    with build_small_run("fedmut", {"fedmut": {"T_a": 0}}, clients_per_round=5).engine_closed() as experiment:
+        experiment.rounds.run_round(0)
         rows, w, delta = mutants(experiment, 1)
         layout = experiment.layout
         signs: dict[str, list[tuple[float, ...]]] = {}
@@ -57,7 +57,7 @@ def test_each_layer_of_each_mutant_goes_forth_or_back_as_a_whole_and_buffers_sta
             step = 4.0 * entry.view(delta).flatten().float()
             factors = (ways @ step / (step @ step)).tolist()
             assert [round(f) for f in factors] == pytest.approx(factors, abs=1e-2)
-            signs.setdefault(entry.unit, []).append(tuple(float(round(f)) for f in factors))
+            signs.setdefault(entry.layer, []).append(tuple(float(round(f)) for f in factors))
         assert all(len(set(of_unit)) == 1 for of_unit in signs.values()), "a module mutates as one"
         assert all(of_unit[0][-1] == 0 and sum(of_unit[0]) == 0 for of_unit in signs.values()), "the fifth is the model"
         assert len({of_unit[0] for of_unit in signs.values()}) > 1, "layers are shuffled each on its own"
@@ -70,9 +70,9 @@ def test_in_the_first_round_all_get_the_same_model() -> None:
 
 
 def test_running_variances_stay_positive() -> None:
-    with build_small_run("fedmut", {"fedmut": {"alpha": 50.0}}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedmut", {"fedmut": {"alpha": 50.0}}, clients_per_round=8).engine_closed() as experiment:
         for number in range(3):
-            experiment.rounds.play(number)
+            experiment.rounds.run_round(number)
         layout, rows = experiment.layout, mutants(experiment, 3)[0]
         variances = [e.view(row) for e in layout.entries if "running_var" in e.name for row in rows]
         assert variances
@@ -82,7 +82,7 @@ def test_running_variances_stay_positive() -> None:
 def test_without_alpha_it_is_fedavg_with_uniform_weights() -> None:
     federation = SmallFederatedDataset(sizes={0: 0})
     uniform = {"fedavg": {"weighting": "uniform"}}
-    settings = {"federation": federation, "per_round": 7}
+    settings = {"federated_data": federation, "clients_per_round": 7}
     own = small_run("fedmut", {"fedmut": {"alpha": 0.0}}, **settings)
     assert own.digest == small_run("fedavg", uniform, **settings).digest
     assert own.digest != small_run("fedavg", {}, **settings).digest
@@ -96,20 +96,20 @@ def test_tensors_may_mutate_each_on_its_own() -> None:
 @pytest.mark.parametrize("lost", [(), (0,), (1, 2, 5), tuple(range(1, 8))])
 def test_lost_clients_do_not_drag_the_model_along_its_last_update(lost: tuple[int, ...]) -> None:
     """Every client moves its mutant by the same step: so does the model, and it leans ahead as with all of them."""
-    with build_small_run("fedmut", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedmut", {}, clients_per_round=8).engine_closed() as experiment:
         server, layout = experiment.rounds.parts.server, experiment.layout
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         w, before = (row.clone() for row in server.bank.rows)
         step = 0.01 * torch.randn(layout.floats, generator=torch.Generator().manual_seed(0)).abs()
         updates = []
         for job in server.dispatch(1, list(range(8))):
             row = job.row.clone()
             row[: layout.floats] += step
-            if job.client not in lost:
-                updates.append(ClientUpdate(job, row, samples=1 + job.client, loss=1.0, steps=1))
-        server.collect(1, iter(updates))
-        ahead = w + 4.0 * server.lean(1) / 2 * (w - before)
+            if job.client_id not in lost:
+                updates.append(ClientUpdate(job, row, num_examples=1 + job.client_id, loss=1.0, steps=1))
+        server.aggregate(1, iter(updates))
+        ahead = w + 4.0 * server.a_t(1) / 2 * (w - before)
         ahead[layout.trainable :] = w[layout.trainable :]
         expected = ahead[: layout.floats] + step
-        torch.testing.assert_close(server.deploy()[: layout.floats], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(server.global_model()[: layout.floats], expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(server.bank.rows[1], w)

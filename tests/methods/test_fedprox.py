@@ -37,14 +37,14 @@ def test_a_stronger_pull_keeps_clients_closer() -> None:
 
 def test_the_pull_is_mu_times_the_way_gone_on_parameters_alone() -> None:
     with build_small_run("fedprox", {"fedprox": {"mu": 0.3}}).engine_closed() as experiment:
-        local, bench = experiment.rounds.parts.local, experiment.engine._bench
+        local, bench = experiment.rounds.parts.client, experiment.engine._trainer
         layout = experiment.layout
         received, row = torch.randn(layout.size), torch.randn(layout.size)
-        client = experiment.federation.client(1)
-        bench.begin(0, 1, client, row.clone(), received, {}, {}, {}, True)
+        client = experiment.federated_data.client_samples(1)
+        bench.start_task(0, 1, client, row.clone(), received, {}, {}, {}, True)
         bench.row.copy_(row)
         bench.gradient.fill_(1.0)
-        local.correct(bench)
+        local.adjust_gradient(bench)
         expected = 1 + 0.3 * (row - received)[: layout.trainable]
         torch.testing.assert_close(bench.gradient, expected, rtol=1e-5, atol=1e-6)
         assert bench.gradient.numel() == layout.trainable < layout.floats

@@ -21,8 +21,8 @@ HARD = {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0}
 
 def steps_of(experiment: BuiltRun, client: int = 2, round: int = 0) -> list[tuple[Tensor, Tensor]]:
     """The model before and after each step of one client's training."""
-    local, seen = experiment.rounds.parts.local, []
-    plain = type(local).step
+    local, seen = experiment.rounds.parts.client, []
+    plain = type(local).training_step
 
     def step(bench: LocalTrainer, batch: Any) -> Tensor:
         before = bench.row.clone()
@@ -30,10 +30,10 @@ def steps_of(experiment: BuiltRun, client: int = 2, round: int = 0) -> list[tupl
         seen.append((before, bench.row.clone()))
         return loss
 
-    local.step = step
+    local.training_step = step
     (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [client])))
-    experiment.engine.accept(update)
-    del local.step
+    experiment.engine.commit_update(update)
+    del local.training_step
     return seen
 
 
@@ -42,7 +42,7 @@ def test_the_head_moves_first_and_alone_then_the_body_alone(settings: dict[str, 
     options = {"fedrep": {"head_epochs": 2, "body_epochs": 1}}
     with build_small_run("fedrep", options, **settings).engine_closed() as experiment:
         layout = experiment.layout
-        head = experiment.rounds.parts.local.head(layout)
+        head = experiment.rounds.parts.client.head(layout)
         seen = steps_of(experiment)
         assert len(seen) % 3 == 0
         first = len(seen) // 3 * 2
@@ -79,26 +79,26 @@ def test_a_clipped_gradient_is_that_of_the_part_which_moves() -> None:
 
 
 def test_heads_are_the_clients_own_and_never_reach_the_server() -> None:
-    with build_small_run("fedrep", {}, per_round=8).engine_closed() as experiment:
+    with build_small_run("fedrep", {}, clients_per_round=8).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
-        head = experiment.rounds.parts.local.head(layout)
-        initial = server.deploy().clone()
+        head = experiment.rounds.parts.client.head(layout)
+        initial = server.global_model().clone()
         for number in range(2):
-            record = experiment.rounds.play(number)
-            heads = [experiment.engine.homes.get(c)[PERSONAL_KEY].clone() for c in range(8)]
-            assert torch.equal(server.deploy()[head], initial[head])
+            record = experiment.rounds.run_round(number)
+            heads = [experiment.engine.client_states.get(c)[PERSONAL_KEY].clone() for c in range(8)]
+            assert torch.equal(server.global_model()[head], initial[head])
             assert len({tuple(values.tolist()) for values in heads}) == 8
         size = head.stop - head.start
         assert size == 16 * 10 + 10
         assert record["bytes_up"] == record["bytes_down"] == 8 * 4 * (layout.size - size)
-        weights = torch.tensor([float(experiment.federation.samples(c)) for c in range(8)])
+        weights = torch.tensor([float(experiment.federated_data.num_examples(c)) for c in range(8)])
         mean = weights / weights.sum() @ torch.stack(heads)
-        torch.testing.assert_close(experiment.rounds.deployed()[head], mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(experiment.rounds.global_model()[head], mean, rtol=1e-5, atol=1e-6)
 
 
 def test_a_client_goes_on_with_its_own_head() -> None:
     with build_small_run("fedrep", {"fedrep": {"head_epochs": 1}}).engine_closed() as experiment:
-        head = experiment.rounds.parts.local.head(experiment.layout)
+        head = experiment.rounds.parts.client.head(experiment.layout)
         first, second = steps_of(experiment, 2, 0), steps_of(experiment, 2, 1)
         assert torch.equal(second[0][0][head], first[-1][1][head])
         assert not torch.equal(first[0][0][head], first[-1][1][head])
@@ -130,10 +130,10 @@ class Named(nn.Module):
 def test_the_head_is_the_layer_called_so_or_the_last(network: Callable[[], nn.Module], head: str) -> None:
     with build_small_run("fedrep", {}, model=network).engine_closed() as experiment:
         layout: Layout = experiment.layout
-        columns = experiment.rounds.parts.local.head(layout)
+        columns = experiment.rounds.parts.client.head(layout)
         inside = {e.name for e in layout.entries if columns.start <= e.offset < columns.stop}
         assert inside == {f"{head}.weight", f"{head}.bias"}
-        body = experiment.rounds.parts.local.body(layout)
+        body = experiment.rounds.parts.client.body(layout)
         assert sum(p.stop - p.start for p in (*body, columns)) == layout.trainable
 
 
@@ -154,20 +154,22 @@ def test_the_head_of_our_networks_is_what_scores_classes(name: str, shape: tuple
         pytest.importorskip("peft", reason="peft (the extra fedloom[vit]) is not installed")
     layout = Layout.of(build_model(name, shape, 7))
     with build_small_run("fedrep", {}).engine_closed() as experiment:
-        columns = experiment.rounds.parts.local.head(layout)
+        columns = experiment.rounds.parts.client.head(layout)
     weight, bias = [e for e in layout.entries if columns.start <= e.offset < columns.stop]
     assert (weight.shape[0], bias.shape) == (7, (7,))
     assert columns.stop - columns.start == weight.size + bias.size
 
 
 def test_a_network_of_one_layer_has_no_body() -> None:
-    with pytest.raises(InputError, match="fedrep and fedbabu share a network's body, and one that is a single layer"):
+    with pytest.raises(
+        InputError, match="fedrep and fedbabu share the body of a network, but a network with a single layer"
+    ):
         small_run("fedrep", {}, model=lambda: nn.Linear(64, 10))
 
 
 def test_it_serves_clients_better_than_one_model_does() -> None:
     """What it is for: each client has its own mixture of classes."""
-    settings = {"rounds": 10, "per_round": 8, "federation": SmallFederatedDataset()}
+    settings = {"rounds": 10, "clients_per_round": 8, "federated_data": SmallFederatedDataset()}
     own = small_run("fedrep", {}, **settings).records[-1]
     assert own["personal_accuracy_mean"] > own["accuracy"]
     assert own["personal_accuracy_worst10"] <= own["personal_accuracy_mean"]
@@ -176,5 +178,7 @@ def test_it_serves_clients_better_than_one_model_does() -> None:
 def test_a_head_that_is_not_finite_is_refused() -> None:
     """With no epoch for the body, the body alone would look sound."""
     options = {"fedrep": {"body_epochs": 0, "head_epochs": 1}}
-    records = small_run("fedrep", options, federation=SmallFederatedDataset(poisoned=3), per_round=8).records
-    assert all("keeps is not finite" in record["lost_clients"]["3"] for record in records)
+    records = small_run(
+        "fedrep", options, federated_data=SmallFederatedDataset(poisoned=3), clients_per_round=8
+    ).records
+    assert all("client state personal is not finite" in record["failed_clients"]["3"] for record in records)

@@ -19,9 +19,9 @@ def sam(rho: float, **settings: object) -> BuiltRun:
 
 def seated(experiment: BuiltRun, loss: Callable[[LocalTrainer], Tensor]) -> tuple[LocalTrainer, Batch]:
     """A bench with client 1 at it, whose loss is this function of its parameters."""
-    bench, samples = experiment.engine._bench, experiment.federation.client(1)
+    bench, samples = experiment.engine._trainer, experiment.federated_data.client_samples(1)
     row = experiment.layout.empty()
-    bench.begin(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, {}, True)
+    bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, {}, True)
     bench.loss = lambda batch: loss(bench)
     return bench, Batch(samples.x[:4], samples.y[:4])
 
@@ -35,7 +35,7 @@ def test_on_a_bowl_the_gradient_grows_by_rho_over_the_distance() -> None:
     with sam(0.3, lr=0.1).engine_closed() as experiment:
         bench, batch = seated(experiment, half_square)
         v = bench.weights.clone()
-        experiment.rounds.parts.local.step(bench, batch)
+        experiment.rounds.parts.client.training_step(bench, batch)
         expected = v - 0.1 * v * (1 + 0.3 / v.norm())
         torch.testing.assert_close(bench.weights, expected, rtol=1e-5, atol=1e-7)
 
@@ -50,7 +50,7 @@ def test_weight_decay_is_no_part_of_the_ascent() -> None:
             return torch.cat([p.flatten() for p in bench.module.parameters()]) @ slope
 
         bench, batch = seated(experiment, linear)
-        experiment.rounds.parts.local.step(bench, batch)
+        experiment.rounds.parts.client.training_step(bench, batch)
         torch.testing.assert_close(seen[1] - seen[0], 0.3 * slope / slope.norm(), rtol=1e-3, atol=1e-6)
 
 
@@ -58,7 +58,7 @@ def test_without_a_gradient_there_is_no_ascent() -> None:
     with sam(0.5).engine_closed() as experiment:
         bench, batch = seated(experiment, lambda bench: 0.0 * half_square(bench))
         v = bench.weights.clone()
-        experiment.rounds.parts.local.step(bench, batch)
+        experiment.rounds.parts.client.training_step(bench, batch)
         assert torch.equal(bench.weights, v)
 
 

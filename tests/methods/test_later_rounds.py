@@ -18,7 +18,7 @@ def answers(engine: Engine, jobs: list[ClientTask], round: int) -> list[Answer]:
     for update in engine.train(round, jobs):
         assert isinstance(update, ClientUpdate), update
         assert update.steps > 0
-        tensors = {"row": update.row, **update.extras, **update.home}
+        tensors = {"row": update.row, **update.extras, **update.client_state}
         found.append({name: tensor.clone() for name, tensor in tensors.items()})
     return found
 
@@ -28,18 +28,25 @@ def answers(engine: Engine, jobs: list[ClientTask], round: int) -> list[Answer]:
 def test_replayed_steps_do_what_was_written(method: str, network: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.cuda.slot.make_graph_runner", fake_tape)
     monkeypatch.setattr("fedloom.engines.cuda.slot.STEPS_PER_GRAPH", 3)
-    settings = {"momentum": 0.5, "lr_decay": 0.9, "per_round": 8, "model": network}
+    settings = {"momentum": 0.5, "lr_decay": 0.9, "clients_per_round": 8, "model": network}
     with build_small_run(method, {}, **settings).engine_closed() as plain:
-        plain.rounds.play(0)  # now every client has been seen
-        server, companion = plain.rounds.parts.server, plain.rounds.parts.companion
-        engine = CudaEngine(plain.engine.shop, "cpu", 2)
+        plain.rounds.run_round(0)  # now every client has been seen
+        server, companion = plain.rounds.parts.server, plain.rounds.parts.extras
+        engine = CudaEngine(plain.engine.context, "cpu", 2)
         for round in range(1, 4):
             jobs = [
-                ClientTask(job.client, job.row, job.slot, companion.send(round, job.client) if companion else {})
+                ClientTask(
+                    job.client_id,
+                    job.row,
+                    job.model_index,
+                    companion.send_to_client(round, job.client_id) if companion else {},
+                )
                 for job in server.dispatch(round, [5, 0, 7, 2, 1, 6])
             ]
             assert all(job.extras for job in jobs) == (companion is not None)
             for ours, theirs in zip(answers(engine, jobs, round), answers(plain.engine, jobs, round), strict=True):
                 for name, expected in theirs.items():
                     torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert sum(slot.tape.replayed for slot in engine.slots) > sum(slot.tape.recorded for slot in engine.slots)
+    assert sum(slot.graph_runner.replayed for slot in engine.slots) > sum(
+        slot.graph_runner.captured for slot in engine.slots
+    )

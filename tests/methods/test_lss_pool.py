@@ -50,7 +50,7 @@ def test_only_the_active_member_moves_and_each_starts_at_the_mean(options: dict[
         pool = torch.stack([f_p] * init + [f_p + row for row in frozen] or [f_p])
         torch.testing.assert_close(bench.weights, pool.mean(0), msg="a member starts at the mean of the pool")
         before = bench.weights.clone()
-        bench.run(piece)
+        bench.run_steps(piece)
         assert torch.equal(bench.scratch["rows"][:i], frozen), "frozen members stay as they are"
         assert torch.equal(bench.received, received)
         assert not torch.equal(bench.weights, before)
@@ -64,14 +64,14 @@ def test_only_the_active_member_moves_and_each_starts_at_the_mean(options: dict[
 def test_without_training_the_received_model_is_sent(options: dict[str, Any]) -> None:
     bench = seat(module=network(nn.BatchNorm1d(4)))
     for piece in soup(**options).train(bench):
-        bench.run(piece)
+        bench.run_steps(piece)
     assert torch.equal(bench.row, bench.received)
 
 
 def test_the_gradient_is_the_weight_times_the_gradient_at_the_point() -> None:
     """Held against autograd through the sum of the members."""
     bench, local = seat(), soup(models=3, affinity=0, diversity=0)
-    model, layout = bench._shop.module, bench.layout
+    model, layout = bench._context.model, bench.layout
     checked: list[float] = []
 
     def step(batch: Batch) -> None:
@@ -84,14 +84,14 @@ def test_the_gradient_is_the_weight_times_the_gradient_at_the_point() -> None:
         loss = F.cross_entropy(functional_call(model, named, batch.x), batch.y)
         (expected,) = torch.autograd.grad(loss, leaf)
         with forced(lambda count: a):
-            got = LSSClient.step(local, bench, batch)
+            got = LSSClient.training_step(local, bench, batch)
         torch.testing.assert_close(got, loss)
         torch.testing.assert_close(bench.gradient, expected)
         checked.append(float(expected.norm()))
 
     for piece in local.train(bench):
-        for cut in bench._cuts(piece):
-            step(bench._fetch(cut))
+        for cut in bench._batch_slices(piece):
+            step(bench._load_batch(cut))
     assert len(checked) == 12
     assert min(checked) > 0
 
@@ -100,7 +100,7 @@ def test_with_all_weight_on_the_member_it_is_plain_training() -> None:
     for optimizer, lr in (("adam", 0.01), ("sgd", 0.1)):
         plain, bench = seat(optimizer=optimizer, lr=lr), seat(optimizer=optimizer, lr=lr)
         for piece in Client.train(Client(CONTEXT, LSSOptions()), plain):
-            plain.run(piece)
+            plain.run_steps(piece)
         with forced(lambda count: torch.eye(count)[-1]):
             (member,) = grow(soup(models=1, affinity=0, diversity=0), bench)
         torch.testing.assert_close(member, plain.weights, rtol=1e-9, atol=1e-12)
@@ -118,10 +118,10 @@ def test_a_first_member_trained_alone_is_neither_interpolated_nor_pushed(init: b
     f_p = bench.received[: bench.layout.trainable]
 
     class Pulled(Client[LSSOptions]):
-        def correct(self, bench: LocalTrainer) -> None:
-            bench.gradient.add_(bench.weights - f_p, alpha=2.0)
+        def adjust_gradient(self, trainer: LocalTrainer) -> None:
+            trainer.gradient.add_(trainer.weights - f_p, alpha=2.0)
 
     for piece in Pulled(CONTEXT, LSSOptions()).train(bench):
-        bench.run(piece)
+        bench.run_steps(piece)
     torch.testing.assert_close(first, bench.weights, rtol=1e-9, atol=1e-12)
     assert float((first - f_p).norm()) > 0.01

@@ -64,7 +64,7 @@ def test_gradients_of_the_regularisers_are_right(
     bench.scratch["rows"], bench.scratch["alone"] = rows, False
     local.survey(bench, rows[:-1])
     bench.gradient.zero_()
-    local.correct(bench)
+    local.adjust_gradient(bench)
     x = (f_p + rows[-1]).requires_grad_()
     (expected,) = torch.autograd.grad(regulariser(x, f_p, rows[:-1], local.options), x)
     torch.testing.assert_close(bench.gradient, expected, rtol=1e-6, atol=1e-9)
@@ -79,7 +79,7 @@ def test_a_volume_never_outgrows_affinity() -> None:
     rows[-1] *= 1e6
     local.survey(bench, rows[:-1])
     bench.gradient.zero_()
-    local.correct(bench)
+    local.adjust_gradient(bench)
     assert float(bench.gradient @ rows[-1]) > 0, "the gradient points outwards, so a step leads back"
 
 
@@ -89,7 +89,7 @@ def test_at_its_birth_the_first_member_is_neither_pulled_nor_pushed(distance: st
     next(local.train(bench))
     bench.scratch["rows"][-1].zero_()
     bench.gradient.zero_()
-    local.correct(bench)
+    local.adjust_gradient(bench)
     assert torch.equal(bench.gradient, torch.zeros_like(bench.gradient))
 
 

@@ -57,7 +57,7 @@ def test_its_own_estimate_is_that_of_the_run() -> None:
     for name, options, run in (("own", {"estimate": True}, "running"), ("run", {}, "estimated"), ("no", {}, "running")):
         bench = seat(module=network(nn.BatchNorm1d(4)), statistics=run)
         grow(soup(models=2, **options), bench)
-        bench.finish()
+        bench.finish_task()
         rows[name] = bench.row.clone()
     assert torch.equal(rows["own"], rows["run"])
     assert not torch.equal(rows["own"], rows["no"])
@@ -66,6 +66,7 @@ def test_its_own_estimate_is_that_of_the_run() -> None:
 # the contract
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [AUTHORS, {"share": True, "first_alone": True, "estimate": True, "distance": "l2"}])
 def test_conformance_with_other_options(options: dict[str, Any]) -> None:
     check_method("lss", {"lss": options})

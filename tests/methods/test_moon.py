@@ -67,9 +67,9 @@ def test_a_client_keeps_the_model_it_returned_and_starts_from_the_received_one()
     with build_small_run("moon", {}).engine_closed() as experiment:
         for number in range(2):
             update = visit(experiment, number, 2)
-            assert model_digest(update.home["previous"]) == model_digest(update.row)
-            experiment.engine.accept(update)
-        kept = model_digest(experiment.engine.homes.get(2)["previous"])
+            assert model_digest(update.client_state["previous"]) == model_digest(update.row)
+            experiment.engine.commit_update(update)
+        kept = model_digest(experiment.engine.client_states.get(2)["previous"])
         assert kept == model_digest(update.row)
 
 
@@ -78,7 +78,7 @@ def test_frozen_models_stay_as_they_are_and_statistics_see_a_batch_once() -> Non
     rows = []
     for name in ("moon", "fedavg"):
         with build_small_run(name, {}, lr=0.0).engine_closed() as experiment:
-            experiment.engine.accept(visit(experiment, 0, 2))
+            experiment.engine.commit_update(visit(experiment, 0, 2))
             sent = model_digest(experiment.rounds.parts.server.bank.rows[0])
             rows.append(model_digest(visit(experiment, 1, 2).row))
             assert model_digest(experiment.rounds.parts.server.bank.rows[0]) == sent
@@ -90,10 +90,10 @@ def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
     near = []
     for mu in (0.0, 20.0):
         with build_small_run("moon", {"moon": {"mu": mu}}, epochs=5).engine_closed() as experiment:
-            experiment.engine.accept(visit(experiment, 0, 2))
+            experiment.engine.commit_update(visit(experiment, 0, 2))
             update = visit(experiment, 1, 2)
-            x = experiment.federation.client(2).x
-            module, features = experiment.rounds.context.make_module().eval(), []
+            x = experiment.federated_data.client_samples(2).x
+            module, features = experiment.rounds.context.make_model().eval(), []
             for row in (update.row.clone(), experiment.rounds.parts.server.bank.rows[0]):
                 experiment.layout.bind(module, row)
                 features.append(module[:-1](x).detach())
@@ -103,16 +103,16 @@ def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
 
 def test_a_clients_step_follows_the_papers_loss() -> None:
     """One step of plain SGD on all samples, against the loss as the paper writes it, differentiated as it is."""
-    given = {"steps": 1, "batch_size": 0, "lr": 0.1, "per_round": 8}
+    given = {"steps": 1, "batch_size": 0, "lr": 0.1, "clients_per_round": 8}
     with build_small_run("moon", {"moon": {"mu": 3.0, "tau": 0.2}}, **given).engine_closed() as experiment:
-        experiment.rounds.play(0)
-        local, layout, batches = experiment.rounds.parts.local, experiment.layout, []
-        step = local.step
-        local.step = lambda bench, batch: (batches.append(batch), step(bench, batch))[1]
-        received = experiment.rounds.parts.server.deploy().clone()
-        previous = experiment.engine.homes.get(2)["previous"].clone()
+        experiment.rounds.run_round(0)
+        local, layout, batches = experiment.rounds.parts.client, experiment.layout, []
+        step = local.training_step
+        local.training_step = lambda bench, batch: (batches.append(batch), step(bench, batch))[1]
+        received = experiment.rounds.parts.server.global_model().clone()
+        previous = experiment.engine.client_states.get(2)["previous"].clone()
         row = visit(experiment, 1, 2).row.clone()
-        networks = [experiment.rounds.context.make_module() for _ in range(3)]
+        networks = [experiment.rounds.context.make_model() for _ in range(3)]
     (batch,) = batches
     for network, start in zip(networks, (received, received, previous), strict=True):
         layout.bind(network, start.clone())
@@ -124,8 +124,10 @@ def test_a_clients_step_follows_the_papers_loss() -> None:
 
 
 def test_batches_of_one_are_no_trouble() -> None:
-    finished = small_run("moon", {}, federation=SmallFederatedDataset(sizes={1: 1, 2: 9}), per_round=8, batch_size=8)
-    assert not any(record["lost"] for record in finished.records)
+    finished = small_run(
+        "moon", {}, federated_data=SmallFederatedDataset(sizes={1: 1, 2: 9}), clients_per_round=8, batch_size=8
+    )
+    assert not any(record["failed"] for record in finished.records)
 
 
 def test_a_network_without_a_linear_layer_is_refused() -> None:

@@ -33,13 +33,13 @@ class Watching(SilentCallback):
         self.stop = False
         self._at, self._then = at, then
 
-    def work(self, what: str, done: int, total: int) -> None:
+    def on_server_progress(self, what: str, done: int, total: int) -> None:
         assert (what, total) == ("synthesis", ITERATIONS)
         self.steps.append(done)
         if done == self._at:
             self._then()
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self.stop
 
 
@@ -73,19 +73,19 @@ def test_a_run_killed_in_the_synthesis_goes_on_where_it_was(optimizer: str, tmp_
     given = settings(optimizer=optimizer)
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(4, die), **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=Watching(4, die), **given)
     again = Watching(4, die)
     with pytest.raises(Killed):
-        fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=again)
+        fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=again)
     assert again.steps == [3, 4], "three steps were kept"
     third = Watching()
-    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=third)
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=third)
     assert third.steps == [3, 4, 5, 6]
     assert run.digest == whole.digest
     made = [(r.path / "synthetic.safetensors").read_bytes() for r in (run, whole)]
     assert made[0] == made[1]
     assert run.history[-1]["accuracy"] == whole.history[-1]["accuracy"]
-    assert not (run.path / "draft").exists(), "a finished run has no draft"
+    assert not (run.path / "partial").exists(), "a finished run has no draft"
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -93,20 +93,20 @@ def test_who_wants_it_to_stop_need_not_wait_for_the_synthesis(tmp_path: Path) ->
     given = settings()
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
-    with pytest.raises(RunStopped, match=r"^stopped within a round, .*; go on with: fedloom resume .*cut$"):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **given)
+    with pytest.raises(RunStopped, match=r"^stopped within a round, .*; continue with: fedloom resume .*cut$"):
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, **given)
     assert watcher.steps == [0, 1, 2, 3]
     after = Watching()
-    assert fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=after).digest == whole.digest
+    assert fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=after).digest == whole.digest
     assert after.steps == [3, 4, 5, 6]
 
 
 def test_a_short_synthesis_is_waited_for(tmp_path: Path) -> None:
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(RunStopped, match="stopped after round 2"):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, **settings())
     assert watcher.steps == [*range(ITERATIONS + 1)]
-    assert not (tmp_path / "cut" / "draft").exists(), "and nothing was worth keeping"
+    assert not (tmp_path / "cut" / "partial").exists(), "and nothing was worth keeping"
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -115,7 +115,7 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     given = settings()
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(4, die), **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=Watching(4, die), **given)
     if harm == "other options":
         given = settings(inner_lr=0.5)
         whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
@@ -127,13 +127,13 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
         path = tmp_path / "cut" / "config.toml"
         path.write_text(path.read_text().replace("epochs = 1", "epochs = 2"))
         shutil.rmtree(tmp_path / "cut" / "checkpoints")
-    for path in (tmp_path / "cut" / "draft").glob("*"):
+    for path in (tmp_path / "cut" / "partial").glob("*"):
         if harm == "gone":
             path.unlink()
         elif harm == "damaged" and path.suffix == ".safetensors":
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     watcher = Watching()
-    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, watcher=watcher)
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=watcher)
     assert watcher.steps == [*range(ITERATIONS + 1)], "it begins again"
     assert run.digest == whole.digest
 
@@ -145,10 +145,10 @@ class Noting(PartialResults):
         super().__init__()
         self.marks: set[str] = set()
 
-    def find(self, mark: str) -> None:
+    def load_partial(self, mark: str) -> None:
         self.marks.add(mark)
 
-    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
+    def save_partial_if_due(self, mark: str, done: int, make_partial: Callable[[], Mapping[str, Any]]) -> None:
         self.marks.add(mark)
 
 
@@ -159,9 +159,9 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
         values.pop("report")
         with build_run(make_config(values)).engine_closed() as experiment:
             refiner = refiner_of(experiment)
-            refiner.context = replace(refiner.context, drafts=noting)
+            refiner.context = replace(refiner.context, partial_results=noting)
             refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
-            refiner.synthesise()
+            refiner.synthesize()
         (found,) = noting.marks
         return found
 
@@ -180,22 +180,22 @@ def test_drafts_are_kept_by_time_and_the_last_alone(tmp_path: Path, monkeypatch:
 
     for step in range(26):
         now = float(step)
-        place.offer("work", step, lambda step=step: give(step))
+        place.save_partial_if_due("work", step, lambda step=step: give(step))
     assert asked == [10, 20]
-    assert place.find("work") == {"step": 20}
-    assert place.find("other work") is None
+    assert place.load_partial("work") == {"step": 20}
+    assert place.load_partial("other work") is None
     tensors, record = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
     assert tensors.name == f"{record.stem}-000020.safetensors"
     now = 99.0
     left = tmp_path / f".{record.stem}-000019.safetensors.part"
     left.touch()  # by a process that died as it wrote
-    place.offer("other work", 3, lambda: {"other": 3})
-    assert (place.find("work"), place.find("other work")) == ({"step": 20}, {"other": 3}), (
+    place.save_partial_if_due("other work", 3, lambda: {"other": 3})
+    assert (place.load_partial("work"), place.load_partial("other work")) == ({"step": 20}, {"other": 3}), (
         "neither takes another's place"
     )
     now = 199.0
-    place.offer("work", 30, lambda: {"step": 30})
-    assert place.find("work") == {"step": 30}
+    place.save_partial_if_due("work", 30, lambda: {"step": 30})
+    assert place.load_partial("work") == {"step": 30}
     assert not left.exists()
     assert len([*tmp_path.iterdir()]) == 4
     place.clear()
@@ -212,7 +212,7 @@ def test_they_are_never_kept_more_often_than_every_few_seconds(
     place = kept_in(tmp_path, seconds, lambda: False, "")
     for tenth in range(1000):
         now = tenth / 10
-        place.offer("work", tenth, lambda now=now: kept.append(now) or {})
+        place.save_partial_if_due("work", tenth, lambda now=now: kept.append(now) or {})
     assert kept[0] == pytest.approx(max(seconds, partial_results.PATIENCE))
     assert all(b - a >= partial_results.PATIENCE for a, b in pairwise(kept))
 
@@ -233,7 +233,7 @@ def test_drafts_that_take_long_to_write_come_further_apart(tmp_path: Path, monke
     monkeypatch.setattr("fedloom.utils.partial_results.write_json", slowly)
     for second in range(500):
         now = max(now, float(second))
-        place.offer("work", second, slow)
+        place.save_partial_if_due("work", second, slow)
     assert kept == [10.0, 214.0, 418.0], "four seconds are a fiftieth of two hundred"
 
 
@@ -250,7 +250,7 @@ def test_a_run_keeps_drafts_as_often_as_checkpoints(
 
     monkeypatch.setattr("fedloom.utils.partial_results.write_json", noted)
     fedloom.run("dynafed", out=tmp_path / "run", **{**settings(), "checkpoint_seconds": seconds})
-    assert [path.parent.name for path in made if path.parent.name != "checkpoints"] == ["draft"] * drafts_made
+    assert [path.parent.name for path in made if path.parent.name != "checkpoints"] == ["partial"] * drafts_made
 
 
 def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
@@ -268,7 +268,7 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
     with pytest.raises(Killed):
         fedloom.run("dynafed", out=tmp_path / "run", **settings())
     assert fedloom.resume(tmp_path / "run", model=convolutions, report=False).digest
-    assert not (tmp_path / "run" / "draft").exists()
+    assert not (tmp_path / "run" / "partial").exists()
 
 
 def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,12 +277,12 @@ def test_who_wants_it_to_stop_waits_for_a_while_and_no_longer(tmp_path: Path, mo
     place = kept_in(tmp_path, 1e9, lambda: now >= 107, "go on")
     for each in (100.0, 106.9, 107.0, 111.9):
         now = each
-        place.offer("work", 1, lambda: {"n": 1})
-    assert place.find("work") is None
+        place.save_partial_if_due("work", 1, lambda: {"n": 1})
+    assert place.load_partial("work") is None
     now = 112.0
     with pytest.raises(RunStopped, match="go on"):
-        place.offer("work", 2, lambda: {"n": 2})
-    assert place.find("work") == {"n": 2}
+        place.save_partial_if_due("work", 2, lambda: {"n": 2})
+    assert place.load_partial("work") == {"n": 2}
 
 
 def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,18 +290,18 @@ def test_who_wants_it_to_stop_does_not_wait_for_two_long_steps(tmp_path: Path, m
     now = 0.0
     monkeypatch.setattr("fedloom.utils.partial_results.time.monotonic", lambda: now)
     place = kept_in(tmp_path, 1e9, lambda: now > 100, "go on")
-    place.offer("long", 1, lambda: {"n": 1})
+    place.save_partial_if_due("long", 1, lambda: {"n": 1})
     now = 180.0
-    place.offer("other work", 1, lambda: {"n": 1})  # its first draft: it may be short
+    place.save_partial_if_due("other work", 1, lambda: {"n": 1})  # its first draft: it may be short
     with pytest.raises(RunStopped, match="go on"):
-        place.offer("long", 2, lambda: {"n": 2})
-    assert (place.find("long"), place.find("other work")) == ({"n": 2}, None)
+        place.save_partial_if_due("long", 2, lambda: {"n": 2})
+    assert (place.load_partial("long"), place.load_partial("other work")) == ({"n": 2}, None)
 
 
 def test_without_a_folder_nothing_is_kept_or_asked_for() -> None:
     nowhere = PartialResults()
-    nowhere.offer("work", 1, die)
-    assert nowhere.find("work") is None
+    nowhere.save_partial_if_due("work", 1, die)
+    assert nowhere.load_partial("work") is None
     nowhere.clear()
 
 
@@ -319,14 +319,14 @@ def test_a_draft_whose_writing_is_cut_off_does_not_cost_the_one_before(
 ) -> None:
     def offer(value: int) -> None:
         place = kept_in(tmp_path, 0.0, lambda: False, "")
-        place.offer("work", value, lambda: {"value": torch.full((3,), float(value))})
+        place.save_partial_if_due("work", value, lambda: {"value": torch.full((3,), float(value))})
 
     offer(1)
     with monkeypatch.context() as patch:
         patch.setattr(dies, lambda *_, **__: die())
         with pytest.raises(Killed):
             offer(2)
-    draft = kept_in(tmp_path, 0.0, lambda: False, "").find("work")
+    draft = kept_in(tmp_path, 0.0, lambda: False, "").load_partial("work")
     assert draft is not None
     assert draft["value"].tolist() == [found] * 3
     offer(3)
@@ -337,10 +337,10 @@ def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partial_results, "PATIENCE", 0.0)
-    monkeypatch.setattr("fedloom.engines.base.Engine.saves_every_round", True)
+    monkeypatch.setattr("fedloom.engines.base.Engine.checkpoint_every_round", True)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(RunStopped, match="stopped after round 2"):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=watcher, **settings())
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, **settings())
 
 
 @pytest.mark.gpu
@@ -350,7 +350,7 @@ def test_on_a_gpu_recorded_steps_go_on_with_the_same_bits(tmp_path: Path) -> Non
     given = {**settings(), "engine": "cuda", "device": "cuda", "precision": "fp32"}
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        fedloom.run("dynafed", out=tmp_path / "cut", watcher=Watching(5, die), **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callback=Watching(5, die), **given)
     run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False)
     assert run.digest == whole.digest
     made = [(r.path / "synthetic.safetensors").read_bytes() for r in (run, whole)]

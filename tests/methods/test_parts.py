@@ -18,29 +18,29 @@ from fedloom.training.context import PERSONAL_KEY
 class NormsStayHome(Client[Options]):
     """FedBN: the modules with running statistics are each client's own."""
 
-    def stays_home(self, layout: Layout) -> list[slice]:
-        units = {entry.unit for entry in layout.entries if entry.kind is TensorKind.BUFFER}
-        return [entry.columns for entry in layout.entries if entry.unit in units]
+    def personal_columns(self, layout: Layout) -> list[slice]:
+        units = {entry.layer for entry in layout.entries if entry.kind is TensorKind.BUFFER}
+        return [entry.columns for entry in layout.entries if entry.layer in units]
 
 
 class Swarm(Server[Options]):
     """As many models as clients in a round; each wanders from client to client and is averaged for deployment only."""
 
-    kept = ("bank",)
+    state_attributes = ("bank",)
 
     def __init__(self, context: MethodContext, options: Options) -> None:
         super().__init__(context, options)
-        self.bank = context.bank(context.per_round)
+        self.bank = context.bank(context.clients_per_round)
         self.bank.rows[:] = context.initial
 
-    def dispatch(self, round: int, clients: list[int]) -> list[ClientTask]:
-        return [ClientTask(client, self.bank.rows[slot], slot) for slot, client in enumerate(clients)]
+    def dispatch(self, round: int, client_ids: list[int]) -> list[ClientTask]:
+        return [ClientTask(client, self.bank.rows[slot], slot) for slot, client in enumerate(client_ids)]
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         for update in updates:
-            self.bank.rows[update.slot] = update.row
+            self.bank.rows[update.model_index] = update.row
 
-    def deploy(self) -> Tensor:
+    def global_model(self) -> Tensor:
         row = self.bank.rows[0].clone()
         floats = self.context.layout.floats
         row[:floats] = self.bank.rows[:, :floats].mean(0)
@@ -53,14 +53,14 @@ class Swarm(Server[Options]):
 class Shrinker(Refiner[Options]):
     """Makes the parameters of every model a little smaller, by what it saw of the clients."""
 
-    kept = ("seen",)
+    state_attributes = ("seen",)
 
     def __init__(self, context: MethodContext, options: Options) -> None:
         super().__init__(context, options)
         self.seen = 0
-        self.module = context.make_module()
+        self.module = context.make_model()
 
-    def take(self, round: int, update: ClientUpdate) -> None:
+    def receive_update(self, round: int, update: ClientUpdate) -> None:
         self.seen += 1
 
     def refine(self, round: int, server: Server[Options]) -> None:
@@ -73,21 +73,21 @@ class Shrinker(Refiner[Options]):
 class TwoModels(Client[Options]):
     """Trains a second model after the first, from the same start, and returns their mean: a small soup."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield LocalSteps(self.step)
-        first = bench.weights.clone()
-        bench.weights.copy_(bench.received[: bench.layout.trainable])
-        bench.new_optimizer()
-        yield LocalSteps(self.step)
-        bench.weights.add_(first).div_(2)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.training_step)
+        first = trainer.weights.clone()
+        trainer.weights.copy_(trainer.received[: trainer.layout.trainable])
+        trainer.new_optimizer()
+        yield LocalSteps(self.training_step)
+        trainer.weights.add_(first).div_(2)
 
 
 @pytest.fixture(autouse=True)
 def methods() -> None:
-    register(Method("norms-home", "", "", local=NormsStayHome))
+    register(Method("norms-home", "", "", client=NormsStayHome))
     register(Method("swarm", "", "", server=Swarm, models_sent="2K"))
     register(Method("shrinker", "", "", refiner=Shrinker))
-    register(Method("soup", "", "", local=TwoModels, models_sent="2K"))
+    register(Method("soup", "", "", client=TwoModels, models_sent="2K"))
 
 
 @pytest.mark.parametrize("name", ["norms-home", "swarm", "shrinker", "soup", "swarm+soup+shrinker", "swarm+scaffold"])
@@ -97,7 +97,7 @@ def test_they_keep_the_contract(name: str) -> None:
 
 def test_a_composition_takes_each_part_from_the_method_that_brings_it() -> None:
     parts = compose("swarm+scaffold+shrinker")
-    assert [parts.owner(part).name for part in ("server", "local", "companion", "refiner")] == [
+    assert [parts.owner(part).name for part in ("server", "client", "extras", "refiner")] == [
         "swarm",
         "scaffold",
         "scaffold",
@@ -105,20 +105,20 @@ def test_a_composition_takes_each_part_from_the_method_that_brings_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("engine", ["plain", "host"])
+@pytest.mark.parametrize("engine", ["sequential", "multiprocess"])
 def test_what_stays_home_is_the_clients_own_and_never_travels(engine: str) -> None:
-    with build_small_run("norms-home", {}, engine=engine, per_round=8).engine_closed() as experiment:
+    with build_small_run("norms-home", {}, engine=engine, clients_per_round=8).engine_closed() as experiment:
         layout, server = experiment.layout, experiment.rounds.parts.server
-        columns = experiment.rounds.parts.local.stays_home(layout)
+        columns = experiment.rounds.parts.client.personal_columns(layout)
         away = [experiment.rounds.context.initial[part].clone() for part in columns]
-        record = experiment.rounds.play(0)
-        assert all(torch.equal(server.deploy()[part], own) for part, own in zip(columns, away, strict=True))
-        kept = [experiment.engine.homes.get(client)[PERSONAL_KEY].clone() for client in range(8)]
+        record = experiment.rounds.run_round(0)
+        assert all(torch.equal(server.global_model()[part], own) for part, own in zip(columns, away, strict=True))
+        kept = [experiment.engine.client_states.get(client)[PERSONAL_KEY].clone() for client in range(8)]
         assert len({tuple(values.tolist()) for values in kept}) == 8, "every client has statistics of its own"
         at_home = sum(part.stop - part.start for part in columns)
         assert record["bytes_down"] == record["bytes_up"] == 8 * 4 * (layout.size - at_home)
-        experiment.rounds.play(1)
-        assert not any(torch.equal(experiment.engine.homes.get(c)[PERSONAL_KEY], kept[c]) for c in range(8)), (
+        experiment.rounds.run_round(1)
+        assert not any(torch.equal(experiment.engine.client_states.get(c)[PERSONAL_KEY], kept[c]) for c in range(8)), (
             "they train on"
         )
 
@@ -128,19 +128,19 @@ def test_what_stays_home_is_what_the_client_trained() -> None:
     with build_small_run("norms-home", {}).engine_closed() as experiment:
         engine, server = experiment.engine, experiment.rounds.parts.server
         seen: list[Tensor] = []
-        local = experiment.rounds.parts.local
-        plain = type(local).step
+        local = experiment.rounds.parts.client
+        plain = type(local).training_step
 
         def step(bench: LocalTrainer, batch):
             seen.append(bench.row.clone())
             return plain(local, bench, batch)
 
-        local.step = step
-        columns = local.stays_home(experiment.layout)
+        local.training_step = step
+        columns = local.personal_columns(experiment.layout)
         for number in range(2):
             (update,) = engine.train(number, list(server.dispatch(number, [2])))
-            engine.accept(update)
-            kept = engine.homes.get(2)[PERSONAL_KEY].clone()
+            engine.commit_update(update)
+            kept = engine.client_states.get(2)[PERSONAL_KEY].clone()
             if number == 0:
                 first, steps = kept, len(seen)
         start = torch.cat([seen[steps][part] for part in columns])
@@ -163,18 +163,18 @@ def test_a_refiner_sees_the_updates_and_changes_what_is_sent_next() -> None:
 def test_several_models_on_a_server_keep_those_of_lost_clients() -> None:
     with build_small_run("swarm", {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         before = server.bank.rows.clone()
-        jobs = server.dispatch(1, server.select(1))
+        jobs = server.dispatch(1, server.sample_clients(1))
         answered = list(experiment.engine.train(1, jobs[:1]))
-        server.collect(1, iter(answered))
+        server.aggregate(1, iter(answered))
         assert not torch.equal(server.bank.rows[0], before[0])
         assert torch.equal(server.bank.rows[1:], before[1:])
 
 
 def test_the_public_suite_names_the_promise_that_was_broken() -> None:
     class Nothing(FedAvgServer):
-        def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
             for update in updates:
                 self.bank.rows[0].copy_(update.row)
 

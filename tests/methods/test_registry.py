@@ -11,8 +11,8 @@ from fedloom.methods.fedprox import FedProxClient
 def test_parts_that_nobody_brings_are_fedavgs() -> None:
     composition = compose("fedprox")
     assert composition.owner("server").server is FedAvgServer
-    assert composition.owner("local").local is FedProxClient
-    assert composition.owner("companion") is None
+    assert composition.owner("client").client is FedProxClient
+    assert composition.owner("extras") is None
 
 
 def test_fedavg_beside_another_adds_nothing() -> None:
@@ -23,7 +23,7 @@ def test_fedavg_beside_another_adds_nothing() -> None:
     ("name", "sentence"),
     [
         ("fedprx", "did you mean 'fedprox'"),
-        ("fedprox+scaffold", "fedprox and scaffold both bring a local"),
+        ("fedprox+scaffold", "fedprox and scaffold both provide the part 'client'"),
         ("fedprox+fedprox", "twice"),
         ("fedprox+", "unknown method ''"),
         ("", "unknown method ''"),
@@ -57,18 +57,18 @@ def test_a_method_sets_defaults_of_the_parts_it_leans_on_and_the_user_overrides_
 
 
 def test_ours_cannot_be_replaced_but_ones_own_can() -> None:
-    mine = Method("mine", "a test", "nobody", local=Client)
+    mine = Method("mine", "a test", "nobody", client=Client)
     assert register(mine) is mine
-    register(Method("mine", "a better one", "nobody", local=Client))
+    register(Method("mine", "a better one", "nobody", client=Client))
     assert methods()["mine"].summary == "a better one"
     with pytest.raises(InputError, match="already a method 'fedavg'"):
-        register(Method("fedavg", "x", "y", local=Client))
+        register(Method("fedavg", "x", "y", client=Client))
     with pytest.raises(InputError, match="letters, digits"):
-        register(Method("a+b", "x", "y", local=Client))
+        register(Method("a+b", "x", "y", client=Client))
 
 
 def test_every_option_in_force_is_stated() -> None:
-    assert compose("fedprox", {"fedprox": {"mu": 0.5}}).stated() == {
+    assert compose("fedprox", {"fedprox": {"mu": 0.5}}).resolved_options() == {
         "fedavg": {"weighting": "samples", "server_lr": 1.0},
         "fedprox": {"mu": 0.5},
     }
@@ -82,7 +82,7 @@ def test_methods_of_installed_packages_are_found_and_broken_ones_named(monkeypat
             self.load = load
 
     def loads() -> None:
-        register(Method("installed", "a test", "nobody", local=Client))
+        register(Method("installed", "a test", "nobody", client=Client))
 
     def breaks() -> None:
         raise ImportError("no such thing")
@@ -100,7 +100,7 @@ def test_a_method_without_options_says_so() -> None:
     class Bare(Options):
         pass
 
-    register(Method("bare", "a test", "nobody", options=Bare, local=Client))
+    register(Method("bare", "a test", "nobody", options=Bare, client=Client))
     with pytest.raises(InputError, match=r"bare has no options, so bare\.x cannot be set"):
         compose("bare", {"bare": {"x": 1}})
 
@@ -112,4 +112,4 @@ def test_options_of_a_server_that_takes_no_part_are_refused_and_not_stated() -> 
     register(Method("other", "a test", "nobody", options=FedAvgOptions, server=Other))
     with pytest.raises(InputError, match="the server is other's"):
         compose("other+scaffold", {"fedavg": {"weighting": "uniform"}})
-    assert set(compose("other+scaffold").stated()) == {"other", "scaffold"}
+    assert set(compose("other+scaffold").resolved_options()) == {"other", "scaffold"}

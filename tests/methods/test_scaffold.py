@@ -21,7 +21,7 @@ def half_square(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_it_reaches_the_minimiser_that_fedavg_misses(option: str, tmp_path) -> None:
     federation = Quadratics()
-    settings = {"rounds": 200, "epochs": 10, "batch_size": 0, "lr": 0.05, "loss": half_square, "engine": "plain"}
+    settings = {"rounds": 200, "epochs": 10, "batch_size": 0, "lr": 0.05, "loss": half_square, "engine": "sequential"}
 
     def solve(method: str, **more: object) -> Tensor:
         out = tmp_path / method
@@ -35,16 +35,16 @@ def test_it_reaches_the_minimiser_that_fedavg_misses(option: str, tmp_path) -> N
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
-@pytest.mark.parametrize("lost", [0.0, 0.4])
-def test_the_servers_variate_is_the_mean_of_all_clients(option: str, lost: float) -> None:
-    settings = {"rounds": 5, "lost": lost, "weight_decay": 0.01}
+@pytest.mark.parametrize("failure_rate", [0.0, 0.4])
+def test_the_servers_variate_is_the_mean_of_all_clients(option: str, failure_rate: float) -> None:
+    settings = {"rounds": 5, "failure_rate": failure_rate, "weight_decay": 0.01}
     with build_small_run("scaffold", {"scaffold": {"option": option}}, **settings).engine_closed() as experiment:
         for number in range(5):
-            experiment.rounds.play(number)
-            homes = experiment.engine.homes
-            total = sum(homes.get(client)["c"].double() for client in homes.clients())
-            c = experiment.rounds.parts.companion.c.double()
-            torch.testing.assert_close(c, total / len(experiment.federation), rtol=1e-5, atol=1e-7)
+            experiment.rounds.run_round(number)
+            homes = experiment.engine.client_states
+            total = sum(homes.get(client)["c"].double() for client in homes.client_ids())
+            c = experiment.rounds.parts.extras.c.double()
+            torch.testing.assert_close(c, total / len(experiment.federated_data), rtol=1e-5, atol=1e-7)
         assert len(homes) > 4
         assert c.norm() > 0
 
@@ -59,17 +59,17 @@ def test_the_first_round_is_fedavg_with_uniform_weights(option: str) -> None:
 
 def one_client(experiment: BuiltRun, round: int = 0) -> tuple[fedloom.ClientUpdate, list[Tensor]]:
     """What client 2 returns, and the gradients of its steps before they were corrected."""
-    local, gradients = experiment.rounds.parts.local, []
-    plain = type(local).correct
+    local, gradients = experiment.rounds.parts.client, []
+    plain = type(local).adjust_gradient
 
     def note(bench: fedloom.LocalTrainer) -> None:
         gradients.append(bench.gradient.clone())
         plain(local, bench)
 
-    local.correct = note
-    extras = experiment.rounds.parts.companion.send(round, 2)
+    local.adjust_gradient = note
+    extras = experiment.rounds.parts.extras.send_to_client(round, 2)
     (job,) = experiment.rounds.parts.server.dispatch(round, [2])
-    (update,) = experiment.engine.train(round, [fedloom.ClientTask(job.client, job.row, job.slot, extras)])
+    (update,) = experiment.engine.train(round, [fedloom.ClientTask(job.client_id, job.row, job.model_index, extras)])
     assert isinstance(update, fedloom.ClientUpdate), update
     return update, gradients
 
@@ -80,7 +80,7 @@ def test_option_two_is_the_mean_of_the_gradients_that_were_used(round: int, deca
     with build_small_run("scaffold", {}, epochs=2, lr=0.05, lr_decay=decay).engine_closed() as experiment:
         update, gradients = one_client(experiment, round)
         mean = torch.stack(gradients).mean(0)
-        torch.testing.assert_close(update.home["c"], mean, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(update.client_state["c"], mean, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(update.extras["delta_c"], mean, rtol=1e-3, atol=1e-5)
 
 
@@ -88,11 +88,11 @@ def test_option_one_is_the_gradient_of_all_samples_at_the_received_model() -> No
     options = {"scaffold": {"option": "I"}}
     with build_small_run("scaffold", options, epochs=3, lr=0.2, model=simple_network).engine_closed() as experiment:
         update, gradients = one_client(experiment)
-        module, samples = experiment.rounds.context.make_module(), experiment.federation.client(2)
+        module, samples = experiment.rounds.context.make_model(), experiment.federated_data.client_samples(2)
         experiment.layout.bind(module, experiment.rounds.context.initial.clone())
         loss = F.cross_entropy(module(samples.x), samples.y)
         full = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
-        torch.testing.assert_close(update.home["c"], full, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(update.client_state["c"], full, rtol=1e-4, atol=1e-6)
         assert not torch.allclose(torch.stack(gradients).mean(0), full, rtol=1e-2)
 
 
@@ -100,22 +100,22 @@ def test_option_one_is_the_gradient_of_all_samples_at_the_received_model() -> No
 def test_momentum_lengthens_the_way_and_is_taken_out_again(momentum: float) -> None:
     """On a slope that never changes the variate is that slope, once momentum has built up."""
     values = {"method": "scaffold", "clients": 3, "steps": 400, "batch_size": 0, "lr": 1e-3, "momentum": momentum}
-    config = make_config({**values, "data": "slope", "partition": "own", "model": "point", "engine": "plain"})
+    config = make_config({**values, "data": "slope", "partition": "own", "model": "point", "engine": "sequential"})
     own = UserObjects(Quadratics(), Point, lambda output, _: output.sum(1).mean())
     with build_run(config, own).engine_closed() as experiment:
         update, _ = one_client(experiment)
-        torch.testing.assert_close(update.home["c"], Quadratics.slopes[2], rtol=0.03, atol=0.0)
+        torch.testing.assert_close(update.client_state["c"], Quadratics.slopes[2], rtol=0.03, atol=0.0)
 
 
 def test_a_refused_update_leaves_the_clients_variate_alone() -> None:
-    made = build_small_run("scaffold", {}, federation=SmallFederatedDataset(poisoned=3), per_round=8)
+    made = build_small_run("scaffold", {}, federated_data=SmallFederatedDataset(poisoned=3), clients_per_round=8)
     with made.engine_closed() as experiment:
         for round in range(2):
-            assert "refused" in experiment.rounds.play(round)["lost_clients"]["3"]
-        homes = experiment.engine.homes
-        assert homes.clients() == [client for client in range(8) if client != 3]
-        total = sum(homes.get(client)["c"].double() for client in homes.clients())
-        torch.testing.assert_close(experiment.rounds.parts.companion.c.double(), total / 8, rtol=1e-5, atol=1e-7)
+            assert "refused" in experiment.rounds.run_round(round)["failed_clients"]["3"]
+        homes = experiment.engine.client_states
+        assert homes.client_ids() == [client for client in range(8) if client != 3]
+        total = sum(homes.get(client)["c"].double() for client in homes.client_ids())
+        torch.testing.assert_close(experiment.rounds.parts.extras.c.double(), total / 8, rtol=1e-5, atol=1e-7)
 
 
 def test_adam_needs_option_one() -> None:

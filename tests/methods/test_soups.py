@@ -35,17 +35,17 @@ class Trace:
     """What the runs of one client had and gave."""
 
     def __init__(self, experiment: BuiltRun, client: int = 1) -> None:
-        local = experiment.rounds.parts.local
+        local = experiment.rounds.parts.client
         self.starts: list[Tensor] = []
         self.ends: list[Tensor] = []
         self.settings: list[tuple[float, int, float, list[float]]] = []
         self.batches: list[list[Tensor]] = []
-        plain, step = local.one_run, local.step
+        plain, step = local.one_run, local.training_step
 
         def noted(bench: LocalTrainer) -> Any:
             self.starts.append(bench.row.clone())
             rates = [layer.p for layer in bench.module.modules() if isinstance(layer, nn.Dropout)]
-            self.settings.append((bench.lr, bench.training.batch_size, bench.optimizer.weight_decay, rates))
+            self.settings.append((bench.lr, bench.config.batch_size, bench.optimizer.weight_decay, rates))
             self.batches.append([])
             yield from plain(bench)
             self.ends.append(bench.row.clone())
@@ -54,7 +54,7 @@ class Trace:
             self.batches[-1].append(batch.x.clone())
             return step(bench, batch)
 
-        local.one_run, local.step = noted, looked
+        local.one_run, local.training_step = noted, looked
         jobs = list(experiment.rounds.parts.server.dispatch(0, [client]))
         (self.update,) = experiment.engine.train(0, jobs)
         assert isinstance(self.update, ClientUpdate), self.update
@@ -62,8 +62,10 @@ class Trace:
 
 def started(experiment: BuiltRun, client: int = 1) -> LocalTrainer:
     """The bench with a client's work laid out on it."""
-    bench, start = experiment.engine._bench, experiment.rounds.context.initial
-    bench.begin(0, client, experiment.federation.client(client), start.clone(), start, {}, {}, {}, True)
+    bench, start = experiment.engine._trainer, experiment.rounds.context.initial
+    bench.start_task(
+        0, client, experiment.federated_data.client_samples(client), start.clone(), start, {}, {}, {}, True
+    )
     return bench
 
 
@@ -103,7 +105,7 @@ def test_the_others_draw_from_the_ranges() -> None:
     chosen = {"soups": {**options, "dropouts": [0.4, 0.6]}}
     with build_small_run("soups", chosen, model=dropping, steps=1).engine_closed() as experiment:
         trace = Trace(experiment)
-        after = [layer.p for layer in experiment.engine._bench.module.modules() if isinstance(layer, nn.Dropout)]
+        after = [layer.p for layer in experiment.engine._trainer.module.modules() if isinstance(layer, nn.Dropout)]
     assert trace.settings[0] == (0.1, 8, 0.0, [0.25, 0.0])
     lrs, sizes, decays, rates = zip(*trace.settings[1:], strict=True)
     assert set(lrs) == {0.1, 0.05}
@@ -130,18 +132,18 @@ def test_empty_ranges_leave_everything_alone_but_the_order_of_the_batches() -> N
 def test_whole_batches_stay_whole() -> None:
     with build_small_run("soups", {"soups": {"batch_factors": [0.5]}}, batch_size=0).engine_closed() as experiment:
         trace = Trace(experiment)
-        assert all(len(batches[0]) == experiment.federation.samples(1) for batches in trace.batches)
+        assert all(len(batches[0]) == experiment.federated_data.num_examples(1) for batches in trace.batches)
 
 
 def test_the_draws_belong_to_round_and_client() -> None:
     with build_small_run("soups", {"soups": {"models": 12}}).engine_closed() as experiment:
-        local, bench = experiment.rounds.parts.local, experiment.engine._bench
+        local, bench = experiment.rounds.parts.client, experiment.engine._trainer
 
         def drawn(round: int, client: int) -> list[float]:
             start = experiment.rounds.context.initial
-            samples = experiment.federation.client(client)
-            bench.begin(round, client, samples, start.clone(), start, {}, {}, {}, True)
-            return [recipe.training.lr for recipe in local.recipes(bench)]
+            samples = experiment.federated_data.client_samples(client)
+            bench.start_task(round, client, samples, start.clone(), start, {}, {}, {}, True)
+            return [recipe.config.lr for recipe in local.recipes(bench)]
 
         assert drawn(2, 1) == drawn(2, 1)
         assert drawn(2, 1) != drawn(3, 1)
@@ -153,13 +155,13 @@ def test_epochs_of_each_model_make_the_budget() -> None:
     options = {"soups": {"models": 2, "epochs": 2, "batch_factors": []}}
     with build_small_run("soups", options, epochs=4).engine_closed() as experiment:
         steps = Trace(experiment).update.steps
-        assert steps == 4 * -(-experiment.federation.samples(1) // 8)
+        assert steps == 4 * -(-experiment.federated_data.num_examples(1) // 8)
 
 
 def test_a_client_that_failed_leaves_nothing_to_the_next() -> None:
     with build_small_run("soups", {"soups": {"dropouts": [0.9]}}, model=dropping).engine_closed() as experiment:
         bench = started(experiment)
-        for number, _ in enumerate(experiment.rounds.parts.local.train(bench)):
+        for number, _ in enumerate(experiment.rounds.parts.client.train(bench)):
             if number == 1:
                 break  # as if it had raised
         assert bench.module[1].p == 0.9
@@ -288,7 +290,7 @@ def test_what_is_held_out_is_what_is_needed() -> None:
     ):
         with build_small_run("soups", {"soups": options}).engine_closed() as experiment:
             bench = started(experiment)
-            assert len(bench.validation) == int(share * experiment.federation.samples(1) + 0.5), options
+            assert len(bench.validation) == int(share * experiment.federated_data.num_examples(1) + 0.5), options
 
 
 # the best epoch
@@ -334,7 +336,7 @@ def test_without_classes_the_loss_is_judged(tmp_path: Path) -> None:
         options={"soups": {"selection": "greedy", "keep": "best", "lr_factors": [1.0, 1e-6]}},
         out=tmp_path / "run",
         report=False,
-        engine="plain",
+        engine="sequential",
         rounds=5,
         lr=0.1,
     )
@@ -347,6 +349,7 @@ def test_the_average_of_rows_is_out_of_place() -> None:
     assert [float(row) for row in rows] == [1, 4]
 
 
+@pytest.mark.exhaustive
 def test_it_keeps_the_contract_when_greedy_and_combined() -> None:
     check_method("fedmr+soups", {"soups": {"selection": "greedy", "keep": "best", "models": 3}})
 

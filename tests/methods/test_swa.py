@@ -20,8 +20,8 @@ from fedloom.training.trainer import LocalTrainer
 
 def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Tensor], list[float]]:
     """A client's update, the model after each of its steps, and the learning rate of each."""
-    local, rows, rates = experiment.rounds.parts.local, [], []
-    plain = local.step
+    local, rows, rates = experiment.rounds.parts.client, [], []
+    plain = local.training_step
 
     def noted(bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = plain(bench, batch)
@@ -29,7 +29,7 @@ def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Ten
         rates.append(bench.lr)
         return loss
 
-    local.step = noted
+    local.training_step = noted
     (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [client])))
     return update, rows, rates
 
@@ -113,7 +113,7 @@ def test_a_cyclic_rate_falls_within_each_cycle_and_momentum_goes_on() -> None:
 def test_the_budget_is_fedavgs(snapshots: int) -> None:
     with build_small_run("swa", {"swa": {"snapshots": snapshots}}, epochs=3).engine_closed() as experiment:
         update, rows, _ = trace(experiment)
-        samples = experiment.federation.samples(1)
+        samples = experiment.federated_data.num_examples(1)
         assert update.steps == len(rows) == 3 * -(-samples // 8)
 
 

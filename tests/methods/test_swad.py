@@ -28,7 +28,7 @@ def average(losses: list[float], **options: Any) -> tuple[float | None, SwadVall
         if valley.ended:
             break
     out = torch.full((1,), torch.nan)
-    return (float(out) if valley.finish().into(out) else None), valley
+    return (float(out) if valley.finish().write_to(out) else None), valley
 
 
 def algorithm_1(losses: list[float], n_s: int, n_e: int, r: float) -> list[int]:
@@ -79,7 +79,7 @@ def test_segments_count_by_their_steps() -> None:
     for number, steps in ((1.0, 3), (5.0, 1)):
         valley.check(torch.tensor([number]), steps, 1.0)
     out = torch.zeros(1)
-    assert valley.finish().into(out)
+    assert valley.finish().write_to(out)
     assert float(out) == pytest.approx(2.0)
 
 
@@ -107,15 +107,15 @@ def test_few_segments_are_held_at_once(losses: list[float], n_s: int, n_e: int) 
 
 def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Tensor]]:
     """A client's update, and the model after each of its steps."""
-    local, rows = experiment.rounds.parts.local, []
-    plain = local.step
+    local, rows = experiment.rounds.parts.client, []
+    plain = local.training_step
 
     def noted(bench: LocalTrainer, batch: Batch) -> Tensor:
         loss = plain(bench, batch)
         rows.append(bench.row.clone())
         return loss
 
-    local.step = noted
+    local.training_step = noted
     (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [client])))
     return update, rows
 
@@ -152,7 +152,7 @@ def test_the_last_segment_alone_is_averaged_where_nothing_starts() -> None:
 def test_the_checks_are_of_the_iterates_on_what_is_held_out(checks: int, checked: list[int]) -> None:
     """Of the last one of a segment, and not of its mean."""
     with build_small_run("swad", {"swad": {"checks": checks}}, steps=6, lr=0.3).engine_closed() as experiment:
-        bench, scores = experiment.engine._bench, []
+        bench, scores = experiment.engine._trainer, []
         plain = bench.validate
 
         def noted(row: Tensor) -> Any:
@@ -161,7 +161,7 @@ def test_the_checks_are_of_the_iterates_on_what_is_held_out(checks: int, checked
 
         bench.validate = noted
         _, rows = trace(experiment)
-        held = experiment.federation.client(1)
+        held = experiment.federated_data.client_samples(1)
         assert [score.count for _, score in scores] == [int(0.2 * len(held) + 0.5)] * len(checked)
         iterates = [rows[step - 1] for step in checked]
         assert all(torch.equal(scored, row) for (scored, _), row in zip(scores, iterates, strict=True))

@@ -14,6 +14,7 @@ from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.engines.sequential import SequentialEngine
 from fedloom.methods import methods
 from fedloom.testing.fixtures import build_small_run
+from tests.support.core_methods import CORE_METHODS
 
 MORE = {
     "abavg": "asks how many samples each client's model has right",
@@ -77,16 +78,17 @@ def asked_in_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> Counter[st
             # As from a GPU, which has found out beside the rest whether all numbers are finite.
             yield replace(answer, finite=True) if isinstance(answer, ClientUpdate) else answer
 
-    given = {"engine": "plain", "per_round": 8, "rounds": 100, "eval_every": 100}
+    given = {"engine": "sequential", "clients_per_round": 8, "rounds": 100, "eval_every": 100}
     with build_small_run(method, {}, **given).engine_closed() as experiment:
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         monkeypatch.setattr(SequentialEngine, "train", training)
         questions.counts.clear()
         with questions:
-            assert not experiment.rounds.play(1)["lost"]
+            assert not experiment.rounds.run_round(1)["failed"]
     return questions.counts
 
 
+@pytest.mark.quick_if(method=CORE_METHODS)
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_a_server_asks_for_few_numbers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_in_a_round(method, monkeypatch)

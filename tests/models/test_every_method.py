@@ -17,6 +17,7 @@ from fedloom.methods.registry import BUILT_IN
 from fedloom.models.registry import NETWORKS
 from fedloom.runs.build import build_run
 from fedloom.runs.resolve import UserObjects
+from tests.support.core_methods import CORE_METHODS
 
 VIT = "depth=2,width=16,heads=2"
 CASES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -63,14 +64,14 @@ SHORT: dict[str, dict[str, Any]] = {
 REFUSED = {
     # torch's attention on a CPU has no second derivative
     **{(name, "dynafed"): "second derivatives" for name in CASES if name.startswith("vit")},
-    ("lstm-shakespeare", "dynafed"): "text cannot be synthesised",
-    ("lstm-sent140", "dynafed"): "text cannot be synthesised",
+    ("lstm-shakespeare", "dynafed"): "text cannot be synthesized",
+    ("lstm-sent140", "dynafed"): "text cannot be synthesized",
     **{
-        ("logreg", method): f"{method}.* share a network's body, and .* logreg is, has none"
+        ("logreg", method): f"{method}.* share the body of a network, but .* such as logreg, has none"
         for method in ("fedbabu", "fedrep")
     },
     **{
-        (network, method): "take means of inputs, and those of this network are tokens"
+        (network, method): "average inputs, but the inputs of this network are tokens"
         for network in ("lstm-shakespeare", "lstm-sent140")
         for method in ("fedmix", "naivemix")
     },
@@ -90,10 +91,11 @@ def federation(shape: tuple[int, ...]) -> FederatedDataset:
         return (x if len(shape) == 1 else x.astype(np.float32) / 7), np.arange(count) % 3
 
     made = FederatedDataset.from_arrays([some(3), some(1)], test=some(3), name="few", classes=3)
-    made.server_data = made.client(0)
+    made.server_data = made.client_samples(0)
     return made
 
 
+@pytest.mark.quick_if(name=("mlp", "resnet18", "lstm-shakespeare"), method=CORE_METHODS)
 @pytest.mark.parametrize("method", BUILT_IN)
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) -> None:
@@ -102,20 +104,20 @@ def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) 
         pytest.importorskip("transformers", reason="transformers (the extra fedloom[vit]) is not installed")
     model, shape = CASES[name]
     rounds = 2 if method == "dynafed" else 1
-    settings = {"clients": 2, "per_round": 2, "rounds": rounds, "epochs": 1, "batch_size": 3, "lr": 0.01}
+    settings = {"clients": 2, "clients_per_round": 2, "rounds": rounds, "epochs": 1, "batch_size": 3, "lr": 0.01}
     config = make_config(
         {**settings, "method": method, "options": {method: SHORT[method]} if method in SHORT else {}}
-        | {"model": model, "partition": "own", "engine": "plain", "data": "few"}
+        | {"model": model, "partition": "own", "engine": "sequential", "data": "few"}
     )
     if (name, method) in REFUSED:
         with pytest.raises(InputError, match=REFUSED[name, method]):
             build_run(config, UserObjects(data=federation(shape)))
         return
     with build_run(config, UserObjects(data=federation(shape))).engine_closed() as experiment:
-        before = experiment.rounds.parts.server.deploy().clone()
-        records = [experiment.rounds.play(round) for round in range(rounds)]
-        after = experiment.rounds.parts.server.deploy()
-    assert not any(record["lost"] for record in records), records[-1]["lost_clients"]
+        before = experiment.rounds.parts.server.global_model().clone()
+        records = [experiment.rounds.run_round(round) for round in range(rounds)]
+        after = experiment.rounds.parts.server.global_model()
+    assert not any(record["failed"] for record in records), records[-1]["failed_clients"]
     assert experiment.layout.is_finite(after)
     if method != "fedma-layers":  # which deploys after a pass of as many rounds as there are layers
         assert not torch.equal(before, after), "it learned something"

@@ -23,7 +23,7 @@ from fedloom.runs.callback import SilentCallback
 
 Command = Callable[..., Any]
 TINY = ("--clients", 4, "--rounds", 2, "--epochs", 1, "--workers", 1)
-SETTINGS: dict[str, Any] = {"clients": 4, "rounds": 2, "epochs": 1, "engine": "plain", "report": False}
+SETTINGS: dict[str, Any] = {"clients": 4, "rounds": 2, "epochs": 1, "engine": "sequential", "report": False}
 
 
 def network(classes: int = 10, seed: int = 1, name: str = "mlp") -> nn.Module:
@@ -95,7 +95,7 @@ def test_what_is_missing_and_what_is_unexpected_is_listed(tmp_path: Path) -> Non
     assert (begun.missing, begun.unexpected) == (("fc2.bias",), ("extra.weight",))
     assert torch.equal(module.state_dict()["fc2.bias"], network(seed=2).state_dict()["fc2.bias"])
     for word in ("5 of 6", "missing in the file: fc2.bias", "unexpected in it: extra.weight"):
-        assert word in begun.sentence()
+        assert word in begun.describe()
 
 
 def test_half_precision_becomes_single(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_classifier_for_other_classes_is_made_new_by_the_keyed_stream(file: Pa
     one, other, third = network(5, seed=2), network(5, seed=3), network(5, seed=2)
     begun = begin(one, file)
     assert begun.replaced == ("head.weight", "head.bias")
-    assert begun.why == "10 classes there, 5 here"
+    assert begun.new_classifier_reason == "10 classes in the file, 5 in the network"
     assert torch.equal(one.get_parameter("fc2.weight"), network().get_parameter("fc2.weight"))
     begin(other, file)
     assert same(one, other), "whatever the network held before"
@@ -144,7 +144,7 @@ def test_other_shapes_are_refused_and_nothing_is_changed(tmp_path: Path) -> None
     save_file(state, tmp_path / "s.safetensors")
     module = network(seed=2)
     with pytest.raises(InputError, match=r"fc2\.weight is 200 x 100 in the file and 200 x 200 .*\(and 1 more\)"):
-        begin(module, tmp_path / "s.safetensors", network="mlp")
+        begin(module, tmp_path / "s.safetensors", model_name="mlp")
     assert same(module, network(seed=2))
 
 
@@ -157,10 +157,10 @@ def test_a_classifier_of_another_width_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "s.safetensors")
-    with pytest.raises(InputError, match="has nothing for the network 'mlp'"):
-        begin(network(), tmp_path / "s.safetensors", network="mlp")
+    with pytest.raises(InputError, match="has no tensors for the network 'mlp'"):
+        begin(network(), tmp_path / "s.safetensors", model_name="mlp")
     save_file(network(name="logreg").state_dict(), tmp_path / "l.safetensors")
-    with pytest.raises(InputError, match="has nothing for"):  # only a classifier, and that for other classes
+    with pytest.raises(InputError, match="has no tensors for"):  # only a classifier, and that for other classes
         begin(network(5, name="logreg"), tmp_path / "l.safetensors")
 
 
@@ -237,7 +237,7 @@ def test_other_files_are_refused(command: Command, tmp_path: Path, content: byte
     [
         (("--new-head",), "no init is given"),
         (("--init-sha256", "0" * 64), "no init is given"),
-        (("--init", "start.safetensors", "--init-sha256", "0" * 64), "not the file that was meant"),
+        (("--init", "start.safetensors", "--init-sha256", "0" * 64), "not the expected file"),
         (("--init", "start.safetensors", "--init-sha256", "xyz"), "64 hexadecimal digits"),
         (("--init", "a\x00b"), "cannot read"),
     ],
@@ -271,7 +271,7 @@ def test_a_run_starts_there_and_says_what_it_took(command: Command, file: Path, 
     ended = command("run", "fedavg", *TINY, "--classes", "0-4", "--init", "start.safetensors", "--out", "r")
     assert ended.code == 0, ended.err
     assert "4 of 6 tensors taken from" in ended.err
-    assert "new classifier head.weight, head.bias (10 classes there, 5 here)" in ended.err
+    assert "new classifier head.weight, head.bias (10 classes in the file, 5 in the network)" in ended.err
     record = json.loads((tmp_path / "r" / "initial.json").read_text())
     assert record["matched"] == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
     assert record["replaced"] == ["head.weight", "head.bias"]
@@ -315,13 +315,13 @@ class StopsAfter(SilentCallback):
     def __init__(self, rounds: int) -> None:
         self.left, self.notes = rounds, list[str]()
 
-    def note(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.notes.append(text)
 
-    def record(self, record: Any) -> None:
+    def on_round_end(self, record: Any) -> None:
         self.left -= record["round"] > 0
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self.left <= 1
 
 
@@ -330,16 +330,16 @@ def test_a_stopped_run_goes_on_whatever_became_of_the_file(file: Path, tmp_path:
     settings = {**SETTINGS, "rounds": 3, "init": str(file), "classes": "3-9"}
     whole = fedloom.run(out=tmp_path / "whole", **settings)
     with pytest.raises(fedloom.FedloomError, match="stopped after round 1"):
-        fedloom.run(out=tmp_path / "r", watcher=StopsAfter(1), **settings)
+        fedloom.run(out=tmp_path / "r", callback=StopsAfter(1), **settings)
     if fate == "gone":
         file.unlink()
     if fate == "changed":
         save_file(network(seed=9).state_dict(), file)
     watcher = StopsAfter(99)
-    assert fedloom.resume(tmp_path / "r", watcher=watcher, report=False).digest == whole.digest
+    assert fedloom.resume(tmp_path / "r", callback=watcher, report=False).digest == whole.digest
     assert ["gone or has changed" in note for note in watcher.notes] == [True] * (fate != "there")
     watcher = StopsAfter(99)
-    assert fedloom.verify(tmp_path / "r", watcher=watcher) == (whole.digest, whole.digest)
+    assert fedloom.verify(tmp_path / "r", callback=watcher) == (whole.digest, whole.digest)
     assert len(watcher.notes) == (fate != "there")
 
 
@@ -350,7 +350,7 @@ def test_a_run_that_was_killed_before_its_copy_was_made_needs_the_same_file(file
     for name in ("summary.json", "initial.json"):
         (tmp_path / "r" / name).unlink()
     save_file(network(seed=9).state_dict(), file)
-    with pytest.raises(InputError, match="not the file that was meant"):
+    with pytest.raises(InputError, match="not the expected file"):
         fedloom.resume(tmp_path / "r")
     file.unlink()
     with pytest.raises(InputError, match="No such file"):
@@ -383,9 +383,9 @@ def test_the_report_tells_starts_and_tasks_apart(command: Command, file: Path, t
     for name, words in {"a": (), "b": ("--init", file), "c": ("--init", file, "--classes", "0-4")}.items():
         assert command("run", "fedavg", *TINY, *words, "--out", name, "-q").code == 0
     page = (tmp_path / "c" / "report.html").read_text()
-    assert "Starting models" in page
+    assert "Initial weights" in page
     assert "head.weight and head.bias" in page
-    assert "Starting models" not in (tmp_path / "a" / "report.html").read_text()
+    assert "Initial weights" not in (tmp_path / "a" / "report.html").read_text()
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     table = make_comparison_table([read_run_record(tmp_path / name) for name in "abc"], None)
     labels = [group.label for group in table.groups]

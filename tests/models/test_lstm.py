@@ -36,7 +36,7 @@ def test_two_modules_compute_what_one_lstm_of_two_layers_does() -> None:
 
 
 def test_layers_of_fedmr() -> None:
-    units = list(Layout.of(network("lstm-sent140:vocabulary=9")).units())
+    units = list(Layout.of(network("lstm-sent140:vocabulary=9")).layer_columns())
     assert units == ["embedding", "lstm1", "lstm2", "fc1", "head"]
 
 
@@ -71,7 +71,7 @@ def test_a_token_beyond_the_vocabulary_is_named(token: int) -> None:
 
 
 def test_images_do_not_suit_text() -> None:
-    with pytest.raises(InputError, match=r"shape \(1, 8, 8\); it wants rows of tokens"):
+    with pytest.raises(InputError, match=r"shape \(1, 8, 8\); it expects rows of tokens"):
         build_model("lstm-shakespeare", (1, 8, 8), 3)
     with pytest.raises(InputError, match="know -1 tokens"):
         build_model("lstm-shakespeare", (8,), 3, -1)
@@ -84,7 +84,7 @@ def test_a_frozen_embedding_does_not_travel_and_comes_from_a_file() -> None:
     assert layout.size == count_parameters("lstm-sent140:vocabulary=8,embedding=3,hidden=4,frozen=true", (6,), 3)
     vectors = {"embedding.weight": torch.randn(9, 3)}
     load_initial_weights(
-        module, InitialWeightsFile(path=Path("theirs"), sha256="", tensors=vectors, about={}), RngStreams(0)
+        module, InitialWeightsFile(path=Path("theirs"), sha256="", tensors=vectors, metadata={}), RngStreams(0)
     )
     assert torch.equal(module.embedding.weight, vectors["embedding.weight"])
 

@@ -142,7 +142,7 @@ def test_any_large_enough_image_gives_one_score_a_class(
 def test_the_smallest_size_named_works_and_one_less_does_not(name: str, smallest: int) -> None:
     assert build_model(name, (1, smallest, smallest), 3)(torch.zeros(1, 1, smallest, smallest)).shape == (1, 3)
     for sides in ((smallest - 1, 40), (40, smallest - 1)):
-        with pytest.raises(InputError, match=f"smallest it takes have {smallest} x {smallest}"):
+        with pytest.raises(InputError, match=f"needs at least {smallest} x {smallest}"):
             build_model(name, (1, *sides), 3)
 
 
@@ -153,7 +153,7 @@ def test_vectors_suit_dense_networks(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_vectors_do_not_suit_convolutions(name: str) -> None:
-    with pytest.raises(InputError, match=r"shape \(13,\); it wants images"):
+    with pytest.raises(InputError, match=r"shape \(13,\); it expects images"):
         build_model(name, (13,), 4)
 
 
@@ -229,7 +229,7 @@ def test_the_last_layer_is_the_head(name: str) -> None:
 def test_a_layer_is_a_leaf_module(name: str) -> None:
     """What FedMR swaps: never a whole block, and a norm's statistics with its weights."""
     model = build_model(name, (16,) if name in TEXT else (1, 16, 16), 7)
-    owners = set(Layout.of(model).units())
+    owners = set(Layout.of(model).layer_columns())
     assert owners == {path for path, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert not any(list(model.get_submodule(owner).children()) for owner in owners)
 

@@ -93,7 +93,7 @@ def test_checkpoints_of_torchvision_and_timm_are_a_start() -> None:
         theirs[name] = torch.rand_like(tensor) if tensor.is_floating_point() else tensor
     assert {"bn1.running_var", "layer2.0.downsample.1.weight", "layer4.1.bn2.bias", "fc.weight"} <= theirs.keys()
     begun = load_initial_weights(
-        ours, InitialWeightsFile(path=Path("theirs"), sha256="", tensors=theirs, about={}), RngStreams(0)
+        ours, InitialWeightsFile(path=Path("theirs"), sha256="", tensors=theirs, metadata={}), RngStreams(0)
     )
     assert (begun.missing, begun.unexpected, begun.replaced) == ((), (), ())
     assert torch.equal(

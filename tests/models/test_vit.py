@@ -73,7 +73,7 @@ def test_only_lora_and_head_are_rows() -> None:
     assert len(layout.frozen) == len(list(module.parameters())) - len(trainable(module))
     projections = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trainable(module) if ".lora_" in name}
     assert projections in ({"q_proj", "v_proj"}, {"query", "value"})
-    units = layout.units()  # what FedMR may exchange: A never without its B
+    units = layout.layer_columns()  # what FedMR may exchange: A never without its B
     assert sorted(len(columns) for columns in units.values()) == [2] * 5
     assert {unit.rpartition(".")[2] for unit in units} == {*projections, "head"}
 
@@ -123,7 +123,7 @@ def test_grey_images_of_any_size_suit_the_large_one() -> None:
         ("vit-tiny:rank", (1, 8, 8), "NAME=VALUE"),
         ("vit-tiny:heads=5", (1, 8, 8), "width of 192 cannot be shared among 5 heads"),
         ("vit-tiny", (1, 30, 30), "vit-tiny:size="),
-        ("vit-tiny", (13,), "wants images"),
+        ("vit-tiny", (13,), "expects images"),
         ("vit-tny", (1, 8, 8), "did you mean 'vit-tiny'"),
         ("mlp:width=3", (1, 8, 8), "'mlp' has no options"),
     ],
@@ -144,7 +144,7 @@ def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
 
 def test_lora_starts_from_a_pretrained_network(tmp_path: Path) -> None:
     made = fedloom.pretrain("digits", tmp_path / "m.safetensors", f"vit-tiny:{SMALL}", epochs=1, classes="0-4")
-    settings: dict[str, Any] = {"clients": 3, "rounds": 1, "epochs": 1, "engine": "plain", "report": False}
+    settings: dict[str, Any] = {"clients": 3, "rounds": 1, "epochs": 1, "engine": "sequential", "report": False}
     run = fedloom.run(model=f"vit-tiny-lora:{SMALL}", init=str(made.path), out=tmp_path / "r", **settings)
     before, after = load_file(made.path), load_file(run.path / "model.safetensors")
     body = [name for name in before if not name.startswith("head.")]
@@ -182,8 +182,8 @@ def test_a_checkpoint_of_transformers_is_a_start(tmp_path: Path, headed: bool) -
 @pytest.fixture
 def experiment() -> Iterator[BuiltRun]:
     config = make_config(
-        {"model": "vit-tiny-lora:depth=4", "clients": 4, "per_round": 4, "rounds": 1, "epochs": 1, "workers": 2}
-        | {"engine": "host", "partition": "iid", "classes": "0-1"}
+        {"model": "vit-tiny-lora:depth=4", "clients": 4, "clients_per_round": 4, "rounds": 1, "epochs": 1, "workers": 2}
+        | {"engine": "multiprocess", "partition": "iid", "classes": "0-1"}
     )
     with build_run(config).engine_closed() as experiment:
         yield experiment
@@ -209,12 +209,12 @@ def test_frozen_weights_are_in_memory_once_whatever_the_number_of_workers(experi
     own, total = pages_of_its_own(os.getpid(), mine)
     if own != total:
         pytest.skip("/proc/PID/pagemap does not tell here which pages are a process's own")
-    experiment.rounds.play(0)
+    experiment.rounds.run_round(0)
     engine = experiment.engine
     assert isinstance(engine, MultiprocessEngine)
     pids = engine.worker_pids()
     assert len(pids) == 2
-    module, layout = experiment.module, experiment.layout
+    module, layout = experiment.model, experiment.layout
     frozen = [module.get_parameter(name) for name in layout.frozen]
     held = [[pages_of_its_own(pid, tensor) for tensor in frozen] for pid in pids]
     for pages in held:
@@ -224,8 +224,8 @@ def test_frozen_weights_are_in_memory_once_whatever_the_number_of_workers(experi
 
 
 def test_a_refiner_s_copy_of_the_module_shares_the_frozen_weights(experiment: BuiltRun) -> None:
-    copy = experiment.rounds.context.make_module()
-    for name, parameter in experiment.module.named_parameters():
+    copy = experiment.rounds.context.make_model()
+    for name, parameter in experiment.model.named_parameters():
         shared = copy.get_parameter(name).data_ptr() == parameter.data_ptr()
         assert shared != parameter.requires_grad
 
@@ -273,10 +273,10 @@ def test_dropout_of_lora_is_exact(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model": f"vit-tiny-lora:{SMALL},dropout=0.5", "rounds": 2, "report": False}
     runs = [
         fedloom.run(data=data, engine=engine, workers=2, out=tmp_path / engine, **settings)
-        for engine in ("plain", "host")
+        for engine in ("sequential", "multiprocess")
     ]
     assert runs[0].digest == runs[1].digest
     without = fedloom.run(
-        data=data, engine="plain", out=tmp_path / "w", **settings | {"model": f"vit-tiny-lora:{SMALL}"}
+        data=data, engine="sequential", out=tmp_path / "w", **settings | {"model": f"vit-tiny-lora:{SMALL}"}
     )
     assert without.digest != runs[0].digest

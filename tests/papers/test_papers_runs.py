@@ -130,11 +130,11 @@ def configs_of(*words: str) -> tuple[Config, ...]:
     """The runs that a command would start, by the real parser."""
 
     def one(config: Config, **_: Any) -> NoReturn:
-        raise Understood([replace_config(config, options=compose(config.method, config.options).stated())])
+        raise Understood([replace_config(config, options=compose(config.method, config.options).resolved_options())])
 
     def several(methods: list[str], seeds: int, **more: Any) -> NoReturn:
         options = more.pop("options")
-        for name in ("grid", "out", "target", "at_once", "watcher"):
+        for name in ("grid", "out", "target", "concurrent_runs", "callback"):
             more.pop(name)
         raise Understood([config for _, config in compare._plans(methods, seeds, options, more, UserObjects())])
 
@@ -174,9 +174,9 @@ def configs_from(paper: str) -> list[Config]:
 def test_fedexp_beside_fedmr_adds_a_tenth_for_each_client_of_a_round(place: Path) -> None:
     """As FedMR's code does, where FedExP's paper has one epsilon."""
     found = [config for config in configs_from("FedMR") if config.method == "fedexp"]
-    assert {config.per_round for config in found} == {5, 10, 18, 20, 50, 100}
+    assert {config.clients_per_round for config in found} == {5, 10, 18, 20, 50, 100}
     for config in found:
-        assert config.options["fedexp"]["epsilon"] == pytest.approx(config.per_round / 10)
+        assert config.options["fedexp"]["epsilon"] == pytest.approx(config.clients_per_round / 10)
 
 
 def test_clusamp_and_fedmut_beside_fedmr_are_set_as_in_its_code(place: Path) -> None:
@@ -252,11 +252,17 @@ def small(config: Config) -> Config:
     given = {name: {**config.options.get(name, {}), **SHORT.get(name, {})} for name in config.method.split("+")}
     return replace_config(
         config,
-        **{"model": f"{base}:{narrow}" if narrow else base, "clients": clients, "per_round": 2, "options": given},
-        **{"rounds": rounds_of(config), "steps": 1, "batch_size": 2, "engine": "plain"},
+        **{
+            "model": f"{base}:{narrow}" if narrow else base,
+            "clients": clients,
+            "clients_per_round": 2,
+            "options": given,
+        },
+        **{"rounds": rounds_of(config), "steps": 1, "batch_size": 2, "engine": "sequential"},
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", tasks(), ids=str)
 def test_methods_play_a_round(task: Task, place: Path, tmp_path: Path) -> None:
     """All methods on the first partition of a data set and network; on the others, which look alike to them, one."""
@@ -275,7 +281,7 @@ def test_methods_play_a_round(task: Task, place: Path, tmp_path: Path) -> None:
         finished = execute.execute_run(small(config), out=tmp_path / f"run{len(played)}", report=False)
         assert finished.summary["rounds"] == rounds_of(config), key
         assert np.isfinite(finished.summary["loss"]), key
-        assert finished.summary["lost"] == 0, (key, finished.history[-1]["lost_clients"])
+        assert finished.summary["failed"] == 0, (key, finished.history[-1]["failed_clients"])
     assert played
 
 
@@ -285,6 +291,7 @@ def networks() -> list[tuple[str, tuple[int, ...], int]]:
     return sorted({(model, source.shape, len(source.class_names)) for model, source in sources})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "shape", "classes"), networks(), ids=str)
 def test_networks_at_full_size_take_a_step(name: str, shape: tuple[int, ...], classes: int) -> None:
     """One client with one sample: the network itself, as wide as the paper has it."""
@@ -292,12 +299,14 @@ def test_networks_at_full_size_take_a_step(name: str, shape: tuple[int, ...], cl
         pytest.importorskip("peft", reason="peft (fedloom[vit]) is not installed")
     x = np.zeros((1, *shape), dtype=np.int64 if len(shape) == 1 else np.float32)
     own = FederatedDataset.from_arrays([(x, np.zeros(1, dtype=np.int64))], classes=classes, name="one")
-    config = Config(data="one", partition="own", clients=1, rounds=1, steps=1, batch_size=1, engine="plain", model=name)
+    config = Config(
+        data="one", partition="own", clients=1, rounds=1, steps=1, batch_size=1, engine="sequential", model=name
+    )
     with build_run(config, UserObjects(data=own)).engine_closed() as experiment:
-        assert experiment.layout.trainable == count_parameters(name, shape, classes, own.tokens)
-        before = experiment.rounds.parts.server.deploy().clone()
-        experiment.rounds.play(0)
-        assert not torch.equal(before, experiment.rounds.parts.server.deploy())
+        assert experiment.layout.trainable == count_parameters(name, shape, classes, own.vocabulary_size)
+        before = experiment.rounds.parts.server.global_model().clone()
+        experiment.rounds.run_round(0)
+        assert not torch.equal(before, experiment.rounds.parts.server.global_model())
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in RUNS], ids=str)

@@ -17,7 +17,7 @@ from fedloom.methods.fedavg import FedAvgServer
 from fedloom.methods.registry import BUILT_IN, register
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, simple_network, small_run
-from fedloom.testing.method_checks import _keep_updates, server_sees_only_mean, state_after_rounds, states_agree
+from fedloom.testing.method_checks import _keep_updates, _server_sees_only_mean, _state_after_rounds, _states_agree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "privacy.md"
 OURS = [method for method in methods().values() if method.name in BUILT_IN]
@@ -39,9 +39,9 @@ def far_apart(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate
     """Answers that have little in common."""
     answers, layout = [], experiment.layout
     for job in jobs:
-        draw, row = torch.Generator().manual_seed(100 + job.client), job.row.clone()
+        draw, row = torch.Generator().manual_seed(100 + job.client_id), job.row.clone()
         row[: layout.trainable] += 0.5 * torch.randn(layout.trainable, generator=draw)
-        uploads = experiment.rounds.parts.local.uploads(layout)
+        uploads = experiment.rounds.parts.client.upload_shapes(layout)
         extras = {name: torch.randint(1, 9, shape, generator=draw).float() for name, shape in uploads.items()}
         answers.append(ClientUpdate(job, row, 5, 1.0, 2, extras))
     return answers
@@ -49,27 +49,27 @@ def far_apart(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate
 
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
 def test_every_method_says_what_its_server_does_with_single_answers(method: Method) -> None:
-    if method.parts == ("local",):
-        assert method.needs_each is None  # there is nothing to say
+    if method.parts == ("client",):
+        assert method.uses_single_updates is None  # there is nothing to say
     else:
-        assert method.needs_each is not None
-        assert not method.needs_each.endswith(".")
+        assert method.uses_single_updates is not None
+        assert not method.uses_single_updates.endswith(".")
 
 
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
 def test_what_it_says_is_true(method: Method) -> None:
     """A server that needs a mean alone makes the same of copies of it, and any other server something else."""
     of_each, of_mean = (
-        state_after_rounds(method.name, QUICK.get(method.name, {}), far_apart, shown)
-        for shown in (_keep_updates, server_sees_only_mean)
+        _state_after_rounds(method.name, QUICK.get(method.name, {}), far_apart, shown)
+        for shown in (_keep_updates, _server_sees_only_mean)
     )
-    assert states_agree(of_each, of_mean) == method.needs_mean_only
+    assert _states_agree(of_each, of_mean) == method.needs_mean_only
 
 
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
 def test_a_method_runs_privately_or_says_why_not(method: Method, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"clip_update": 0.5, "noise": 1.0, "rounds": 1, "engine": "plain"}
-    reason = method.needs_each or REFUSED.get(method.name)
+    settings: dict[str, Any] = {"clip_update": 0.5, "noise": 1.0, "rounds": 1, "engine": "sequential"}
+    reason = method.uses_single_updates or REFUSED.get(method.name)
     if reason is None:
         assert small_run(method.name, {}, model=simple_network, **settings).records[0]["epsilon"] > 0
         return
@@ -91,9 +91,9 @@ def test_a_method_of_ones_own_must_say_that_a_mean_is_enough(tmp_path: Path) -> 
 
     own = {"summary": "", "reference": "", "server": Mine, "options": methods()["fedavg"].options}
     register(Method(name="mine-silent", **own))
-    register(Method(name="mine-mean", **own, needs_each=""))
+    register(Method(name="mine-mean", **own, uses_single_updates=""))
     try:
-        with pytest.raises(InputError, match=r"mine-silent cannot be run .* does not say \(needs_each\)"):
+        with pytest.raises(InputError, match=r"mine-silent cannot be run .* does not say \(uses_single_updates\)"):
             fedloom.run("mine-silent", clip_update=1.0, out=tmp_path / "a")
         run = fedloom.run("mine-mean", clip_update=1.0, rounds=1, out=tmp_path / "b", report=False)
         assert run.config.options["mine-mean"]["weighting"] == "uniform"
@@ -118,8 +118,8 @@ def test_the_table_of_the_page_is_what_the_catalogue_says() -> None:
         sums, private, why = table[method.name]
         assert sums == ("yes" if method.needs_mean_only else "no")
         assert private == ("yes" if method.needs_mean_only and not _refused(method.name) else "no")
-        if method.needs_each:
-            assert why == f"its server {method.needs_each}"
+        if method.uses_single_updates:
+            assert why == f"its server {method.uses_single_updates}"
         else:
             assert why == REFUSED.get(method.name, "its clients keep batch norm" if method.name == "fedbn" else "")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedloom.core.rng import RngStreams
 from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.privacy import PrivacyAccountant, PrivacyMechanism, _clip_update
-from fedloom.privacy.mechanism import _default_delta, _SeededNoise, _SystemNoise, common_base_model
+from fedloom.privacy import PrivacyAccountant, PrivacyMechanism
+from fedloom.privacy.mechanism import _clip_update, _default_delta, _SeededNoise, _SystemNoise, mechanism_base_model
 
 WIDTH = 6
 ROWS = arrays(np.float32, WIDTH, elements=st.floats(-1e4, 1e4, width=32)).map(torch.from_numpy)
@@ -25,7 +25,13 @@ CLIPS = st.floats(1e-3, 1e3)
 
 
 def make(**values: Any) -> PrivacyMechanism:
-    settings = {"clip": 1.0, "noise": 0.0, "clients": 20, "per_round": 4, "source": _SeededNoise(RngStreams(0))}
+    settings = {
+        "clip": 1.0,
+        "noise": 0.0,
+        "num_clients": 20,
+        "clients_per_round": 4,
+        "source": _SeededNoise(RngStreams(0)),
+    }
     settings |= {"account": PrivacyAccountant(0.0, 0.2, 1e-3)} | values
     return PrivacyMechanism(**settings)
 
@@ -106,7 +112,7 @@ def test_the_server_is_handed_as_many_copies_as_clients_were_expected() -> None:
         updates = iter([ClientUpdate(ClientTask(client, base), torch.ones(3), 1, 1.0, 1) for client in range(answers)])
         copies = list(make(noise=1.0).mean(0, base, updates))
         assert len(copies) == 4
-        assert all(copy.row is copies[0].row and copy.samples == 1 and copy.client < 0 for copy in copies)
+        assert all(copy.row is copies[0].row and copy.num_examples == 1 and copy.client_id < 0 for copy in copies)
         assert copies[0].row.dtype is torch.float32
 
 
@@ -121,8 +127,12 @@ def test_the_mean_is_rounded_once_at_its_end() -> None:
 
 def test_where_nobody_is_asked_the_model_at_hand_is_the_base() -> None:
     models = torch.arange(6.0).view(2, 3)
-    assert common_base_model([], models).tolist() == [0.0, 1.0, 2.0]
-    assert common_base_model([ClientTask(3, models[1]), ClientTask(4, models[1])], models).tolist() == [3.0, 4.0, 5.0]
+    assert mechanism_base_model([], models).tolist() == [0.0, 1.0, 2.0]
+    assert mechanism_base_model([ClientTask(3, models[1]), ClientTask(4, models[1])], models).tolist() == [
+        3.0,
+        4.0,
+        5.0,
+    ]
 
 
 # Noise
@@ -181,8 +191,8 @@ def test_draws_of_the_system_never_repeat() -> None:
 
 @pytest.mark.parametrize("source", [_SeededNoise(RngStreams(2)), _SystemNoise()], ids=["seed", "system"])
 def test_every_client_takes_part_on_its_own_with_the_same_chance(source: Any) -> None:
-    privacy = make(noise=1.0, clients=10, per_round=3, source=source)
-    cohorts = [privacy.select(round) for round in range(3000)]
+    privacy = make(noise=1.0, num_clients=10, clients_per_round=3, source=source)
+    cohorts = [privacy.sample_clients(round) for round in range(3000)]
     assert all(cohort == sorted(set(cohort)) for cohort in cohorts)
     asked = Counter(client for cohort in cohorts for client in cohort)
     assert all(abs(asked[client] / 3000 - 0.3) < 0.05 for client in range(10))
@@ -194,7 +204,7 @@ def test_every_client_takes_part_on_its_own_with_the_same_chance(source: Any) ->
 
 
 def test_all_are_asked_where_all_are_wanted() -> None:
-    assert make(noise=1.0, clients=5, per_round=5).select(0) == [0, 1, 2, 3, 4]
+    assert make(noise=1.0, num_clients=5, clients_per_round=5).sample_clients(0) == [0, 1, 2, 3, 4]
 
 
 def test_delta_is_less_than_one_client() -> None:

@@ -34,7 +34,20 @@ CHOICES = {
 }
 PRIVATE_CHOICES = [dict(zip(CHOICES, values, strict=True)) for values in product(*CHOICES.values())]
 """Every combination of the options that take one of several words."""
-FEW = ("--clients", 12, "--per-round", 4, "--rounds", 4, "--epochs", 1, "--model", "logreg", "--engine", "plain")
+FEW = (
+    "--clients",
+    12,
+    "--clients-per-round",
+    4,
+    "--rounds",
+    4,
+    "--epochs",
+    1,
+    "--model",
+    "logreg",
+    "--engine",
+    "sequential",
+)
 
 
 def models(folder: Path) -> dict[str, torch.Tensor]:
@@ -52,8 +65,9 @@ def test_with_a_clip_that_nothing_reaches_it_is_fedavg_with_uniform_weights(tmp_
         "clipped": {"clip_update": 1e6},
     }.items():
         run = fedloom.run(
-            "fedavg", SmallFederatedDataset(), simple_network, out=tmp_path / name, report=False, rounds=4, per_round=4,
-            engine="plain", **settings,
+            "fedavg", SmallFederatedDataset(), simple_network, out=tmp_path / name, report=False, rounds=4,
+            clients_per_round=4,
+            engine="sequential", **settings,
         )  # fmt: skip
         rows[name] = models(run.path)
         assert [record["clients"] for record in run.history[1:]] == [4] * 4
@@ -66,23 +80,23 @@ def test_one_round_is_the_mean_worked_out_by_hand() -> None:
         rounds = experiment.rounds
         server, w = rounds.parts.server, rounds.context.initial.double()
         total = torch.zeros_like(w)
-        for update in rounds.engine.train(0, list(server.dispatch(0, server.select(0)))):
+        for update in rounds.engine.train(0, list(server.dispatch(0, server.sample_clients(0)))):
             way = update.row.double() - w
             total += way * min(1.0, 0.05 / float(way.norm()))
-        rounds.play(0)
-        assert torch.equal(server.deploy(), (w + total / 4).float())
+        rounds.run_round(0)
+        assert torch.equal(server.global_model(), (w + total / 4).float())
 
 
 def test_clients_that_do_not_answer_make_the_step_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     for lost in (set[int](), {0, 1, 2, 3, 4, 5}):
         with build_small_run(
-            "fedavg", {}, model=simple_network, clip_update=0.01, per_round=8, rounds=1
+            "fedavg", {}, model=simple_network, clip_update=0.01, clients_per_round=8, rounds=1
         ).engine_closed() as experiment:
             rounds, gone = experiment.rounds, lost
-            monkeypatch.setattr(rounds, "_goes_missing", lambda round, job, gone=gone: job.client in gone)
-            rounds.play(0)
-            steps.append(float((rounds.parts.server.deploy() - rounds.context.initial).norm()))
+            monkeypatch.setattr(rounds, "_simulates_failure", lambda round, job, gone=gone: job.client_id in gone)
+            rounds.run_round(0)
+            steps.append(float((rounds.parts.server.global_model() - rounds.context.initial).norm()))
     assert steps[1] <= 2 * 0.01 / 8 + 1e-6  # two answers of eight, divided by eight
     assert steps[1] < 0.5 * steps[0]
 
@@ -91,7 +105,7 @@ def test_engines_and_workers_give_the_same_bits() -> None:
     settings = {**PRIVATE, "model": simple_network}
     plain = small_run("fedavg", {}, **settings).digest
     for workers in (1, 3):
-        assert small_run("fedavg", {}, engine="host", workers=workers, **settings).digest == plain
+        assert small_run("fedavg", {}, engine="multiprocess", workers=workers, **settings).digest == plain
     assert small_run("fedavg", {}, **settings, seed=1).digest != plain
 
 
@@ -99,11 +113,11 @@ def test_engines_and_workers_give_the_same_bits() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_draws_the_same_noise_as_a_cpu() -> None:
     rows = []
-    for given in ({"device": "cpu"}, {"device": "cuda", "engine": "plain"}, {"device": "cuda", "engine": "cuda"}):
+    for given in ({"device": "cpu"}, {"device": "cuda", "engine": "sequential"}, {"device": "cuda", "engine": "cuda"}):
         settings = {**PRIVATE, **given, "precision": "fp32", "model": simple_network}
         with build_small_run("fedavg", {}, **settings).engine_closed() as experiment:
-            experiment.rounds.play(0)
-            rows.append(experiment.rounds.parts.server.deploy().cpu())
+            experiment.rounds.run_round(0)
+            rows.append(experiment.rounds.parts.server.global_model().cpu())
     for row in rows[1:]:
         torch.testing.assert_close(row, rows[0], rtol=1e-4, atol=1e-5)
 
@@ -115,11 +129,13 @@ def test_the_noise_of_a_round_does_not_tell_how_many_took_part(
     """With clients that change nothing, the noise alone is left. This holds for every choice that a user has."""
     drawn = {}
     for taking_part in (0, 1, 2, 8):
-        monkeypatch.setattr(PrivacyMechanism, "select", lambda self, round, count=taking_part: list(range(count)))
-        settings = {**PRIVATE, **choices, "per_round": 2, "clients": 8, "lr": 1e-30}
+        monkeypatch.setattr(
+            PrivacyMechanism, "sample_clients", lambda self, round, count=taking_part: list(range(count))
+        )
+        settings = {**PRIVATE, **choices, "clients_per_round": 2, "clients": 8, "lr": 1e-30}
         with build_small_run("fedavg", {}, model=simple_network, **settings).engine_closed() as experiment:
-            assert experiment.rounds.play(0)["clients"] == taking_part
-            drawn[taking_part] = experiment.rounds.parts.server.deploy() - experiment.rounds.context.initial
+            assert experiment.rounds.run_round(0)["clients"] == taking_part
+            drawn[taking_part] = experiment.rounds.parts.server.global_model() - experiment.rounds.context.initial
     for taking_part, noise in drawn.items():
         assert float(noise.std()) == pytest.approx(0.8 * 0.5 / 2, rel=0.15), taking_part  # of 1210 numbers
         if choices["noise_source"] == "seed":
@@ -128,41 +144,49 @@ def test_the_noise_of_a_round_does_not_tell_how_many_took_part(
 
 def test_a_round_that_nobody_takes_part_in_is_as_noisy_as_any() -> None:
     with build_small_run(
-        "fedavg", {}, model=simple_network, **PRIVATE, per_round=1, rounds=40
+        "fedavg", {}, model=simple_network, **PRIVATE, clients_per_round=1, rounds=40
     ).engine_closed() as experiment:
         rounds = experiment.rounds
         assert rounds.privacy is not None
-        empty = next(round for round in range(40) if not rounds.privacy.select(round))
-        before = rounds.parts.server.deploy().clone()
-        record = rounds.play(empty)
+        empty = next(round for round in range(40) if not rounds.privacy.sample_clients(round))
+        before = rounds.parts.server.global_model().clone()
+        record = rounds.run_round(empty)
         assert record["clients"] == 0
         assert "note" not in record  # it would say that the model was kept
-        assert float((rounds.parts.server.deploy() - before).std()) == pytest.approx(0.8 * 0.5, rel=0.1)
+        assert float((rounds.parts.server.global_model() - before).std()) == pytest.approx(0.8 * 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
     "method", ["fedprox", "feddyn", "moon", "fedsam", "fedasam-swa", "swa", "soups", "lss", "dynafed+fedprox"]
 )
 def test_methods_that_need_a_mean_alone_run(method: str) -> None:
-    finished = small_run(method, {}, model=simple_network, **PRIVATE, lost=0.3)
+    finished = small_run(method, {}, model=simple_network, **PRIVATE, failure_rate=0.3)
     assert [record["epsilon"] for record in finished.records] == sorted(
         record["epsilon"] for record in finished.records
     )
-    assert small_run(method, {}, model=simple_network, **PRIVATE, lost=0.3, engine="host").digest == finished.digest
+    assert (
+        small_run(method, {}, model=simple_network, **PRIVATE, failure_rate=0.3, engine="multiprocess").digest
+        == finished.digest
+    )
 
 
 def test_an_update_that_is_not_finite_does_not_reach_the_mean() -> None:
     finished = small_run(
-        "fedavg", {}, federation=SmallFederatedDataset(poisoned=3), model=simple_network, per_round=8, **PRIVATE
+        "fedavg",
+        {},
+        federated_data=SmallFederatedDataset(poisoned=3),
+        model=simple_network,
+        clients_per_round=8,
+        **PRIVATE,
     )
-    assert all("refused" in record["lost_clients"]["3"] for record in finished.records)
+    assert all("refused" in record["failed_clients"]["3"] for record in finished.records)
 
 
 # The account
 
 
 def test_every_record_tells_what_is_spent_so_far(tmp_path: Path) -> None:
-    run = fedloom.run("fedavg", clients=12, per_round=3, rounds=5, out=tmp_path / "run", delta=1e-3, **PRIVATE)
+    run = fedloom.run("fedavg", clients=12, clients_per_round=3, rounds=5, out=tmp_path / "run", delta=1e-3, **PRIVATE)
     account = PrivacyAccountant(0.8, 3 / 12, 1e-3)
     assert [record["epsilon"] for record in run.history] == [account.epsilon(rounds) for rounds in range(6)]
     assert {record["delta"] for record in run.history} == {1e-3}
@@ -189,18 +213,18 @@ class StopAfter(SilentCallback):
     def __init__(self, rounds: int) -> None:
         self.left = rounds
 
-    def record(self, record: Any) -> None:
+    def on_round_end(self, record: Any) -> None:
         self.left -= record["round"] > 0
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self.left <= 1
 
 
 def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path) -> None:
-    settings = {"rounds": 5, "per_round": 3, "clients": 12, "report": False, **PRIVATE}
+    settings = {"rounds": 5, "clients_per_round": 3, "clients": 12, "report": False, **PRIVATE}
     whole = fedloom.run("fedavg", out=tmp_path / "whole", **settings)
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", out=tmp_path / "run", watcher=StopAfter(2), **settings)
+        fedloom.run("fedavg", out=tmp_path / "run", callback=StopAfter(2), **settings)
     resumed = fedloom.resume(tmp_path / "run", report=False)
     assert resumed.digest == whole.digest
     assert [(r["round"], r["epsilon"]) for r in resumed.history] == [(r["round"], r["epsilon"]) for r in whole.history]
@@ -208,7 +232,7 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path) ->
 
 
 def test_a_run_ends_before_it_spends_too_much(tmp_path: Path) -> None:
-    settings = {"per_round": 3, "clients": 12, "report": False, **PRIVATE}
+    settings = {"clients_per_round": 3, "clients": 12, "report": False, **PRIVATE}
     account = PrivacyAccountant(0.8, 3 / 12, _default_delta(12))
     most = (account.epsilon(3) + account.epsilon(4)) / 2
     run = fedloom.run("fedavg", out=tmp_path / "run", rounds=30, max_epsilon=most, **settings)
@@ -217,7 +241,7 @@ def test_a_run_ends_before_it_spends_too_much(tmp_path: Path) -> None:
     assert run.config.rounds == 30
     assert run.digest == fedloom.run("fedavg", out=tmp_path / "three", rounds=3, **settings).digest
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", out=tmp_path / "cut", rounds=30, max_epsilon=most, watcher=StopAfter(2), **settings)
+        fedloom.run("fedavg", out=tmp_path / "cut", rounds=30, max_epsilon=most, callback=StopAfter(2), **settings)
     assert fedloom.resume(tmp_path / "cut", report=False).digest == run.digest
 
 
@@ -229,7 +253,7 @@ def test_noise_of_the_system_differs_from_run_to_run_and_cannot_be_verified(tmp_
     runs = [fedloom.run("fedavg", out=tmp_path / name, **settings) for name in ("a", "b")]
     assert runs[0].digest != runs[1].digest
     assert runs[0].summary["epsilon"] == runs[1].summary["epsilon"]
-    with pytest.raises(InputError, match="cannot be verified: its noise came from the system"):
+    with pytest.raises(InputError, match="cannot be verified: its noise came from the operating system"):
         fedloom.verify(runs[0].path)
 
 
@@ -237,8 +261,8 @@ def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monk
     saved: list[int] = []
     save = Checkpoints.save
 
-    def noted(self: Checkpoints, round: int, *rest: Any, beside: object) -> None:
-        assert beside is None, "it is on the disk before the next round is played"
+    def noted(self: Checkpoints, round: int, *rest: Any, background_device: object) -> None:
+        assert background_device is None, "it is on the disk before the next round is played"
         saved.append(round)
         save(self, round, *rest)
 
@@ -254,10 +278,10 @@ def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monk
 def test_a_damaged_checkpoint_is_not_gone_behind_where_rounds_would_be_revealed_twice(tmp_path: Path) -> None:
     settings = {**PRIVATE, "noise_source": "system", "clients": 12, "rounds": 5, "report": False}
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", out=tmp_path / "run", watcher=StopAfter(3), **settings)
+        fedloom.run("fedavg", out=tmp_path / "run", callback=StopAfter(3), **settings)
     newest = sorted((tmp_path / "run" / "checkpoints").glob("round-*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    with pytest.raises(InputError, match="would reveal more than was accounted"):
+    with pytest.raises(InputError, match="would reveal more than epsilon accounts for"):
         fedloom.resume(tmp_path / "run", report=False)
 
 
@@ -341,9 +365,9 @@ BAD = [
     ("--clip-update 1 --noise 1 --delta 0", "delta must be greater than 0"),
     ("--clip-update 1 --noise 1 --delta 1", "delta must be less than 1"),
     ("--clip-update 1 --noise 1 --max-epsilon 0", "max_epsilon must be greater than 0"),
-    ("--clip-update 1 --delta 0.1", "delta says more about noise, but no noise is given."),
-    ("--max-epsilon 3", "max_epsilon says more about noise, but no noise is given."),
-    ("--noise-source system", "noise_source says more about noise, but no noise is given."),
+    ("--clip-update 1 --delta 0.1", "delta needs noise, but no noise is given."),
+    ("--max-epsilon 3", "max_epsilon needs noise, but no noise is given."),
+    ("--noise-source system", "noise_source needs noise, but no noise is given."),
     (
         "--clip-update 1 --set fedavg.weighting=samples",
         "fedavg.weighting is 'samples', but with clip_update all clients",

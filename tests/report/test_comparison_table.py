@@ -64,7 +64,7 @@ def test_differences_are_paired_over_common_seeds():
     first = [run("fedavg", seed, [0.5 + 0.1 * seed]) for seed in range(4)]
     second = [run("fedmr", seed, [0.5 + 0.1 * seed + 0.01 * (seed + 1)]) for seed in range(3)]
     gap = make_comparison_table([*first, *second]).groups[1].difference
-    assert (gap.to, gap.seeds) == ("fedavg", 3)
+    assert (gap.reference, gap.seeds) == ("fedavg", 3)
     assert gap.mean == pytest.approx(0.02)
     assert gap.half == pytest.approx(4.302653 * 0.01 / np.sqrt(3))  # t(0.975, 2) from a table
     assert not gap.clear
@@ -136,7 +136,7 @@ def test_without_accuracy_the_lowest_loss_is_best():
 def test_rounds_to_a_target_count_a_seed_that_never_gets_there():
     curves = [(0.1, 0.8, 0.9), (0.1, 0.2, 0.9), (0.1, 0.2, 0.3)]
     (group,) = make_comparison_table(
-        [run(seed=seed, curve=curve) for seed, curve in enumerate(curves)], target=0.8
+        [run(seed=seed, curve=curve) for seed, curve in enumerate(curves)], target_accuracy=0.8
     ).groups
     assert (group.rounds_to_target, group.reached) == (2.0, 2)
     assert (
@@ -144,7 +144,7 @@ def test_rounds_to_a_target_count_a_seed_that_never_gets_there():
         in make_comparison_table([run(seed=s, curve=c) for s, c in enumerate(curves)], 0.8).table()[1][0]
     )
     (two,) = make_comparison_table(
-        [run(seed=seed, curve=curve) for seed, curve in enumerate(curves[1:])], target=0.8
+        [run(seed=seed, curve=curve) for seed, curve in enumerate(curves[1:])], target_accuracy=0.8
     ).groups
     assert two.rounds_to_target is None
 
@@ -181,8 +181,8 @@ def test_each_task_has_its_own_reference_and_one_colour_a_method():
     assert [group.label for group in groups] == [
         "fedmr · dirichlet:0.1", "fedavg · dirichlet:0.1", "fedmr · iid", "fedavg · iid",
     ]  # fmt: skip
-    assert [group.difference and group.difference.to for group in groups] == [None, "fedmr", None, "fedmr"]
-    assert [group.name.kind for group in groups] == [0, 1, 0, 1]
+    assert [group.difference and group.difference.reference for group in groups] == [None, "fedmr", None, "fedmr"]
+    assert [group.record_group.kind for group in groups] == [0, 1, 0, 1]
     assert len(make_comparison_table(records).headlines) == 2
 
 
@@ -197,7 +197,7 @@ def test_other_settings_that_differ_between_methods_are_confessed():
 def test_an_unfinished_seed_is_left_out_of_the_mean_and_said():
     comparison = make_comparison_table([run(rounds=2), run(seed=1, curve=[0.2], finished=False, rounds=2)])
     assert comparison.groups[0].accuracy.values == (0.9,)
-    assert any("left out, because unfinished: seed 1 at round 0 of 2" in note for note in comparison.notes)
+    assert any("unfinished runs are left out: seed 1 at round 0 of 2" in note for note in comparison.notes)
     assert make_comparison_table([run(finished=False)]).headline.startswith("So far, ")
 
 
@@ -208,13 +208,13 @@ def test_a_run_given_twice_counts_once():
 
 
 def test_a_run_that_lost_most_answers_says_so():
-    def losing(lost: int) -> RunRecord:
+    def losing(failed: int) -> RunRecord:
         record = run(curve=(0.1, 0.1, 0.1))
         for row in record.history[1:]:
-            row |= {"clients": 10, "lost": lost}
+            row |= {"clients": 10, "failed": failed}
         return record
 
-    said = "fedavg went without 12 of 20 answers of clients; the reasons are below."
+    said = "fedavg: 12 of 20 client tasks failed; the report lists the reasons."
     assert make_comparison_table([losing(6)]).notes == (said,)
     assert make_comparison_table([losing(5)]).notes == ()
 
@@ -239,7 +239,7 @@ def test_realistic_runs(tmp_path):
 def test_lost_clients_are_counted(tmp_path):
     record = read_run_record(write_run(tmp_path / "run"))
     (group,) = make_comparison_table([record]).groups
-    assert group.lost == sum(len(row.get("lost_clients", {})) for row in record.history) > 0
+    assert group.failed == sum(len(row.get("failed_clients", {})) for row in record.history) > 0
     assert group.asked == 5 * 40
 
 

@@ -32,7 +32,7 @@ def name(levels) -> str:
 
 def grid_of(lists=LEVELS, refused=()) -> EffectGrid:
     factors = tuple(
-        EffectFactor(what, tuple(one)) for what, one in zip(("server", "local", "refiner"), lists, strict=False)
+        EffectFactor(what, tuple(one)) for what, one in zip(("server", "client", "refiner"), lists, strict=False)
     )
     cells = [
         EffectCell(one, name(one), f"{name(one)} clashes." if name(one) in refused else None) for one in product(*lists)
@@ -74,7 +74,7 @@ def test_a_two_by_two_by_hand():
     assert cross.estimate.values == pytest.approx((0.2, 0.15))  # the mean of 0.1 alone and 0.3 or 0.2 with prox
     assert cross.estimate.error == pytest.approx(0.025)  # sample deviation 0.0354 over the root of two
     assert (cross.lowest, cross.highest) == pytest.approx((0.1, 0.25))
-    assert (prox.factor, prox.against, prox.estimate.contexts, prox.possible) == ("local", "sgd", 2, 2)
+    assert (prox.factor, prox.against, prox.estimate.contexts, prox.possible) == ("client", "sgd", 2, 2)
     (pair,) = found.pairs
     assert pair.levels == ("cross", "prox")
     assert (pair.gain.mean, pair.apart) == pytest.approx((0.35, 0.2))
@@ -144,7 +144,7 @@ def test_where_there_is_only_a_loss_less_is_better():
     lists = (("fedavg",), ("sgd", "prox", "soup"))
     scores = {"fedavg": [1.0, 1.0, 1.0], "prox": [0.5, 0.52, 0.51], "soup": [2.0, 2.0, 2.1]}
     found = analysed(grid_of(lists), scores, metric="loss")
-    assert "Of the locals prox helped most: −0.490 ± 0.006 against sgd, clearly." in found.sentence
+    assert "Of the clients, prox helped most: −0.490 ± 0.006 against sgd, clearly." in found.sentence
     assert heat_map_figure_data(found)["better"] == "low"
 
 
@@ -185,7 +185,11 @@ def test_the_page_shows_the_maps_the_tables_and_what_was_left_out(gridded, tmp_p
         assert lines.issuperset(titles)
         assert lines.issuperset(cell for row in rows for cell in row)
     assert found.sentence in lines
-    assert {"2 servers × 3 locals × 2 refiners on digits", "2 combinations left out, and why", f"no: {EVIL}"} <= lines
+    assert {
+        "2 servers × 3 clients × 2 refiners on digits",
+        "2 combinations left out, with reasons",
+        f"no: {EVIL}",
+    } <= lines
     maps = json.loads(page.scripts[0])["grid"]["maps"]
     assert [one["title"] for one in maps] == ["refiner: none", "refiner: dyna"]
     assert maps[0]["cells"][1][1]["value"] is None
@@ -200,7 +204,7 @@ def test_a_browser_draws_a_map_for_each_refiner(gridded, tmp_path, browse):
     grid, records = gridded
     write_report_page(records, tmp_path / "report.html", grid=grid)
     page = browse(tmp_path / "report.html")
-    maps = re.search(r'id="grid".*?<h3>What each part did', page, flags=re.DOTALL)[0]
+    maps = re.search(r'id="grid".*?<h3>Effect of each part', page, flags=re.DOTALL)[0]
     assert maps.count('class="hm"') == 2
     assert maps.count('class="annotation"') == 2 * 5
     assert maps.count('class="shape-group"') == 2 * 5  # a box and four lines where there is no result

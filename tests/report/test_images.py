@@ -72,7 +72,7 @@ def test_every_class_has_its_row_and_the_surest_come_first(folder: Path) -> None
     assert shown.count('class="made"') == 10
     assert shown.count("<img") == 4 * MOST_OF_A_CLASS
     assert shown.count("8 more") == 4
-    assert shown.count("likeliest of none") == 6
+    assert shown.count("no samples") == 6
     assert "80 samples" in shown
     assert "from 0.977 to 0.523 in 100 iterations" in shown
     assert set(re.findall(r"<figcaption>(.*?)</figcaption>", shown)) == {"91%"}

@@ -10,7 +10,7 @@ import pytest
 from fedloom.errors import InputError
 from fedloom.report import RunRecord, make_comparison_table, read_run_record, write_report_page
 from fedloom.report.figures import MOST_CLIENTS, _metric_curve, collect_figure_data
-from fedloom.report.sections import SectionHtml, render_section_tag
+from fedloom.report.html_sections import SectionHtml, render_section_tag
 from tests.support.fake_runs import write_run, write_runs
 from tests.support.report_pages import EVIL, Page
 
@@ -33,8 +33,8 @@ def evil(tmp_path):
     (folder / "partition.json").write_text(json.dumps({"class_names": names, "counts": counts}))
     row = {
         "round": 4,
-        "lost": 1,
-        "lost_clients": {EVIL: EVIL},
+        "failed": 1,
+        "failed_clients": {EVIL: EVIL},
         "diagnostics": {EVIL: 1.0},
         "seconds": {EVIL: 2},
     }
@@ -63,7 +63,9 @@ def test_a_page_is_written_over_and_nothing_else(records, tmp_path):
         report(records, path)
     config = tmp_path / "config.toml"
     config.write_text("mine")
-    with pytest.raises(InputError, match=r"config.toml' is there already and is no page; choose another file\.$"):
+    with pytest.raises(
+        InputError, match=r"config.toml' already exists and is not an HTML page; choose another file\.$"
+    ):
         write_report_page(records, config)
     assert config.read_text() == "mine"
 
@@ -110,9 +112,9 @@ def test_markup_escapes_text_and_attributes():
 @pytest.mark.parametrize("history", [
     [],
     [{"round": 0}],
-    [{"round": 0, "loss": 3.0}, {"round": 1, "loss": float("nan"), "seconds": None, "lost_clients": [1]}],
+    [{"round": 0, "loss": 3.0}, {"round": 1, "loss": float("nan"), "seconds": None, "failed_clients": [1]}],
     [{"round": 0, "accuracy": None}, {"round": 1, "accuracy": 0.5, "diagnostics": {"": None}, "clients": []}],
-    [{"round": 1, "accuracy": 0.0, "loss": float("inf"), "seconds": {"total": 0.0}, "lost": 3}],
+    [{"round": 1, "accuracy": 0.0, "loss": float("inf"), "seconds": {"total": 0.0}, "failed": 3}],
 ])  # fmt: skip
 def test_holes_are_tolerated(history, tmp_path):
     page = report([RunRecord(tmp_path, {}, history)], tmp_path / "report.html")

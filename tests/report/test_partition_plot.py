@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedloom.errors import FedloomError, InputError
-from fedloom.report.figures import MOST_CLIENTS, partition_figure_data
+from fedloom.report.figures import MOST_CLIENTS, partition_figures
 from fedloom.report.partition_plot import LONGEST, SMALLEST, _draw_plot, _drawing_to_svg, _step, write_partition_plot
 
 COUNTS = np.array([[40, 0, 10], [0, 2000, 0], [500, 1, 0]])
@@ -18,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_circles_lie_in_their_cells_and_have_their_areas() -> None:
-    drawing = _draw_plot(partition_figure_data("three", COUNTS, NAMES))
+    drawing = _draw_plot(partition_figures("three", COUNTS, NAMES))
     circles = {(x, y): radius for x, y, radius in drawing.circles}
     assert len(circles) == np.count_nonzero(COUNTS)
     columns, rows = (sorted({place[axis] for place in circles}) for axis in (0, 1))
@@ -37,7 +37,7 @@ def test_circles_lie_in_their_cells_and_have_their_areas() -> None:
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (3, 10), (30, 62), (200, 100), (1000, 10)])
 def test_everything_is_on_the_paper(clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
-    drawing = _draw_plot(partition_figure_data("a title", counts, [f"class {at}" for at in range(classes)]))
+    drawing = _draw_plot(partition_figures("a title", counts, [f"class {at}" for at in range(classes)]))
     for x, y, radius in drawing.circles:
         assert radius < x < drawing.width - radius
         assert radius < y < drawing.height - radius
@@ -55,7 +55,7 @@ def test_ticks_are_round_numbers() -> None:
 
 
 def test_the_svg_is_well_formed_whatever_names_hold() -> None:
-    root = ET.fromstring(_drawing_to_svg(_draw_plot(partition_figure_data("<three>", COUNTS, NAMES))))
+    root = ET.fromstring(_drawing_to_svg(_draw_plot(partition_figures("<three>", COUNTS, NAMES))))
     assert len(root.findall(f".//{SVG}circle")) == np.count_nonzero(COUNTS)
     texts = [node.text for node in root.iter(f"{SVG}text")]
     assert "<three>" in texts

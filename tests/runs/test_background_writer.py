@@ -20,11 +20,12 @@ from fedloom.runs.callback import SilentCallback
 from fedloom.runs.checkpoints import Checkpoints, _BackgroundWriter, _snapshot_tensors
 from fedloom.runs.execute import resume
 from fedloom.training.local_training import ClientStates
-from fedloom.utils.storage import Rhythm, write_json, write_safetensors
+from fedloom.utils.storage import CheckpointSchedule, write_json, write_safetensors
 
 CPU = torch.device("cpu")
 RUN: dict[str, Any] = {
-    "data": "digits", "model": "logreg", "clients": 6, "per_round": 3, "rounds": 4, "steps": 2, "engine": "plain",
+    "data": "digits", "model": "logreg", "clients": 6, "clients_per_round": 3, "rounds": 4, "steps": 2,
+    "engine": "sequential",
     "report": False,
 }  # fmt: skip
 
@@ -40,10 +41,10 @@ class Held:
         self.go, self.waiting = threading.Event(), threading.Event()
         patch.setattr("fedloom.runs.checkpoints.write_safetensors", self._write)
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], check: Callable[[], None]) -> str:
+    def _write(self, path: Path, tensors: dict[str, Tensor], check_cancelled: Callable[[], None]) -> str:
         self.waiting.set()
         assert self.go.wait(30), "nobody let it go"
-        return write_safetensors(path, tensors, check=check)
+        return write_safetensors(path, tensors, check_cancelled=check_cancelled)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 def homes_of(values: dict[int, float]) -> ClientStates:
     homes = ClientStates({"c": (3,)}, torch.float32)
     for client, value in values.items():
-        homes.keep(client, {"c": torch.full((3,), value)})
+        homes.save(client, {"c": torch.full((3,), value)})
     return homes
 
 
@@ -65,19 +66,19 @@ def loaded(folder: Path) -> tuple[int, list[float], dict[int, float]]:
     homes = homes_of({})
     latest = Checkpoints(folder).load_latest(homes)
     assert latest is not None
-    return latest[0], latest[1]["model"].tolist(), {c: float(homes.get(c)["c"][0]) for c in homes.clients()}
+    return latest[0], latest[1]["model"].tolist(), {c: float(homes.get(c)["c"][0]) for c in homes.client_ids()}
 
 
 def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path: Path, held: Held) -> None:
     checkpoints, model, homes, notes = Checkpoints(tmp_path), torch.ones(2), homes_of({1: 1.0}), ["before"]
-    checkpoints.save(1, {"model": model, "notes": notes}, homes, beside=CPU)
+    checkpoints.save(1, {"model": model, "notes": notes}, homes, background_device=CPU)
     assert held.waiting.wait(30)
     model.fill_(7)
     notes.append("after")
-    homes.keep(1, {"c": torch.full((3,), 7.0)})
+    homes.save(1, {"c": torch.full((3,), 7.0)})
     assert homes.changed == {1}
     held.go.set()
-    checkpoints.settle()
+    checkpoints.wait_until_written()
     assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0})
     latest = Checkpoints(tmp_path).load_latest(homes_of({}))
     assert latest is not None
@@ -85,26 +86,26 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path: Path, h
 
 
 def test_until_it_is_whole_the_one_before_counts(tmp_path: Path, held: Held) -> None:
-    checkpoints, homes = Checkpoints(tmp_path, keep=1), homes_of({1: 1.0})
+    checkpoints, homes = Checkpoints(tmp_path, keep_checkpoints=1), homes_of({1: 1.0})
     held.go.set()
-    checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
-    checkpoints.settle()
+    checkpoints.save(1, {"model": torch.ones(2)}, homes, background_device=CPU)
+    checkpoints.wait_until_written()
     held.go.clear()
     held.waiting.clear()
-    homes.keep(1, {"c": torch.full((3,), 2.0)})
-    checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
+    homes.save(1, {"c": torch.full((3,), 2.0)})
+    checkpoints.save(2, {"model": torch.zeros(2)}, homes, background_device=CPU)
     assert held.waiting.wait(30)
     assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0})
     held.go.set()
-    checkpoints.settle()
+    checkpoints.wait_until_written()
     assert loaded(tmp_path) == (2, [0.0, 0.0], {1: 2.0})
     assert checkpoints.rounds() == [2]
 
 
 def test_the_next_one_waits_for_it(tmp_path: Path, held: Held) -> None:
-    checkpoints, homes = Checkpoints(tmp_path, keep=5), homes_of({})
-    checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
-    checkpoints.settle(wait=False)
+    checkpoints, homes = Checkpoints(tmp_path, keep_checkpoints=5), homes_of({})
+    checkpoints.save(1, {"model": torch.ones(2)}, homes, background_device=CPU)
+    checkpoints.wait_until_written(wait=False)
     assert checkpoints.rounds() == []
     threading.Timer(0.05, held.go.set).start()
     checkpoints.save(2, {"model": torch.zeros(2)}, homes)
@@ -112,17 +113,17 @@ def test_the_next_one_waits_for_it(tmp_path: Path, held: Held) -> None:
 
 
 def test_it_is_never_time_for_another_while_one_is_written(tmp_path: Path, held: Held) -> None:
-    checkpoints, rhythm = Checkpoints(tmp_path), Rhythm(1e-9)
-    assert rhythm.due(checkpoints.seconds)
-    checkpoints.save(1, {"model": torch.ones(2)}, homes_of({}), beside=CPU)
+    checkpoints, rhythm = Checkpoints(tmp_path), CheckpointSchedule(1e-9)
+    assert rhythm.due(checkpoints.write_seconds)
+    checkpoints.save(1, {"model": torch.ones(2)}, homes_of({}), background_device=CPU)
     rhythm.saved()
     assert held.waiting.wait(30)
-    assert not any(rhythm.due(checkpoints.seconds) for _ in range(1000))
+    assert not any(rhythm.due(checkpoints.write_seconds) for _ in range(1000))
     held.go.set()
-    checkpoints.settle()
-    took = checkpoints.seconds
+    checkpoints.wait_until_written()
+    took = checkpoints.write_seconds
     time.sleep(0.01)
-    assert checkpoints.seconds == took, "once it is written its time stands"
+    assert checkpoints.write_seconds == took, "once it is written its time stands"
 
 
 @pytest.mark.parametrize("fails", ["round-000002.safetensors", "clients-000002.safetensors", "round-000002.json"])
@@ -132,7 +133,7 @@ def test_what_goes_wrong_is_told_once_and_nothing_is_lost(
 ) -> None:
     checkpoints, homes = Checkpoints(tmp_path), homes_of({1: 1.0, 2: 1.0, 3: 1.0})
     checkpoints.save(1, {"model": torch.ones(2)}, homes)
-    homes.keep(2, {"c": torch.full((3,), 2.0)})
+    homes.save(2, {"c": torch.full((3,), 2.0)})
     done = threading.Event()
 
     def full(path: Path, *given: Any, **named: Any) -> str:
@@ -146,23 +147,23 @@ def test_what_goes_wrong_is_told_once_and_nothing_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr("fedloom.runs.checkpoints.write_safetensors", full)
         patch.setattr("fedloom.runs.checkpoints.write_json", full)
-        checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
+        checkpoints.save(2, {"model": torch.zeros(2)}, homes, background_device=CPU)
         assert done.wait(30)
 
         def tell() -> None:
             if told == "by settling":
-                checkpoints.settle()
+                checkpoints.wait_until_written()
             elif told == "by the next":
                 checkpoints.save(3, {"model": torch.zeros(2)}, homes)
             else:
                 while True:
-                    checkpoints.settle(wait=False)
+                    checkpoints.wait_until_written(wait=False)
 
         with pytest.raises(FedloomError, match="No space left"):
             tell()
-    checkpoints.settle()
+    checkpoints.wait_until_written()
     assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0, 2: 1.0, 3: 1.0})
-    homes.keep(3, {"c": torch.full((3,), 3.0)})
+    homes.save(3, {"c": torch.full((3,), 3.0)})
     checkpoints.save(3, {"model": torch.full((2,), 3.0)}, homes)
     assert loaded(tmp_path) == (3, [3.0, 3.0], {1: 1.0, 2: 2.0, 3: 3.0})
 
@@ -185,9 +186,9 @@ def test_any_order_of_both_ways_saves_the_same(
         for round, (aside, changes) in enumerate(plan, start=1):
             model.fill_(round)
             for client, value in changes.items():
-                homes.keep(client, {"c": torch.full((3,), value)})
-            checkpoints.save(round, {"model": model}, homes, beside=CPU if mixed and aside else None)
-        checkpoints.settle()
+                homes.save(client, {"c": torch.full((3,), value)})
+            checkpoints.save(round, {"model": model}, homes, background_device=CPU if mixed and aside else None)
+        checkpoints.wait_until_written()
         contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert contents[0] == contents[1]
 
@@ -211,12 +212,12 @@ def test_without_memory_for_copies_it_is_written_at_once(tmp_path: Path, monkeyp
     monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", noted)
     monkeypatch.setattr(beside, "MOST_ON_HOST", 39)
     checkpoints, homes = Checkpoints(tmp_path), homes_of({})
-    checkpoints.save(1, {"model": torch.ones(10)}, homes, beside=CPU)
+    checkpoints.save(1, {"model": torch.ones(10)}, homes, background_device=CPU)
     assert checkpoints.rounds() == [1]
     assert threads == {threading.get_ident()}
     monkeypatch.setattr(beside, "MOST_ON_HOST", 40)
-    checkpoints.save(2, {"model": torch.ones(10)}, homes, beside=CPU)
-    checkpoints.settle()
+    checkpoints.save(2, {"model": torch.ones(10)}, homes, background_device=CPU)
+    checkpoints.wait_until_written()
     assert len(threads) == 2
 
 
@@ -237,11 +238,11 @@ def test_work_is_done_one_after_the_other() -> None:
         assert go.wait(30)
         order.append("first")
 
-    work.begin(first, CPU)
+    work.start(first, CPU)
     assert work.busy
     threading.Timer(0.05, go.set).start()
-    work.begin(lambda: order.append("second"), CPU)
-    work.settle()
+    work.start(lambda: order.append("second"), CPU)
+    work.wait_until_written()
     assert order == ["first", "second"]
     assert not work.busy
 
@@ -252,15 +253,15 @@ def test_what_nobody_wants_any_more_ends_soon_and_the_one_before_counts(tmp_path
     checkpoints.save(1, {"model": torch.ones(2)}, homes)
     held.go.clear()
     held.waiting.clear()
-    homes.keep(1, {"c": torch.full((3,), 2.0)})
-    checkpoints.save(2, {"model": torch.zeros(2)}, homes, beside=CPU)
+    homes.save(1, {"c": torch.full((3,), 2.0)})
+    checkpoints.save(2, {"model": torch.zeros(2)}, homes, background_device=CPU)
     assert held.waiting.wait(30)
     threading.Timer(0.05, held.go.set).start()
-    checkpoints.abandon()
+    checkpoints.cancel()
     assert loaded(tmp_path) == (1, [1.0, 1.0], {1: 1.0})
     assert not list(tmp_path.glob(".*")), "and nothing half done is left"
-    checkpoints.save(3, {"model": torch.zeros(2)}, homes, beside=CPU)
-    checkpoints.settle()
+    checkpoints.save(3, {"model": torch.zeros(2)}, homes, background_device=CPU)
+    checkpoints.wait_until_written()
     assert loaded(tmp_path) == (3, [0.0, 0.0], {1: 2.0}), "whoever goes on all the same loses nothing"
 
 
@@ -269,9 +270,9 @@ def aside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     made: list[tuple[int, bool]] = []
     save: Callable[..., None] = Checkpoints.save
 
-    def noted(self: Checkpoints, round: int, *rest: Any, beside: torch.device | None) -> None:
-        made.append((round, beside is not None))
-        save(self, round, *rest, beside=beside)
+    def noted(self: Checkpoints, round: int, *rest: Any, background_device: torch.device | None) -> None:
+        made.append((round, background_device is not None))
+        save(self, round, *rest, background_device=background_device)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     monkeypatch.setattr(loop, "_beside", lambda _: CPU)
@@ -297,7 +298,7 @@ class Stops(SilentCallback):
     def __init__(self) -> None:
         self.left = 2
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         self.left -= 1
         return not self.left
 
@@ -306,7 +307,7 @@ def test_a_run_that_is_stopped_has_its_checkpoint_on_the_disk(tmp_path: Path, mo
     whole = fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "whole")
     made = aside(monkeypatch)
     with pytest.raises(FedloomError, match="stopped after round 2"):
-        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", watcher=Stops())
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", callback=Stops())
     assert made == [(1, True), (2, False)]
     assert resume(tmp_path / "r", report=False).digest == whole.digest
 
@@ -314,7 +315,7 @@ def test_a_run_that_is_stopped_has_its_checkpoint_on_the_disk(tmp_path: Path, mo
 def test_a_run_that_fails_ends_its_writing_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
     """Nothing is written to a run that is over, and the reason that is told is the run's."""
     aside(monkeypatch)
-    play = fedloom.runs.round.RoundRunner.play
+    play = fedloom.runs.round.RoundRunner.run_round
 
     def dies(self: Any, round: int) -> dict[str, Any]:
         if round == 1:
@@ -323,7 +324,7 @@ def test_a_run_that_fails_ends_its_writing_first(tmp_path: Path, monkeypatch: py
             raise Killed
         return play(self, round)
 
-    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "play", dies)
+    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "run_round", dies)
     with pytest.raises(Killed):
         fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r")
     assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [1]
@@ -333,7 +334,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
     aside(monkeypatch)
-    play, ended = fedloom.runs.round.RoundRunner.play, list[bool]()
+    play, ended = fedloom.runs.round.RoundRunner.run_round, list[bool]()
 
     def interrupted(self: Any, round: int) -> dict[str, Any]:
         if round == 1:
@@ -343,12 +344,12 @@ def test_ctrl_c_twice_does_not_wait_for_the_writing(
         return play(self, round)
 
     class Told(SilentCallback):
-        def end(self) -> None:
+        def on_run_end(self) -> None:
             ended.append(True)
 
-    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "play", interrupted)
+    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "run_round", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", watcher=Told())
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", callback=Told())
     assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [], "it was broken off"
     assert ended == [True]
 
@@ -357,7 +358,7 @@ def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside(monkeypatch)
-    play, played, failed = fedloom.runs.round.RoundRunner.play, list[int](), threading.Event()
+    play, played, failed = fedloom.runs.round.RoundRunner.run_round, list[int](), threading.Event()
 
     def full(path: Path, *_: Any, **__: Any) -> str:
         failed.set()
@@ -370,7 +371,7 @@ def test_a_disk_that_is_full_meanwhile_soon_ends_the_run_with_a_sentence(
         return play(self, round)
 
     monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", full)
-    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "play", counted)
+    monkeypatch.setattr(fedloom.runs.round.RoundRunner, "run_round", counted)
     with pytest.raises(FedloomError, match=r"cannot write .*round-000001\.safetensors: No space left on device"):
         fedloom.run("fedavg", **{**RUN, "rounds": 99}, checkpoint_seconds=1e-9, out=tmp_path / "r")
     assert len(played) < 99, "not only in the end"

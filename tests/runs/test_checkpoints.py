@@ -17,7 +17,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.training.local_training import ClientStates
 from fedloom.utils import storage
-from fedloom.utils.storage import LARGEST_SHARE, Rhythm, read_json, read_safetensors, write_json
+from fedloom.utils.storage import LARGEST_SHARE, CheckpointSchedule, read_json, read_safetensors, write_json
 
 SHAPES = {"c": (3,), "m": (2, 2)}
 
@@ -37,7 +37,7 @@ def value_of(round: int, client: int) -> dict[str, Tensor]:
 
 def keep(homes: ClientStates, round: int, clients: list[int]) -> None:
     for client in clients:
-        homes.keep(client, value_of(round, client))
+        homes.save(client, value_of(round, client))
 
 
 def empty_homes() -> ClientStates:
@@ -47,7 +47,7 @@ def empty_homes() -> ClientStates:
 def snapshot(state: dict[str, Any], homes: ClientStates) -> str:
     """State and homes as text that is equal exactly when they are."""
     server = state["server"]
-    kept = {c: {name: tensor.tolist() for name, tensor in homes.get(c).items()} for c in homes.clients()}
+    kept = {c: {name: tensor.tolist() for name, tensor in homes.get(c).items()} for c in homes.client_ids()}
     return repr((server["model"].tolist(), list(server["order"]), server["best"], kept))
 
 
@@ -66,18 +66,18 @@ def names(folder: Path) -> list[str]:
 def test_homes_copy_what_they_keep_and_remember_what_changed() -> None:
     homes = empty_homes()
     values = value_of(1, 4)
-    homes.keep(4, values)
+    homes.save(4, values)
     values["c"].fill_(-1)
     assert torch.equal(homes.get(4)["c"], torch.full((3,), 1.04))
     assert homes.get(5) == {}
     assert 4 in homes
     assert 5 not in homes
-    homes.keep(2, value_of(1, 2))
-    assert homes.clients() == [2, 4]
+    homes.save(2, value_of(1, 2))
+    assert homes.client_ids() == [2, 4]
     assert len(homes) == 2
     assert homes.changed == {2, 4}
     nothing = ClientStates({}, torch.float32)
-    nothing.keep(1, {})
+    nothing.save(1, {})
     assert len(nothing) == 0
     assert not nothing.changed
 
@@ -133,7 +133,7 @@ def test_only_changed_clients_are_written(tmp_path: Path) -> None:
 
 
 def test_files_mostly_out_of_date_are_written_anew(tmp_path: Path) -> None:
-    checkpoints, homes = Checkpoints(tmp_path, keep=1), empty_homes()
+    checkpoints, homes = Checkpoints(tmp_path, keep_checkpoints=1), empty_homes()
     keep(homes, 1, list(range(10)))
     checkpoints.save(1, state_of(1), homes)
     for round in range(2, 40):
@@ -226,14 +226,14 @@ def test_another_format_is_said(tmp_path: Path) -> None:
     for round in (1, 2):
         path = tmp_path / f"round-{round:06d}.json"
         write_json(path, read_json(path) | {"format": 99})
-    with pytest.raises(InputError, match=r"round-000002\.json has format 99; this version of fedloom reads 1\."):
+    with pytest.raises(InputError, match=r"round-000002\.json has format 99; this version of fedloom reads 2\."):
         Checkpoints(tmp_path).load_latest(empty_homes())
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_a_damaged_future_does_not_push_out_what_is_saved_next(kept: int, tmp_path: Path) -> None:
     """After going back from a damaged round 9, the rounds played again come before it."""
-    checkpoints, homes = Checkpoints(tmp_path, keep=4), empty_homes()
+    checkpoints, homes = Checkpoints(tmp_path, keep_checkpoints=4), empty_homes()
     for round in (1, 8, 9):
         keep(homes, round, [round % 3])
         checkpoints.save(round, state_of(round), homes)
@@ -349,7 +349,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_take_little_of_the_time(
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
-        rhythm, saved_at, last = Rhythm(seconds), 0.0, 0.0
+        rhythm, saved_at, last = CheckpointSchedule(seconds), 0.0, 0.0
         for each in took:
             rounds = 0
             while not rhythm.due(last):
@@ -375,7 +375,7 @@ def test_a_run_whose_checkpoints_take_long_writes_few(
         write_json(path, value)
 
     monkeypatch.setattr("fedloom.runs.checkpoints.write_json", slow)
-    fedloom.run("fedavg", model="logreg", clients=4, per_round=2, rounds=6, engine="plain", report=False,
+    fedloom.run("fedavg", model="logreg", clients=4, clients_per_round=2, rounds=6, engine="sequential", report=False,
                 checkpoint_seconds=seconds, out=tmp_path / "run")  # fmt: skip
     assert len(saved) == times
     assert saved[-1] == "round-000006.json"

@@ -16,20 +16,20 @@ import fedloom
 from fedloom.config import make_config
 from fedloom.errors import InputError, RunStopped
 from fedloom.runs.callback import Callback, SilentCallback
-from fedloom.runs.concurrent import Job, run_concurrently
+from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.result import RunResult
 from tests.support.callbacks import Eye
 
-SETTINGS = {"data": "digits", "model": "logreg", "rounds": 4, "clients": 5, "engine": "plain"}
+SETTINGS = {"data": "digits", "model": "logreg", "rounds": 4, "clients": 5, "engine": "sequential"}
 
 
-def jobs(folder: Path, methods: list[str], **settings: Any) -> list[Job]:
-    def job(number: int, method: str) -> Job:
+def jobs(folder: Path, methods: list[str], **settings: Any) -> list[PlannedRun]:
+    def job(number: int, method: str) -> PlannedRun:
         config = make_config({**SETTINGS, "method": method, "seed": number, **settings})
         place = folder / f"{method}-seed{number}"
-        return place, config, lambda watcher: execute_run(config, out=place, watcher=watcher, report=False)
+        return place, config, lambda watcher: execute_run(config, out=place, callback=watcher, report=False)
 
     return [job(number, method) for number, method in enumerate(methods)]
 
@@ -52,13 +52,13 @@ def test_dropout_is_each_runs_own(tmp_path: Path) -> None:
     def network() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 30), nn.Dropout(0.5), nn.Linear(30, 10))
 
-    def made(folder: Path) -> list[Job]:
-        def job(seed: int) -> Job:
+    def made(folder: Path) -> list[PlannedRun]:
+        def job(seed: int) -> PlannedRun:
             place = folder / f"fedavg-seed{seed}"
 
             def run(watcher: Callback) -> RunResult:
-                return fedloom.run("fedavg", "digits", network, out=place, watcher=watcher, report=False, seed=seed,
-                                   rounds=3, clients=5, engine="plain")  # fmt: skip
+                return fedloom.run("fedavg", "digits", network, out=place, callback=watcher, report=False, seed=seed,
+                                   rounds=3, clients=5, engine="sequential")  # fmt: skip
 
             return place, make_config({**SETTINGS, "seed": seed, "rounds": 3}), run
 
@@ -91,15 +91,15 @@ def test_a_stop_is_heard_by_all(tmp_path: Path) -> None:
 
 def test_notes_say_whose_they_are(tmp_path: Path) -> None:
     eye = Eye()
-    run_concurrently(jobs(tmp_path, ["fedavg"], lost=0.9, clients=3, rounds=20), 1, eye, tmp_path)
+    run_concurrently(jobs(tmp_path, ["fedavg"], failure_rate=0.9, clients=3, rounds=20), 1, eye, tmp_path)
     assert eye.notes
     assert all(note.startswith("fedavg-seed0: ") for note in eye.notes)
 
 
-@pytest.mark.parametrize(("number", "words"), [(0, "1 or more, not 0"), (2, "share a GPU only")])
+@pytest.mark.parametrize(("number", "words"), [(0, "1 or more, not 0"), (2, "one run keeps all cores of a CPU busy")])
 def test_what_makes_no_sense_is_refused(number: int, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
-        fedloom.compare(["fedavg"], 2, at_once=number, out=tmp_path / "c")
+        fedloom.compare(["fedavg"], 2, concurrent_runs=number, out=tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
 
@@ -124,13 +124,13 @@ def test_who_interrupts_does_not_wait_for_the_rounds(tmp_path: Path) -> None:
         while True:
             try:
                 watcher.check()
-                watcher.work("distillation", 1, 2)
+                watcher.on_server_progress("distillation", 1, 2)
             except RunStopped:
                 ended.append(name)
                 raise
             time.sleep(0.01)
 
-    def job(name: str) -> Job:
+    def job(name: str) -> PlannedRun:
         return tmp_path / name, make_config({**SETTINGS, "method": "fedavg"}), lambda watcher: endless(name, watcher)
 
     eye = Eye()
@@ -147,7 +147,7 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
 
     def deaf(watcher: Callback) -> RunResult:
         begun.set()
-        while not watcher.wants_stop():
+        while not watcher.should_stop():
             time.sleep(0.001)
         heard.set()
         released.wait(60)
@@ -184,11 +184,11 @@ def test_a_run_looks_for_interrupts_after_each_answer(tmp_path: Path) -> None:
 def test_a_second_interrupt_ends_the_process(number: int, tmp_path: Path) -> None:
     """Whatever the runs are doing, also where they never look."""
     (tmp_path / "deaf.py").write_text(DEAF)
-    words = [sys.executable, "deaf.py", "compare", "fedavg", "fedprox", "--at-once", "2", "--out", "c"]
+    words = [sys.executable, "deaf.py", "compare", "fedavg", "fedprox", "--concurrent-runs", "2", "--out", "c"]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said = ""
     assert process.stderr is not None
-    for awaited in ("two began", "once more stops at once"):
+    for awaited in ("two began", "Ctrl-C again stops at once"):
         while awaited not in said:  # pytest's timeout ends a wait in vain
             line = process.stderr.readline()
             assert line, said
@@ -196,7 +196,7 @@ def test_a_second_interrupt_ends_the_process(number: int, tmp_path: Path) -> Non
         process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "fedloom: interrupted; go on with the same command and --out c"
+    assert err.splitlines()[-1] == "fedloom: interrupted; continue with the same command and --out c"
 
 
 DEAF = """
@@ -209,14 +209,14 @@ from fedloom.runs.concurrent import run_concurrently
 
 barrier = threading.Barrier(2, action=lambda: print("two began", file=sys.stderr, flush=True))
 
-def endless(watcher):
+def endless(callback):
     barrier.wait()
     while True:
         time.sleep(0.01)
 
-def compare(*_, watcher, **__):
+def compare(*_, callback, **__):
     config = make_config({"method": "fedavg"})
-    run_concurrently([(Path(name), config, endless) for name in ("one", "two")], 2, watcher, Path("c"))
+    run_concurrently([(Path(name), config, endless) for name in ("one", "two")], 2, callback, Path("c"))
 
 fedloom.runs.compare.compare = compare
 main()

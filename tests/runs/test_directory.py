@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedloom.config import Config
 from fedloom.errors import FedloomError, InputError
-from fedloom.runs.directory import RunDirectory, claimed, name_of, refuse_occupied
+from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, refuse_occupied
 from fedloom.utils.storage import read_safetensors
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> RunDirectory:
 
 
 def claim(path: Path) -> RunDirectory:
-    with claimed(path, refuse_occupied):
+    with claim_directory(path, refuse_occupied):
         return RunDirectory.create(path, Config())
 
 
@@ -39,7 +39,7 @@ def claim(path: Path) -> RunDirectory:
             "data": TEXT,
             "model": TEXT,
             "clients": st.integers(10, 1000),
-            "per_round": st.one_of(st.none(), st.integers(1, 10)),
+            "clients_per_round": st.one_of(st.none(), st.integers(1, 10)),
             "steps": st.one_of(st.none(), st.integers(0, 9)),
             "clip": st.one_of(st.none(), st.floats(1e-300, 1e300)),
             "lr": st.floats(0, 1e300),
@@ -62,14 +62,14 @@ def test_every_config_is_read_back_as_it_was(
     RunDirectory.create(path, config, own)
     opened = RunDirectory.open(path)
     assert opened.config == config
-    assert opened.own == own
+    assert opened.python_objects == own
     assert opened.path == path
 
 
 def test_a_new_folder_holds_its_config_alone(tmp_path: Path) -> None:
     made = RunDirectory.create(tmp_path / "a" / "b", Config(keep_checkpoints=5))
     assert [p.name for p in made.path.iterdir()] == ["config.toml"]
-    assert made.checkpoints.keep == 5
+    assert made.checkpoints.keep_checkpoints == 5
     assert made.history() == []
     assert made.summary() is None
 
@@ -83,7 +83,9 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path)
         claim(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
     RunDirectory.create(tmp_path / "run", Config())
-    with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with: fedloom resume .*run$"):
+    with pytest.raises(
+        InputError, match=r"is not empty; choose another --out, or continue with: fedloom resume .*run$"
+    ):
         claim(tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.toml"]
 
@@ -95,7 +97,7 @@ def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
             claim(path)
         with (
             pytest.raises(InputError, match="it, or a part of its path, is a file"),
-            claimed(path / "x", numbered=True),
+            claim_directory(path / "x", numbered=True),
         ):
             raise AssertionError("it was made")
 
@@ -128,11 +130,11 @@ def test_what_is_not_a_run_is_said(tmp_path: Path) -> None:
             RunDirectory.open(path)
 
 
-@pytest.mark.parametrize("found", ["2", '"one"'])
+@pytest.mark.parametrize("found", ["3", '"one"'])
 def test_a_run_of_another_format_is_said(found: str, folder: RunDirectory) -> None:
     config = folder.path / "config.toml"
-    config.write_text(config.read_text().replace("format = 1", f"format = {found}"))
-    with pytest.raises(InputError, match=r"is a run of format .* \(made by fedloom .*\); .* reads format 1\."):
+    config.write_text(config.read_text().replace("format = 2", f"format = {found}"))
+    with pytest.raises(InputError, match=r"is a run of format .* \(made by fedloom .*\); .* reads format 2\."):
         RunDirectory.open(folder.path)
     config.write_text("")
     with pytest.raises(InputError, match=r"format None \(made by fedloom unknown\)"):
@@ -162,14 +164,14 @@ RECORDS = [{"round": n, "loss": 0.1 * n, "é": None} for n in range(4)]
 
 def test_records_are_read_back_in_order(folder: RunDirectory) -> None:
     for record in RECORDS:
-        folder.append(record)
+        folder.append_record(record)
     assert folder.history() == RECORDS
     assert RunDirectory.open(folder.path).history() == RECORDS
 
 
 def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunDirectory) -> None:
     for record in RECORDS:
-        folder.append(record)
+        folder.append_record(record)
     path = folder.path / "metrics.jsonl"
     whole = path.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])
@@ -178,7 +180,7 @@ def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunDirectory)
         assert folder.history() == RECORDS[:-1]
     folder.rewind(3)
     assert path.read_bytes() == whole[:-last]
-    folder.append(RECORDS[3])
+    folder.append_record(RECORDS[3])
     assert path.read_bytes() == whole
 
 
@@ -195,14 +197,14 @@ def test_rewind_forgets_later_rounds_alone(count: int, round: int, tmp_path_fact
     folder = RunDirectory.create(tmp_path_factory.mktemp("run"), Config())
     records = [{"round": number, "x": number / 3} for number in range(count)]
     for record in records:
-        folder.append(record)
+        folder.append_record(record)
     folder.rewind(round)
     assert folder.history() == [record for record in records if record["round"] <= round]
 
 
 def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunDirectory) -> None:
     for record in RECORDS[:2]:
-        folder.append(record)
+        folder.append_record(record)
     folder.rewind(2, RECORDS[2])
     assert folder.history() == RECORDS[:3]
     folder.rewind(2, {"round": 2, "loss": 99.0})
@@ -212,7 +214,7 @@ def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunDirectory) -> No
 def test_metrics_that_cannot_be_written_or_read_are_said(folder: RunDirectory) -> None:
     (folder.path / "metrics.jsonl").mkdir()
     with pytest.raises(FedloomError, match=r"cannot write .*metrics\.jsonl: Is a directory\."):
-        folder.append({"round": 0})
+        folder.append_record({"round": 0})
     with pytest.raises(FedloomError, match=r"cannot read .*metrics\.jsonl: Is a directory\."):
         folder.history()
 
@@ -247,10 +249,13 @@ def test_the_summary_is_read_back_or_refused(folder: RunDirectory) -> None:
 
 
 def test_numbered_folders_are_new_and_their_names_safe(tmp_path: Path) -> None:
-    name = name_of(Config(method="fedavg+fedprox", data="my data/../x", seed=3))
+    name = directory_name(Config(method="fedavg+fedprox", data="my data/../x", seed=3))
     assert name == "fedavg+fedprox-my_data_.._x-seed3"
     (tmp_path / f"{name}-002").write_text("")
-    with claimed(tmp_path / name, numbered=True) as first, claimed(tmp_path / name, numbered=True) as second:
+    with (
+        claim_directory(tmp_path / name, numbered=True) as first,
+        claim_directory(tmp_path / name, numbered=True) as second,
+    ):
         assert [first.name, second.name] == [f"{name}-001", f"{name}-003"]
         RunDirectory.create(second, Config())
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}-002", f"{name}-003"]
@@ -260,7 +265,7 @@ def test_two_processes_cannot_work_on_one_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fedloom.runs.directory.PATIENCE", 2)
     folder = RunDirectory.create(tmp_path / "run", Config())
     again = RunDirectory.open(folder.path)
-    with folder.alone(), pytest.raises(InputError, match="another process is at work"), again.alone():
+    with folder.lock(), pytest.raises(InputError, match="another process is at work"), again.lock():
         raise AssertionError("the lock was given twice")
-    with again.alone():
+    with again.lock():
         assert (folder.path / "config.toml").is_file()

@@ -16,10 +16,10 @@ import pytest
 import fedloom
 from fedloom.errors import InputError
 from fedloom.runs import directory as folders
-from fedloom.runs.directory import RunDirectory, claimed, lock_directory, refuse_occupied
+from fedloom.runs.directory import RunDirectory, claim_directory, lock_directory, refuse_occupied
 from tests.support.small_runs import TINY, TINY_OPTIONS, tiny
 
-WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "plain", "--quiet")))
+WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "sequential", "--quiet")))
 CLEAN = multiprocessing.get_context("forkserver")  # a process that has trained cannot be forked and train again
 CLEAN.set_forkserver_preload(
     ["fedloom.cli.main", "fedloom.runs.execute", "fedloom.runs.compare", "fedloom.runs.pretrain"]
@@ -84,7 +84,7 @@ def pretrain(seed: int) -> None:
 
 
 def claim_and_die(stem: Path) -> None:
-    with claimed(stem, numbered=True):
+    with claim_directory(stem, numbered=True):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -119,6 +119,7 @@ def test_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
         assert inside == {".lock", "fedavg-seed0", "fedprox-seed0", "report.html"}
 
 
+@pytest.mark.exhaustive
 def test_of_two_comparisons_one_gets_a_folder(tmp_path: Path) -> None:
     """They have no run in common that would stop the other, and while one is at it the other gives up."""
     methods = ["fedavg", "fedprox"]
@@ -181,12 +182,12 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
     monkeypatch.setattr(folders, "PATIENCE", 100)
 
     def take() -> None:
-        with claimed(path, refuse_occupied):
+        with claim_directory(path, refuse_occupied):
             held.append(True)
             time.sleep(0.5)
 
     thread = Thread(target=take)
-    with claimed(path, refuse_occupied):
+    with claim_directory(path, refuse_occupied):
         thread.start()
         time.sleep(0.2)
     while not held:

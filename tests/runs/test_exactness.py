@@ -26,8 +26,15 @@ from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.result import RunResult
 
 Command = Callable[..., Any]
-TINY: dict[str, Any] = {"clients": 6, "per_round": 4, "rounds": 3, "model": "logreg", "epochs": 1, "report": False}
-TINY_OPTIONS = ("--clients", 6, "--per-round", 4, "--rounds", 3, "--model", "logreg", "--epochs", 1)
+TINY: dict[str, Any] = {
+    "clients": 6,
+    "clients_per_round": 4,
+    "rounds": 3,
+    "model": "logreg",
+    "epochs": 1,
+    "report": False,
+}
+TINY_OPTIONS = ("--clients", 6, "--clients-per-round", 4, "--rounds", 3, "--model", "logreg", "--epochs", 1)
 
 
 def tiny(folder: Path, method: str = "fedavg", **settings: Any) -> RunResult:
@@ -41,9 +48,13 @@ def measured(folder: Path) -> list[tuple[int, float, float]]:
     return [(r["round"], r["accuracy"], r["loss"]) for r in map(json.loads, lines)]
 
 
+@pytest.mark.quick_if(method=("fedcross", "scaffold"))
 @pytest.mark.parametrize("method", ["fedavg", "fedcda", "fedcross", "fedmr", "fedprox", "scaffold"])
 def test_engines_and_numbers_of_workers_agree(tmp_path: Path, method: str) -> None:
-    plans: list[dict[str, Any]] = [{"engine": "plain"}, *({"engine": "host", "workers": n} for n in (1, 2, 3))]
+    plans: list[dict[str, Any]] = [
+        {"engine": "sequential"},
+        *({"engine": "multiprocess", "workers": n} for n in (1, 2, 3)),
+    ]
     runs = [tiny(tmp_path / str(at), method, **plan) for at, plan in enumerate(plans)]
     assert len({run.digest for run in runs}) == 1
     assert all(measured(run.path) == measured(runs[0].path) for run in runs)
@@ -67,11 +78,13 @@ def test_fedprox_without_its_pull_is_fedavg(tmp_path: Path) -> None:
 
 
 def test_lost_clients_are_lost_alike_everywhere(tmp_path: Path) -> None:
-    runs = [tiny(tmp_path / e, "scaffold", lost=0.5, engine=e, rounds=4) for e in ("plain", "host")]
+    runs = [
+        tiny(tmp_path / e, "scaffold", failure_rate=0.5, engine=e, rounds=4) for e in ("sequential", "multiprocess")
+    ]
     assert runs[0].digest == runs[1].digest
-    lost = [[record.get("lost_clients") for record in run.history] for run in runs]
+    lost = [[record.get("failed_clients") for record in run.history] for run in runs]
     assert lost[0] == lost[1]
-    assert 0 < runs[0].summary["lost"] < 16
+    assert 0 < runs[0].summary["failed"] < 16
     reasons = {reason for record in lost[0] for reason in (record or {}).values()}
     assert reasons == {"did not answer (simulated)"}
 
@@ -79,7 +92,7 @@ def test_lost_clients_are_lost_alike_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """At many instants, in training and in scoring, one of the busy workers is killed outright."""
-    settings = {"rounds": 4, "workers": 3, "model": "mlp", "engine": "host"}
+    settings = {"rounds": 4, "workers": 3, "model": "mlp", "engine": "multiprocess"}
     undisturbed = tiny(tmp_path / "a", method, **settings)
     rng, engines, kills = random.Random(method), [], Counter[object]()
 
@@ -90,18 +103,18 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
             super().__init__(*arguments)
             engines.append(self)
 
-        def score(self, row: Any) -> Any:
+        def evaluate(self, row: Any) -> Any:
             Watched.scores += 1
-            return super().score(row)
+            return super().evaluate(row)
 
     def deadly_wait(pipes: Sequence[Any], timeout: float | None = None) -> list[Any]:
         scoring = any(
-            isinstance(order, WorkerEvaluateRequest) for worker in engines[0]._workers for order in worker.orders
+            isinstance(order, WorkerEvaluateRequest) for worker in engines[0]._workers for order in worker.requests
         )
         ready = real_wait(pipes, 0 if scoring else rng.uniform(0, 0.003))
-        busy = [w for w in engines[0]._workers if w.orders and w.pipe not in ready]
+        busy = [w for w in engines[0]._workers if w.requests and w.pipe not in ready]
         for worker in busy[:1]:
-            order = worker.orders[0]
+            order = worker.requests[0]
             key = ("score", Watched.scores) if isinstance(order, WorkerEvaluateRequest) else (order.round, order.index)
             if kills[key] < engine.LIVES - 1:  # once more and the client would be given up, rightly
                 kills[key] += 1
@@ -114,11 +127,11 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("fedloom.engines.multiprocess.engine.MultiprocessEngine", Watched)
     run = tiny(tmp_path / "b", method, **settings)
     # One that was killed just after its reply is found dead when it gets its next order, or never.
-    assert 3 < engines[0].deaths <= sum(kills.values())
+    assert 3 < engines[0].num_dead_workers <= sum(kills.values())
     assert any(isinstance(key, tuple) and key[0] == "score" for key in kills)
     assert run.digest == undisturbed.digest
     assert measured(run.path) == measured(undisturbed.path)
-    assert run.summary["lost"] == 0
+    assert run.summary["failed"] == 0
     assert not engines[0].worker_pids()
 
 
@@ -149,9 +162,10 @@ def kill(pid: int) -> None:
     assert not alive, "workers outlived their coordinator"
 
 
-LONGER = ("--clients", 6, "--per-round", 3, "--rounds", 15, "--model", "logreg", "--epochs", 1)
+LONGER = ("--clients", 6, "--clients-per-round", 3, "--rounds", 15, "--model", "logreg", "--epochs", 1)
 
 
+@pytest.mark.quick_if(method=("fedcross",))
 @pytest.mark.parametrize(
     ("method", "instants", "more"),
     [
@@ -186,6 +200,7 @@ def test_a_run_killed_at_any_instant_goes_on_to_the_same_bits(
     assert interrupted >= instants // 2
 
 
+@pytest.mark.exhaustive
 def test_a_real_process_killed_and_resumed_and_killed_again(command: Command, tmp_path: Path) -> None:
     words = ("scaffold", *LONGER, "--rounds", 150, "--checkpoint-seconds", 0, "--workers", 2, "--quiet")
     whole = command("run", *words, "--out", "whole", "--json").result
@@ -242,6 +257,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FileOperation
     return FileOperations(monkeypatch, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("beside", [None, torch.device("cpu")])
 def test_dying_at_any_file_operation_loses_nothing(
     operations: FileOperations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: torch.device | None
@@ -250,7 +266,7 @@ def test_dying_at_any_file_operation_loses_nothing(
     monkeypatch.setattr("fedloom.runs.loop._beside", lambda _: beside)
     settings = {key: value for key, value in TINY.items() if key != "report"}
     config = make_config(
-        {**settings, "method": "scaffold", "checkpoint_seconds": 0, "engine": "plain", "keep_checkpoints": 1}
+        {**settings, "method": "scaffold", "checkpoint_seconds": 0, "engine": "sequential", "keep_checkpoints": 1}
     )
     whole = execute_run(config, out=tmp_path / "whole", report=False)
     total, reference = operations.count, measured(whole.path)
@@ -273,7 +289,7 @@ def test_dying_at_any_file_operation_loses_nothing(
 
 def test_dying_again_and_again_while_resuming(operations: FileOperations, tmp_path: Path) -> None:
     """Each try gets a few file operations further and dies; in the end the run is done, with the same bits."""
-    settings = {**TINY, "checkpoint_seconds": 0, "engine": "plain"}
+    settings = {**TINY, "checkpoint_seconds": 0, "engine": "sequential"}
     whole = tiny(tmp_path / "whole", "scaffold", **settings)
     folder, tries = tmp_path / "r", 0
     while not (folder / "summary.json").exists():

@@ -18,8 +18,15 @@ from fedloom.runs.compare import _make_grid, _parse_grid
 from fedloom.runs.directory import RunDirectory
 
 Command = Callable[..., Any]
-TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
-SMALL: dict[str, Any] = {"clients": 6, "per_round": 4, "rounds": 2, "model": "logreg", "epochs": 1, "engine": "plain"}
+TINY = ("--clients", 6, "--clients-per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
+SMALL: dict[str, Any] = {
+    "clients": 6,
+    "clients_per_round": 4,
+    "rounds": 2,
+    "model": "logreg",
+    "epochs": 1,
+    "engine": "sequential",
+}
 
 
 class Halves(Refiner[Options]):
@@ -46,7 +53,7 @@ def halves() -> None:
 def test_levels_that_bring_nothing_are_the_baselines_and_come_first() -> None:
     server, local = _parse_grid("fedcross , fedavg x  fedprox,sgd")
     assert (server.name, server.levels, server.baseline) == ("server", ("fedavg", "fedcross"), "fedavg")
-    assert (local.name, local.levels) == ("local", ("sgd", "fedprox"))
+    assert (local.name, local.levels) == ("client", ("sgd", "fedprox"))
     assert _parse_grid([["fedmr", "fedcross"], "sgd"])[0].baseline == "fedmr"
     assert _parse_grid("fedavg,fedcross × sgd,fedprox") == (server, local)
 
@@ -54,16 +61,16 @@ def test_levels_that_bring_nothing_are_the_baselines_and_come_first() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("fedavg,fedcross", "servers x locals"),
-        ("fedavg x sgd x none x sgd", "servers x locals"),
+        ("fedavg,fedcross", "servers x clients"),
+        ("fedavg x sgd x none x sgd", "servers x clients"),
         ("fedavg,fedcros x sgd", "unknown server 'fedcros'; did you mean 'fedcross'"),
-        ("fedavg x sgd,fedprx", "unknown local 'fedprx'; did you mean 'fedprox'"),
+        ("fedavg x sgd,fedprx", "unknown client 'fedprx'; did you mean 'fedprox'"),
         ("fedavg, x sgd", "unknown server ''"),
-        ("fedavg x sgd,sgd", "'sgd' is named twice among the locals"),
-        ("fedprox x sgd", "fedprox brings a local, so it does not belong among the servers"),
-        ("fedavg x fedcross", "fedcross brings a server, so it does not belong among the locals"),
-        ("fedcross x fedavg", "among the locals of a grid; the plain one there is 'sgd'"),
-        ("fedavg x sgd x fedprox", "fedprox brings a local, so it does not belong among the refiners"),
+        ("fedavg x sgd,sgd", "'sgd' is named twice among the clients of the grid"),
+        ("fedprox x sgd", "fedprox provides a client, so it cannot be one of the servers"),
+        ("fedavg x fedcross", "fedcross provides a server, so it cannot be one of the clients"),
+        ("fedcross x fedavg", "one of the clients of a grid; the default there is 'sgd'"),
+        ("fedavg x sgd x fedprox", "fedprox provides a client, so it cannot be one of the refiners"),
     ],
 )
 def test_a_grid_that_makes_no_sense_is_refused(text: str, sentence: str) -> None:
@@ -80,16 +87,16 @@ def test_every_combination_is_run_or_refused_by_name(halves: None) -> None:
     ]
     assert set(grid.refused) == {"scaffold+fedprox", "scaffold+fedprox+halves"}
     assert grid.refused["scaffold+fedprox"] == (
-        "'scaffold+fedprox' cannot be run: scaffold and fedprox both bring a local, and a run has one local."
+        "'scaffold+fedprox' cannot be run: scaffold and fedprox both provide the part 'client', and a run has only one."
     )
     assert len(grid.methods) == 10
 
 
 def test_a_part_that_refuses_the_task_is_left_out_in_its_own_words() -> None:
-    register(Method("picky", "a test", "nobody", local=Picky))
+    register(Method("picky", "a test", "nobody", client=Picky))
     grid = _make_grid("fedavg,scaffold x sgd,picky", make_config(SMALL))
     assert grid.refused["picky"] == "'picky' cannot be run: picky wants a larger network."
-    assert "both bring a local" in grid.refused["scaffold+picky"]
+    assert "both provide the part 'client'" in grid.refused["scaffold+picky"]
     assert _make_grid("fedavg x sgd,picky", make_config({**SMALL, "model": "mlp", "data": "digits"})).refused == {}
     with pytest.raises(InputError, match=r"no combination of the grid can be run; .*picky wants"):
         _make_grid("fedavg x picky", make_config(SMALL))
@@ -126,7 +133,7 @@ def test_from_python(tmp_path: Path, halves: None) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"methods": ["fedavg"], "grid": "fedavg x sgd"}])
 def test_methods_or_a_grid(given: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one of the two"):
+    with pytest.raises(InputError, match="either methods to compare or a grid"):
         fedloom.compare(**given, out=tmp_path / "c", **SMALL)
     assert not (tmp_path / "c").exists()
 
@@ -137,16 +144,16 @@ def test_a_grid_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
         begun = 0
 
-        def begin(self, *_: Any) -> None:
+        def on_run_start(self, *_: Any) -> None:
             self.begun += 1
 
-        def wants_stop(self) -> bool:
+        def should_stop(self) -> bool:
             return self.begun == 3
 
     words: dict[str, Any] = {"grid": "fedavg,fedcross x sgd,fedprox", **SMALL}
     whole = fedloom.compare(out=tmp_path / "whole", **words)
-    with pytest.raises(RunStopped, match="go on with the same command"):
-        fedloom.compare(out=tmp_path / "g", watcher=StopIn(), **words)
+    with pytest.raises(RunStopped, match="continue with the same command"):
+        fedloom.compare(out=tmp_path / "g", callback=StopIn(), **words)
     assert read_effect_grid(tmp_path / "g") is not None
     done = tmp_path / "g" / "fedavg-seed0" / "summary.json"
     before = done.stat().st_mtime_ns
@@ -166,19 +173,21 @@ def test_the_grid_of_the_command(command: Command, tmp_path: Path, quoted: bool)
     grid = ["--grid", text] if quoted else ["--grid", *text.split()]
     ended = command("compare", *grid, *TINY, "--seeds", 2, "--out", "g", "--quiet")
     assert ended.code == 0, ended.err
-    refusal = "'scaffold+fedprox' cannot be run: scaffold and fedprox both bring a local, and a run has one local."
+    refusal = (
+        "'scaffold+fedprox' cannot be run: scaffold and fedprox both provide the part 'client', and a run has only one."
+    )
     assert f"left out: {refusal}\n" in ended.out
     found = sorted(path.parent.name for path in (tmp_path / "g").glob("*/summary.json"))
     assert found == [f"{method}-seed{seed}" for method in ("fedavg", "fedprox", "scaffold") for seed in (0, 1)]
-    table = ended.out.partition("What each part did\n")[2].splitlines()
+    table = ended.out.partition("Effect of each part\n")[2].splitlines()
     assert [line.split()[:3] for line in table[1:3]] == [
         ["scaffold", "fedavg", "(server)"],
-        ["fedprox", "sgd", "(local)"],
+        ["fedprox", "sgd", "(client)"],
     ]
     assert "1 of 2 pairs" in table[1]
     page = (tmp_path / "g" / "report.html").read_text(encoding="utf-8")
-    assert "1 combination left out, and why" in page
-    assert "scaffold and fedprox both bring a local" in page
+    assert "1 combination left out, with reasons" in page
+    assert "scaffold and fedprox both provide the part" in page
 
 
 def test_what_is_left_out_is_said_before_the_first_run(command: Command) -> None:
@@ -190,7 +199,7 @@ def test_what_is_left_out_is_said_before_the_first_run(command: Command) -> None
 def test_the_grid_in_json(command: Command) -> None:
     result = command("compare", "--grid", "fedavg,fedcross x sgd,fedprox", *TINY, "--seeds", 2, "--json").result
     grid = result["grid"]
-    assert grid["factors"] == {"server": ["fedavg", "fedcross"], "local": ["sgd", "fedprox"]}
+    assert grid["factors"] == {"server": ["fedavg", "fedcross"], "client": ["sgd", "fedprox"]}
     assert [one["level"] for one in grid["effects"]] == ["fedcross", "fedprox"]
     assert all(one["seeds"] == 2 and one["pairs"] == 2 for one in grid["effects"])
     assert [one["levels"] for one in grid["pairs"]] == [["fedcross", "fedprox"]]
@@ -210,8 +219,8 @@ def test_report_of_a_grids_folder_shows_the_grid(command: Command, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--grid", "fedavg"], "servers x locals"),
-        (["--grid", "fedavg", "sgd"], "servers x locals"),
+        (["--grid", "fedavg"], "servers x clients"),
+        (["--grid", "fedavg", "sgd"], "servers x clients"),
         (["--grid", "fedavg", "x", "sgd,fedprx"], "did you mean 'fedprox'"),
         (["--grid", "fedavg x sgd", "--set", "fedprox.mu=1"], "takes no part"),
     ],

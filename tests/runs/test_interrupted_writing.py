@@ -28,14 +28,14 @@ def test_an_interrupt_is_told_where_nothing_was_ever_written_beside(
     def interrupted(_: _BackgroundWriter) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_BackgroundWriter, "settle", interrupted)
+    monkeypatch.setattr(_BackgroundWriter, "wait_until_written", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Checkpoints(tmp_path).settle(wait=False)
+        Checkpoints(tmp_path).wait_until_written(wait=False)
 
 
 def test_what_was_broken_off_does_not_break_off_one_that_is_written_at_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.abandon()
+    checkpoints.cancel()
     checkpoints.save(1, {"model": torch.ones(2)}, ClientStates({}, torch.float32))
     assert checkpoints.rounds() == [1]
 
@@ -48,32 +48,32 @@ def test_who_was_interrupted_while_waiting_can_wait_again() -> None:
         assert go.wait(30), "nobody let it go"
         done.append(True)
 
-    work.begin(slow, CPU)
+    work.start(slow, CPU)
     threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        work.settle()
+        work.wait_until_written()
     assert work.busy
     threading.Timer(0.1, go.set).start()
-    work.settle()
+    work.wait_until_written()
     assert done == [True]
 
 
 def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints, homes = Checkpoints(tmp_path), ClientStates({"c": (3,)}, torch.float32)
-    homes.keep(1, {"c": torch.ones(3)})
+    homes.save(1, {"c": torch.ones(3)})
     reached, go = threading.Event(), threading.Event()
 
-    def held(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], None]) -> str:
+    def held(path: Path, tensors: Mapping[str, Tensor], check_cancelled: Callable[[], None]) -> str:
         if path.name.startswith("clients"):
             reached.set()
             assert go.wait(30), "nobody let it go"
-        return write_safetensors(path, tensors, check=check)
+        return write_safetensors(path, tensors, check_cancelled=check_cancelled)
 
     monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", held)
-    checkpoints.save(1, {"model": torch.ones(2)}, homes, beside=CPU)
+    checkpoints.save(1, {"model": torch.ones(2)}, homes, background_device=CPU)
     assert reached.wait(30)
     threading.Timer(0.05, go.set).start()
-    checkpoints.abandon()
+    checkpoints.cancel()
     assert checkpoints.rounds() == []
     assert homes.changed == {1}, "and is to be written next time"
 
@@ -81,7 +81,7 @@ def test_it_is_broken_off_within_what_the_clients_keep_too(tmp_path: Path, monke
 def test_what_ended_a_run_is_told_and_not_what_became_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, over = RoundRunner.play, threading.Event()
+    play, over = RoundRunner.run_round, threading.Event()
 
     def full(path: Path, *_: Any, **__: Any) -> str:
         assert over.wait(30), "the run does not end"
@@ -95,7 +95,7 @@ def test_what_ended_a_run_is_told_and_not_what_became_of_its_checkpoint(
 
     monkeypatch.setattr("fedloom.runs.loop._beside", lambda _: CPU)
     monkeypatch.setattr("fedloom.runs.checkpoints.write_safetensors", full)
-    monkeypatch.setattr(RoundRunner, "play", fails)
+    monkeypatch.setattr(RoundRunner, "run_round", fails)
     with pytest.raises(FedloomError, match="nobody answered"):
-        fedloom.run("fedavg", model="logreg", clients=4, per_round=2, rounds=3, steps=1, engine="plain", report=False,
-                    checkpoint_seconds=0, out=tmp_path / "run")  # fmt: skip
+        fedloom.run("fedavg", model="logreg", clients=4, clients_per_round=2, rounds=3, steps=1, engine="sequential",
+                    report=False, checkpoint_seconds=0, out=tmp_path / "run")  # fmt: skip

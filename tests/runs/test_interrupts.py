@@ -19,9 +19,9 @@ def _signals(signals: int) -> type[Client[Options]]:
     class Signals(Client[Options]):
         """Client 2 presses Ctrl-C in round 1 (from 0), this many times."""
 
-        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-            yield LocalSteps(self.step)
-            if bench.client == 2 and bench.round == 1:
+        def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+            yield LocalSteps(self.training_step)
+            if trainer.client_id == 2 and trainer.round == 1:
                 for _ in range(signals):
                     os.kill(os.getpid(), signal.SIGINT)
 
@@ -32,7 +32,7 @@ def _signals(signals: int) -> type[Client[Options]]:
 def methods() -> None:
     """Methods with such a client; conftest.py forgets them after each test."""
     for name, signals in (("test-once", 1), ("test-twice", 2)):
-        register(Method(name=name, summary="", reference="", local=_signals(signals)))
+        register(Method(name=name, summary="", reference="", client=_signals(signals)))
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ def _handlers() -> Iterator[None]:
 
 
 def test_an_interrupt_stops_after_the_round_and_the_run_goes_on(command: Command, tmp_path: Path) -> None:
-    words = ("run", "test-once", *TINY_OPTIONS, "--engine", "plain")
+    words = ("run", "test-once", *TINY_OPTIONS, "--engine", "sequential")
     ended = command(*words, "--out", "r")
     assert ended.code == 130
-    assert ended.err.splitlines()[-1] == "fedloom: stopped after round 2; go on with: fedloom resume r"
-    assert "once more stops at once" in ended.err
+    assert ended.err.splitlines()[-1] == "fedloom: stopped after round 2; continue with: fedloom resume r"
+    assert "Ctrl-C again stops at once" in ended.err
     assert "Traceback" not in ended.err
     assert not (tmp_path / "r" / "summary.json").exists()
     resumed = command("resume", "r", "--json").result
@@ -59,9 +59,9 @@ def test_an_interrupt_stops_after_the_round_and_the_run_goes_on(command: Command
 
 
 def test_a_second_interrupt_stops_at_once(command: Command, tmp_path: Path) -> None:
-    ended = command("run", "test-twice", *TINY_OPTIONS, "--engine", "plain", "--out", "r", "--json")
+    ended = command("run", "test-twice", *TINY_OPTIONS, "--engine", "sequential", "--out", "r", "--json")
     assert (ended.code, ended.out) == (130, "")
-    assert ended.err.splitlines()[-1] == "fedloom: interrupted; go on with: fedloom resume r"
+    assert ended.err.splitlines()[-1] == "fedloom: interrupted; continue with: fedloom resume r"
     assert "Traceback" not in ended.err
     assert [record["round"] for record in RunDirectory.open(tmp_path / "r").history()] == [0, 1]
 
@@ -74,7 +74,7 @@ def test_an_interrupt_before_the_run_begins(command: Command, tmp_path: Path) ->
 
 
 def test_a_stopped_comparison_says_how_the_comparison_goes_on(command: Command) -> None:
-    words = ("compare", "test-once", "fedprox", *TINY_OPTIONS, "--engine", "plain", "--out", "c")
+    words = ("compare", "test-once", "fedprox", *TINY_OPTIONS, "--engine", "sequential", "--out", "c")
     ended = command(*words)
     assert ended.code == 130
     last = ended.err.splitlines()[-1]
@@ -85,7 +85,7 @@ def test_a_stopped_comparison_says_how_the_comparison_goes_on(command: Command) 
 @pytest.mark.parametrize("times", ["once", "twice"])
 def test_a_stopped_verification_offers_nothing_to_resume(command: Command, tmp_path: Path, times: str) -> None:
     """It runs in a folder that is deleted."""
-    command("run", "fedavg", *TINY_OPTIONS, "--engine", "plain", "--out", "r", "--json").result  # noqa: B018
+    command("run", "fedavg", *TINY_OPTIONS, "--engine", "sequential", "--out", "r", "--json").result  # noqa: B018
     config = tmp_path / "r" / "config.toml"
     config.write_text(config.read_text().replace('method = "fedavg"', f'method = "test-{times}"'))
     ended = command("verify", "r")
@@ -130,7 +130,7 @@ class Process:
         return self.popen.returncode, out, self.seen + err
 
 
-ENDLESS = ("--clients", 6, "--per-round", 6, "--rounds", 3000, "--model", "logreg", "--workers", 2)
+ENDLESS = ("--clients", 6, "--clients-per-round", 6, "--rounds", 3000, "--model", "logreg", "--workers", 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -140,7 +140,7 @@ def test_a_real_process_stops_and_goes_on(command: Command, tmp_path: Path, numb
         os.killpg(process.popen.pid, number)
         code, out, err = process.ends()
     assert (code, out) == (130, "")
-    assert "go on with: fedloom resume r" in err.splitlines()[-1]
+    assert "continue with: fedloom resume r" in err.splitlines()[-1]
     assert "Traceback" not in err
     # three more rounds, and the same bits as without the stop
     history = RunDirectory.open(tmp_path / "r").history()
@@ -158,7 +158,7 @@ def test_an_impatient_person_gets_away_at_once(tmp_path: Path, number: int) -> N
     with Process(tmp_path, "run", "fedavg", *ENDLESS, "--epochs", 20000, "--out", "r") as process:
         process.wait_for("3000 rounds")
         os.killpg(process.popen.pid, signal.SIGINT)
-        process.wait_for("once more stops at once")
+        process.wait_for("Ctrl-C again stops at once")
         for _ in range(500):
             os.killpg(process.popen.pid, number)
             try:
@@ -169,7 +169,7 @@ def test_an_impatient_person_gets_away_at_once(tmp_path: Path, number: int) -> N
         code, out, err = process.ends()
     assert (code, out) == (130, "")
     assert "Traceback" not in err
-    assert "go on with: fedloom resume r" in err
+    assert "continue with: fedloom resume r" in err
 
 
 def test_an_interrupt_while_the_command_is_loaded(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from fedloom.runs.checkpoints import Checkpoints
 from fedloom.runs.round import RoundRunner
 
 RUN: dict[str, Any] = {
-    "model": "logreg", "clients": 4, "per_round": 2, "rounds": 8, "steps": 1, "engine": "plain", "report": False,
+    "model": "logreg", "clients": 4, "clients_per_round": 2, "rounds": 8, "steps": 1, "engine": "sequential",
+    "report": False,
 }  # fmt: skip
 
 
@@ -21,7 +22,7 @@ RUN: dict[str, Any] = {
 def test_checkpoints_are_as_many_seconds_apart_as_was_asked(
     seconds: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, saved, play = 0.0, list[int](), RoundRunner.play
+    now, saved, play = 0.0, list[int](), RoundRunner.run_round
 
     def one_second(self: RoundRunner, round: int) -> dict[str, Any]:
         nonlocal now
@@ -29,7 +30,7 @@ def test_checkpoints_are_as_many_seconds_apart_as_was_asked(
         return play(self, round)
 
     monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
-    monkeypatch.setattr(RoundRunner, "play", one_second)
+    monkeypatch.setattr(RoundRunner, "run_round", one_second)
     monkeypatch.setattr(Checkpoints, "save", lambda self, round, *_, **__: saved.append(round))
     fedloom.run("fedavg", **RUN, checkpoint_seconds=seconds, out=tmp_path / "run")
     assert saved == expected
@@ -42,16 +43,16 @@ def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(
     ended: list[bool] = []
 
     class Told(SilentCallback):
-        def end(self) -> None:
+        def on_run_end(self) -> None:
             ended.append(True)
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RoundRunner, "play", interrupted)
-    monkeypatch.setattr(Checkpoints, "settle", interrupted)
+    monkeypatch.setattr(RoundRunner, "run_round", interrupted)
+    monkeypatch.setattr(Checkpoints, "wait_until_written", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("fedavg", **RUN, out=tmp_path / "run", watcher=Told())
+        fedloom.run("fedavg", **RUN, out=tmp_path / "run", callback=Told())
     assert ended == [True]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.core.evaluation import EvaluationResult
-from fedloom.runs.metrics import RoundTimer, client_accuracy_metrics, summarize_run_metrics
+from fedloom.runs.metrics import RoundMetricsTimer, client_accuracy_metrics, summarize_run_metrics
 
 
 def score(hits: list[int], seen: list[int]) -> EvaluationResult:
@@ -59,7 +59,7 @@ def test_the_accuracy_for_a_mixture_by_hand() -> None:
     tested = score([1, 3, 0], [2, 4, 0])
     assert tested.accuracy_for(np.array([6, 2, 90])) == pytest.approx((6 * 0.5 + 2 * 0.75) / 8)
     assert tested.accuracy_for(np.array([0, 0, 5])) is None, "the class was not tested"
-    assert tested.accuracy_for(tested.seen) == pytest.approx(4 / 6)
+    assert tested.accuracy_for(tested.count_per_class) == pytest.approx(4 / 6)
 
 
 def test_empty_clients_are_left_out() -> None:
@@ -107,10 +107,10 @@ def test_client_accuracy_matches_the_definition(classes: list[tuple[int, int]], 
 
 
 def test_the_clock_adds_up_parts_and_waiting() -> None:
-    clock = RoundTimer()
-    with clock.part("a"):
+    clock = RoundMetricsTimer()
+    with clock.measure("a"):
         time.sleep(0.01)
-    with pytest.raises(KeyError), clock.part("a"):
+    with pytest.raises(KeyError), clock.measure("a"):
         raise KeyError("a part that fails is timed too")
     clock.add("b", 2.0)
     clock.add("b", -0.5)
@@ -121,7 +121,7 @@ def test_the_clock_adds_up_parts_and_waiting() -> None:
             yield item
 
     taken = []
-    for item in clock.waiting(slow(), "wait"):
+    for item in clock.measure_iterator(slow(), "wait"):
         taken.append(item)
         time.sleep(0.02)
     assert taken == [0, 1, 2]
@@ -138,7 +138,7 @@ def test_the_clock_adds_up_parts_and_waiting() -> None:
 
 
 def record(round: int, **values: Any) -> dict[str, Any]:
-    base = {"bytes_up": 10, "bytes_down": 20, "models_up": 1.5, "models_down": 2.0, "lost": 1}
+    base = {"bytes_up": 10, "bytes_down": 20, "models_up": 1.5, "models_down": 2.0, "failed": 1}
     return {"round": round, **(base if round else {}), "seconds": {"total": 0.25}, **values}
 
 
@@ -171,7 +171,7 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
         "bytes_down": 80,
         "models_up": 6.0,
         "models_down": 8.0,
-        "lost": 4,
+        "failed": 4,
         "seconds": 1.25,
     }
 

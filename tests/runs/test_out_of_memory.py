@@ -16,7 +16,7 @@ from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import InsufficientMemoryError
 from fedloom.methods.fedavg import FedAvgServer
 from fedloom.runs.callback import Callback, SilentCallback
-from fedloom.runs.concurrent import Job, run_concurrently
+from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
 from fedloom.runs.result import RunResult
@@ -25,7 +25,8 @@ from fedloom.training.local_training import EngineContext
 from tests.support.callbacks import Eye
 
 RUN: dict[str, Any] = {
-    "data": "digits", "model": "logreg", "clients": 8, "per_round": 8, "rounds": 4, "steps": 2, "engine": "plain",
+    "data": "digits", "model": "logreg", "clients": 8, "clients_per_round": 8, "rounds": 4, "steps": 2,
+    "engine": "sequential",
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
 
 def short_in_collecting(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool]) -> list[weakref.ref[Heavy]]:
     """Let memory end at the end of a round's collecting; gives what was in hand each time."""
-    collect, held = FedAvgServer.collect, list[weakref.ref[Heavy]]()
+    collect, held = FedAvgServer.aggregate, list[weakref.ref[Heavy]]()
 
     def collecting(self: FedAvgServer, round: int, updates: Iterator[Any]) -> None:
         collect(self, round, updates)
@@ -57,7 +58,7 @@ def short_in_collecting(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], b
             held.append(weakref.ref(in_hand))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(FedAvgServer, "collect", collecting)
+    monkeypatch.setattr(FedAvgServer, "aggregate", collecting)
     return held
 
 
@@ -69,22 +70,22 @@ def test_the_server_has_more_room_where_fewer_clients_train_at_once(
     out = tmp_path / "b"
     if again:
         with pytest.raises(fedloom.errors.RunStopped):
-            execute_run(make_config({**RUN, "method": "fedavg"}), out=out, watcher=Eye(stop_after=2), report=False)
+            execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callback=Eye(stop_after=2), report=False)
     engines.clear()
-    held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].at_once > 2)
+    held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].concurrency > 2)
     eye = Eye()
     if again:
-        found = resume(out, watcher=eye, report=False, checkpoint_seconds=7.0)
+        found = resume(out, callback=eye, report=False, checkpoint_seconds=7.0)
     else:
-        found = execute_run(make_config({**RUN, "method": "fedavg"}), out=out, watcher=eye, report=False)
+        found = execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callback=eye, report=False)
     assert found.digest == expected.digest
     assert [record["round"] for record in found.history] == [0, 1, 2, 3, 4]
     assert [note.partition("; ")[2] for note in eye.notes] == [
-        "going on from the last checkpoint with 4 clients at once, which changes nothing else.",
-        "going on from the last checkpoint with 2 clients at once, which changes nothing else.",
+        "the run continues from the last checkpoint with 4 clients at once, with the same result.",
+        "the run continues from the last checkpoint with 2 clients at once, with the same result.",
     ]
     assert len(held) == 2
-    assert [engine.gpus[0].most for engine in engines] == [16, 4, 2]
+    assert [engine.gpus[0].max_slots for engine in engines] == [16, 4, 2]
 
 
 def test_a_run_that_is_verified_goes_on_with_the_start_that_it_was_given(
@@ -95,7 +96,7 @@ def test_a_run_that_is_verified_goes_on_with_the_start_that_it_was_given(
     model = (tmp_path / "a" / "model.safetensors").rename(tmp_path / "start.safetensors")
     run = fedloom.run("fedavg", out=tmp_path / "b", report=False, init=str(model), **RUN)
     model.unlink()
-    held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].at_once > 4)
+    held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].concurrency > 4)
     assert fedloom.verify(tmp_path / "b") == (run.digest, run.digest)
     assert len(held) == 1
 
@@ -113,7 +114,7 @@ def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory, again.") from error
 
     class Slots:
-        at_once = 2
+        concurrency = 2
 
     def attempt(slots: int | None) -> None:
         alive.extend(ref() is not None for ref in held)
@@ -133,7 +134,7 @@ def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
         (MemoryError(), "this machine has not enough memory"),
     ],
 )
-@pytest.mark.parametrize("where", ["fedloom.runs.build._prepare_run", "fedloom.runs.round.RoundRunner.play"])
+@pytest.mark.parametrize("where", ["fedloom.runs.build._prepare_run", "fedloom.runs.round.RoundRunner.run_round"])
 def test_a_user_is_told_in_a_sentence(
     error: BaseException, words: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -143,19 +144,19 @@ def test_a_user_is_told_in_a_sentence(
 
     monkeypatch.setattr(where, fail)
     with pytest.raises(SystemExit) as ended:
-        main.main(["run", "fedavg", "--rounds", "2", "--engine", "plain", "--out", str(tmp_path / "run")])
+        main.main(["run", "fedavg", "--rounds", "2", "--engine", "sequential", "--out", str(tmp_path / "run")])
     assert ended.value.code == 1
     told = capsys.readouterr().err
     assert words in told
     assert "Traceback" not in told
-    assert (tmp_path / "run").exists() is (where == "fedloom.runs.round.RoundRunner.play")
+    assert (tmp_path / "run").exists() is (where == "fedloom.runs.round.RoundRunner.run_round")
 
 
 def test_so_is_one_who_pretrains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    for where in ("SequentialEngine.score", "check_forward_pass"):
+    for where in ("SequentialEngine.evaluate", "check_forward_pass"):
         monkeypatch.setattr(f"fedloom.runs.pretrain.{where}", fail)
         with pytest.raises(
             InsufficientMemoryError, match="cpu has not enough memory to train this network; use a smaller"
@@ -169,23 +170,23 @@ def test_other_failures_are_not_taken_for_it() -> None:
         raise RuntimeError("shapes do not match")
 
 
-def job(folder: Path, name: str, seed: int, short: Callable[[], bool]) -> Job:
+def job(folder: Path, name: str, seed: int, short: Callable[[], bool]) -> PlannedRun:
     """A run that finds no memory as long as `short` says so, after its second round and the ones that follow."""
     config, place = make_config({**RUN, "method": "fedavg", "seed": seed, "checkpoint_seconds": 0}), folder / name
 
     class After(SilentCallback):
         def __init__(self, eye: Callback) -> None:
-            self.begin, self.note, self._eye = eye.begin, eye.note, eye  # type: ignore[method-assign]
+            self.on_run_start, self.on_message, self._eye = eye.on_run_start, eye.on_message, eye  # type: ignore[method-assign]
 
-        def record(self, record: Mapping[str, Any]) -> None:
-            self._eye.record(record)
+        def on_round_end(self, record: Mapping[str, Any]) -> None:
+            self._eye.on_round_end(record)
             if record["round"] >= 2 and short():
                 raise InsufficientMemoryError("the GPU has not enough memory.")
 
     def run(eye: Callback) -> RunResult:
         if (place / "config.toml").exists():
-            return resume(place, watcher=After(eye), report=False)
-        return execute_run(config, out=place, watcher=After(eye), report=False)
+            return resume(place, callback=After(eye), report=False)
+        return execute_run(config, out=place, callback=After(eye), report=False)
 
     return place, config, run
 
@@ -230,15 +231,15 @@ def test_on_a_gpu_that_is_really_full_a_run_goes_on_with_fewer_slots(
 ) -> None:
     given = {**RUN, "engine": "cuda", "device": "cuda"}
     expected = fedloom.run("fedavg", out=tmp_path / "a", report=False, **given)
-    play, counts = RoundRunner.play, list[int]()
+    play, counts = RoundRunner.run_round, list[int]()
 
     def greedy(self: Any, round: int) -> dict[str, Any]:
         record: dict[str, Any] = play(self, round)
         if round == 2:
-            counts.append(self.engine.at_once)
-            torch.empty(1 << 42 if self.engine.at_once > 2 else 1, dtype=torch.uint8, device="cuda")
+            counts.append(self.engine.concurrency)
+            torch.empty(1 << 42 if self.engine.concurrency > 2 else 1, dtype=torch.uint8, device="cuda")
         return record
 
-    monkeypatch.setattr(RoundRunner, "play", greedy)
+    monkeypatch.setattr(RoundRunner, "run_round", greedy)
     assert fedloom.run("fedavg", out=tmp_path / "b", report=False, **given).digest == expected.digest
     assert counts == [8, 4, 2]

@@ -35,14 +35,14 @@ class StopsAfter(SilentCallback):
     def __init__(self, epochs: int) -> None:
         self.left, self.records, self.notes = epochs, list[Any](), list[str]()
 
-    def note(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.notes.append(text)
 
-    def record(self, record: Any) -> None:
+    def on_round_end(self, record: Any) -> None:
         self.records.append(record)
         self.left -= 1
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self.left <= 0
 
 
@@ -55,10 +55,10 @@ def test_it_is_ordinary_training(tmp_path: Path) -> None:
     settings = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "lr": 0.1}
     made = pretrain(tmp_path / "m.safetensors", **settings)
     dataset, streams = load_dataset("digits"), RngStreams(0)
-    with streams.globally("init"):
+    with streams.seed_global_rng("init"):
         module = build_model("logreg", (1, 8, 8), 10)
     steps = torch.optim.SGD(module.parameters(), **settings)
-    x, y = dataset.prepare(dataset.train.x), dataset.train.y
+    x, y = dataset.transform(dataset.train.x), dataset.train.y
     for epoch in range(3):
         steps.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * epoch / 3)) / 2
         order = torch.from_numpy(streams.numpy("batches", epoch, 0).permutation(len(y)))
@@ -68,15 +68,15 @@ def test_it_is_ordinary_training(tmp_path: Path) -> None:
             steps.step()
     for name, tensor in load_file(made.path).items():
         torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-5, atol=1e-6)
-    right = module(dataset.prepare(dataset.test.x)).argmax(dim=1) == dataset.test.y
+    right = module(dataset.transform(dataset.test.x)).argmax(dim=1) == dataset.test.y
     assert made.accuracy == pytest.approx(float(right.float().mean()))
     assert made.accuracy > 0.9
 
 
 def test_the_schedules() -> None:
-    constant = PretrainConfig(data="digits", lr=0.3, schedule="constant", epochs=7).training()
+    constant = PretrainConfig(data="digits", lr=0.3, schedule="constant", epochs=7).training_config()
     assert {constant.lr_at(epoch) for epoch in range(7)} == {0.3}
-    cosine = [PretrainConfig(data="digits", lr=0.3, epochs=8).training().lr_at(epoch) for epoch in range(8)]
+    cosine = [PretrainConfig(data="digits", lr=0.3, epochs=8).training_config().lr_at(epoch) for epoch in range(8)]
     assert cosine[0] == 0.3
     assert cosine[4] == pytest.approx(0.15)
     assert cosine == sorted(cosine, reverse=True)
@@ -106,11 +106,11 @@ def test_stopped_and_gone_on_equals_uninterrupted(tmp_path: Path, optimizer: str
     whole = pretrain(tmp_path / "whole.safetensors", **settings)
     out = tmp_path / "m.safetensors"
     for _ in range(2):
-        with pytest.raises(FedloomError, match="go on with the same command"):
-            pretrain(out, watcher=StopsAfter(1), **settings)
+        with pytest.raises(FedloomError, match="continue with the same command"):
+            pretrain(out, callback=StopsAfter(1), **settings)
         assert not out.exists()
     last = StopsAfter(99)
-    assert pretrain(out, watcher=last, **settings).digest == whole.digest
+    assert pretrain(out, callback=last, **settings).digest == whole.digest
     assert [record["round"] for record in last.records] == [3, 4]
     assert not (tmp_path / "m.safetensors.unfinished").exists()
 
@@ -129,7 +129,7 @@ def test_killed_and_gone_on_equals_uninterrupted(tmp_path: Path) -> None:
     process.wait()
     assert not (tmp_path / "m.safetensors").exists()
     watcher = StopsAfter(99)
-    went_on = fedloom.pretrain("digits", tmp_path / "m.safetensors", "mlp", epochs=60, watcher=watcher)
+    went_on = fedloom.pretrain("digits", tmp_path / "m.safetensors", "mlp", epochs=60, callback=watcher)
     assert watcher.records[0]["round"] > 1
     assert went_on.digest == fedloom.pretrain("digits", tmp_path / "whole.safetensors", "mlp", epochs=60).digest
 
@@ -137,11 +137,11 @@ def test_killed_and_gone_on_equals_uninterrupted(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     whole, out = pretrain(tmp_path / "whole.safetensors"), tmp_path / "m.safetensors"
     with pytest.raises(FedloomError):
-        pretrain(out, watcher=StopsAfter(2), checkpoint_seconds=0)
+        pretrain(out, callback=StopsAfter(2), checkpoint_seconds=0)
     newest = tmp_path / "m.safetensors.unfinished" / "checkpoints" / "round-000002.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     watcher = StopsAfter(99)
-    assert pretrain(out, watcher=watcher).digest == whole.digest
+    assert pretrain(out, callback=watcher).digest == whole.digest
     assert "Going on from the checkpoint before it" in watcher.notes[0]
 
 
@@ -152,7 +152,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_l
     now, saved = 0.0, list[int]()
 
     class EpochsOfASecond(SilentCallback):
-        def record(self, record: Any) -> None:
+        def on_round_end(self, record: Any) -> None:
             nonlocal now
             now += 1.0
 
@@ -164,7 +164,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_l
 
     monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     monkeypatch.setattr("fedloom.runs.checkpoints.write_json", write)
-    pretrain(tmp_path / "m.safetensors", epochs=8, checkpoint_seconds=3, watcher=EpochsOfASecond())
+    pretrain(tmp_path / "m.safetensors", epochs=8, checkpoint_seconds=3, callback=EpochsOfASecond())
     assert saved == expected
 
 
@@ -172,7 +172,7 @@ def test_a_finished_one_is_returned_and_never_written_over(tmp_path: Path) -> No
     out = tmp_path / "m.safetensors"
     made, changed = pretrain(out), out.stat().st_mtime_ns
     watcher = StopsAfter(0)
-    assert pretrain(out, watcher=watcher, checkpoint_seconds=7).about == made.about
+    assert pretrain(out, callback=watcher, checkpoint_seconds=7).metadata == made.metadata
     assert watcher.records == []
     with pytest.raises(InputError, match=r"with lr 0\.05, not 0\.1; choose another --out"):
         pretrain(out, lr=0.1)
@@ -185,7 +185,7 @@ def test_a_finished_one_is_returned_and_never_written_over(tmp_path: Path) -> No
 def test_the_unfinished_of_other_settings_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "m.safetensors"
     with pytest.raises(FedloomError):
-        pretrain(out, watcher=StopsAfter(1))
+        pretrain(out, callback=StopsAfter(1))
     with pytest.raises(InputError, match=r"unfinished is a pretraining with epochs 3, not 5"):
         pretrain(out, epochs=5)
 
@@ -227,11 +227,11 @@ def test_half_of_the_classes_then_the_rest_is_two_commands(command: Command, tmp
     ended = command(*run, "--init", "half.safetensors", "--out", "r")
     assert ended.code == 0, ended.err
     assert "6 of 6 tensors" in ended.err
-    assert "trained to tell 0, 1, 2, 3, 4 apart; --new-head" in ended.err
+    assert "trained for the classes 0, 1, 2, 3, 4; use --new-head" in ended.err
     names = json.loads((tmp_path / "r" / "partition.json").read_text())["class_names"]
     assert names == ["5", "6", "7", "8", "9"]
     ended = command(*run, "--init", "half.safetensors", "--new-head", "--out", "s")
-    assert "new classifier head.weight, head.bias (as was asked)" in ended.err
+    assert "new classifier head.weight, head.bias (as requested)" in ended.err
     assert "--new-head starts" not in ended.err
 
 
@@ -290,5 +290,5 @@ def test_classes_are_kept_renumbered_and_named() -> None:
 def test_classes_of_your_own_data_cannot_be_picked() -> None:
     x, y = torch.randn(20, 4), torch.arange(20) % 4
     mine = fedloom.FederatedDataset.from_arrays([(x, y)], test=(x, y))
-    with pytest.raises(InputError, match="known by name"):
+    with pytest.raises(InputError, match="given by name"):
         fedloom.run(data=mine, model="logreg", classes="0-1")

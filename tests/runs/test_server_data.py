@@ -18,8 +18,28 @@ from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.callback import SilentCallback
 
 Command = Callable[..., Any]
-TINY: dict[str, Any] = {"clients": 4, "per_round": 3, "rounds": 2, "model": "logreg", "epochs": 1, "engine": "plain"}
-WORDS = ("--clients", 4, "--per-round", 3, "--rounds", 2, "--model", "logreg", "--epochs", 1, "--engine", "plain")
+TINY: dict[str, Any] = {
+    "clients": 4,
+    "clients_per_round": 3,
+    "rounds": 2,
+    "model": "logreg",
+    "epochs": 1,
+    "engine": "sequential",
+}
+WORDS = (
+    "--clients",
+    4,
+    "--clients-per-round",
+    3,
+    "--rounds",
+    2,
+    "--model",
+    "logreg",
+    "--epochs",
+    1,
+    "--engine",
+    "sequential",
+)
 QUICK = ("--set", "feddf.steps=20")
 
 
@@ -29,7 +49,7 @@ class Noted(SilentCallback):
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def note(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
 
@@ -41,7 +61,7 @@ def experiment(**settings: Any) -> BuiltRun:
 
 def test_a_method_that_needs_it_gets_a_default_that_is_said_and_written_down(tmp_path: Path) -> None:
     noted = Noted()
-    run = fedloom.run("abavg", out=tmp_path / "run", watcher=noted, **TINY)
+    run = fedloom.run("abavg", out=tmp_path / "run", callback=noted, **TINY)
     text = "The server holds 72 samples that no client holds (--server-data split:0.05), used by abavg."
     assert noted.said == [text]
     written = tomllib.loads((run.path / "config.toml").read_text())
@@ -60,7 +80,7 @@ def test_a_method_that_needs_none_gets_none_unless_asked_for() -> None:
     context = given.rounds.context
     assert context.server_data is not None
     assert len(context.server_data) == 100
-    sizes = [sum(map(context.samples, range(4))) for context in (plain.rounds.context, given.rounds.context)]
+    sizes = [sum(map(context.num_examples, range(4))) for context in (plain.rounds.context, given.rounds.context)]
     assert sizes == [1438, 1338]
 
 
@@ -68,7 +88,7 @@ def test_the_server_gets_stored_samples_and_what_makes_input_of_them() -> None:
     context = experiment(method="fedavg", server_data="split:30").rounds.context
     assert context.server_data is not None
     assert context.server_data.x.dtype == torch.uint8
-    x = context.prepare(context.server_data.x)
+    x = context.transform(context.server_data.x)
     assert x.shape == (30, *context.shape)
     assert abs(float(x.mean())) < 0.2
     assert context.server_labels
@@ -79,7 +99,10 @@ def test_all_methods_and_engines_see_the_same_samples_and_clients(tmp_path: Path
     made = [experiment(method=method, server_data="split:0.1") for method in ("fedavg", "feddf", "fedlaw")]
     for one in made[1:]:
         assert torch.equal(one.rounds.context.server_data.x, made[0].rounds.context.server_data.x)  # type: ignore[union-attr]
-        assert all(torch.equal(one.federation.client(k).x, made[0].federation.client(k).x) for k in range(4))
+        assert all(
+            torch.equal(one.federated_data.client_samples(k).x, made[0].federated_data.client_samples(k).x)
+            for k in range(4)
+        )
 
 
 def test_in_a_comparison_all_runs_lose_the_same_samples(tmp_path: Path) -> None:
@@ -89,7 +112,7 @@ def test_in_a_comparison_all_runs_lose_the_same_samples(tmp_path: Path) -> None:
     counts = [(run.path / "partition.json").read_text() for run in compared.runs]
     assert counts[0] == counts[1]
     assert compared.table.notes == (
-        "abavg used data on the server, split:0.05 (samples that no client holds); other methods do without.",
+        "abavg used data on the server, split:0.05 (samples that no client holds); other methods did not.",
     )
     again = fedloom.compare(["fedavg", "abavg"], out=compared.path, **TINY)
     assert [run.digest for run in again.runs] == [run.digest for run in compared.runs]
@@ -118,7 +141,7 @@ def test_the_report_names_all_who_used_it_in_one_sentence(tmp_path: Path) -> Non
     )
     assert compared.table.notes == (
         "abavg, fedlaw and feddf used data on the server, split:0.05 (samples that no client holds); "
-        "other methods do without.",
+        "other methods did not.",
     )
 
 
@@ -132,7 +155,7 @@ def own(server_data: bool = True) -> FederatedDataset:
 
 
 def test_a_federation_of_ones_own_brings_its_own(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"rounds": 2, "model": lambda: torch.nn.Linear(5, 3), "engine": "plain"}
+    settings: dict[str, Any] = {"rounds": 2, "model": lambda: torch.nn.Linear(5, 3), "engine": "sequential"}
     run = fedloom.run("fedlaw", own(), out=tmp_path / "run", **settings)
     assert run.config.server_data == "own"
     assert fedloom.run("fedavg", own(), out=tmp_path / "other", **settings).config.server_data is None
@@ -157,7 +180,7 @@ def test_another_data_set_and_when_its_labels_matter(command: Command, monkeypat
             return real(name, **options)
         x = torch.randint(0, 255, (40, 8, 8, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         samples = Samples(x, torch.arange(40) % 7)
-        return Dataset(samples, samples, tuple("abcdefg"), name=name, prepare=real("digits").prepare)
+        return Dataset(samples, samples, tuple("abcdefg"), name=name, transform=real("digits").transform)
 
     monkeypatch.setattr("fedloom.data.load_dataset", load)
     distilled = command("run", "feddf", *WORDS, *QUICK, "--server-data", "other", "--json")

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedloom import FederatedDataset
 
-SMALL: dict[str, Any] = {"rounds": 2, "per_round": 3, "epochs": 1, "report": False}
+SMALL: dict[str, Any] = {"rounds": 2, "clients_per_round": 3, "epochs": 1, "report": False}
 
 
 def arrays(clients: int = 4, n: int = 24, classes: int = 3, seed: int = 0) -> FederatedDataset:

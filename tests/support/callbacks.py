@@ -17,19 +17,19 @@ class Eye(SilentCallback):
         self.ended = False
         self._stop_after = stop_after
 
-    def begin(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
+    def on_run_start(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
         self.plan = config
 
-    def note(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.notes.append(text)
 
-    def record(self, record: Mapping[str, Any]) -> None:
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
         self.rounds.append(record["round"])
         if record.get("note"):
             self.notes.append(record["note"])
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self._stop_after is not None and len(self.rounds) >= self._stop_after
 
-    def end(self) -> None:
+    def on_run_end(self) -> None:
         self.ended = True

@@ -18,9 +18,9 @@ CLIENTS = (5, 0, 7, 2, 1, 6)
 def as_plain(
     local: type[Client[Options]], clients: Sequence[int] = CLIENTS, slots: int = 1, **settings: Any
 ) -> CudaEngine:
-    """Three rounds in one slot, or several, held against the plain engine."""
-    register(Method("own", "", "", local=local))
-    values = {"engine": "plain", "per_round": 8, "batch_size": 4, "steps": 24, "model": dense, **settings}
+    """Three rounds in one slot, or several, held against the sequential engine."""
+    register(Method("own", "", "", client=local))
+    values = {"engine": "sequential", "clients_per_round": 8, "batch_size": 4, "steps": 24, "model": dense, **settings}
     with build_small_run("own", {}, **values).engine_closed() as plain:
         engine = cuda_of(plain, slots)
         for round in range(3):
@@ -34,5 +34,5 @@ def scaled(bench: LocalTrainer, batch: Batch, factor: float) -> Tensor:
     loss = bench.loss(batch)
     bench.backward(loss)
     bench.gradient.mul_(factor)
-    bench.descend()
+    bench.optimizer_step()
     return loss

@@ -2,7 +2,7 @@
 
 Rounding grows in some networks. Where a ReLU or a maximum is undecided in the last bit, the gradient jumps, and norms
 pass the jump on: ResNet-20 and ConvNet, moved in the last bits, are elsewhere after a few steps, the others are not
-(`python benchmarks/gpu.py agreement` says how far). That is the function and not its kernels: in float64 a start moved
+(`python -m benchmarks cuda agreement` says how far). That is the function and not its kernels: in float64 a start moved
 by as much goes astray as far. So in float32 two trainings stay together only if every kernel gives the same bits, which
 is asked for with deterministic kernels on one device; and in float64, where rounding is too small to tip anything, they
 must agree whatever the kernels.
@@ -48,18 +48,18 @@ def federation(model: str) -> PartitionedDataset:
     if model.startswith("lstm"):
         x = torch.randint(0, 80, (count, 20), generator=draw)
         y = x[:, -1] % 10
-        given: dict[str, Any] = {"prepare": InputTransform.identity(), "tokens": 80}
+        given: dict[str, Any] = {"transform": InputTransform.identity(), "vocabulary_size": 80}
     else:
         patterns = torch.randint(40, 216, (10, 8, 8, 3), generator=draw).repeat_interleave(4, 1).repeat_interleave(4, 2)
         x = (patterns[y] + torch.randint(-40, 40, (count, 32, 32, 3), generator=draw)).to(torch.uint8)
-        given = {"prepare": InputTransform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))}
+        given = {"transform": InputTransform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))}
     ends = np.cumsum(SIZES)
     parts = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
     return PartitionedDataset(Samples(x, y), parts, classes=10, test=Samples(x[:50], y[:50]), name="made up", **given)
 
 
 def experiment_of(model: str, device: str, double: bool, **settings: Any) -> BuiltRun:
-    """FedAvg with this network, at the plain engine on this device."""
+    """FedAvg with this network, at the sequential engine on this device."""
     data = federation(model)
 
     def make() -> nn.Module:
@@ -67,8 +67,8 @@ def experiment_of(model: str, device: str, double: bool, **settings: Any) -> Bui
         return in_double(module) if double else module
 
     values = {
-        "data": "made up", "partition": "own", "model": model, "clients": len(SIZES), "per_round": len(SIZES),
-        "epochs": 1, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM, "engine": "plain", "device": device,
+        "data": "made up", "partition": "own", "model": model, "clients": len(SIZES), "clients_per_round": len(SIZES),
+        "epochs": 1, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM, "engine": "sequential", "device": device,
         "precision": "fp32", "channels_last": False,
     }  # fmt: skip
     return build_run(make_config(values | settings), UserObjects(data, make))
@@ -91,10 +91,10 @@ def trained_at_once(
     experiment: BuiltRun, jobs: list[ClientTask], device: str, slots: int = 0
 ) -> tuple[list[Tensor], int]:
     """The same by the CUDA engine, the second time that it trains these clients, and the steps that it replayed."""
-    with CudaEngine(experiment.engine.shop, device, slots) as engine:
+    with CudaEngine(experiment.engine.context, device, slots) as engine:
         trained(engine, jobs)
         rows = trained(engine, jobs)
-        return rows, sum(slot.tape.replayed for slot in engine.slots)
+        return rows, sum(slot.graph_runner.replayed for slot in engine.slots)
 
 
 class ConvThenPool(nn.Conv2d):
@@ -119,16 +119,16 @@ def with_torchs_layers(module: nn.Module) -> nn.Module:
 
 def trained_by_a_loop(experiment: BuiltRun, jobs: list[ClientTask], device: str) -> list[Tensor]:
     """The same as anyone would write it: a module, torch.optim, one client after the other."""
-    shop, rows = experiment.engine.shop.workshop, []
-    module = with_torchs_layers(experiment.rounds.context.make_module().to(device))
+    shop, rows = experiment.engine.context.training_context, []
+    module = with_torchs_layers(experiment.rounds.context.make_model().to(device))
     for job in jobs:
-        samples = experiment.federation.client(job.client)
-        x, y = shop.prepare(samples.x.to(device)), samples.y.to(device)
+        samples = experiment.federated_data.client_samples(job.client_id)
+        x, y = shop.transform(samples.x.to(device)), samples.y.to(device)
         module.load_state_dict(experiment.layout.state_dict(job.row))
         module.train()
         optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)
-        order = torch.from_numpy(RngStreams(0).numpy("batches", 0, job.client).permutation(len(x))).to(device)
-        with RngStreams(0).globally("noise", 0, job.client, device):  # the seed of dropout
+        order = torch.from_numpy(RngStreams(0).numpy("batches", 0, job.client_id).permutation(len(x))).to(device)
+        with RngStreams(0).seed_global_rng("noise", 0, job.client_id, device):  # the seed of dropout
             for low in range(0, len(x), BATCH):
                 at = order[low : low + BATCH]
                 optimizer.zero_grad()

@@ -20,14 +20,19 @@ def dense(dropout: float = 0.0) -> nn.Module:
 
 
 def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
-    companion = experiment.rounds.parts.companion
+    companion = experiment.rounds.parts.extras
     jobs = experiment.rounds.parts.server.dispatch(0, clients)
-    return [ClientTask(j.client, j.row, j.slot, companion.send(0, j.client) if companion else j.extras) for j in jobs]
+    return [
+        ClientTask(
+            j.client_id, j.row, j.model_index, companion.send_to_client(0, j.client_id) if companion else j.extras
+        )
+        for j in jobs
+    ]
 
 
 def cuda_of(experiment: BuiltRun, slots: int = 0) -> CudaEngine:
     """The engine with the same clients, on the CPU."""
-    return CudaEngine(experiment.engine.shop, "cpu", slots)
+    return CudaEngine(experiment.engine.context, "cpu", slots)
 
 
 Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, float]
@@ -37,8 +42,8 @@ def answers(engine: object, jobs: list[ClientTask], round: int = 0) -> list[Answ
     result = []
     for u in engine.train(round, jobs):  # type: ignore[attr-defined]
         assert isinstance(u, ClientUpdate), u
-        extras, home = ({k: v.clone() for k, v in group.items()} for group in (u.extras, u.home))
-        result.append((u.client, u.row.clone(), extras, home, u.samples, u.steps, u.loss))
+        extras, home = ({k: v.clone() for k, v in group.items()} for group in (u.extras, u.client_state))
+        result.append((u.client_id, u.row.clone(), extras, home, u.num_examples, u.steps, u.loss))
     return result
 
 
@@ -56,14 +61,14 @@ def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -
 
 def pooled(shop: EngineContext) -> EngineContext:
     """The same clients, out of one pool."""
-    given = shop.federation
-    clients = [given.client(k) for k in range(len(given))]
+    given = shop.federated_data
+    clients = [given.client_samples(k) for k in range(len(given))]
     ends = np.cumsum([len(c) for c in clients])
     pool = PartitionedDataset(
         Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients])),
         [np.arange(end - len(c), end) for end, c in zip(ends, clients, strict=True)],
         classes=given.classes,
-        prepare=given.prepare,
+        transform=given.transform,
         test=given.test,
     )
-    return replace(shop, federation=pool)
+    return replace(shop, federated_data=pool)

@@ -19,9 +19,9 @@ def alias(tensor: Tensor) -> Tensor:
 class Operations(TorchDispatchMode):
     """Notes every operation that is carried out."""
 
-    def __init__(self, player: _GraphOwner) -> None:
+    def __init__(self, owner: _GraphOwner) -> None:
         super().__init__()
-        self.player = player
+        self.owner = owner
         self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,7 +32,7 @@ class Operations(TorchDispatchMode):
 
     def replay(self) -> None:
         """Do them again: new results go where the old ones lie."""
-        with torch.no_grad(), self.player.randomness():
+        with torch.no_grad(), self.owner.rng_scope():
             for func, args, kwargs, result in self.noted:
                 again = func(*args, **kwargs)
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
@@ -43,12 +43,12 @@ class Operations(TorchDispatchMode):
 class FakeGraphTape(GraphRunner):
     """Records every step but the first of its kind, and replays it where the key allows."""
 
-    def capture(self, body: Callable[[], None], player: _GraphOwner) -> Operations:
+    def capture(self, body: Callable[[], None], owner: _GraphOwner) -> Operations:
         # A graph is not carried out while it is recorded. This is, so what it does is taken back.
-        memory, drawn = player.memory(), torch.get_rng_state()
+        memory, drawn = owner.memory(), torch.get_rng_state()
         states = [generator.get_state() for generator in self._generators]
         before = [tensor.detach().clone() for tensor in memory]
-        with Operations(player) as operations:
+        with Operations(owner) as operations:
             body()
         with torch.no_grad():
             for tensor, old in zip(memory, before, strict=True):
@@ -58,23 +58,23 @@ class FakeGraphTape(GraphRunner):
             generator.set_state(state)
         return operations
 
-    def _check(self, kind: Hashable, recording: _CapturedGraph, body: Callable[[], None], player: _GraphOwner) -> None:
-        super()._check(kind, TakenBack(recording, player), body, player)
+    def _check(self, kind: Hashable, recording: _CapturedGraph, body: Callable[[], None], owner: _GraphOwner) -> None:
+        super()._check(kind, TakenBack(recording, owner), body, owner)
 
 
 class TakenBack:
     """A replay whose draws from the host's generator are taken back: those of a GPU come from the tape's own."""
 
-    def __init__(self, recording: _CapturedGraph, player: _GraphOwner) -> None:
-        self._recording, self._player = recording, player
+    def __init__(self, recording: _CapturedGraph, owner: _GraphOwner) -> None:
+        self._recording, self._owner = recording, owner
 
     def replay(self) -> None:
-        if isinstance(self._player, StaticGraphOwner):  # it draws nothing on the host
+        if isinstance(self._owner, StaticGraphOwner):  # it draws nothing on the host
             self._recording.replay()
             return
-        drawn = vars(self._player)["_host_state"]
+        drawn = vars(self._owner)["_host_state"]
         self._recording.replay()
-        vars(self._player)["_host_state"] = drawn
+        vars(self._owner)["_host_state"] = drawn
 
 
 def fake_tape(device: torch.device, generators: tuple[torch.Generator, ...] = (), urgency: int = 0) -> FakeGraphTape:

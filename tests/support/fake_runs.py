@@ -32,7 +32,7 @@ def write_run(
         "data": "digits",
         "partition": "dirichlet:0.3",
         "clients": clients,
-        "per_round": 5,
+        "clients_per_round": 5,
         "model": "mlp",
         "rounds": rounds,
         "seed": seed,
@@ -44,7 +44,7 @@ def write_run(
     } | more
     if "fedcross" in method:
         config.setdefault("options", {"fedcross": {"alpha": 0.99, "strategy": "lowest_similarity"}})
-    config["made_with"] = {
+    config["versions"] = {
         "fedloom": "0.1.0",
         "torch": "2.13.0",
         "python": "3.11.9",
@@ -66,10 +66,10 @@ def write_run(
         if this:
             lost = {str(draw.integers(clients)): "no answer within 30 s"} if draw.random() < 0.1 else {}
             parts = {
-                "select": 0.001,
+                "sample_clients": 0.001,
                 "dispatch": 0.01,
                 "train": draw.uniform(0.8, 1.2),
-                "collect": 0.05,
+                "aggregate": 0.05,
                 "refine": 0.4 if "lss" in method else 0.0,
                 "evaluate": 0.12,
                 "checkpoint": 0.03,
@@ -81,8 +81,8 @@ def write_run(
                 "models_down": 5,
                 "models_up": 5 - len(lost),
                 "clients": 5,
-                "lost": len(lost),
-                "lost_clients": lost,
+                "failed": len(lost),
+                "failed_clients": lost,
                 "seconds": parts | {"total": sum(parts.values())},
             }
             if "fedcross" in method:

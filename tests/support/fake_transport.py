@@ -37,7 +37,7 @@ class FakeLink:
         ticket = str(self._tickets)
         question = decode_message(encode_message(question))
         self.asked.append(question)
-        answer: SiteMessage | None = decode_message(encode_message(self.sites[node].answer(question)))
+        answer: SiteMessage | None = decode_message(encode_message(self.sites[node].handle(question)))
         assert answer is not None
         self.answered.append(answer)
         arrived = answer if self.meddle is None else self.meddle(node, question, answer)
@@ -58,7 +58,14 @@ class FakeLink:
 
 def make_run(**settings: Any) -> Config:
     """A run that takes a moment, and goes on whoever is lost."""
-    usual = {"clients": 5, "per_round": 5, "rounds": 3, "partition": "dirichlet:0.5", "epochs": 1, "engine": "flower"}
+    usual = {
+        "clients": 5,
+        "clients_per_round": 5,
+        "rounds": 3,
+        "partition": "dirichlet:0.5",
+        "epochs": 1,
+        "engine": "flower",
+    }
     return make_config({**usual, "min_clients": 0, **settings})
 
 

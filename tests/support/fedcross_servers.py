@@ -38,7 +38,7 @@ def combined(server: FedCrossServer, round: int, v: Tensor) -> Tensor:
 
 def answers(server: FedCrossServer, jobs: list[ClientTask], seed: int) -> list[ClientUpdate]:
     rows = random_rows(server, seed)
-    return [ClientUpdate(job, rows[job.slot], samples=1, loss=1.0, steps=1) for job in jobs]
+    return [ClientUpdate(job, rows[job.model_index], num_examples=1, loss=1.0, steps=1) for job in jobs]
 
 
 def plain_gaps(server: FedCrossServer, v: Tensor) -> np.ndarray:
@@ -49,7 +49,7 @@ def plain_gaps(server: FedCrossServer, v: Tensor) -> np.ndarray:
         columns = {}
         for entry in layout.entries:
             if entry.kind is TensorKind.PARAMETER:
-                columns.setdefault(entry.unit, []).extend(range(entry.columns.start, entry.columns.stop))
+                columns.setdefault(entry.layer, []).extend(range(entry.columns.start, entry.columns.stop))
     cosines = []
     for part in columns.values():
         unit = wide[:, part] / np.linalg.norm(wide[:, part], axis=1, keepdims=True)

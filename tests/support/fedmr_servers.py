@@ -26,13 +26,13 @@ quick = settings(deadline=None, max_examples=30)
 
 def make(count: int, network: Network = batch_norm_network, seed: int = 0, **options: Any) -> FedMRServer:
     """A server of `count` models of a network."""
-    return FedMRServer(context_of(network, count, streams=RngStreams(seed)), FedMROptions(**options))
+    return FedMRServer(context_of(network, count, rng_streams=RngStreams(seed)), FedMROptions(**options))
 
 
 def marked_rows(server: FedMRServer) -> Tensor:
     """Models that say in every number which of them it is."""
     layout = server.context.layout
-    rows = torch.zeros(server.context.per_round, layout.size)
+    rows = torch.zeros(server.context.clients_per_round, layout.size)
     for number, row in enumerate(rows):
         for entry in layout.entries:
             entry.view(row).fill_(number)

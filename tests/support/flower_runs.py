@@ -12,8 +12,8 @@ from tests.support.fake_transport import FakeLink, make_sites, reach
 def play(config: Config, folder: Path, link: FakeLink | None = None) -> tuple[RunResult, FakeLink]:
     link = link or FakeLink(make_sites(config, folder))
     out = folder / "flower"
-    return execute_run(config, out=out, report=False, sites=reach(link, config, out)), link
+    return execute_run(config, out=out, report=False, remote_engine=reach(link, config, out)), link
 
 
 def plainly(config: Config, folder: Path, **more: Any) -> RunResult:
-    return execute_run(replace_config(config, engine="plain"), out=folder / "plain", report=False, **more)
+    return execute_run(replace_config(config, engine="sequential"), out=folder / "sequential", report=False, **more)

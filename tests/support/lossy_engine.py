@@ -18,13 +18,13 @@ class LosingSites:
     def __init__(self, lost: Answers, reason: str = "lost as in the other run") -> None:
         self._lost, self._reason = lost, reason
 
-    def seen(self, federation: FederatedDataset) -> FederatedDataset:
+    def server_view(self, federated_data: FederatedDataset) -> FederatedDataset:
         """The server sees all."""
-        return federation
+        return federated_data
 
-    def engine(self, shop: EngineContext) -> Engine:
+    def create_engine(self, context: EngineContext) -> Engine:
         """What trains, and loses."""
-        return _LosingEngine(shop, self._lost, self._reason)
+        return _LosingEngine(context, self._lost, self._reason)
 
 
 class _LosingEngine(SequentialEngine):
@@ -32,7 +32,7 @@ class _LosingEngine(SequentialEngine):
         super().__init__(shop)
         self._lost, self._reason = lost, reason
 
-    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        for answer in super().train(round, jobs):
-            gone = isinstance(answer, ClientUpdate) and (round, answer.client) in self._lost
-            yield ClientFailure(answer.job, self._reason) if gone else answer
+    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        for answer in super().train(round, tasks):
+            gone = isinstance(answer, ClientUpdate) and (round, answer.client_id) in self._lost
+            yield ClientFailure(answer.task, self._reason) if gone else answer

@@ -46,7 +46,7 @@ def seat(count: int = 40, module: nn.Module | None = None, **options: Any) -> Lo
     )
     samples = Samples(torch.randn(count, 5), torch.arange(count) % 3)
     received = layout.read(module)
-    bench.begin(0, 0, samples, layout.empty(), received, {}, {}, {}, True)
+    bench.start_task(0, 0, samples, layout.empty(), received, {}, {}, {}, True)
     return bench
 
 
@@ -57,7 +57,7 @@ def soup(**options: Any) -> LSSClient:
 def grow(local: LSSClient, bench: LocalTrainer, look: Callable[[int], None] = lambda i: None) -> Tensor:
     """Train the client; `look(i)` is called when member i has been trained. The trained members."""
     for i, piece in enumerate(local.train(bench)):
-        bench.run(piece)
+        bench.run_steps(piece)
         torch.sub(bench.weights, bench.received[: bench.layout.trainable], out=bench.scratch["rows"][i])
         look(i)
     return bench.received[: bench.layout.trainable] + bench.scratch["rows"]

@@ -39,17 +39,17 @@ def some_context() -> MethodContext:
 
 def context_of(network: Network, count: int, **more: Any) -> MethodContext:
     """For a server of `count` models of a network."""
-    with RngStreams(0).globally("init"):
+    with RngStreams(0).seed_global_rng("init"):
         module = network()
     layout = Layout.of(module)
-    own = {"layout": layout, "initial": layout.read(module), "per_round": count}
+    own = {"layout": layout, "initial": layout.read(module), "clients_per_round": count}
     return replace(some_context(), **own, make_bank=partial(Bank.memory, dtype=layout.dtype), **more)
 
 
 def random_rows(server: Server[Any], seed: int) -> Tensor:
     """Models as clients may return them, integers and all."""
     layout, generator = server.context.layout, torch.Generator().manual_seed(seed)
-    rows = torch.zeros(server.context.per_round, layout.size)
+    rows = torch.zeros(server.context.clients_per_round, layout.size)
     rows[:, : layout.floats] = torch.randn(len(rows), layout.floats, generator=generator)
     for row in rows:
         for integers in layout.views(row, TensorKind.INTEGER):

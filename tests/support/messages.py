@@ -36,6 +36,6 @@ parcels = st.builds(
 
 def same(one: SiteMessage, other: SiteMessage) -> bool:
     def plain_blocks(parcel: SiteMessage) -> dict[str, Any]:
-        return {name: (b.dtype, b.shape, bytes(b.data)) for name, b in parcel.blocks.items()}
+        return {name: (b.dtype, b.shape, bytes(b.data)) for name, b in parcel.arrays.items()}
 
     return (one.kind, one.header, plain_blocks(one)) == (other.kind, other.header, plain_blocks(other))

@@ -36,7 +36,7 @@ def write_all(root: Path) -> dict[str, DatasetSource]:
         _cifar(root, CIFAR100),
         _cifar(root, CIFAR100_COARSE),
         replace(DOMAINNET, classes=2),
-        replace(CINIC10, train=40, test=10),
+        replace(CINIC10, num_train_examples=40, num_test_examples=10),
     ]
     return {source.name: source for source in changed}
 
@@ -61,16 +61,18 @@ def _idx(path: Path, values: np.ndarray) -> None:
 def _cifar(root: Path, source: CifarSource) -> CifarSource:
     """Records of labels and pixels. The published counts and checksums are those of other files."""
     known: list[dict[str, tuple[int, str]]] = []
-    for names, count in ((source.records.train, TRAIN), (source.records.test, TEST)):
+    for names, count in ((source.records.train_files, TRAIN), (source.records.test_files, TEST)):
         found = {}
         for name in names:
             size = count // len(names)
-            labels = np.stack([_labels(size, most) for most in source.records.labels], axis=1)
+            labels = np.stack([_labels(size, most) for most in source.records.label_sizes], axis=1)
             content = np.concatenate([labels, _pixels(size, 3072)], axis=1).tobytes()
-            _put(root / source.folders[0] / name, content)
+            _put(root / source.folder_names[0] / name, content)
             found[name] = size, sha256(content).hexdigest()
         known.append(found)
-    return replace(source, records=_CifarRecords(known[0], known[1], source.records.labels, source.records.used))
+    return replace(
+        source, records=_CifarRecords(known[0], known[1], source.records.label_sizes, source.records.label_index)
+    )
 
 
 def _leaf(folder: Path, users: Mapping[str, Mapping[str, list[Any]]], test: int) -> None:
@@ -132,7 +134,7 @@ def _picture(path: Path, side: int, seed: int, form: str) -> None:
 
 def _domainnet(folder: Path) -> None:
     """Six domains with two classes, and the lists that say which images are for what."""
-    for domain in DOMAINNET.domains:
+    for domain in DOMAINNET.domain_names:
         for part, count in (("train", 4), ("test", 1)):
             lines = []
             for label, name in enumerate(("aircraft_carrier", "zebra")):

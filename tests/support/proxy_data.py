@@ -34,10 +34,10 @@ def put_together(
 
 def answers(experiment: BuiltRun, rows: Sequence[Tensor], samples: Sequence[int] | None = None) -> list[ClientUpdate]:
     """Updates with these models, of clients 0, 1, ..."""
-    received = experiment.rounds.parts.server.deploy().clone()
+    received = experiment.rounds.parts.server.global_model().clone()
     sizes = samples or [10] * len(rows)
     return [
-        ClientUpdate(ClientTask(client, received), row, samples=size, loss=1.0, steps=1)
+        ClientUpdate(ClientTask(client, received), row, num_examples=size, loss=1.0, steps=1)
         for client, (row, size) in enumerate(zip(rows, sizes, strict=True))
     ]
 
@@ -68,10 +68,10 @@ def play(experiment: BuiltRun, updates: list[ClientUpdate], round: int = 0) -> T
     def handed() -> Iterator[ClientUpdate]:
         for update in updates:
             if parts.refiner is not None:
-                parts.refiner.take(round, update)
+                parts.refiner.receive_update(round, update)
             yield update
 
-    parts.server.collect(round, handed())
+    parts.server.aggregate(round, handed())
     if parts.refiner is not None:
         parts.refiner.refine(round, parts.server)
-    return parts.server.deploy().clone()
+    return parts.server.global_model().clone()

@@ -18,9 +18,9 @@ class Quadratics(FederatedDataset):
     def __len__(self) -> int:
         return 3
 
-    def client(self, k: int) -> Samples:
-        x = self.slopes[k].repeat(4, 1)
-        return Samples(x, x * self.optima[k])
+    def client_samples(self, client_id: int) -> Samples:
+        x = self.slopes[client_id].repeat(4, 1)
+        return Samples(x, x * self.optima[client_id])
 
     def minimiser(self) -> Tensor:
         curvature = self.slopes**2

@@ -5,7 +5,7 @@ from typing import Any
 
 Command = Callable[..., Any]
 
-TINY = ("--clients", 6, "--per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
+TINY = ("--clients", 6, "--clients-per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
 
 
 def refused(ended: Any, *words: str, code: int = 2) -> None:

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from fedloom.core.rng import RngStreams
-from fedloom.flower.secure_recombination.crypto import EncryptionTerms, ExchangeRejected, LayerKeyPair
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
-from fedloom.flower.secure_recombination.participant import ExchangeParticipant
+from fedloom.flower.secure_recombination.crypto import CryptoRejected, CryptoTerms, LayerKeyPair
+from fedloom.flower.secure_recombination.participant import ExchangeParticipant, run_participant_stage
 from fedloom.flower.secure_recombination.relay import Relay, RelayOutcome
-from fedloom.flower.secure_recombination.site import serve
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from fedloom.flower.trust.identity import Identity, SiteKeys
 from fedloom.methods._support.layer_exchange import (
     LayerExchangeClient,
@@ -60,7 +59,7 @@ class World:
         draws: Callable[[int], Callable[[int, int], LayerExchangeRng]] | None = None,
     ) -> None:
         self.key = LayerKeyPair()
-        self.terms = EncryptionTerms(sizes, chance, mixed, self.key.public)
+        self.terms = CryptoTerms(sizes, chance, mixed, self.key.public)
         self.seed, self.round, self.count = seed, round, count
         self.layers = {slot: layers_of(slot, sizes, seed + 1000 * round) for slot in range(count)}
         self.sites = {
@@ -99,8 +98,8 @@ class World:
 
     def served(self, stage: str, slot: int, question: RelayMessage) -> RelayMessage | MissingRelayMessage:
         try:
-            return serve(self.sites[slot], stage, question)
-        except ExchangeRejected as error:
+            return run_participant_stage(self.sites[slot], stage, question)
+        except CryptoRejected as error:
             self.said.append(str(error))
             return MissingRelayMessage(str(error), refused=True)
 
@@ -157,14 +156,14 @@ def stream(seed: int, round: int, slot: int, attempt: int = 0, number: int = 0) 
 
 def in_process(world: World, slots: list[int], attempt: int = 0) -> dict[int, list[bytes]]:
     """What the exchange among these would come to without any network, as methods/recombination.py does it."""
-    held = {slot: [torch.tensor([slot, number]) for number in range(world.terms.layers)] for slot in slots}
+    held = {slot: [torch.tensor([slot, number]) for number in range(world.terms.num_layers)] for slot in slots}
     for number in range(100):
         participants = {
             slot: LayerExchangeClient(
-                me=slot,
-                others=[other for other in slots if other != slot],
+                client_id=slot,
+                other_client_ids=[other for other in slots if other != slot],
                 layers=held[slot],
-                draw=stream(world.seed, world.round, slot, attempt, number),
+                rng=stream(world.seed, world.round, slot, attempt, number),
                 send_probability=world.terms.send_probability,
             )
             for slot in slots
@@ -189,11 +188,11 @@ def owners(world: World, outcome: RelayOutcome) -> dict[int, list[int]]:
 
 def assert_all_or_nothing(world: World, outcome: RelayOutcome) -> None:
     """Models from everybody who took part, each of their layers once; or none. Everybody else has a reason."""
-    assert outcome.models.keys() | outcome.lost.keys() == world.layers.keys()
-    assert not outcome.models.keys() & outcome.lost.keys()
-    assert all(outcome.lost.values()), "and each a reason"
+    assert outcome.models.keys() | outcome.failed.keys() == world.layers.keys()
+    assert not outcome.models.keys() & outcome.failed.keys()
+    assert all(outcome.failed.values()), "and each a reason"
     found = owners(world, outcome)
-    for number in range(world.terms.layers):
+    for number in range(world.terms.num_layers):
         assert sorted(owner[number] for owner in found.values()) == sorted(found), f"layer {number}"
 
 

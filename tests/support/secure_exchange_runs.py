@@ -9,7 +9,7 @@ import torch
 
 from fedloom.config import Config, replace_config
 from fedloom.flower.message import SiteMessage
-from fedloom.flower.site.handlers import SiteHandler, SiteTrainResult
+from fedloom.flower.site.handlers import SiteHandler, SiteHandlerResult
 from fedloom.flower.tensors import encode_tensor_columns
 from fedloom.runs.callback import SilentCallback
 from fedloom.runs.execute import execute_run
@@ -39,11 +39,11 @@ def federate(
     link = FakeLink(sites)
     change(link)
     out = tmp_path / "run"
-    return execute_run(config, out=out, sites=reach(link, config, out)), link
+    return execute_run(config, out=out, remote_engine=reach(link, config, out)), link
 
 
 def on_host(config: Config, tmp_path: Path) -> Any:
-    return execute_run(replace_config(config, engine="plain", deadline=600.0), out=tmp_path / "host")
+    return execute_run(replace_config(config, engine="sequential", deadline=600.0), out=tmp_path / "host")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tensor]]:
@@ -51,9 +51,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tens
     trained: list[tuple[int, int, torch.Tensor]] = []
     train = SiteHandler.train
 
-    def listen(site: SiteHandler, question: SiteMessage) -> SiteTrainResult:
+    def listen(site: SiteHandler, question: SiteMessage) -> SiteHandlerResult:
         done = train(site, question)
-        trained.append((question.header["round"], question.header["client"], done.row.clone()))
+        trained.append((question.header["round"], question.header["client_id"], done.row.clone()))
         return done
 
     monkeypatch.setattr(SiteHandler, "train", listen)
@@ -74,8 +74,8 @@ class Two(SilentCallback):
 
     rounds = 0
 
-    def record(self, record: Any) -> None:
+    def on_round_end(self, record: Any) -> None:
         self.rounds = record["round"]
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self.rounds >= 1  # the next one is under way by then

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.methods._support.trajectory_matching import SyntheticData
+from fedloom.methods._support.trajectory_matching import TrajectoryMatchingData
 from fedloom.methods.dynafed import DynaFedRefiner
 from fedloom.runs.build import BuiltRun
 
@@ -26,8 +26,8 @@ def tiny(**options: Any) -> dict[str, dict[str, Any]]:
 
 def images(**options: Any) -> dict[str, Any]:
     """Settings of a quick run on images, with a network of convolutions."""
-    made: dict[str, Any] = {"data": "digits", "model": convolutions, "clients": 6, "rounds": 4, "per_round": 3}
-    made |= {"epochs": 1, "report": False, "options": tiny(**options), "engine": "plain"}
+    made: dict[str, Any] = {"data": "digits", "model": convolutions, "clients": 6, "rounds": 4, "clients_per_round": 3}
+    made |= {"epochs": 1, "report": False, "options": tiny(**options), "engine": "sequential"}
     return made
 
 
@@ -43,8 +43,8 @@ def refiner_of(experiment: BuiltRun) -> DynaFedRefiner:
     return refiner
 
 
-def samples_of(refiner: DynaFedRefiner) -> SyntheticData:
+def samples_of(refiner: DynaFedRefiner) -> TrajectoryMatchingData:
     assert refiner.images is not None
     assert refiner.logits is not None
     assert refiner.rate is not None
-    return SyntheticData(refiner.images, refiner.logits, refiner.rate)
+    return TrajectoryMatchingData(refiner.images, refiner.logits, refiner.rate)

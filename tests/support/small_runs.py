@@ -7,8 +7,15 @@ from typing import Any
 import fedloom
 
 Command = Callable[..., Any]
-TINY: dict[str, Any] = {"clients": 6, "per_round": 6, "rounds": 3, "model": "logreg", "epochs": 1, "report": False}
-TINY_OPTIONS = ("--clients", 6, "--per-round", 6, "--rounds", 3, "--model", "logreg", "--epochs", 1)
+TINY: dict[str, Any] = {
+    "clients": 6,
+    "clients_per_round": 6,
+    "rounds": 3,
+    "model": "logreg",
+    "epochs": 1,
+    "report": False,
+}
+TINY_OPTIONS = ("--clients", 6, "--clients-per-round", 6, "--rounds", 3, "--model", "logreg", "--epochs", 1)
 
 
 def tiny(folder: Path, method: str, **settings: Any) -> fedloom.RunResult:

@@ -22,7 +22,7 @@ def now_and_then(count: int) -> float:
 class OwnAttribute(Client[Options]):
     """A function made in `train` that counts on the `Local`."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         self.count = 0
 
         def step(bench: LocalTrainer, batch: Batch) -> Tensor:
@@ -43,8 +43,8 @@ class Scaled:
 
 
 class CallableObject(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield LocalSteps(Scaled(0.1 * (1 + bench.client)))
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(Scaled(0.1 * (1 + trainer.client_id)))
 
 
 class InScratch(Client[Options]):
@@ -53,12 +53,12 @@ class InScratch(Client[Options]):
     make: Callable[[int], Any]
     ask: Callable[[Any], float]
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.scratch["own"] = type(self).make(bench.client)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.scratch["own"] = type(self).make(trainer.client_id)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, type(self).ask(bench.scratch["own"]))
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, type(self).ask(trainer.scratch["own"]))
 
 
 class FromIterator(InScratch):
@@ -72,44 +72,44 @@ class FromTorch(InScratch):
 
 
 class InSet(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        seen = bench.scratch["seen"] = set[int]()
-        yield LocalSteps(self.step, steps=9)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        seen = trainer.scratch["seen"] = set[int]()
+        yield LocalSteps(self.training_step, steps=9)
         seen.add(1)
-        yield LocalSteps(self.step, steps=9)
+        yield LocalSteps(self.training_step, steps=9)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, -0.5 if 1 in bench.scratch["seen"] else 1.0)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, -0.5 if 1 in trainer.scratch["seen"] else 1.0)
 
 
 class Slowing(Client[Options]):
     """Goes on with a smaller learning rate from step to step, by too little for a look at one replay."""
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        bench.lr *= 0.99
-        return scaled(bench, batch, 1.0)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        trainer.lr *= 0.99
+        return scaled(trainer, batch, 1.0)
 
 
 class Renewing(Client[Options]):
     """Puts a new tensor where one lies."""
 
-    def uploads(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+    def upload_shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         return {"count": (1,)}
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        bench.uploads["count"] = bench.uploads["count"] + 1
-        return scaled(bench, batch, 1.0)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        trainer.uploads["count"] = trainer.uploads["count"] + 1
+        return scaled(trainer, batch, 1.0)
 
 
 class Leaving(Client[Options]):
     """Leaves the network bound to another row, where the next step begins."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        other = bench.scratch["other"] = bench.buffer("other", bench.layout.size)
-        other.copy_(bench.row).mul_(0.5)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        other = trainer.scratch["other"] = trainer.buffer("other", trainer.layout.size)
+        other.copy_(trainer.row).mul_(0.5)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        loss = scaled(bench, batch, 1.0)
-        bench.bind(bench.scratch["other"])
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        loss = scaled(trainer, batch, 1.0)
+        trainer.bind(trainer.scratch["other"])
         return loss

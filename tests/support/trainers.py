@@ -28,12 +28,12 @@ def make_bench(
     module = module or nn.Linear(3, 2)
     return LocalTrainer(
         TrainingContext(
-            module=module,
+            model=module,
             layout=Layout.of(module),
             criterion=F.cross_entropy,
-            prepare=InputTransform.identity(),
-            training=TrainingConfig(**options),
-            streams=RngStreams(seed),
+            transform=InputTransform.identity(),
+            config=TrainingConfig(**options),
+            rng_streams=RngStreams(seed),
             classes=2,
             augment=augment,
         )
@@ -45,14 +45,14 @@ def begin(bench: LocalTrainer, samples: Samples, round: int = 0, client: int = 0
     start = bench.layout.empty()
     start[: bench.layout.trainable] = torch.linspace(-0.5, 0.5, bench.layout.trainable)
     start[bench.layout.trainable : bench.layout.floats] = 1.0
-    bench.begin(round, client, samples, bench.layout.empty(), start, {}, {}, {}, True)
+    bench.start_task(round, client, samples, bench.layout.empty(), start, {}, {}, {}, True)
     return bench
 
 
 def sgd(bench: LocalTrainer, batch: Batch) -> Tensor:
     loss = bench.loss(batch)
     bench.backward(loss)
-    bench.descend()
+    bench.optimizer_step()
     return loss
 
 

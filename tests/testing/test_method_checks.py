@@ -10,6 +10,7 @@ from fedloom.methods import methods
 from fedloom.methods.base import Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import CHECKS, check_method
+from tests.support.core_methods import CORE_METHODS
 
 NAMES = [
     "abavg",
@@ -60,6 +61,7 @@ def test_all_built_in_methods_are_checked() -> None:
     assert set(NAMES) == set(BUILT_IN)
 
 
+@pytest.mark.quick_if(name=CORE_METHODS)
 @pytest.mark.parametrize("title", CHECKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance(name: str, title: str) -> None:
@@ -74,17 +76,17 @@ def test_conformance_with_other_options(options: dict) -> None:
 class DividesByAll(FedAvgServer):
     """Divides by all clients instead of by those that answered."""
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, total = self.bank.rows[0], torch.zeros_like(self.bank.rows[0])
         for update in updates:
-            total += update.row / self.context.clients
+            total += update.row / self.context.num_clients
         w.copy_(total)
 
 
 class AveragesIntegers(FedAvgServer):
     """Averages whole rows, counters and all."""
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         rows = [update.row.clone() for update in updates]
         if rows:
             layout = self.context.layout
@@ -98,7 +100,7 @@ class AveragesIntegers(FedAvgServer):
 class TakesTheLast(FedAvgServer):
     """Keeps whatever came last."""
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         for update in updates:
             self.bank.rows[0].copy_(update.row)
 
@@ -108,8 +110,8 @@ class Forgetful(FedAvgServer):
 
     rounds_seen = 0
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        super().collect(round, updates)
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        super().aggregate(round, updates)
         self.rounds_seen += 1
         self.bank.rows[0, 0] += 0.001 * self.rounds_seen
 
@@ -117,9 +119,9 @@ class Forgetful(FedAvgServer):
 class TrainsInPlace(Client[Options]):
     """Changes the model it received."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield LocalSteps(self.step)
-        bench.received.copy_(bench.row)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.training_step)
+        trainer.received.copy_(trainer.row)
 
 
 class DrawsGlobally(Client[Options]):
@@ -127,15 +129,15 @@ class DrawsGlobally(Client[Options]):
 
     generator = torch.Generator().manual_seed(0)
 
-    def correct(self, bench: LocalTrainer) -> None:
-        bench.gradient.add_(torch.randn(bench.gradient.numel(), generator=self.generator), alpha=0.01)
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        trainer.gradient.add_(torch.randn(trainer.gradient.numel(), generator=self.generator), alpha=0.01)
 
 
 class SendsMore(FedAvgServer):
     """Sends twice the model it says it sends."""
 
-    def dispatch(self, round: int, clients: list[int]) -> list[ClientTask]:
-        return [ClientTask(client, self.bank.rows[0], 0, {"again": self.bank.rows[0]}) for client in clients]
+    def dispatch(self, round: int, client_ids: list[int]) -> list[ClientTask]:
+        return [ClientTask(client, self.bank.rows[0], 0, {"again": self.bank.rows[0]}) for client in client_ids]
 
 
 class Undocumented(FedAvgOptions):
@@ -145,8 +147,8 @@ class Undocumented(FedAvgOptions):
 class AlmostFedAvg(Client[Options]):
     """Is not FedAvg where it claims to be."""
 
-    def correct(self, bench: LocalTrainer) -> None:
-        bench.gradient.mul_(1.0001)
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        trainer.gradient.mul_(1.0001)
 
 
 BROKEN = {
@@ -154,12 +156,12 @@ BROKEN = {
     "buffers follow their rules": {"server": AveragesIntegers},
     "order of clients does not matter": {"server": TakesTheLast},
     "resumes exactly": {"server": Forgetful},
-    "leaves inputs alone": {"local": TrainsInPlace},
-    "engines agree": {"local": DrawsGlobally},
+    "leaves inputs alone": {"client": TrainsInPlace},
+    "engines agree": {"client": DrawsGlobally},
     "sends what it says": {"server": SendsMore},
-    "needs no more than it says": {"server": TakesTheLast, "needs_each": ""},
+    "needs no more than it says": {"server": TakesTheLast, "uses_single_updates": ""},
     "documents its options": {"server": FedAvgServer, "options": Undocumented},
-    "equals fedavg when neutral": {"local": AlmostFedAvg, "neutral": {}},
+    "equals fedavg when neutral": {"client": AlmostFedAvg, "neutral": {}},
 }
 
 
@@ -175,14 +177,14 @@ def test_a_broken_method_fails_the_check_that_is_for_it(title: str) -> None:
 class SeldomAsks(FedAvgServer):
     """Asks client 3 in its eighth round, and alone."""
 
-    def select(self, round: int) -> list[int]:
+    def sample_clients(self, round: int) -> list[int]:
         return [3] if round == 7 else [client for client in range(8) if client != 3]
 
 
 class NeverAsks(FedAvgServer):
     """Leaves client 3 out."""
 
-    def select(self, round: int) -> list[int]:
+    def sample_clients(self, round: int) -> list[int]:
         return [client for client in range(8) if client != 3]
 
 
@@ -191,7 +193,7 @@ def test_clients_that_are_seldom_asked_are_judged_when_they_are(monkeypatch: pyt
         register(Method(name, "a test", "nobody", models_sent="2K", options=FedAvgOptions, server=server))
     check = CHECKS["refuses what is not finite"]
     check("seldom", {})
-    with pytest.raises(AssertionError, match="client 3 of 8 was not asked in 16 rounds"):
+    with pytest.raises(AssertionError, match="client 3 of 8 was not sampled in 16 rounds"):
         check("never", {})
     monkeypatch.setattr("fedloom.runs.round._find_update_fault", lambda *_: None)
     for name in ("seldom", "fedcluster", "fedavg"):

@@ -31,14 +31,14 @@ def seat(count: int, module: nn.Module | None = None, augment: Augment | None = 
     x = torch.stack([torch.linspace(5, 9, count), torch.randn(count)], dim=1)
     bench = LocalTrainer(shop)
     received = layout.read(module)
-    bench.begin(0, 0, Samples(x, torch.arange(count) % 2), layout.empty(), received, {}, {}, {}, True)
+    bench.start_task(0, 0, Samples(x, torch.arange(count) % 2), layout.empty(), received, {}, {}, {}, True)
     return bench
 
 
 def train(bench: LocalTrainer) -> None:
     for piece in Client(None, Options()).train(bench):  # type: ignore[arg-type]
-        bench.run(piece)
-    bench.finish()
+        bench.run_steps(piece)
+    bench.finish_task()
 
 
 def tensors(bench: LocalTrainer) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def tensors(bench: LocalTrainer) -> dict[str, Tensor]:
 @settings(deadline=None, max_examples=20)
 def test_one_batch_gives_the_statistics_of_the_samples(count: int) -> None:
     bench = seat(count)
-    bench.estimate_statistics()
+    bench.update_batch_norm_statistics()
     x = bench._data.x
     torch.testing.assert_close(tensors(bench)["0.running_mean"], x.mean(0))
     torch.testing.assert_close(tensors(bench)["0.running_var"], x.var(0))
@@ -67,7 +67,7 @@ def test_batches_are_averaged_by_their_samples(count: int, size: int) -> None:
         bench = seat(count)
         sizes: list[int] = []
         bench.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-        bench.estimate_statistics()
+        bench.update_batch_norm_statistics()
     assert sum(sizes) == count
     assert max(sizes) <= size
     assert min(sizes) >= 2
@@ -77,7 +77,7 @@ def test_batches_are_averaged_by_their_samples(count: int, size: int) -> None:
 def test_samples_are_shuffled_because_they_may_lie_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "EVALUATION_BATCH_SIZE", 50)
     bench = seat(200)
-    bench.estimate_statistics()
+    bench.update_batch_norm_statistics()
     whole = float(bench._data.x[:, 0].var())
     assert float(tensors(bench)["0.running_var"][0]) == pytest.approx(whole, rel=0.1)
     assert float(bench._data.x[:50, 0].var()) < 0.1 * whole
@@ -112,7 +112,7 @@ def test_it_draws_nothing_and_uses_no_noise() -> None:
     bench = seat(20, middle(0.5), augment=Flipped())
     before = torch.get_rng_state()
     order = bench._order.bit_generator.state
-    bench.estimate_statistics()
+    bench.update_batch_norm_statistics()
     assert torch.equal(torch.get_rng_state(), before)
     assert str(bench._order.bit_generator.state) == str(order)
     torch.testing.assert_close(tensors(bench)["1.running_mean"], bench._data.x.mean(0))
@@ -121,7 +121,7 @@ def test_it_draws_nothing_and_uses_no_noise() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_with_fewer_than_two_samples_the_statistics_stay(count: int) -> None:
     bench = seat(count, statistics="estimated")
-    bench.estimate_statistics()
+    bench.update_batch_norm_statistics()
     assert torch.equal(bench.row, bench.received)
     train(bench)
     names = [name for name in tensors(bench) if "running" in name]
@@ -138,7 +138,7 @@ def test_where_there_are_no_statistics_nothing_happens(module: nn.Module) -> Non
     bench = seat(10, module, statistics="estimated")
     calls: list[object] = []
     bench.module.register_forward_hook(lambda *_: calls.append(1))
-    bench.finish()
+    bench.finish_task()
     assert torch.equal(bench.row, bench.received)
     assert not calls
 
@@ -158,7 +158,7 @@ def test_a_layer_that_takes_no_part_keeps_what_it_has() -> None:
     module = Half()
     module.unused.running_mean.fill_(7.0)
     bench = seat(10, module)
-    bench.estimate_statistics()
+    bench.update_batch_norm_statistics()
     assert torch.equal(tensors(bench)["unused.running_mean"], torch.full((2,), 7.0))
     assert not torch.equal(tensors(bench)["used.running_mean"], torch.zeros(2))
 
@@ -167,7 +167,7 @@ def test_a_network_that_raises_leaves_the_bench_in_order() -> None:
     bench = seat(10)
     handle = bench.module[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
-        bench.estimate_statistics()
+        bench.update_batch_norm_statistics()
     handle.remove()
     assert [norm.momentum for norm in bench._norms] == [0.1, 0.1]
     bench.restart()
@@ -179,11 +179,11 @@ def test_it_sees_the_row_that_is_sent_whatever_is_bound() -> None:
     bench.row[: bench.layout.trainable] *= 2
     other = bench.row * 0
     bench.bind(other)
-    bench.estimate_statistics()
+    bench.update_batch_norm_statistics()
     assert bench._bound is other
     expected = seat(10)
     expected.row[: bench.layout.trainable] *= 2
-    expected.estimate_statistics()
+    expected.update_batch_norm_statistics()
     assert torch.equal(bench.row, expected.row)
 
 
@@ -191,7 +191,7 @@ def test_networks_may_have_many_batch_norms() -> None:
     """Their statistics are views of one row, and still one may change before the gradient of another is taken."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
     finished = small_run("fedavg", {}, model=lambda: nn.Sequential(*layers, nn.Linear(64, 10)))
-    assert not any(record["lost"] for record in finished.records)
+    assert not any(record["failed"] for record in finished.records)
     assert finished.loss < 2.0
 
 
@@ -199,13 +199,13 @@ def test_networks_may_have_many_batch_norms() -> None:
 
 
 def test_it_is_a_setting_of_every_method_and_engine() -> None:
-    settings = {"rounds": 2, "federation": SmallFederatedDataset(sizes={0: 0, 1: 1}), "per_round": 8}
+    settings = {"rounds": 2, "federated_data": SmallFederatedDataset(sizes={0: 0, 1: 1}), "clients_per_round": 8}
     for method in ("fedavg", "fedcross+fedprox"):
         running = small_run(method, {}, **settings)
         plain = small_run(method, {}, statistics="estimated", **settings)
-        host = small_run(method, {}, statistics="estimated", engine="host", workers=2, **settings)
+        host = small_run(method, {}, statistics="estimated", engine="multiprocess", workers=2, **settings)
         assert plain.digest == host.digest != running.digest
-        assert not any(record["lost"] for record in plain.records)
+        assert not any(record["failed"] for record in plain.records)
     alike = {small_run("fedavg", {}, model=simple_network, statistics=s).digest for s in ("running", "estimated")}
     assert len(alike) == 1, "without batch norm it makes no difference"
     assert any(isinstance(module, nn.BatchNorm1d) for module in batch_norm_network().modules())

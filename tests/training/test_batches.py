@@ -23,7 +23,7 @@ def seen(bench: LocalTrainer, **stretch: int) -> list[list[int]]:
         assert torch.equal(batch.y, batch.x[:, 0].long() % 2), "labels stay with their samples"
         return torch.zeros(())
 
-    bench.run(LocalSteps(look, **stretch))
+    bench.run_steps(LocalSteps(look, **stretch))
     return batches
 
 
@@ -89,9 +89,9 @@ def test_batches_do_not_depend_on_how_they_are_gathered(chunk: int, monkeypatch:
 
 def test_a_client_without_samples_does_nothing() -> None:
     bench = begin(make_bench(), numbered(0))
-    bench.run(LocalSteps(sgd))
-    bench.run(LocalSteps(sgd, steps=5))
-    assert bench.samples == bench.steps == 0
+    bench.run_steps(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd, steps=5))
+    assert bench.num_examples == bench.steps == 0
     assert torch.equal(bench.row, bench.received)
     assert np.isnan(bench.mean_loss)
 
@@ -108,9 +108,9 @@ def test_augmentation_draws_are_keyed() -> None:
         bench = make_bench(module, seed=seed, augment=Augment(crop=True, flip=True), batch_size=0, epochs=1)
         begin(bench, images(8), round, client)
         taken: list[Tensor] = []
-        bench.run(LocalSteps(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
+        bench.run_steps(LocalSteps(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
         bench.restart()
-        bench.run(LocalSteps(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
+        bench.run_steps(LocalSteps(lambda _, batch: taken.append(batch.x) or torch.zeros(())))
         assert torch.equal(taken[0], taken[1]), "restart brings the same draws"
         assert not torch.equal(taken[0], images(8).x)
         return taken[0]

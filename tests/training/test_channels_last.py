@@ -26,7 +26,7 @@ from fedloom.runs.resolve import UserObjects
 class Stopping(SilentCallback):
     """Wants the run to stop after its first round."""
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return True
 
 
@@ -43,7 +43,7 @@ def images() -> FederatedDataset:
 
 
 def experiment(network: Callable[[], nn.Module], **settings: Any) -> BuiltRun:
-    return build_run(make_config({**GIVEN, "engine": "plain", **settings}), UserObjects(images(), network))
+    return build_run(make_config({**GIVEN, "engine": "sequential", **settings}), UserObjects(images(), network))
 
 
 def ordered(experiment: BuiltRun) -> bool:
@@ -88,11 +88,11 @@ def test_a_network_with_a_narrow_layer_that_takes_steps_is_not(network: Callable
 def test_a_step_of_such_a_network_is_right(channels: int) -> None:
     """Against the same in double precision; on a CPU with AVX2 the wrong kernel ends the process or gives nonsense."""
     with experiment(lambda: narrow(channels)).engine_closed() as made:
-        layout, start, samples = made.layout, made.rounds.context.initial, made.federation.client(0)
-        network = made.rounds.context.make_module()
+        layout, start, samples = made.layout, made.rounds.context.initial, made.federated_data.client_samples(0)
+        network = made.rounds.context.make_model()
         network.load_state_dict(layout.state_dict(start))
         network.double()
-        prepared = made.federation.prepare(samples.x).double()
+        prepared = made.federated_data.transform(samples.x).double()
         F.cross_entropy(network(prepared), samples.y).backward()  # a batch of all samples, in whatever order
         expected = [parameter.grad for parameter in network.parameters()]
         for _ in range(20):  # what is written beyond its room need not hit something at once
@@ -114,8 +114,8 @@ def test_models_of_sites_with_other_devices_lie_alike(
     for device in ("cpu", "meta"):  # which is not a CPU either, and needs no GPU
         monkeypatch.setattr("fedloom.runs.build.select_device", lambda _, device=device: torch.device(device))
         own = UserObjects(images(), lambda: narrow(channels))
-        _, shop = build_run_for_site(make_config({**GIVEN, "engine": "plain"}), own)
-        layouts.append(shop.workshop.layout)
+        _, shop = build_run_for_site(make_config({**GIVEN, "engine": "sequential"}), own)
+        layouts.append(shop.training_context.layout)
     assert layouts[0].entries == layouts[1].entries
     assert any(entry.channels_last for entry in layouts[0].entries) is kept
 
@@ -140,7 +140,7 @@ def test_elsewhere_it_depends_on_the_network_and_the_precision(
             nn.Conv2d(3, 65, 3), nn.BatchNorm2d(65), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(65, 3)
         )
 
-    config = make_config({**GIVEN, "engine": "plain", "device": "cuda", **settings})
+    config = make_config({**GIVEN, "engine": "sequential", "device": "cuda", **settings})
     ground = _prepare_run(config, UserObjects(images(), wide), SequentialEngine)
     assert ground.channels_last is ordered
     assert any(entry.channels_last for entry in ground.layout.entries) is ordered
@@ -152,12 +152,12 @@ def test_models_in_another_order_are_not_taken_up(tmp_path: Path, monkeypatch: p
     def wide() -> nn.Module:
         return narrow(8)
 
-    given = {"rounds": 3, "steps": 1, "engine": "plain", "report": False, "checkpoint_seconds": 0}
+    given = {"rounds": 3, "steps": 1, "engine": "sequential", "report": False, "checkpoint_seconds": 0}
     out = tmp_path / "run"
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", images(), wide, out=out, watcher=Stopping(), **given)
+        fedloom.run("fedavg", images(), wide, out=out, callback=Stopping(), **given)
     monkeypatch.setattr("fedloom.runs.build.check_channels_last", lambda module: "1")
-    with pytest.raises(InputError, match="lie in another order, than the network"):
+    with pytest.raises(InputError, match="the layers or the order of their weights differ"):
         fedloom.resume(out, data=images(), model=wide, report=False)
     monkeypatch.undo()
     assert len(fedloom.resume(out, data=images(), model=wide, report=False).history) == 4

@@ -14,9 +14,11 @@ from fedloom.testing.fixtures import SmallFederatedDataset, simple_network
 def test_a_loss_with_weights_is_on_the_device_of_the_run(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.runs.build.select_device", lambda _: torch.device(device))
     given, data = nn.CrossEntropyLoss(weight=torch.ones(10)), SmallFederatedDataset()
-    config = make_config({"data": "small", "partition": "own", "model": "own", "clients": len(data), "engine": "plain"})
+    config = make_config(
+        {"data": "small", "partition": "own", "model": "own", "clients": len(data), "engine": "sequential"}
+    )
     _, shop = build_run_for_site(config, UserObjects(data, simple_network, given))
-    used = shop.workshop.criterion
+    used = shop.training_context.criterion
     assert isinstance(used, nn.CrossEntropyLoss)
     assert used.weight is not None
     assert used.weight.device.type == device

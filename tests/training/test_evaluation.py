@@ -20,14 +20,14 @@ def test_score_is_what_the_model_does_in_evaluation() -> None:
     bench = make_bench(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)))
     samples = Samples(torch.randn(20, 3), torch.arange(20) % 2)
     row = torch.randn(bench.layout.size)
-    score = bench.score(row, samples)
+    score = bench.evaluate(row, samples)
     weight, bias = row[:6].view(2, 3), row[6:8]
     output = samples.x @ weight.t() + bias
     right = output.argmax(1) == samples.y
     assert score.accuracy == pytest.approx(right.float().mean().item())
     assert score.loss == pytest.approx(F.cross_entropy(output, samples.y).item(), rel=1e-5)
-    assert score.seen.tolist() == [10, 10]
-    assert score.hits.tolist() == [int(right[::2].sum()), int(right[1::2].sum())]
+    assert score.count_per_class.tolist() == [10, 10]
+    assert score.correct_per_class.tolist() == [int(right[::2].sum()), int(right[1::2].sum())]
     assert score.count == 20
 
 
@@ -39,14 +39,14 @@ def test_scores_add_up_however_the_samples_are_cut(sizes: list[int]) -> None:
     generator = torch.Generator().manual_seed(total)
     samples = Samples(torch.randn(total, 3, generator=generator), torch.randint(2, (total,), generator=generator))
     row = torch.randn(bench.layout.size, generator=generator)
-    whole = bench.score(row, samples)
+    whole = bench.evaluate(row, samples)
     ends = np.cumsum([0, *sizes])
-    pieces = [bench.score(row, samples[a:b]) for a, b in pairwise(ends) if b > a]
+    pieces = [bench.evaluate(row, samples[a:b]) for a, b in pairwise(ends) if b > a]
     forward, backward = sum(pieces[1:], start=pieces[0]), sum(pieces[-2::-1], start=pieces[-1])
     for score in (forward, backward):
         assert score.count == total
-        assert np.array_equal(score.hits, whole.hits)
-        assert np.array_equal(score.seen, whole.seen)
+        assert np.array_equal(score.correct_per_class, whole.correct_per_class)
+        assert np.array_equal(score.count_per_class, whole.count_per_class)
         assert score.accuracy == whole.accuracy
         assert score.loss == pytest.approx(whole.loss, rel=1e-5)
 
@@ -67,9 +67,9 @@ def test_a_score_without_classes_has_no_accuracy() -> None:
 
 def test_scoring_between_clients_does_not_change_training() -> None:
     bench = begin(make_bench(normed()), numbered(8), client=1)
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     alone = bench.row.clone()
-    bench.score(torch.ones_like(alone), numbered(4))
+    bench.evaluate(torch.ones_like(alone), numbered(4))
     begin(bench, numbered(8), client=1)
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     assert torch.equal(bench.row[: bench.layout.floats], alone[: bench.layout.floats])

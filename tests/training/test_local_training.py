@@ -27,7 +27,7 @@ def client_row(round: int, client: int, before: int = 0, **options: Any) -> str:
     bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)), **options)
     part = (torch.ones(12, 3), torch.zeros(12, dtype=torch.int64))
     federation = FederatedDataset.from_arrays([part] * 4, classes=2)
-    shop = EngineContext(bench._shop, federation, train, ClientStates({}, torch.float32))
+    shop = EngineContext(bench._context, federation, train, ClientStates({}, torch.float32))
     received = torch.linspace(-0.5, 0.5, bench.layout.size)
     row = bench.layout.empty()
     torch.rand(before + 1)
@@ -47,7 +47,7 @@ def test_dropout_is_keyed_through_train_client() -> None:
 def test_train_client_leaves_the_global_generator_alone() -> None:
     bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
     federation = FederatedDataset.from_arrays([(numbered(12).x, numbered(12).y)], classes=2)
-    shop = EngineContext(bench._shop, federation, train, ClientStates({}, torch.float32))
+    shop = EngineContext(bench._context, federation, train, ClientStates({}, torch.float32))
     received = torch.linspace(-0.5, 0.5, bench.layout.size)
     kept, row, before = received.clone(), bench.layout.empty(), torch.get_rng_state()
     samples, loss, steps = train_client(bench, shop, 0, 0, row, received, {}, {}, {}, True)
@@ -61,12 +61,12 @@ def test_results_put_elsewhere_are_brought_to_their_place() -> None:
     def replacing(bench: LocalTrainer) -> Iterator[LocalSteps]:
         yield LocalSteps(sgd)
         bench.row = torch.full_like(bench.row, 3.0)
-        bench.home = {"h": torch.ones(2)}
+        bench.client_state = {"h": torch.ones(2)}
         bench.uploads["u"] = torch.full((1,), 5.0)
 
     bench = make_bench()
     federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
-    shop = EngineContext(bench._shop, federation, replacing, ClientStates({}, torch.float32))
+    shop = EngineContext(bench._context, federation, replacing, ClientStates({}, torch.float32))
     row, home, uploads = bench.layout.empty(), {"h": torch.zeros(2)}, {"u": torch.zeros(1)}
     kept_home, kept_upload = home["h"], uploads["u"]
     train_client(bench, shop, 0, 0, row, torch.zeros(bench.layout.size), {}, home, uploads, True)
@@ -78,8 +78,8 @@ def test_results_put_elsewhere_are_brought_to_their_place() -> None:
 @pytest.mark.parametrize(
     ("group", "value", "complaint"),
     [
-        ("home", {"other": torch.zeros(2)}, r"home holds \['other'\], but \['h'\] was declared"),
-        ("home", {"h": torch.zeros(3)}, r"home\['h'\] has shape \(3,\), but \(2,\) was expected"),
+        ("client_state", {"other": torch.zeros(2)}, r"client_state holds \['other'\], but \['h'\] was declared"),
+        ("client_state", {"h": torch.zeros(3)}, r"client_state\['h'\] has shape \(3,\), but \(2,\) was expected"),
         ("row", torch.zeros(1), r"row has shape \(1,\)"),
     ],
 )
@@ -90,7 +90,7 @@ def test_results_of_another_shape_are_refused(group: str, value: Any, complaint:
 
     bench = make_bench()
     federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
-    shop = EngineContext(bench._shop, federation, misplacing, ClientStates({}, torch.float32))
+    shop = EngineContext(bench._context, federation, misplacing, ClientStates({}, torch.float32))
     start, home = torch.zeros(bench.layout.size), {"h": torch.zeros(2)}
     with pytest.raises(ValueError, match=complaint):
         train_client(bench, shop, 0, 0, bench.layout.empty(), start, {}, home, {}, True)

@@ -68,7 +68,7 @@ def test_adam_equals_torch(size: int, weight_decay: float) -> None:
 )
 def test_with_settled_state_and_a_rate_in_a_tensor_the_steps_are_the_same(make: Callable[[], SGD | Adam]) -> None:
     steady = make()
-    steady.settle(torch.empty(50))
+    steady.allocate_state(torch.empty(50))
     for lr in (0.03, 0.01):  # the second time after a reset
         generator = torch.Generator().manual_seed(0)
         weights, usual = torch.randn(50, generator=generator), make()

@@ -28,9 +28,9 @@ from tests.support.trainers import begin, make_bench, normed, numbered, sgd
 def test_training_equals_a_plain_torch_loop(options: dict[str, Any]) -> None:
     samples = Samples(torch.randn(10, 3), torch.arange(10) % 2)
     bench = begin(make_bench(batch_size=4, epochs=2, **options), samples, round=2, client=1)
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
 
-    training, module = bench.training, nn.Linear(3, 2)
+    training, module = bench.config, nn.Linear(3, 2)
     layout = Layout.of(module)
     layout.bind(module, torch.linspace(-0.5, 0.5, layout.size))
     made: dict[str, Any] = {"lr": training.lr_at(2), "weight_decay": training.weight_decay}
@@ -52,29 +52,29 @@ def test_training_equals_a_plain_torch_loop(options: dict[str, Any]) -> None:
 
 def test_restart_goes_back_to_the_received_model_and_the_same_batches() -> None:
     bench = begin(make_bench(batch_size=3, momentum=0.9), numbered(10))
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     first, loss = bench.row.clone(), bench.mean_loss
     assert not torch.equal(first, bench.received)
-    bench.run(LocalSteps(sgd, epochs=1))
+    bench.run_steps(LocalSteps(sgd, epochs=1))
     bench.module.eval()
     bench.restart()
     assert torch.equal(bench.row, bench.received)
     assert bench.steps == 0
     assert np.isnan(bench.mean_loss)
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     assert torch.equal(bench.row, first)
     assert bench.mean_loss == loss
 
 
 def test_a_client_does_not_see_what_the_one_before_did() -> None:
     alone = begin(make_bench(momentum=0.9), numbered(9), client=2)
-    alone.run(LocalSteps(sgd))
+    alone.run_steps(LocalSteps(sgd))
     shared = begin(make_bench(momentum=0.9), numbered(30), client=1)
     shared.scratch["left"] = torch.ones(1)
-    shared.run(LocalSteps(sgd))
+    shared.run_steps(LocalSteps(sgd))
     begin(shared, numbered(9), client=2)
     assert shared.scratch == {}
-    shared.run(LocalSteps(sgd))
+    shared.run_steps(LocalSteps(sgd))
     assert torch.equal(shared.row, alone.row)
     assert shared.mean_loss == alone.mean_loss
 
@@ -82,12 +82,12 @@ def test_a_client_does_not_see_what_the_one_before_did() -> None:
 def test_mean_loss_is_that_of_the_last_epoch() -> None:
     bench = begin(make_bench(batch_size=4), numbered(10))
     losses = iter([9.0, 9.0, 9.0, 1.0, 2.0, 4.0])
-    bench.run(LocalSteps(lambda *_: torch.tensor(next(losses)), epochs=2))
+    bench.run_steps(LocalSteps(lambda *_: torch.tensor(next(losses)), epochs=2))
     assert bench.mean_loss == pytest.approx((4 * 1 + 4 * 2 + 2 * 4) / 10)
     losses = iter([5.0])
-    bench.run(LocalSteps(lambda *_: torch.tensor(next(losses)), steps=1))
+    bench.run_steps(LocalSteps(lambda *_: torch.tensor(next(losses)), steps=1))
     assert bench.mean_loss == 5.0
-    bench.run(LocalSteps(sgd, epochs=0))
+    bench.run_steps(LocalSteps(sgd, epochs=0))
     assert bench.mean_loss == 5.0, "a pass without steps has no epoch"
 
 
@@ -105,7 +105,7 @@ class TwoHeads(nn.Module):
 def test_a_layer_without_gradient_has_gradient_zero() -> None:
     bench = begin(make_bench(TwoHeads(), batch_size=5, epochs=1), numbered(5))
     bench.gradient.fill_(float("nan"))
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     views = {e.name: e.view(bench.gradient) for e in bench.layout.entries}
     assert bool((views["idle.weight"] == 0).all())
     assert bool((views["idle.bias"] == 0).all())
@@ -121,7 +121,7 @@ def test_a_layer_without_gradient_has_gradient_zero() -> None:
 def test_a_batch_of_one_leaves_batch_norm_statistics_alone() -> None:
     bench = begin(make_bench(normed(), batch_size=4, epochs=1), numbered(1))
     floats = slice(bench.layout.trainable, bench.layout.size)
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     assert torch.equal(bench.row[floats], bench.received[floats])
     assert not torch.equal(bench.weights, bench.received[: bench.layout.trainable]), "it still learns"
     assert bench.layout.is_finite(bench.row)
@@ -131,7 +131,7 @@ def test_a_batch_of_one_leaves_batch_norm_statistics_alone() -> None:
 
 def test_only_the_lonely_batch_is_without_statistics() -> None:
     bench = begin(make_bench(normed(), batch_size=4, epochs=1), numbered(9))
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     assert int(bench.layout.state_dict(bench.row)["1.num_batches_tracked"]) == 2
 
 
@@ -144,7 +144,7 @@ def test_a_norm_that_its_model_keeps_in_evaluation_stays_there() -> None:
 
     module = Frozen(*normed())
     bench = begin(make_bench(module, batch_size=4, epochs=2), numbered(9))
-    bench.run(LocalSteps(sgd))
+    bench.run_steps(LocalSteps(sgd))
     assert not module[1].training
     assert int(module[1].num_batches_tracked) == 0
 
@@ -156,6 +156,6 @@ def test_a_failed_step_does_not_spoil_the_next_client() -> None:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        bench.run(LocalSteps(fail))
+        bench.run_steps(LocalSteps(fail))
     begin(bench, numbered(8))
     assert all(module.training for module in bench.module.modules())

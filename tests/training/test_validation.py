@@ -38,7 +38,7 @@ def make_bench(count: int, client: int = 0, round: int = 0, seed: int = 0, **opt
     )
     bench = LocalTrainer(shop)
     start = torch.linspace(-0.5, 0.5, bench.layout.size)
-    bench.begin(round, client, numbered(count), bench.layout.empty(), start, {}, {}, {}, True)
+    bench.start_task(round, client, numbered(count), bench.layout.empty(), start, {}, {}, {}, True)
     return bench
 
 
@@ -50,7 +50,7 @@ def seen(bench: LocalTrainer, **stretch: int) -> list[list[int]]:
         batches.append(batch.x[:, 0].int().tolist())
         return torch.zeros(())
 
-    bench.run(LocalSteps(look, **stretch))
+    bench.run_steps(LocalSteps(look, **stretch))
     return batches
 
 
@@ -69,9 +69,9 @@ def test_what_is_held_out_is_not_trained_on(count: int, share: float) -> None:
     held = numbers(bench.validation)
     trained = [number for batch in seen(bench, epochs=1) for number in batch]
     assert sorted(held + trained) == list(range(count))
-    assert len(trained) == bench.samples
-    assert bench.samples >= min(1, count), "one sample is left to train on"
-    assert abs(len(held) - share * count) <= 0.5 or bench.samples == 1
+    assert len(trained) == bench.num_examples
+    assert bench.num_examples >= min(1, count), "one sample is left to train on"
+    assert abs(len(held) - share * count) <= 0.5 or bench.num_examples == 1
 
 
 def test_the_split_belongs_to_the_client_and_to_nothing_else() -> None:
@@ -85,47 +85,49 @@ def test_the_split_belongs_to_the_client_and_to_nothing_else() -> None:
 def test_without_a_share_nothing_is_held_out() -> None:
     bench = make_bench(10)
     assert len(bench.validation) == 0
-    assert bench.samples == 10
+    assert bench.num_examples == 10
 
 
 def test_held_out_samples_reach_no_model() -> None:
     """Those of client 0 are made into something that no model would survive."""
 
     class Poisoned(SmallFederatedDataset):
-        def client(self, k: int) -> Samples:
-            samples = super().client(k)
+        def client_samples(self, client_id: int) -> Samples:
+            samples = super().client_samples(client_id)
             x = samples.x.clone()
-            x[held[k]] = torch.nan
+            x[held[client_id]] = torch.nan
             return Samples(x, samples.y)
 
     clean, held = SmallFederatedDataset(), {}
     with build_small_run("fedavg", {}, validation=0.3).engine_closed() as experiment:
         for k in range(8):
-            samples = clean.client(k)
+            samples = clean.client_samples(k)
             _, held[k] = bench_of(experiment, k, samples)._split(len(samples))
     assert sum(map(len, held.values())) > 40
-    usual = small_run("fedavg", {}, federation=clean, validation=0.3, per_round=8)
-    assert small_run("fedavg", {}, federation=Poisoned(), validation=0.3, per_round=8).digest == usual.digest
-    assert small_run("fedavg", {}, federation=clean, per_round=8).digest != usual.digest
+    usual = small_run("fedavg", {}, federated_data=clean, validation=0.3, clients_per_round=8)
+    assert (
+        small_run("fedavg", {}, federated_data=Poisoned(), validation=0.3, clients_per_round=8).digest == usual.digest
+    )
+    assert small_run("fedavg", {}, federated_data=clean, clients_per_round=8).digest != usual.digest
 
 
 def bench_of(experiment: Any, client: int, samples: Samples) -> LocalTrainer:
-    bench, start = experiment.engine._bench, experiment.rounds.context.initial
-    bench.begin(0, client, samples, start.clone(), start, {}, {}, {}, True)
+    bench, start = experiment.engine._trainer, experiment.rounds.context.initial
+    bench.start_task(0, client, samples, start.clone(), start, {}, {}, {}, True)
     return bench
 
 
 def test_clients_count_by_what_they_train_on() -> None:
     with build_small_run("fedavg", {}, validation=0.5).engine_closed() as experiment:
         jobs = list(experiment.rounds.parts.server.dispatch(0, [0, 1]))
-        counts = [update.samples for update in experiment.engine.train(0, jobs)]
-    everything = [len(SmallFederatedDataset().client(k)) for k in (0, 1)]
+        counts = [update.num_examples for update in experiment.engine.train(0, jobs)]
+    everything = [len(SmallFederatedDataset().client_samples(k)) for k in (0, 1)]
     assert counts == [n - int(0.5 * n + 0.5) for n in everything]
 
 
 def test_engines_hold_out_the_same() -> None:
     plain = small_run("fedavg", {}, validation=0.3).digest
-    assert small_run("fedavg", {}, validation=0.3, engine="host", workers=2).digest == plain
+    assert small_run("fedavg", {}, validation=0.3, engine="multiprocess", workers=2).digest == plain
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 3, float("nan")])
@@ -153,7 +155,7 @@ def test_a_methods_own_share_holds_where_the_run_names_none(
     method: str, options: Any, run: float, share: float
 ) -> None:
     with build_small_run(method, options, validation=run).engine_closed() as experiment:
-        samples = experiment.federation.client(0)
+        samples = experiment.federated_data.client_samples(0)
         held = len(bench_of(experiment, 0, samples).validation)
     assert held == int(share * len(samples) + 0.5)
 
@@ -178,7 +180,7 @@ def test_a_client_too_small_for_a_split_is_judged_by_what_it_trains_on() -> None
     assert len(bench.validation) == 0
     score = bench.validate(bench.row)
     assert score.count == 2
-    assert score.loss == bench.score(bench.row, numbered(2)).loss
+    assert score.loss == bench.evaluate(bench.row, numbered(2)).loss
     nobody = make_bench(0, validation=0.2)
     assert nobody.validate(nobody.row).count == 0
     assert np.isnan(nobody.validate(nobody.row).loss)
@@ -189,7 +191,7 @@ def test_validating_does_not_change_training() -> None:
     def trained(looks: bool) -> Tensor:
         bench = make_bench(30, validation=0.2, momentum=0.9)
         for _ in range(5):
-            bench.run(LocalSteps(sgd, steps=1))
+            bench.run_steps(LocalSteps(sgd, steps=1))
             if looks:
                 bench.validate(torch.randn(bench.layout.size))
         return bench.row.clone()
@@ -200,7 +202,7 @@ def test_validating_does_not_change_training() -> None:
 def sgd(bench: LocalTrainer, batch: Batch) -> Tensor:
     loss = bench.loss(batch)
     bench.backward(loss)
-    bench.descend()
+    bench.optimizer_step()
     return loss
 
 
@@ -227,18 +229,18 @@ def test_the_length_of_a_pass_is_what_it_takes() -> None:
         for stretch in ({}, {"epochs": 3}, {"steps": 5}):
             for options in ({"epochs": 2}, {"steps": 3}, {"batch_size": 0}):
                 bench = make_bench(count, **{"batch_size": 4, **options})
-                length = bench.length(LocalSteps(sgd, **stretch))
+                length = bench.num_steps(LocalSteps(sgd, **stretch))
                 assert length == len(seen(bench, **stretch)), (count, stretch, options)
 
 
 def test_other_settings_hold_for_one_client() -> None:
     bench = make_bench(10, batch_size=4, lr=0.1, lr_decay=0.5, round=1)
     seen(bench, steps=1)
-    bench.adopt(bench.training.model_copy(update={"batch_size": 5, "lr": 0.4, "weight_decay": 0.01, "epochs": 1}))
+    bench.use_config(bench.config.model_copy(update={"batch_size": 5, "lr": 0.4, "weight_decay": 0.01, "epochs": 1}))
     assert [len(batch) for batch in seen(bench)] == [5, 5]
     assert bench.lr == 0.2
     assert bench.optimizer.weight_decay == 0.01
-    bench.begin(1, 1, numbered(10), bench.row, bench.received, {}, {}, {}, True)
+    bench.start_task(1, 1, numbered(10), bench.row, bench.received, {}, {}, {}, True)
     assert bench.lr == 0.05
     assert bench.optimizer.weight_decay == 0
     assert [len(batch) for batch in seen(bench, epochs=1)] == [4, 4, 2]
@@ -248,7 +250,7 @@ def test_a_rate_set_between_passes_is_the_one_that_is_used() -> None:
     def rates(bench: LocalTrainer) -> Iterator[float]:
         for lr in (0.1, 0.0, 0.2):
             before, bench.lr = bench.weights.clone(), lr
-            bench.run(LocalSteps(sgd, steps=1))
+            bench.run_steps(LocalSteps(sgd, steps=1))
             yield float((before - bench.weights).norm() / bench.gradient.norm())
 
     assert list(rates(make_bench(12, batch_size=4))) == pytest.approx([0.1, 0.0, 0.2], rel=1e-3)

@@ -19,10 +19,10 @@ from torch import Tensor
 from fedloom.errors import FedloomError, InputError
 from fedloom.utils import storage
 from fedloom.utils.storage import (
-    join_state_tensors,
+    join_stored_tensors,
     read_json,
     read_safetensors,
-    split_state_tensors,
+    split_stored_tensors,
     write_atomically,
     write_json,
     write_safetensors,
@@ -73,10 +73,10 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def round_trip(state: Any, folder: Path) -> Any:
-    tree, found = split_state_tensors(state)
+    tree, found = split_stored_tensors(state)
     write_json(folder / "tree.json", {"state": tree})
     digest = write_safetensors(folder / "tensors.safetensors", found)
-    return join_state_tensors(
+    return join_stored_tensors(
         read_json(folder / "tree.json")["state"], read_safetensors(folder / "tensors.safetensors", digest)
     )
 
@@ -124,12 +124,12 @@ def test_views_and_arrays_of_any_stride_are_stored(tmp_path: Path) -> None:
 )
 def test_unsupported_values_are_refused(value: Any) -> None:
     with pytest.raises(TypeError):
-        split_state_tensors({"part": [value]})
+        split_stored_tensors({"part": [value]})
 
 
 def test_the_refusal_names_the_place() -> None:
     with pytest.raises(TypeError, match=r"/server/models/1 of a state is a set, which cannot be saved"):
-        split_state_tensors({"server": {"models": [1, {2}]}})
+        split_stored_tensors({"server": {"models": [1, {2}]}})
 
 
 # damage

@@ -57,5 +57,5 @@ def test_whoever_is_asked_between_pieces_may_end_it(tmp_path: Path) -> None:
             raise FedloomError("enough")
 
     with pytest.raises(FedloomError, match="enough"):
-        storage.write_safetensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check=check)
+        storage.write_safetensors(tmp_path / "file", {name: torch.ones(9) for name in "abc"}, check_cancelled=check)
     assert not list(tmp_path.iterdir())

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: parses commands, prints results, shows progress."""

@@ -1,9 +1,4 @@
-"""`fedloom flower`: runs over real sites, with Flower between them.
-
-`fedloom flower agreement`.
-
-`fedloom flower certificates`.
-"""
+"""`fedloom flower new`, `superlink`, `supernode`, `agreement` and `certificates`: runs over real sites with Flower."""
 
 import re
 import sys
@@ -16,45 +11,44 @@ from fedloom.cli.options import add_cli_options
 from fedloom.config import make_config, parse_config_overrides
 from fedloom.errors import InputError, shorten_error_message
 from fedloom.flower import commands
-from fedloom.flower.flwr_patches import require_flower
+from fedloom.flower.flwr_patches import require_supported_flwr
 
 
 def agreement(
     app: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, as `fedloom flower new` wrote it")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the file to write; by default they are printed")
+        Path | None, typer.Option(metavar="FILE", help="the file to write; by default the settings are printed")
     ] = None,
     run_config: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="what `flwr run` is given by this name; may be repeated"),
+        typer.Option(metavar="NAME=VALUE", help="a setting as for `flwr run --run-config`; may be repeated"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", metavar="", help="replace the file that is there already")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="replace an existing file")] = False,
 ) -> None:
-    """Show the settings that an app tells the sites, all of them, for their operators to read and agree to.
+    """Show all settings that the sites of an app receive, so that their operators can agree to them.
 
-    A site that is started with --agreed and that file, or with the fingerprint, serves these settings and no others.
+    A site that is started with --agreed and this file, or its fingerprint, accepts these settings and no others.
     """
     from fedloom.flower.trust.agreement import agreement_fingerprint, agreement_settings_from_app, format_agreement
     from fedloom.utils.storage import write_atomically
 
-    told = agreement_settings_from_app(app, _changes(run_config or []))
+    settings = agreement_settings_from_app(app, _changes(run_config or []))
     if out is None:
-        print(format_agreement(told), end="")
-        print(
-            f"fingerprint {agreement_fingerprint(told)}", file=sys.stderr
-        )  # apart, so that the settings can be sent to a file
+        print(format_agreement(settings), end="")
+        # On stderr, so that the settings alone can be redirected to a file.
+        print(f"fingerprint {agreement_fingerprint(settings)}", file=sys.stderr)
         return
     if out.is_dir():
         raise InputError(f"{out} is a folder; --out takes a file to write.")
     if out.exists() and not force:
-        raise InputError(f"{out} is there already; --force replaces it.")
-    write_atomically(out, format_agreement(told).encode())
-    print(f"{out}: the settings, with the fingerprint {agreement_fingerprint(told)}")
-    print(f"A site serves no others when it is started with: fedloom flower supernode ... --agreed {out}")
+        raise InputError(f"{out} exists already; --force replaces it.")
+    write_atomically(out, format_agreement(settings).encode())
+    print(f"{out}: the settings, with the fingerprint {agreement_fingerprint(settings)}")
+    print(f"A site accepts no others if you start it with: fedloom flower supernode ... --agreed {out}")
 
 
 def _changes(words: list[str]) -> dict[str, Any]:
-    """Settings as `flwr run --run-config` reads them."""
+    """Parse settings as `flwr run --run-config` does."""
     if not words:
         return {}
     from importlib.util import find_spec
@@ -77,16 +71,14 @@ def _changes(words: list[str]) -> dict[str, Any]:
 
 def certificates(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write to")],
-    nodes: Annotated[
-        str, typer.Option(help="how many nodes get a key pair; they are site-0, site-1, ...", metavar="N")
-    ],
+    nodes: Annotated[str, typer.Option(help="number of nodes that get a key pair: site-0, site-1, ...", metavar="N")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="a name or address at which sites reach the server; may be repeated", metavar="NAME"),
+        typer.Option(help="a name or address of the server for the sites; may be repeated", metavar="NAME"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", metavar="", help="replace what is there already")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="replace existing files")] = False,
 ) -> None:
-    """Make certificates and node keys for trying out: an authority, a server certificate, a key pair for each node."""
+    """Create certificates and node keys for tests: an authority, a server certificate, a key pair for each node."""
     from importlib.util import find_spec
 
     if find_spec("cryptography") is None:
@@ -94,33 +86,31 @@ def certificates(
     from fedloom.flower.trust.certificates import DAYS, HERE, certificate_node_names, make_certificates
 
     if not re.fullmatch(r"[0-9]{1,9}", nodes):
-        raise InputError(f"nodes must be a whole number from 1 on, not {nodes!r}.")
+        raise InputError(f"nodes must be an integer of at least 1, not {nodes!r}.")
     hosts = list(dict.fromkeys([*(host or ()), *HERE]))
     names = certificate_node_names(int(nodes))
     make_certificates(folder, names, hosts, force)
     last = f" to {names[-1]}" if names[1:] else ""
-    print(f"{folder / 'ca.crt'}: what every site trusts the server by")
+    print(f"{folder / 'ca.crt'}: the authority by which every site trusts the server")
     print(
         f"{folder / 'server.pem'}, server.key: the server's certificate, for {', '.join(hosts)}, valid for {DAYS} days"
     )
-    print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without an end")
-    print(f"{folder / 'roster.pub'}: all public keys, by which sites know each other")
-    print(
-        "They are for trying out: whoever has this folder can be the server and every site. In earnest each site makes"
-    )
-    print("its own key (ssh-keygen -t ecdsa -b 384) and hands over the .pub alone.")
+    print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without expiry date")
+    print(f"{folder / 'roster.pub'}: all public keys, by which sites recognise each other")
+    print("They are for tests: anyone who has this folder can act as the server and as every site. In production, each")
+    print("site creates its own key (ssh-keygen -t ecdsa -b 384) and hands over only the .pub file.")
 
 
 flower = typer.Typer(
     name="flower",
-    help=r"Run over real sites, which Flower connects (install fedloom\[flower]).",
+    help=r"Run over real sites that Flower connects (install fedloom\[flower]).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
 Certificates = Annotated[
     Path | None,
-    typer.Option(help="the folder with ca.crt, server.pem and server.key; without it only on this machine itself"),
+    typer.Option(help="the folder with ca.crt, server.pem and server.key; not needed on a loopback address"),
 ]
 
 
@@ -130,7 +120,7 @@ def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, new or empty")],
     method: Annotated[str, typer.Argument(help="the method, or several joined by +")],
     run_folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="the run's folder at the server; by default DIR-run")
+        Path | None, typer.Option(metavar="DIR", help="the run directory on the server; by default DIR-run")
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -144,7 +134,7 @@ def new(
 ) -> None:
     """Write a Flower app for a run; the options are those of `fedloom run`.
 
-    With --partition own the sites bring data of their own, and no data set is read by name.
+    With --partition own, the sites have their own data, and no data set is loaded by name.
     """
     from fedloom.config import replace_config
     from fedloom.flower.app import write_app
@@ -157,12 +147,12 @@ def new(
     config = make_config({**settings, **imports, "method": method, "options": options, "engine": "flower"})
     resolve_method(config)
     config = record_partition_hash(config)
-    if config.init is not None:  # sites must start from the very same file
+    if config.init is not None:  # sites must start from the same file
         config = replace_config(config, init_sha256=initial_weights_sha256(Path(config.init)))
     if config.partition != "own":
-        build_run(replace_config(config, engine="plain")).engine.close()  # what is wrong with the run is said now
-    place = run_folder or folder.with_name(f"{folder.absolute().name}-run")
-    write_app(folder, config, {"folder": str(place.absolute())})
+        build_run(replace_config(config, engine="sequential")).engine.close()  # report errors in the settings now
+    run_path = run_folder or folder.with_name(f"{folder.absolute().name}-run")
+    write_app(folder, config, {"folder": str(run_path.absolute())})
     print(f"{folder} is an app for Flower; {folder / 'README.md'} says how to run it.")
 
 
@@ -172,30 +162,30 @@ def superlink(
     host: Annotated[str, typer.Option(help="the address at which SuperNodes connect")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="the port at which SuperNodes connect")] = 8000,
     control_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="the port for `flwr` commands, on this machine alone")
+        int, typer.Option(min=1, max=65535, help="the port for `flwr` commands, on this machine only")
     ] = commands.CONTROL_PORT,
-    database: Annotated[Path | None, typer.Option(help="a file for its state, so that a restart remembers it")] = None,
+    database: Annotated[Path | None, typer.Option(help="a file for its state, which then survives a restart")] = None,
 ) -> None:
     """Start Flower's SuperLink, with TLS and only for nodes whose keys are registered.
 
-    `flwr` commands reach it on this machine alone: Flower lets whoever reaches its Control API run code at every site.
+    `flwr` commands reach it on this machine only: anyone who reaches Flower's Control API can run code at every site.
     """
-    require_flower()
-    words = commands.build_superlink_command(certificates, host, port, control_port, database)
-    commands.exec_flower_command(words, commands.flower_command_environment())
+    require_supported_flwr()
+    command = commands.build_superlink_command(certificates, host, port, control_port, database)
+    commands.exec_flower_command(command, commands.flower_command_environment())
 
 
 @flower.command()
 def supernode(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="where the SuperLink is")],
-    ca: Annotated[Path | None, typer.Option(help="the certificate of the authority that signed the server's")] = None,
-    key: Annotated[Path | None, typer.Option(help="this node's private key, whose public half is registered")] = None,
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="the address of the SuperLink")],
+    ca: Annotated[
+        Path | None, typer.Option(help="the certificate of the authority that signed the server's certificate")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="this node's private key; its public key is registered")] = None,
     client: Annotated[
-        str | None, typer.Option(help="the number of its client; by default the server gives one")
+        str | None, typer.Option(help="the number of its client; by default the server assigns one")
     ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="this site's own folder, for what its client keeps between rounds")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="this site's own folder, for the client state")] = None,
     roster: Annotated[
         Path | None, typer.Option(help="the file with all sites' public keys, for the exchange of fedmr.secure")
     ] = None,
@@ -203,26 +193,27 @@ def supernode(
         str | None,
         typer.Option(
             metavar="FILE|HASH",
-            help="the settings that this site serves, and no others, as `fedloom flower agreement` writes them",
+            help="the only settings that this site accepts, as `fedloom flower agreement` writes them",
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help='what site_data.py finds as node["data"], such as a path')] = None,
+    data: Annotated[str | None, typer.Option(help='the value of node["data"] in site_data.py, such as a path')] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="more for site_data.py; may be repeated")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="another value of node in site_data.py; may be repeated"),
     ] = None,
-    port: Annotated[int, typer.Option(help="a port on this machine for the SuperNode's own processes")] = 9094,
+    port: Annotated[int, typer.Option(help="a local port for the SuperNode's own processes")] = 9094,
 ) -> None:
     """Start Flower's SuperNode for one site."""
     from fedloom.flower.site_data import site_data_clients
     from fedloom.flower.trust.agreement import is_agreement_fingerprint
 
-    require_flower()
-    node: dict[str, Any] = {}
+    require_supported_flwr()
+    node_config: dict[str, Any] = {}
     for pair in set_ or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise InputError(f"--set takes NAME=VALUE, not {pair!r}.")
-        node[name] = value
+        node_config[name] = value
     paths = {"folder": folder, "roster": roster}
     if agreed is not None and not is_agreement_fingerprint(agreed):
         agreed = str(Path(agreed).absolute())
@@ -232,10 +223,10 @@ def supernode(
         "agreed": agreed,
         **{name: path and str(path.absolute()) for name, path in paths.items()},
     }
-    node |= {name: value for name, value in given.items() if value is not None}
-    site_data_clients(node)  # what is wrong with it is said now
+    node_config |= {name: value for name, value in given.items() if value is not None}
+    site_data_clients(node_config)  # report errors in it now
     commands.exec_flower_command(
-        commands.build_supernode_command(address, node, ca, key, port), commands.flower_command_environment()
+        commands.build_supernode_command(address, node_config, ca, key, port), commands.flower_command_environment()
     )
 
 

@@ -1,4 +1,4 @@
-"""The command `fedloom`."""
+"""The `fedloom` command: run, resume, verify, compare, pretrain, report and list."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, make_config, pars
 from fedloom.errors import FedloomError, InputError
 from fedloom.utils.formatting import format_percent
 
-# typer carries its own copy of click since 0.26 and uses the installed one before: ask it for the base of its errors
+# typer has its own copy of click since 0.26, and uses the installed one before: take the base class from its errors
 ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
     name="fedloom",
-    help="Federated learning on heterogeneous data: run and compare methods, with the same bits every time.",
+    help="Run and compare methods of federated learning on heterogeneous data. Every run is reproducible bit for bit.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -35,19 +35,20 @@ app = typer.Typer(
 N = TypeVar("N", int, float)
 
 Json = Annotated[
-    bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
+    bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="show no progress")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="hide the progress bar")]
 Out = Annotated[
     str | None,
-    typer.Option("--out", "-o", metavar="FOLDER", help="the folder to write to; by default a new one in runs/"),
+    typer.Option("--out", "-o", metavar="FOLDER", help="directory to write to; by default a new one in runs/"),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="an option of a method; may be repeated"),
+    typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="option of a method; may be repeated"),
 ]
 Imports = Annotated[
-    list[str] | None, typer.Option("--import", metavar="FILE", help="a Python file with methods of your own")
+    list[str] | None,
+    typer.Option("--import", metavar="FILE", help="Python file with methods of your own; may be repeated"),
 ]
 
 
@@ -58,7 +59,7 @@ def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[st
 @app.command()
 @add_cli_options()
 def run(
-    method: Annotated[str, typer.Argument(help="the method, or several joined by +")],
+    method: Annotated[str, typer.Argument(help="method, or several joined by +")],
     set_: Settings = None,
     import_: Imports = None,
     out: Out = None,
@@ -69,7 +70,7 @@ def run(
 ) -> None:
     """Run one method.
 
-    Writes a folder with the configuration, metrics, checkpoints, the model and a report.
+    Writes a directory with the configuration, metrics, checkpoints, the model and a report.
     """
     from fedloom.cli.progress import ProgressDisplay
     from fedloom.runs.execute import execute_run
@@ -78,14 +79,14 @@ def run(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
     )
     display = ProgressDisplay(quiet)
-    finished = _interruptible(lambda: execute_run(config, out=out, watcher=display), display)
-    print_run_summary(finished, json_)
+    run_result = _interruptible(lambda: execute_run(config, out=out, callback=display), display)
+    print_run_summary(run_result, json_)
 
 
 @app.command()
 @add_cli_options(EXECUTION_SETTINGS | {"device"})
 def resume(
-    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    run: Annotated[Path, typer.Argument(help="run directory")],
     import_: Imports = None,
     json_: Json = False,
     quiet: Quiet = False,
@@ -100,59 +101,59 @@ def resume(
     for path in import_ or ():
         import_file(path)
     display = ProgressDisplay(quiet)
-    print_run_summary(_interruptible(lambda: resume(run, watcher=display, **settings), display), json_)
+    print_run_summary(_interruptible(lambda: resume(run, callback=display, **settings), display), json_)
 
 
 @app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(help="the folder of a finished run")],
+    run: Annotated[Path, typer.Argument(help="directory of a finished run")],
     import_: Imports = None,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Repeat a finished run from its folder and prove that it gives the same model, bit for bit."""
+    """Repeat a finished run and check that it gives the same model, bit for bit."""
     from fedloom.cli.progress import ProgressDisplay
     from fedloom.methods import import_file
     from fedloom.runs.execute import verify
-    from fedloom.runs.result import count_failed_clients
+    from fedloom.runs.result import count_failures_in_result
 
     for path in import_ or ():
         import_file(path)
     display = ProgressDisplay(quiet)
-    before, now = _interruptible(lambda: verify(run, watcher=display), display, f"{run} was not verified.")
+    before, now = _interruptible(lambda: verify(run, callback=display), display, f"{run} was not verified.")
     same = before == now
     if json_:
         print(json.dumps({"run": str(run), "same": same, "digest": before, "digest_now": now}))
     elif same:
-        print(f"{run} is exact: run again, it gave the same model, {now}.")
+        print(f"{run} is exact: repeated, it gave the same model, {now}.")
     if not same:
-        lost = count_failed_clients(run)
+        failed = count_failures_in_result(run)
         reason = (
-            f"{lost} answers of clients were lost then, which nobody loses again."
-            if lost
+            f"{failed} client tasks failed in the first run, and verify does not repeat failures."
+            if failed
             else "other versions (see config.toml) or another processor round differently."
         )
-        raise FedloomError(f"{run} gave {before} then and {now} now; {reason}")
+        raise FedloomError(f"{run} gave {before} at first and {now} now; {reason}")
 
 
 @app.command()
 @add_cli_options()
 def compare(
-    methods: Annotated[list[str] | None, typer.Argument(help="the methods; with --grid, the rest of the grid")] = None,
+    methods: Annotated[list[str] | None, typer.Argument(help="methods; with --grid, the rest of the grid")] = None,
     grid: Annotated[
         str | None,
         typer.Option(
-            help="run all combinations of servers x locals x refiners, such as fedavg,fedcross x sgd,fedprox x "
-            "none,dynafed (fedavg, sgd and none add no part); what cannot be combined is left out, with the reason",
+            help="run all combinations of servers x clients x refiners, such as fedavg,fedcross x sgd,fedprox x "
+            "none,dynafed (fedavg, sgd and none add no part); invalid combinations are left out, with the reason",
             metavar="A,B x C,D",
         ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="number of seeds: --seed and those after it", metavar="N")] = "1",
     target: Annotated[
-        str | None, typer.Option(help="count the rounds until this accuracy is reached, such as 0.8", metavar="X")
+        str | None, typer.Option(help="accuracy whose rounds to reach it are counted, such as 0.8", metavar="X")
     ] = None,
-    at_once: Annotated[
-        str, typer.Option(help="runs at a time on one GPU, if one alone does not fill it", metavar="N")
+    concurrent_runs: Annotated[
+        str, typer.Option(help="number of concurrent runs on one GPU, if one run does not fill it", metavar="N")
     ] = "1",
     set_: Settings = None,
     import_: Imports = None,
@@ -162,29 +163,37 @@ def compare(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Compare methods over seeds, on the same clients and batches. Prints a table and writes one report.
+    """Compare methods over seeds, with the same clients and batches. Prints a table and writes one report.
 
-    With --grid all combinations of parts are run, and the report says which part helped how much.
+    With --grid, runs all combinations of method parts. The report then shows the effect of each part.
 
-    To continue a comparison that was stopped, give the same command with the same --out.
+    To resume a stopped comparison, repeat the command with the same --out.
     """
     from fedloom.cli.progress import ProgressDisplay
     from fedloom.runs.compare import compare, plan_comparison_grid
 
     count, options = _number("seeds", seeds, int), parse_config_overrides(set_ or ())
     goal = None if target is None else _number("target", target, float)
-    together = _number("at_once", at_once, int)
+    num_concurrent = _number("concurrent_runs", concurrent_runs, int)
     values, names = _with_extras(settings, import_), methods or []
     plan = None
-    if grid is not None:  # without quotes the shell hands over `A,B` as the option and `x C,D` as methods
-        text, names, eye = " ".join([grid, *names]), [], ProgressDisplay(quiet)
-        plan = _interruptible(lambda: plan_comparison_grid(text, options, values, watcher=eye), eye)
-        eye.end()
+    if grid is not None:  # without quotes, the shell passes `A,B` as the option and `x C,D` as methods
+        text, names, grid_display = " ".join([grid, *names]), [], ProgressDisplay(quiet)
+        plan = _interruptible(lambda: plan_comparison_grid(text, options, values, callback=grid_display), grid_display)
+        grid_display.on_run_end()
     display = ProgressDisplay(quiet, runs=count * len(plan.methods if plan else names))
-    advice = f"go on with the same command and --out {out}" if out else None
+    advice = f"continue with the same command and --out {out}" if out else None
     result = _interruptible(
         lambda: compare(
-            names, count, grid=plan, options=options, out=out, target=goal, at_once=together, watcher=display, **values
+            names,
+            count,
+            grid=plan,
+            options=options,
+            out=out,
+            target=goal,
+            concurrent_runs=num_concurrent,
+            callback=display,
+            **values,
         ),
         display,
         advice,
@@ -192,7 +201,7 @@ def compare(
     if json_:
         runs = [finished.summary for finished in result.runs]
         found = {"path": str(result.path), "headline": result.table.headline, "runs": runs}
-        print(json.dumps(found | ({"grid": result.effects.as_data()} if result.effects else {})))
+        print(json.dumps(found | ({"grid": result.effects.to_dict()} if result.effects else {})))
         return
     titles, rows = result.table.table("brief")
     print_table(titles, rows)
@@ -205,46 +214,46 @@ def compare(
 
 
 @app.command()
-@add_cli_options(kind=PretrainConfig, shown=PRETRAINING)
+@add_cli_options(settings_class=PretrainConfig, panels=PRETRAINING)
 def pretrain(
-    data: Annotated[str, typer.Argument(help="the data set (`fedloom list datasets`)")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="the safetensors file to write")],
+    data: Annotated[str, typer.Argument(help="data set (`fedloom list datasets`)")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="safetensors file to write")],
     json_: Json = False,
     quiet: Quiet = False,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Train a network on one data set in the ordinary way, to start from it with --init.
+    """Train a network on one data set without federation, as initial weights for --init.
 
-    To continue a pretraining that was stopped or killed, give the same command; the result is the same.
+    To resume a stopped pretraining, repeat the command. The result has the same bits.
     """
     from fedloom.cli.progress import ProgressDisplay
     from fedloom.runs.pretrain import pretrain
 
     display = ProgressDisplay(quiet, unit="epoch")
-    work = partial(pretrain, data, out, watcher=display, **settings)
-    made = _interruptible(work, display, "go on with the same command.")
-    about = {**made.about, "file": str(made.path), "sha256": made.sha256}
+    work = partial(pretrain, data, out, callback=display, **settings)
+    result = _interruptible(work, display, "continue with the same command.")
+    metadata = {**result.metadata, "file": str(result.path), "sha256": result.sha256}
     if json_:
-        print(json.dumps({name: value for name, value in about.items() if name not in ("history", "settings")}))
+        print(json.dumps({name: value for name, value in metadata.items() if name not in ("history", "settings")}))
         return
-    classes = f"{about['classes']} classes of {about['data']}"
-    print(f"{'accuracy':<10}{format_percent(made.accuracy)} on test data of {classes} (loss {about['loss']:.4f})")
-    print(f"{'file':<10}{made.path}")
-    print(f"{'digest':<10}{made.digest}")
+    classes = f"{metadata['classes']} classes of {metadata['data']}"
+    print(f"{'accuracy':<10}{format_percent(result.accuracy)} on test data of {classes} (loss {metadata['loss']:.4f})")
+    print(f"{'file':<10}{result.path}")
+    print(f"{'digest':<10}{result.digest}")
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs, or of comparisons")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="the file to write")] = Path("report.html"),
-    title: Annotated[str | None, typer.Option(metavar="TEXT", help="the title of the page")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="directories of runs or of comparisons")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="file to write")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="title of the page")] = None,
 ) -> None:
     """Write one report about several runs."""
     from fedloom.report import read_effect_grid, read_run_record, write_report_page
 
     folders = [folder for path in runs for folder in _runs_in(path)]
-    grid = read_effect_grid(runs[0]) if len(runs) == 1 else None  # beside other runs a grid's cells would be ambiguous
+    grid = read_effect_grid(runs[0]) if len(runs) == 1 else None  # with other runs, a grid's cells would be ambiguous
     write_report_page([read_run_record(folder) for folder in folders], out, title=title, grid=grid)
     print(out)
 
@@ -257,7 +266,7 @@ def _number(name: str, text: str, kind: type[N]) -> N:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """`path` itself if it is a run, else the runs in it."""
+    """Return `path` if it is a run directory, else the run directories in it."""
     from fedloom.runs.directory import is_run_directory
 
     if is_run_directory(path):
@@ -270,7 +279,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="methods|datasets|models|partitions", help="what to list")],
+    what: Annotated[str, typer.Argument(metavar="methods|datasets|models|partitions", help="kind of thing to list")],
     json_: Json = False,
     import_: Imports = None,
 ) -> None:
@@ -294,12 +303,12 @@ def list_(
         titles = [title for title in entries[0] if title not in ("options", "found", "missing", "get")]
         print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
     if what == "models":
-        print("\nAny of them with MOON's projection before its last layer: --model NAME+projection")
+        print("\nAdd MOON's projection before the last layer of any network: --model NAME+projection")
     for entry in entries:
         if entry.get("missing"):
             print(f"\n{entry['name']} is read without {', '.join(entry['missing'])}.")
         if entry.get("get"):
-            print(f"\n{entry['name']} must be fetched by hand: {entry['get']}.")
+            print(f"\n{entry['name']} must be downloaded by hand: {entry['get']}.")
     if "options" in entries[0]:
         form, dot = ("--set METHOD.OPTION=VALUE", ".") if what == "methods" else ("--model NAME:OPTION=VALUE,...", ":")
         print(f"\nOptions ({form}):")
@@ -324,13 +333,13 @@ def _cell(value: object) -> str:
 
 
 def _interruptible(work: Callable[[], Any], display: Any, advice: str | None = None) -> Any:
-    """Do the work; a second Ctrl-C ends it at once, with a word on how to go on."""
+    """Do the work. If it is interrupted, raise an error that says how to continue."""
     try:
         return work()
     except KeyboardInterrupt:
-        display.end()
+        display.on_run_end()
         if advice is None and display.folder:
-            advice = f"go on with: fedloom resume {display.folder}"
+            advice = f"continue with: fedloom resume {display.folder}"
         raise _Interrupted(f"interrupted; {advice}" if advice else "interrupted") from None
 
 
@@ -339,7 +348,7 @@ class _Interrupted(FedloomError):
 
 
 def _threads_run() -> bool:
-    """Whether runs go on in other threads. Python cannot end in good order beside them."""
+    """Return whether other threads still execute runs, so that Python cannot exit normally."""
     from fedloom.runs.concurrent import THREADS
 
     return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
@@ -355,18 +364,18 @@ def _version(show: bool) -> None:
 def _main(
     version: Annotated[
         bool,
-        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="print the version"),
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="print the version and exit"),
     ] = False,
 ) -> None:
     pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; every error ends in one sentence on stderr and an exit code."""
+    """Run the command. Every error becomes one sentence on stderr and an exit code."""
     try:
         words = None if arguments is None else list(arguments)
         code = app(args=words, prog_name="fedloom", standalone_mode=False)
-        if code == 130:  # typer turns Ctrl-C into this code, without a word
+        if code == 130:  # typer turns Ctrl-C into this code, without a message
             _complain("interrupted")
         sys.exit(code if isinstance(code, int) else 0)
     except ClickException as error:
@@ -384,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _complain("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:  # a full disk behind stdout, say

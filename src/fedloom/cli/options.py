@@ -1,4 +1,4 @@
-"""The settings of a run as options of the command: made from `Config`, where they are defined and documented."""
+"""Command-line options, made from the fields and docstrings of `Config` and `PretrainConfig`."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -12,8 +12,8 @@ from fedloom.utils.settings import Settings
 
 PANELS = {
     "Federation": (
-        "data", "classes", "normalize", "partition", "client_test", "server_data", "clients", "per_round", "model",
-        "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
+        "data", "classes", "normalize", "partition", "client_test", "server_data", "clients", "clients_per_round",
+        "model", "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
     ),
     "Local training": (
         "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov",
@@ -21,8 +21,8 @@ PANELS = {
     ),
     "Privacy": ("clip_update", "noise", "noise_source", "delta", "max_epsilon"),
     "Running": (
-        "eval_every", "min_clients", "lost", "engine", "nodes", "deadline", "device", "precision", "fast", "workers",
-        "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
+        "eval_every", "min_clients", "failure_rate", "engine", "nodes", "deadline", "device", "precision", "fast",
+        "workers", "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
     ),
 }  # fmt: skip
 
@@ -41,16 +41,16 @@ METAVAR_OF = {
 
 
 def add_cli_options(
-    names: Collection[str] | None = None,
-    kind: type[Settings] = Config,
-    shown: Mapping[str, Collection[str]] = PANELS,
+    fields: Collection[str] | None = None,
+    settings_class: type[Settings] = Config,
+    panels: Mapping[str, Collection[str]] = PANELS,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of `kind` as options; those that were given arrive as the dict `settings`."""
+    """Add the fields of `settings_class` to a command as options. Given values arrive in the dict `settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
-        panels = {name: panel for panel, fields in shown.items() for name in fields}
-        offered = [name for name in panels if names is None or name in names]
+        panel_by_field = {name: panel for panel, panel_fields in panels.items() for name in panel_fields}
+        offered = [name for name in panel_by_field if fields is None or name in fields]
 
         def wrapper(**values: Any) -> None:
             settings = {name: values.pop(name) for name in offered}
@@ -58,11 +58,14 @@ def add_cli_options(
 
         parameters = [
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(kind, name, panels[name])
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=_option(settings_class, name, panel_by_field[name]),
             )
             for name in offered
         ]
-        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads its options off it
+        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads its options from it
             [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + parameters
         )
         wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
@@ -71,9 +74,9 @@ def add_cli_options(
     return decorate
 
 
-def _option(settings: type[Settings], name: str, panel: str) -> Any:
-    """A field as an option. Values arrive as text: the settings' class alone says what is right."""
-    field = settings.model_fields[name]
+def _option(settings_class: type[Settings], name: str, panel: str) -> Any:
+    """Return a field as an option. Values stay text, because only the settings class validates them."""
+    field = settings_class.model_fields[name]
     kind = field.annotation
     if isinstance(kind, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)
@@ -81,9 +84,9 @@ def _option(settings: type[Settings], name: str, panel: str) -> Any:
     default = "" if field.default is None else f" [dim](default: {_shown(field.default)})[/]"
     help_text = (field.description or "").replace("[", r"\[") + default
     if kind is bool and field.default is not None:
-        # One switch, away from the default: with both, the help at 80 characters cuts the names of options off.
+        # Only the switch away from the default: with both, help of 80 characters cuts off option names.
         switch = f" /--no-{name.replace('_', '-')}" if field.default else flag
-        if field.default:  # what the switch does is the contrary of what the setting does
+        if field.default:  # the switch turns the setting off
             help_text = f"do not {field.description}"
         return Annotated[bool | None, typer.Option(switch, help=help_text, metavar="", rich_help_panel=panel)]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVAR_OF.get(name, METAVARS[kind])

@@ -1,9 +1,4 @@
-"""What there is to choose from, as plain data: for `fedloom list`, programs, and the docs.
-
-What the command says of a finished run.
-
-Tables on the terminal.
-"""
+"""Output of the command: listings as plain data, the summary of a run, and tables on the terminal."""
 
 import json
 import sys
@@ -15,23 +10,23 @@ from rich.table import Table
 
 from fedloom.utils.formatting import format_bytes, format_percent, format_seconds
 
-if TYPE_CHECKING:  # `fedloom --help` need not wait for numpy
+if TYPE_CHECKING:  # so that `fedloom --help` does not load numpy
     from fedloom.report import GridEffects
 
 
 def _list_methods() -> list[dict[str, Any]]:
-    """The methods, the parts they bring, what they cost, and their options."""
+    """List the methods with their parts, costs and options."""
     from fedloom.methods import methods
 
     return [
         {
             "name": method.name,
-            "brings": list(method.parts),
+            "provides": list(method.parts),
             "year": method.year,
             "summary": method.summary,
             "models a round": method.models_sent,
-            "client keeps": method.client_keeps,
-            "server keeps": method.server_keeps,
+            "client state": method.client_state,
+            "server state": method.server_state,
             "extra compute": method.extra_compute,
             "server data": method.server_data or "no",
             "reference": method.reference,
@@ -45,7 +40,7 @@ def _list_methods() -> list[dict[str, Any]]:
 
 
 def _list_datasets() -> list[dict[str, Any]]:
-    """The data sets, and whether they are on this machine."""
+    """List the data sets, and whether they are on this machine."""
     from fedloom.data.registry import available_datasets
 
     return [
@@ -54,19 +49,19 @@ def _list_datasets() -> list[dict[str, Any]]:
             "summary": info.summary,
             "classes": info.classes,
             "shape": list(info.shape),
-            "training": info.samples,
-            "test": info.test_samples,
+            "training": info.num_train_examples,
+            "test": info.num_test_examples,
             "state": info.state,
-            "found": str(info.found) if info.found else None,
-            "missing": list(info.missing),
-            "get": info.get or None,
+            "found": str(info.folder) if info.folder else None,
+            "missing": list(info.missing_parts),
+            "get": info.manual_steps or None,
         }
         for info in available_datasets()
     ]
 
 
 def _list_models() -> list[dict[str, Any]]:
-    """The networks, their sizes, and their options."""
+    """List the networks with their sizes and options."""
     from fedloom.models import available_models
 
     return [
@@ -85,7 +80,7 @@ def _list_models() -> list[dict[str, Any]]:
 
 
 def _list_partitions() -> list[dict[str, Any]]:
-    """The ways to spread samples over clients."""
+    """List the partitions."""
     from fedloom.data.partitions import available_partitions
 
     return [{"name": info.spec, "summary": info.summary} for info in available_partitions()]
@@ -99,12 +94,12 @@ LISTINGS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 }
 
 
-def print_run_summary(finished: Any, as_json: bool) -> None:
-    """Print the summary of a run, for people or as one line of JSON."""
+def print_run_summary(run_result: Any, as_json: bool) -> None:
+    """Print the summary of a run, as text or as one line of JSON."""
     if as_json:
-        print(json.dumps(finished.summary))
+        print(json.dumps(run_result.summary))
         return
-    summary = finished.summary
+    summary = run_result.summary
     loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
     lines = [
         (
@@ -116,15 +111,15 @@ def print_run_summary(finished: Any, as_json: bool) -> None:
         ("sent", f"{format_bytes(summary['bytes_down'])} down, {format_bytes(summary['bytes_up'])} up"),
         ("time", format_seconds(summary["seconds"])),
         ("run", summary["run"]),
-        ("report", str(finished.path / "report.html")),
+        ("report", str(run_result.path / "report.html")),
         ("digest", summary["digest"]),
     ]  # fmt: skip
     if summary["client_accuracy_mean"] is None:
         del lines[1]
     if "epsilon" in summary:
-        lines.insert(-3, ("privacy", _privacy(summary, finished.config.noise_source)))
-    if summary["lost"]:
-        lines.insert(3, ("lost", f"{summary['lost']} answers of clients, see the report"))
+        lines.insert(-3, ("privacy", _privacy(summary, run_result.config.noise_source)))
+    if summary["failed"]:
+        lines.insert(3, ("failed", f"{summary['failed']} client tasks, see the report"))
     if summary.get("personal_accuracy_mean") is not None:
         own, worst = (
             format_percent(summary["personal_accuracy_mean"]),
@@ -136,7 +131,7 @@ def print_run_summary(finished: Any, as_json: bool) -> None:
 
 
 def _privacy(summary: Mapping[str, Any], source: str) -> str:
-    """What was spent, or that nothing is guaranteed."""
+    """Format the privacy spent."""
     if summary["epsilon"] is None:
         return "none guaranteed: updates were clipped, but no noise was added"
     spent = f"epsilon {summary['epsilon']:.2f} at delta {summary['delta']:.2g}, for one client more or less"
@@ -144,11 +139,11 @@ def _privacy(summary: Mapping[str, Any], source: str) -> str:
 
 
 MOST_PAIRS = 10
-"""How many pairs of a grid are shown."""
+"""Pairs of a grid to print."""
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int = 200) -> None:
-    """Print rows under their titles: as wide as the terminal, or `width` characters where there is none."""
+    """Print rows under their titles, as wide as the terminal, or `width` characters without one."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for title in titles:
         table.add_column(title, overflow="fold")
@@ -158,19 +153,19 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 
 def print_methods(entries: Sequence[Mapping[str, Any]]) -> None:
-    """What the methods do, and what they cost."""
+    """Print what the methods do and what they cost."""
     about = [[entry["name"], str(entry["year"] or ""), entry["summary"]] for entry in entries]
     print_table(["name", "year", "summary"], about, width=100)
     print("\nWhat they cost: models sent in a round of K of the N clients, and data on the server:")
-    keys = ["models a round", "client keeps", "server keeps", "extra compute", "server data"]
-    costs = [[entry["name"], ", ".join(entry["brings"]), *(entry[key] for key in keys)] for entry in entries]
-    print_table(["name", "brings", "models", *keys[1:4], "data"], costs, width=100)
+    keys = ["models a round", "client state", "server state", "extra compute", "server data"]
+    costs = [[entry["name"], ", ".join(entry["provides"]), *(entry[key] for key in keys)] for entry in entries]
+    print_table(["name", "provides", "models", *keys[1:4], "data"], costs, width=100)
 
 
 def print_effects(effects: "GridEffects") -> None:
-    """Which part of a grid helped how much, and what was left out."""
+    """Print the effect of each part of a grid, and the combinations left out."""
     if effects.effects:
-        print("\nWhat each part did")
+        print("\nEffect of each part")
         print_table(*effects.effect_table())
     if effects.pairs:
         print(f"\nThe best pairs{f', {MOST_PAIRS} of {len(effects.pairs)}' if len(effects.pairs) > MOST_PAIRS else ''}")

@@ -1,4 +1,4 @@
-"""`fedloom partition`: a partition looked at before it is trained on, or written to a file."""
+"""`fedloom partition`: show a partition, plot it, or write it to a file."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ from fedloom.errors import InputError
 
 @add_cli_options({"classes", "clients", "seed"})
 def partition(
-    data: Annotated[str, typer.Argument(help="the data set (`fedloom list datasets`)")],
-    spec: Annotated[str, typer.Argument(metavar="PARTITION", help="the partition (`fedloom list partitions`)")],
+    data: Annotated[str, typer.Argument(help="data set (`fedloom list datasets`)")],
+    spec: Annotated[str, typer.Argument(metavar="PARTITION", help="partition (`fedloom list partitions`)")],
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="draw who holds which classes: a page (.html) or a picture (.svg)"),
+        typer.Option(metavar="FILE", help="plot the classes of each client, as a page (.html) or an image (.svg)"),
     ] = None,
     out: Annotated[
         Path | None,
@@ -29,12 +29,12 @@ def partition(
         ),
     ] = None,
     json_: Annotated[
-        bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout and nothing else there")
+        bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
     ] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Show which client holds what, in a run with the same data, partition, clients and seed."""
+    """Show the samples of each client in a run with the same data, partition, clients and seed."""
     from fedloom.report.partition_plot import check_partition_plot_path
 
     config = make_config({**settings, "data": data, "partition": spec})
@@ -56,27 +56,29 @@ def _show(config: Config, spec: str, plot: Path | None, out: Path | None, as_jso
     from fedloom.report.partition_plot import write_partition_plot
 
     display = ProgressDisplay()
-    dataset = select_classes(load_dataset(config.data, progress=display.download), config.classes)
-    display.end()
+    dataset = select_classes(load_dataset(config.data, progress=display.on_download), config.classes)
+    display.on_run_end()
     for note in dataset.notes:
-        display.note(note)
+        display.on_message(note)
     pool = make_partition_pool(dataset)
     if plot is not None and not dataset.classes:
         raise InputError(f"{dataset.name!r} has no classes, so there is nothing to draw.")
-    parts = partition_indices(config.partition, pool, config.clients, RngStreams(config.seed).numpy("partition"))
-    found = compute_partition_statistics(parts, pool.labels, dataset.classes)
-    about = {"data": config.data, "classes": config.classes, "partition": spec, "seed": config.seed}
+    client_indices = partition_indices(
+        config.partition, pool, config.clients, RngStreams(config.seed).numpy("partition")
+    )
+    statistics = compute_partition_statistics(client_indices, pool.labels, dataset.classes)
+    metadata = {"data": config.data, "classes": config.classes, "partition": spec, "seed": config.seed}
     title = f"{config.data}{f', classes {config.classes}' if config.classes else ''}, {spec}, seed {config.seed}"
     if out is not None:
-        write_partition_file(out, parts, pool.labels, about)
+        write_partition_file(out, client_indices, pool.labels, metadata)
     if plot is not None:
-        counts = count_partition_labels(parts, pool.labels, dataset.classes)
-        write_partition_plot(plot, title, found.rows(), counts, dataset.class_names)
+        counts = count_partition_labels(client_indices, pool.labels, dataset.classes)
+        write_partition_plot(plot, title, statistics.table_rows(), counts, dataset.class_names)
     files = {"file": str(out) if out else None, "plot": str(plot) if plot else None}
     if as_json:
-        print(json.dumps({**about, **found.as_data(), **files}))
+        print(json.dumps({**metadata, **statistics.to_dict(), **files}))
         return
-    rows = [*found.rows(), *((name, path) for name, path in files.items() if path)]
+    rows = [*statistics.table_rows(), *((name, path) for name, path in files.items() if path)]
     print(title)
     for name, text in rows:
         print(f"  {name:<22}{text}")

@@ -1,1 +1,1 @@
-"""Models as rows, and what passes between server and clients."""
+"""Models as rows, random streams, averaging, and the tasks and updates of clients."""

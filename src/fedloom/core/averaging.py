@@ -1,4 +1,4 @@
-"""WeightedMean of model rows (what aggregation uses)."""
+"""Weighted means of models, for aggregation."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,20 @@ from fedloom.core.layout import Layout
 
 
 class WeightedMean:
-    """The weighted mean of rows that come one at a time.
+    """Average models that arrive one at a time, with weights.
 
-    A running mean, m <- m + (row - m) w / W: equal rows have exactly themselves as their mean, whatever the weights,
-    and a row costs one pass over memory (a sum in float64 takes three times as long: benchmarks/choices.py).
-    Integers take the largest value seen: a mean of counters means nothing, and the first would depend on the order.
+    A running mean, m <- m + (row - m) w / W. The mean of equal rows is exactly that row, whatever the weights, and a
+    row costs one pass over memory (a sum in float64 takes three times as long: results/choices.json). Integer buffers
+    take their maximum: a mean of counters has no meaning, and the first or last value would depend on the order.
+
+    Args:
+        layout: The layout of the models, usually `self.context.layout`.
+
+    Example:
+        mean = WeightedMean(layout)
+        for update in updates:
+            mean.add(update.row, update.num_examples)
+        mean.write_to(self.bank.rows[0])
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -20,7 +29,15 @@ class WeightedMean:
         self._mean: Tensor | None = None
 
     def add(self, row: Tensor, weight: float = 1.0) -> None:
-        """Take one more row in; a row of weight 0 changes nothing."""
+        """Add one model. `row` is not kept, so its memory may be reused.
+
+        Args:
+            row: A model in flat form, of this layout.
+            weight: Its weight, usually the number of samples. A row of weight 0 changes nothing.
+
+        Raises:
+            ValueError: If the weight is negative.
+        """
         if weight < 0:
             raise ValueError(f"a weight of a mean is 0 or more, not {weight}")
         if weight == 0:
@@ -34,8 +51,12 @@ class WeightedMean:
         for mine, theirs in zip(*map(self.layout.integers, (self._mean, row)), strict=True):
             torch.maximum(mine, theirs, out=mine)
 
-    def into(self, row: Tensor) -> bool:
-        """Write the mean into `row`; False, and `row` untouched, when no weight came in."""
+    def write_to(self, row: Tensor) -> bool:
+        """Write the mean into `row`.
+
+        Returns:
+            True, or False if no row with a positive weight was added. `row` is then unchanged.
+        """
         if self._mean is None:
             return False
         row.copy_(self._mean)
@@ -43,9 +64,9 @@ class WeightedMean:
 
 
 def average_models(layout: Layout, rows: list[Tensor]) -> Tensor:
-    """The uniform mean of some rows."""
+    """Return the uniform mean of some models."""
     mean, out = WeightedMean(layout), rows[0].clone()
     for row in rows:
         mean.add(row)
-    mean.into(out)
+    mean.write_to(out)
     return out

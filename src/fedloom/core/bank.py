@@ -1,6 +1,6 @@
-"""A store of rows that grows as it is used: in memory, or in a file where memory cannot hold them all.
+"""Memory for many models: `Bank` holds rows side by side, `RowStore` grows and can keep its rows in a file.
 
-Banks: many rows side by side, in memory or in memory shared with worker processes.
+A bank lies in ordinary memory, on a GPU, or in memory that worker processes share.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from fedloom.errors import FedloomError, InputError
 
 
 class RowStore:
-    """Rows by number. `put` copies a row in, `read` gives it back, `drop` says that it is no longer wanted.
+    """Store rows by number: `put` copies a row in, `read` returns it, `drop` releases it.
 
-    Its state can be saved and restored. Rows in a file are not part of a checkpoint, only where they lie; so a row that
-    was dropped is not written over while a kept checkpoint may still name it. Rows are read, and without a folder
-    kept, on `device`.
+    With a folder, rows lie in a file, and a checkpoint holds only their numbers. So a dropped row is not overwritten
+    while one of the last `keep_checkpoints` checkpoints may refer to it. Rows are read to `device`, and without a
+    folder also kept there.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RowStore:
         width: int,
         dtype: torch.dtype,
         folder: Path | None = None,
-        keep: int = 2,
+        keep_checkpoints: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
         if folder is not None:
@@ -41,7 +41,7 @@ class RowStore:
         self.dtype = dtype
         self.device = torch.device(device)
         self._folder = folder
-        self._keep = keep
+        self._keep_checkpoints = keep_checkpoints
         self._rows: dict[int, Tensor] = {}
         self._free: list[int] = []
         self._dropped: list[list[int]] = [[]]
@@ -51,11 +51,11 @@ class RowStore:
 
     @property
     def path(self) -> Path | None:
-        """The file, where there is one."""
+        """Return the path of the file, or None if rows are kept in memory."""
         return self._folder / f"rows-{self._token}.bin" if self._folder is not None else None
 
     def put(self, row: Tensor) -> int:
-        """Copy a row in; returns its number."""
+        """Copy a row in and return its number."""
         number = self._free.pop() if self._free else self._next
         self._next = max(self._next, number + 1)
         if self._folder is None:
@@ -65,7 +65,7 @@ class RowStore:
         return number
 
     def read(self, number: int) -> Tensor:
-        """The row; in memory the row itself, so do not change it."""
+        """Return a row. Do not change it: without a folder it is the stored row itself."""
         if self._folder is None:
             return self._rows[number]
         size = self.width * self.dtype.itemsize
@@ -75,25 +75,25 @@ class RowStore:
         return torch.frombuffer(content, dtype=self.dtype).to(self.device)
 
     def drop(self, number: int) -> None:
-        """The row is no longer wanted."""
+        """Release a row, so that its number and place can be used again."""
         if self._folder is None:
             del self._rows[number]
             self._free.append(number)
         else:
             self._dropped[-1].append(number)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold: the rows, or the name of the file that has them, brought to the disk."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows, or the token of the file that holds them, after flushing it to disk."""
         if self._folder is None:
             return {"rows": dict(self._rows), "next": self._next, "free": list(self._free)}
         os.fsync(self._file())
         self._dropped.append([])
-        if len(self._dropped) > self._keep + 1:
+        if len(self._dropped) > self._keep_checkpoints + 1:
             self._free += self._dropped.pop(0)
         return {"token": self._token, "next": self._next, "free": list(self._free), "dropped": self._dropped}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
         self._next, self._free = state["next"], list(state["free"])
         if self._folder is None:
             self._rows = {number: row.to(self.device, copy=True) for number, row in state["rows"].items()}
@@ -102,11 +102,11 @@ class RowStore:
         self._token = state["token"]
         if self.path is not None and not self.path.exists():
             raise InputError(f"the cached rows of this run are not there: {self.path} is missing.")
-        # What was dropped stays untouched for as long as the checkpoints before this one may be needed.
+        # Dropped rows stay as they are for as long as an earlier checkpoint may need them.
         self._dropped = [*(list(numbers) for numbers in state["dropped"])]
 
     def close(self) -> None:
-        """Give the file back; it stays on the disk."""
+        """Close the file; it stays on disk."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -132,7 +132,7 @@ class RowStore:
 
 
 def _refuse_unusable(folder: Path) -> None:
-    """Say now, before the run has a folder, that no rows could be written; nothing is made here."""
+    """Raise an error if no rows can be written to `folder`. It creates nothing, as the run has not started yet."""
     try:
         there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     except OSError as error:
@@ -144,19 +144,19 @@ def _refuse_unusable(folder: Path) -> None:
 
 
 ALIGN = 64
-"""Bytes. Every row starts on such a boundary: kernels may take another path on other addresses and round
+"""Every row starts at a multiple of this many bytes. At other addresses kernels may take another path and round
 differently, and one model trained in two slots must give the same bits."""
 
 
 class Bank:
-    """`count` rows of `width` elements. `rows` is the matrix; a row is `bank.rows[i]`.
+    """Hold `count` rows of `width` elements. `rows` is the matrix; a row is `bank.rows[i]`.
 
-    Shared banks lie at the same address in every process forked after they were made, so a row in them can be
-    handed to a worker by its place (`locate`) instead of by its content.
+    A shared bank lies at the same address in every process that is forked after its creation. So a worker gets the
+    address of a row (`locate`) instead of a copy.
     """
 
     _mapped: ClassVar["weakref.WeakValueDictionary[int, Bank]"] = weakref.WeakValueDictionary()
-    _made = 0
+    _num_mapped = 0
 
     def __init__(self, flat: Tensor, count: int, width: int, *, mapped: bool) -> None:
         stride = aligned_row_stride(width, flat.dtype)
@@ -165,23 +165,23 @@ class Bank:
         self._start = flat.data_ptr()
         self._end = self._start + flat.numel() * flat.dtype.itemsize
         if mapped:
-            Bank._made += 1
-            Bank._mapped[Bank._made] = self
+            Bank._num_mapped += 1
+            Bank._mapped[Bank._num_mapped] = self
 
     @classmethod
     def memory(
         cls, count: int, width: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "Bank":
-        """Rows of zeros in ordinary memory, or on a GPU."""
+        """Create rows of zeros in ordinary memory, or on a GPU."""
         flat = torch.zeros(count * aligned_row_stride(width, dtype), dtype=dtype, device=device)
         return cls(flat, count, width, mapped=False)
 
     @classmethod
     def shared(cls, count: int, width: int, dtype: torch.dtype = torch.float32) -> "Bank":
-        """Rows of zeros that processes forked later see and may write.
+        """Create rows of zeros that processes forked later can read and write.
 
-        The memory has no name, so nothing is left behind when the processes die, however they die, and the small
-        /dev/shm of a container does not limit it. Pages are taken only when first written.
+        The memory is anonymous, so killed processes leave nothing behind, and the small /dev/shm of a container is no
+        limit. Pages are allocated when they are first written.
         """
         nbytes = _room(count, width, dtype)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -191,37 +191,37 @@ class Bank:
         return len(self.rows)
 
     @classmethod
-    def made(cls) -> int:
-        """How many mapped banks there have been: a process forked now knows these and no later ones."""
-        return cls._made
+    def num_mapped(cls) -> int:
+        """Return how many shared banks have been created. A process forked now knows these and no later ones."""
+        return cls._num_mapped
 
     @classmethod
-    def locate(cls, tensor: Tensor, made: int) -> int | None:
-        """The address of `tensor` if it lies whole in one of the first `made` mapped banks, else None."""
+    def locate(cls, tensor: Tensor, num_mapped: int) -> int | None:
+        """Return the address of `tensor`, or None if it is not inside one of the first `num_mapped` shared banks."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
         for serial, bank in list(cls._mapped.items()):
-            if serial <= made and bank._start <= start and end <= bank._end:
+            if serial <= num_mapped and bank._start <= start and end <= bank._end:
                 return start
         return None
 
 
-def tensor_at_address(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor that another process located: valid here because this process was forked from that one."""
+def bank_tensor_at_address(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the tensor at an address that the parent process located before it forked this one."""
     count = prod(shape)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def aligned_row_stride(width: int, dtype: torch.dtype) -> int:
-    """Elements from one row of a bank to the next."""
+    """Return the number of elements from one row of a bank to the next."""
     per_line = ALIGN // dtype.itemsize
     return -(-width // per_line) * per_line
 
 
 def _room(count: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes to map; some even for no rows, because nothing cannot be mapped."""
+    """Return the number of bytes to map, at least ALIGN: an empty mapping is an error."""
     return max(count * aligned_row_stride(width, dtype) * dtype.itemsize, ALIGN)
 
 

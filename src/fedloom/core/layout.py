@@ -1,17 +1,17 @@
-"""A model is a row.
+"""The layout of a model in one flat vector, called a row.
 
-All models of one run share a `Layout`: which tensor lies where in one contiguous row of floats. A population of
-models is then a matrix, and every server method is linear algebra on rows. The modules that train are ordinary
-`nn.Module`s whose tensors are views into a row, so nothing is flattened or copied per step.
+All models of a run share a `Layout`: it says where each tensor lies in a contiguous row of floats. Several models are
+a matrix, so a server method is linear algebra on rows. The modules that train are ordinary `nn.Module`s whose tensors
+are views into a row, so no step flattens or copies weights.
 
 A row has three blocks, one for each kind of tensor:
 
     [ trainable parameters | float buffers | integer buffers, as raw bytes ]
      0                     trainable       floats                          size
 
-Only the first block is optimised; the first two are averaged; the bytes of the third are copied, never added. Before a
-float buffer there may be a few zeros, so that it begins where a GPU can read it (see VECTOR).
-Frozen parameters (`requires_grad=False`) are the same in every model and so are not part of a row.
+Optimizers change the first block. The server averages the first two. The bytes of the third are copied, never added.
+A float buffer may have a few zeros before it, for alignment (see `VECTOR`). Frozen parameters (`requires_grad=False`)
+are the same in every model, so a row does not hold them.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from fedloom.errors import InputError
 
 VECTOR = 4
-"""Float buffers of so many numbers, or a multiple, begin at a multiple: batch norm on a GPU reads four at a time."""
+"""A float buffer whose size is a multiple of this starts at a multiple: batch norm on a GPU reads four at a time."""
 
 
 class TensorKind(StrEnum):
-    """What a tensor of a model is, and so how it may be treated."""
+    """The kind of a tensor: the block of the row that holds it."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -43,18 +43,18 @@ class LayoutEntry:
     """One tensor of a model and its place in the row."""
 
     names: tuple[str, ...]
-    """Its names in the state dict; more than one when weights are tied."""
+    """Its names in the state dict; more than one if weights are tied."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: TensorKind
-    unit: str
-    """The module that owns it: what FedMR calls a layer."""
+    layer: str
+    """The module that owns it; FedMR recombines models by these layers."""
     offset: int
     size: int
-    """Row elements it takes; for integers enough of them to hold its bytes."""
+    """Number of row elements that it takes; for integers, enough to hold its bytes."""
     channels_last: bool
     gap: int = 0
-    """Zeros before it."""
+    """Number of zeros before it."""
 
     @property
     def name(self) -> str:
@@ -62,11 +62,11 @@ class LayoutEntry:
 
     @property
     def columns(self) -> slice:
-        """Its part of a row, with the zeros before it: those of all entries are the whole row."""
+        """Return its columns, with the zeros before it. The columns of all entries make up the whole row."""
         return slice(self.offset - self.gap, self.offset + self.size)
 
     def view(self, row: Tensor) -> Tensor:
-        """This tensor as a view into `row`."""
+        """Return this tensor as a view into `row`."""
         flat = row[self.offset : self.offset + self.size]
         if self.kind is TensorKind.INTEGER:
             raw = flat.view(torch.uint8)[: prod(self.shape) * self.dtype.itemsize]
@@ -78,7 +78,21 @@ class LayoutEntry:
 
 
 class Layout:
-    """Where each tensor of a model lies in its row."""
+    """Where each tensor of a model lies in its row.
+
+    The blocks of a row end at `trainable` (parameters), `floats` (float buffers) and `size` (integer buffers).
+
+    Attributes:
+        entries: The tensors, in the order of the row.
+        dtype: The dtype of a row, float32 or float64.
+        frozen: Names of parameters with `requires_grad=False`, which are not in the row.
+        modules: Names of all modules, in the order of the model.
+
+    Example:
+        layout = Layout.of(module)
+        row = layout.read(module)
+        layout.bind(module, row)  # from now on training changes `row`
+    """
 
     def __init__(
         self,
@@ -99,7 +113,15 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module, *, channels_last: bool = False) -> "Layout":
-        """The layout of `module`'s models; `channels_last` stores convolution weights in that order."""
+        """Return the layout of the models of `module`.
+
+        Args:
+            module: The network.
+            channels_last: Store the weights of 2-d convolutions in channels-last order.
+
+        Raises:
+            InputError: If nothing can be trained, float dtypes are mixed, or two tensors share memory.
+        """
         parameters, buffers = _distinct(module)
         trainable = {names: tensor for names, tensor in parameters.items() if tensor.requires_grad}
         frozen = tuple(name for names in parameters if names not in trainable for name in names)
@@ -119,10 +141,10 @@ class Layout:
                 if kind is TensorKind.INTEGER:
                     end += -end % (8 // dtype.itemsize)  # 64-bit integers must lie on 8-byte boundaries
                     size = -(-size * tensor.dtype.itemsize // 8) * (8 // dtype.itemsize)
-                unit = _unit_of(names[0])
+                layer = _unit_of(names[0])
                 strided = channels_last and tensor.dim() == 4 and kind is TensorKind.PARAMETER
                 shape = tuple(tensor.shape)
-                entries.append(LayoutEntry(names, shape, tensor.dtype, kind, unit, end, size, strided, gap))
+                entries.append(LayoutEntry(names, shape, tensor.dtype, kind, layer, end, size, strided, gap))
                 end += size
 
         place(TensorKind.PARAMETER, trainable)
@@ -135,26 +157,25 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one model on the wire."""
+        """Return the bytes of one model when it is sent."""
         return self.size * self.dtype.itemsize
 
-    def units(self) -> dict[str, list[slice]]:
-        """The columns of each unit (leaf module), in the order of the model.
+    def layer_columns(self) -> dict[str, list[slice]]:
+        """Return the columns of each layer (a module with tensors of its own), in the order of the model.
 
-        That of the row is another one: all buffers lie behind all parameters, so a module of buffers alone would be
-        among the last.
+        A row has another order: all buffers come after all parameters.
         """
         columns: dict[str, list[slice]] = {path: [] for path in self.modules}
         for entry in self.entries:
-            columns.setdefault(entry.unit, []).append(entry.columns)
-        return {unit: parts for unit, parts in columns.items() if parts}
+            columns.setdefault(entry.layer, []).append(entry.columns)
+        return {layer: parts for layer, parts in columns.items() if parts}
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """A new row of zeros."""
+        """Return a new row of zeros."""
         return torch.zeros(self.size, dtype=self.dtype, device=device)
 
     def read(self, module: nn.Module, device: torch.device | str = "cpu") -> Tensor:
-        """A new row that holds the model as it now stands in `module`."""
+        """Return a new row with a copy of the tensors of `module`."""
         row = self.empty(device)
         tensors = _named_tensors(module)
         for entry in self.entries:
@@ -162,7 +183,11 @@ class Layout:
         return row
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
-        """Make the tensors of `module` views into `row`: what trains there is the row itself."""
+        """Make the tensors of `module` views into `row`, so that training the module changes the row.
+
+        Raises:
+            ValueError: If `row` has another size or dtype than this layout.
+        """
         if row.shape != (self.size,) or row.dtype is not self.dtype:
             raise ValueError(f"a row of this layout has {self.size} x {self.dtype}, not {row.shape} x {row.dtype}")
         modules = dict(module.named_modules(remove_duplicate=False))
@@ -173,35 +198,35 @@ class Layout:
                 if entry.kind is TensorKind.PARAMETER:
                     getattr(modules[path], leaf).data = view
                 else:
-                    # `.data`: views of one row would share a version, so that autograd takes one batch norm's new
-                    # statistics for a change of another's, and refuses to go backward.
+                    # `.data`: views of one row share a version counter. New statistics of one batch norm would count
+                    # as an in-place change of another's, and autograd would raise an error in the backward pass.
                     modules[path]._buffers[leaf] = view.data
 
     def state_dict(self, row: Tensor) -> dict[str, Tensor]:
-        """The named tensors of `row`, copied, without the frozen ones."""
+        """Return copies of the named tensors of `row`, without frozen parameters."""
         return {name: e.view(row).detach().clone().contiguous() for e in self.entries for name in e.names}
 
     def views(self, row: Tensor, kind: TensorKind = TensorKind.PARAMETER) -> list[Tensor]:
-        """The tensors of one kind as views into `row` (or into its trainable block alone)."""
+        """Return the tensors of one kind as views into `row`. For parameters, the trainable block is enough."""
         return [entry.view(row) for entry in self.entries if entry.kind is kind]
 
     def integers(self, row: Tensor) -> list[Tensor]:
-        """All integers of `row`: a flat view of those of one type that lie side by side, such as the counters of norms.
+        """Return all integers of `row`, as one flat view for each stretch of neighbours of one dtype.
 
-        Where some do not fill eight bytes there are zeros between them.
+        There are zeros between integers that do not fill eight bytes.
         """
         return [row[columns].view(torch.uint8).view(dtype) for columns, dtype in self._integers]
 
     def is_finite(self, row: Tensor) -> bool:
-        """Whether every float of `row` is finite."""
+        """Return whether every float of `row` is finite."""
         return all_finite(row[: self.floats])
 
     def fingerprint(self) -> str:
-        """What two networks must have in common to exchange models."""
+        """Return a hash of the layout. Two networks can exchange models if it is the same for both."""
         return hashlib.sha256(repr((self.describe(), str(self.dtype))).encode()).hexdigest()[:32]
 
     def describe(self) -> list[dict[str, object]]:
-        """The layout as plain data, to be stored beside rows and compared."""
+        """Return the layout as plain data, to store beside rows and to compare."""
         return [
             {
                 "name": e.name,
@@ -216,20 +241,20 @@ class Layout:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether every number is finite. A finite sum proves it in one quick pass; huge numbers may need a second."""
+    """Return whether every number is finite. A finite sum proves it in one pass; huge numbers need a second one."""
     if bool(torch.isfinite(tensor.sum())):
         return True
-    low, high = torch.aminmax(tensor)  # both carry a NaN on
+    low, high = torch.aminmax(tensor)  # both are NaN if the tensor has a NaN
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def model_digest(row: Tensor) -> str:
-    """SHA-256 of a row's bytes: two models with one digest are equal bit for bit."""
+    """Return the SHA-256 of the bytes of a row. Models with the same digest are equal bit for bit."""
     return hashlib.sha256(row.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _side_by_side(integers: Iterable[LayoutEntry]) -> list[tuple[slice, torch.dtype]]:
-    """The columns of integers of one type that lie side by side."""
+    """Return the columns of each stretch of neighbouring integer buffers of one dtype."""
     found: list[tuple[slice, torch.dtype]] = []
     for entry in integers:
         before, dtype = found[-1] if found else (slice(0, 0), None)
@@ -241,11 +266,11 @@ def _side_by_side(integers: Iterable[LayoutEntry]) -> list[tuple[slice, torch.dt
 
 
 def _unit_of(name: str) -> str:
-    """The module that a tensor is of.
+    """Return the layer of a tensor.
 
-    Both factors of a low-rank adaptation are of the module that is adapted: one alone means nothing in another model.
+    Both factors of a low-rank adaptation (LoRA) belong to the adapted module: one alone is useless in another model.
     """
-    module = f".{name}".rpartition(".")[0]  # with a dot before it even where it is of the network itself
+    module = f".{name}".rpartition(".")[0]  # the dot is for tensors of the network itself, which have none
     return module.partition(".lora_")[0].removeprefix(".")
 
 
@@ -259,7 +284,7 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _distinct(module: nn.Module) -> tuple[dict[tuple[str, ...], Tensor], dict[tuple[str, ...], Tensor]]:
-    """Parameters and buffers, each tensor once with all of its names."""
+    """Return parameters and buffers, each tensor once, with all of its names."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in _named_tensors(module).items():
@@ -275,7 +300,7 @@ def _distinct(module: nn.Module) -> tuple[dict[tuple[str, ...], Tensor], dict[tu
 
 
 def _refuse_hidden_ties(tensors: list[tuple[str, Tensor]]) -> None:
-    """Two tensor objects over one memory would come apart when bound to a row, silently: say so instead."""
+    """Raise an error if two tensors share memory: binding them to a row would silently separate them."""
     spans = []
     for name, tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
@@ -300,10 +325,10 @@ def _common_dtype(tensors: dict[tuple[str, ...], Tensor]) -> torch.dtype:
     return next(iter(dtypes))
 
 
-def scatter_columns(row: Tensor, stays_home: Sequence[slice], values: Tensor) -> None:
-    """Put what a client keeps as STAYS into the columns of `row` where it belongs."""
+def scatter_columns(row: Tensor, columns: Sequence[slice], values: Tensor) -> None:
+    """Write `values` into these columns of `row`, one after the other."""
     start = 0
-    for columns in stays_home:
-        size = columns.stop - columns.start
-        row[columns] = values[start : start + size]
+    for part in columns:
+        size = part.stop - part.start
+        row[part] = values[start : start + size]
         start += size

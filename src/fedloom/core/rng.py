@@ -1,8 +1,8 @@
-"""Keyed randomness: (seed, purpose, round, client) names a stream, and a stream gives the same draws everywhere.
+"""Random streams with the key (seed, purpose, round, client): the same key gives the same draws everywhere.
 
-Nothing in fedloom draws from a global generator. So a run does not depend on the number of workers or on the order
-in which clients finish, a resumed run draws what the uninterrupted one would have drawn, and two methods with one
-seed see the same clients and the same batches.
+Nothing in fedloom draws from an unseeded global generator. So a result does not depend on the number of workers or on
+the order in which clients finish, a resumed run draws what the uninterrupted run would have drawn, and two methods
+with one seed see the same clients and batches.
 """
 
 import hashlib
@@ -57,18 +57,18 @@ PURPOSES = frozenset(
         "validation",
     }
 )
-"""Every purpose that fedloom draws for; numbers stand in braces. Your own methods may draw for any other.
+"""All purposes that fedloom uses, with placeholders in braces. Your own methods may use any other string.
 
-The purpose is part of the seed. Renaming one changes the results of every run that draws for it.
+A purpose is part of the seed: renaming one changes the results of every run that uses it.
 """
 
 GLOBAL_RNG_LOCK = threading.RLock()
-"""Held by whoever has lent torch's global generators to a stream: several runs may share one process."""
+"""Held while torch's global generators are seeded for a stream: several runs may share one process."""
 
 
 @contextmanager
 def use_generator(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Let the global generator of a GPU have the state of another one, which goes on from there."""
+    """Replace the global generator of a GPU by another one, whose state advances with each draw."""
     if device.type != "cuda":
         yield
         return
@@ -83,38 +83,35 @@ def use_generator(generator: torch.Generator, device: torch.device) -> Iterator[
 
 @dataclass(frozen=True)
 class RngStreams:
-    """The streams of one run."""
+    """Create the random generators of one run."""
 
     seed: int
 
-    def key(self, purpose: str, round: int = 0, client: int = 0) -> int:
-        """128 bits that belong to this stream alone."""
-        name = f"{self.seed}|{purpose}|{round}|{client}".encode()
+    def key(self, purpose: str, round: int = 0, client_id: int = 0) -> int:
+        """Return the 128-bit key of a stream."""
+        name = f"{self.seed}|{purpose}|{round}|{client_id}".encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little")
 
-    def numpy(self, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-        """The stream as a numpy generator (Philox, counter based)."""
-        return np.random.Generator(np.random.Philox(key=self.key(purpose, round, client)))
+    def numpy(self, purpose: str, round: int = 0, client_id: int = 0) -> np.random.Generator:
+        """Return a new numpy generator of this stream (Philox, counter based)."""
+        return np.random.Generator(np.random.Philox(key=self.key(purpose, round, client_id)))
 
     def pytorch(
-        self, purpose: str, round: int = 0, client: int = 0, device: torch.device | str = "cpu"
+        self, purpose: str, round: int = 0, client_id: int = 0, device: torch.device | str = "cpu"
     ) -> torch.Generator:
-        """The stream as a torch generator on `device` (on the CPU torch uses 32 bits of the key)."""
+        """Return a new torch generator of this stream on `device` (on the CPU, torch uses 32 bits of the key)."""
         generator = torch.Generator(device=device)
-        return generator.manual_seed(self.key(purpose, round, client) >> 65)
+        return generator.manual_seed(self.key(purpose, round, client_id) >> 65)
 
     @contextmanager
-    def globally(
-        self, purpose: str, round: int = 0, client: int = 0, device: torch.device | str = "cpu"
+    def seed_global_rng(
+        self, purpose: str, round: int = 0, client_id: int = 0, device: torch.device | str = "cpu"
     ) -> Iterator[None]:
-        """Let code that only knows torch's global generator (dropout, initialisation) draw from this stream.
-
-        The global generators are afterwards as they were before.
-        """
+        """Seed torch's global generators from this stream, for dropout and initialization; restore them at the end."""
         device = torch.device(device)
         devices = [device.index or 0] if device.type == "cuda" else []
         with GLOBAL_RNG_LOCK, torch.random.fork_rng(devices=devices):
-            seed = self.key(purpose, round, client) >> 65
+            seed = self.key(purpose, round, client_id) >> 65
             torch.default_generator.manual_seed(seed)
             for index in devices:
                 torch.cuda.default_generators[index].manual_seed(seed)

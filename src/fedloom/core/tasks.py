@@ -1,4 +1,4 @@
-"""What passes between server and clients."""
+"""Tasks that the server sends to clients, and the updates or failures that come back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,15 +11,19 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ClientTask:
-    """What the server asks of one client: train this model."""
+    """A task for one client: train this model. `Server.dispatch` returns one for each client.
 
-    client: int
+    Example:
+        ClientTask(client_id, self.bank.rows[i], model_index=i)
+    """
+
+    client_id: int
     row: Tensor
-    """The model. Nobody changes it while the round lasts."""
-    slot: int = 0
+    """The model to train. It must not change before the round ends."""
+    model_index: int = 0
     """Which of the server's models this is, for servers that keep several."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """What travels down beside the model."""
+    """Tensors sent with the model; `Extras.send_to_client` adds to them."""
 
     @property
     def nbytes(self) -> int:
@@ -28,34 +32,36 @@ class ClientTask:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What one client sends back.
+    """The result of one client's training.
 
-    The tensors are lent: they hold only until the next update is taken, so copy what you keep.
+    Its tensors are valid only until the next update is read. Clone or copy what you keep.
     """
 
-    job: ClientTask
+    task: ClientTask
     row: Tensor
-    samples: int
-    """How many samples the client trained on."""
+    """The trained model."""
+    num_examples: int
+    """Number of samples that the client trained on."""
     loss: float
-    """Mean training loss over the client's last epoch."""
+    """Mean training loss over the last epoch; NaN if there was no step."""
     steps: int
+    """Number of training steps."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """What travels up beside the model."""
-    home: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the client will keep at home if its update is accepted. It does not travel."""
+    """Tensors that the client sends with the model; it filled them as `trainer.uploads`."""
+    client_state: Mapping[str, Tensor] = field(default_factory=dict)
+    """The client state to store if the update is accepted. It is never sent."""
     finite: bool = False
-    """Whether the engine has looked already and found every number in it finite."""
+    """Whether the engine has already checked that every number is finite."""
     exchanged: bool = False
-    """Whether the clients have exchanged layers of their models already (FedMR)."""
+    """Whether the clients have already exchanged layers of their models (FedMR)."""
 
     @property
-    def client(self) -> int:
-        return self.job.client
+    def client_id(self) -> int:
+        return self.task.client_id
 
     @property
-    def slot(self) -> int:
-        return self.job.slot
+    def model_index(self) -> int:
+        return self.task.model_index
 
     @property
     def nbytes(self) -> int:
@@ -64,14 +70,14 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that did not answer, or whose answer was refused, and why."""
+    """A client that sent no update, or whose update was rejected, with the reason."""
 
-    job: ClientTask
+    task: ClientTask
     reason: str
-    for_good: bool = False
-    """Whether it will not answer if the round is played again either."""
-    reached: bool = True
-    """Whether it was sent its model."""
+    permanent: bool = False
+    """Whether it would fail again if the round were repeated."""
+    was_sent: bool = True
+    """Whether the model was sent to it."""
 
 
 def _nbytes(row: Tensor, extras: Mapping[str, Tensor]) -> int:

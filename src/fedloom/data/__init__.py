@@ -1,4 +1,4 @@
-"""Data sets, partitions, and what a client's data look like."""
+"""Data sets, partitions and the samples of each client."""
 
 from fedloom.data.dataset import Dataset, DatasetInfo
 from fedloom.data.federated import FederatedDataset, PartitionedDataset

@@ -1,11 +1,11 @@
-"""Data sets decoded once: arrays in files that every process maps into memory instead of reading them.
+"""Cache of downloaded files and decoded data sets in the user's cache folder.
 
-An entry is `decoded/NAME-PLACE/STAMP/` in the cache folder. The stamp is made of the version of the decoder and the
-name, size and time of every source file; where one of them changes, the entry is made anew and the old one removed.
-A folder appears under its stamp only when it is whole, and one process at a time makes it, so processes that start
-together neither disturb each other nor do the work twice. Removing what another process has mapped does it no harm.
+A decoded data set is a folder `decoded/NAME-DIGEST/STAMP/` of arrays that every process maps into memory. The stamp is
+a hash of the decoder's version and of the name, size and time of every source file. If one of them changes, the entry
+is made again and the old one removed. A folder gets its final name only when it is complete, and a lock lets one
+process at a time write it. Removing an entry that another process has mapped does no harm.
 
-Files from the web: resumed where they broke off, checked, and in place only when whole.
+An interrupted download is resumed, and a file gets its final name only after its checksum is verified.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from fedloom.errors import InputError
 
 try:
     import fcntl
-except ImportError:  # not a Unix: two processes that download at once may then disturb each other
-    fcntl = None  # type: ignore[assignment]  # a module to mypy, which looks at Unix
+except ImportError:  # not a Unix: without the lock, two processes that download at once may disturb each other
+    fcntl = None  # type: ignore[assignment]  # mypy checks for Unix, so it expects a module
 
 Progress = Callable[[str, int, int], None]
-"""Called as (file name, bytes done, bytes in all or 0 where the server does not say)."""
+"""Called with the file name, the bytes so far and the total bytes (0 if the server does not say)."""
 
 CHUNK = 1 << 18
 TIMEOUT = 30.0
@@ -47,10 +47,10 @@ ATTEMPTS = 5
 
 
 def download_to_cache(url: str, target: Path, md5: str, progress: Progress | None = None) -> None:
-    """Downloads `url` to `target`, unless it is there.
+    """Download `url` to `target` unless it exists.
 
-    What has come so far is in `target`.part, and a later call goes on from it. A connection that breaks is
-    taken up again at once, as long as each attempt brings something.
+    The bytes so far are in `target`.part, and a later call continues from there. A broken connection is retried at
+    once as long as each attempt brings more bytes.
     """
     part = target.with_name(target.name + ".part")
     with _lock_folder(target.parent):
@@ -76,18 +76,18 @@ def download_to_cache(url: str, target: Path, md5: str, progress: Progress | Non
 
 
 def _receive(url: str, part: Path, name: str, progress: Progress | None) -> bool:
-    """Appends to `part` what is missing from it; whether it is then whole."""
+    """Append the missing bytes to `part`, and return whether it is complete."""
     done = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         with error:
-            if error.code == 416:  # nothing lies beyond what we have; the checksum will tell if it is right
+            if error.code == 416:  # no bytes beyond ours: the download is complete, and the checksum verifies it
                 return True
             raise
     with response, part.open("ab") as file:
-        if response.status != 206:  # a server that knows no ranges starts from the beginning
+        if response.status != 206:  # a server without range support starts from the beginning
             file.truncate(0)
             done = 0
         length = response.headers.get("Content-Length")
@@ -113,7 +113,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lets one process at a time write to `folder`; the next one then finds what the first has fetched."""
+    """Let one process at a time write to `folder`; the next one finds the files of the first."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,26 +129,26 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def extract_to_cache(archive: Path, folder: Path, names: Collection[str], size: int) -> None:
-    """Writes the files `names`, of `size` bytes each, from a .tar.gz into `folder`, and nothing else.
+def extract_to_cache(archive: Path, folder: Path, file_names: Collection[str], file_size: int) -> None:
+    """Extract only `file_names`, each of `file_size` bytes, from a .tar.gz into `folder`.
 
-    Paths in the archive are ignored except for their last part, so that none can lead out of `folder`.
+    Of a path in the archive only the last part counts, so no path can lead out of `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    missing = set(names)
+    missing = set(file_names)
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
                 name = member.name.rpartition("/")[2]
                 source = tar.extractfile(member) if name in missing and member.isreg() else None
-                if source is None or member.size != size:
+                if source is None or member.size != file_size:
                     continue
-                _write(source.read(size), folder / name)
+                _write(source.read(file_size), folder / name)
                 missing.remove(name)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise InputError(f"cannot unpack {archive}: {error}.") from None
     if missing:
-        raise InputError(f"{archive} lacks {', '.join(sorted(missing))} of {size} bytes.")
+        raise InputError(f"{archive} lacks {', '.join(sorted(missing))} of {file_size} bytes.")
 
 
 def _write(content: bytes, target: Path) -> None:
@@ -158,48 +158,48 @@ def _write(content: bytes, target: Path) -> None:
 
 
 LAYOUT = 2
-"""Version of the cache itself."""
+"""Version of the cache format."""
 NAMES = "names.json"
 MARKS = ("owners", "domains", "test_owners", "test_domains")
-"""What a data set says of its samples, where it is known."""
+"""Optional arrays of a `Dataset`."""
 WORDS = ("class_names", "owner_names", "domain_names", "notes")
 
 
 def cache_folder() -> Path:
-    """Where downloads and decoded data are kept: $FEDLOOM_CACHE, $XDG_CACHE_HOME/fedloom or ~/.cache/fedloom."""
+    """Return the cache folder: $FEDLOOM_CACHE, $XDG_CACHE_HOME/fedloom or ~/.cache/fedloom."""
     if own := os.environ.get("FEDLOOM_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
 
 
 def load_through_cache(
-    name: str, place: Path, recipe: str, files: Iterable[Path], make: Callable[[], Dataset]
+    name: str, source_folder: Path, cache_key: str, files: Iterable[Path], decode: Callable[[], Dataset]
 ) -> Dataset:
-    """What `make()` reads from `files`, mapped from the cache where it was read before.
+    """Return the data set that `decode()` reads from `files`, mapped from the cache if it was decoded before.
 
-    `recipe` names the decoder, its version and its options; `place` is the folder that the files are in. Where the
-    cache cannot be written, the content stays in memory, and a warning says why.
+    `cache_key` identifies the decoder, its version and its options; `source_folder` contains the files. If the cache
+    cannot be written, the data stay in memory, and a warning says why.
     """
-    stamp = _stamp(recipe, place, files)
+    stamp = _stamp(cache_key, source_folder, files)
     plain = re.sub(r"[^\w.-]+", "-", name).strip("-")[-40:]
-    entry = cache_folder() / "decoded" / f"{plain}-{_digest(str(place.resolve()), recipe)[:12]}"
+    entry = cache_folder() / "decoded" / f"{plain}-{_digest(str(source_folder.resolve()), cache_key)[:12]}"
     found = _open(entry / stamp)
     if found is not None:
         return found
     try:
         entry.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return _keep(make(), error.strerror or str(error))
+        return _keep(decode(), error.strerror or str(error))
     with _lock_folder(entry):
         found = _open(entry / stamp)
         if found is not None:
             return found
-        content = make()
+        content = decode()
         try:
             _publish(content, entry, stamp)
         except OSError as error:
             return _keep(content, error.strerror or str(error))
-    # From the file just written: the pages of the decoded arrays are freed, and all runs see the same thing.
+    # Open the new entry: this frees the decoded arrays, and all runs use the same mapped files.
     return _open(entry / stamp) or content
 
 
@@ -212,9 +212,9 @@ def _digest(*parts: str) -> str:
     return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _stamp(recipe: str, place: Path, files: Iterable[Path]) -> str:
-    lines, start = [f"{LAYOUT}", recipe], f"{place}{os.sep}"
-    for name in map(str, files):  # text, and not paths: there may be hundreds of thousands
+def _stamp(cache_key: str, source_folder: Path, files: Iterable[Path]) -> str:
+    lines, start = [f"{LAYOUT}", cache_key], f"{source_folder}{os.sep}"
+    for name in map(str, files):  # strings are faster than paths, and there may be hundreds of thousands
         try:
             state = os.stat(name)  # noqa: PTH116
         except OSError as error:
@@ -230,7 +230,7 @@ def _arrays(content: Dataset) -> dict[str, NDArray[np.generic]]:
 
 
 def _publish(content: Dataset, entry: Path, stamp: str) -> None:
-    for leftover in entry.glob(".new-*"):  # of a process that was killed: we hold the lock, so nobody writes it
+    for leftover in entry.glob(".new-*"):  # of a killed process: this one holds the lock, so no other one writes
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=".new-", dir=entry))
     try:
@@ -238,11 +238,11 @@ def _publish(content: Dataset, entry: Path, stamp: str) -> None:
         for key, values in arrays.items():
             with (folder / f"{key}.npy").open("wb") as file:
                 np.save(file, values, allow_pickle=False)
-                os.fsync(file.fileno())  # or a failing machine might leave the right name with the wrong bytes
+                os.fsync(file.fileno())  # else a crash of the machine might leave the final name with wrong bytes
         names = {key: list(getattr(content, key)) for key in WORDS}
-        known = {**names, "tokens": content.tokens, "arrays": list(arrays)}
+        known = {**names, "tokens": content.vocabulary_size, "arrays": list(arrays)}
         (folder / NAMES).write_text(json.dumps(known), encoding="utf-8")
-        shutil.rmtree(entry / stamp, ignore_errors=True)  # what could not be opened
+        shutil.rmtree(entry / stamp, ignore_errors=True)  # a damaged entry that `_open` rejected
         folder.replace(entry / stamp)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
@@ -253,16 +253,16 @@ def _publish(content: Dataset, entry: Path, stamp: str) -> None:
 
 
 def _open(folder: Path) -> Dataset | None:
-    """The entry in `folder`, or None where there is none that is whole."""
+    """Return the entry in `folder`, or None if it is missing or damaged."""
     try:
         names = json.loads((folder / NAMES).read_text(encoding="utf-8"))
-        # Copy on write: torch wants writable memory, and nobody's writes may reach the file.
+        # Copy on write: torch needs writable memory, and no write may reach the file.
         arrays = {key: _map(folder / f"{key}.npy") for key in names["arrays"]}
         samples = [
             Samples(torch.from_numpy(arrays[f"{part}.x"]), torch.from_numpy(arrays[f"{part}.y"]))
             for part in ("train", "test")
         ]
-        known: dict[str, Any] = {key: tuple(names[key]) for key in WORDS} | {"tokens": names["tokens"]}
+        known: dict[str, Any] = {key: tuple(names[key]) for key in WORDS} | {"vocabulary_size": names["tokens"]}
         known |= {key: arrays[key] for key in MARKS if key in arrays}
         return Dataset(samples[0], samples[1], **known)
     except (OSError, EOFError, ValueError, KeyError, TypeError, InputError):
@@ -270,6 +270,6 @@ def _open(folder: Path) -> Dataset | None:
 
 
 def _map(path: Path) -> NDArray[np.int64]:
-    """An array of the cache; an empty one cannot be mapped, and is read."""
+    """Map an array of the cache; read a small one, because an empty one cannot be mapped."""
     values: NDArray[np.int64] = np.load(path, mmap_mode="c" if path.stat().st_size > 4096 else None, allow_pickle=False)
     return values

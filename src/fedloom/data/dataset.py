@@ -1,7 +1,4 @@
-"""A data set's name with what a person says beside it: `table:people.csv,label=income,owner=site`.
-
-A data set in memory.
-"""
+"""A data set in memory, and the parser of data set names such as `table:people.csv,label=income,owner=site`."""
 
 import math
 from collections.abc import Sequence
@@ -19,51 +16,51 @@ from fedloom.utils.system import expand_user_path
 
 @dataclass
 class DatasetSpec:
-    """`name:PATH,option=value,...`, or `name:option=value,...` where the data set takes no path.
+    """A parsed name: `name:PATH,option=value,...`, or `name:option=value,...` for a data set without a path.
 
-    Each option is taken once, by one of the methods, and `done` refuses those that nobody took.
+    Each method reads one option and removes it; `refuse_unused_options` rejects the remaining ones.
     """
 
     name: str
     path: Path | None
     options: dict[str, str]
-    asked: list[str]
+    known_options: list[str]
 
-    def text(self, key: str, default: str = "") -> str:
-        """An option as it was written."""
-        self.asked.append(key)
+    def text_option(self, key: str, default: str = "") -> str:
+        """Return an option as text."""
+        self.known_options.append(key)
         return self.options.pop(key, default)
 
-    def whole(self, key: str, default: int, least: int) -> int:
-        """A whole number."""
-        text = self.text(key, str(default))
-        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
-            raise InputError(f"{key} of {self.name!r} is {text!r}; expected a whole number of at least {least}.")
+    def integer_option(self, key: str, default: int, minimum: int) -> int:
+        """Return an option as a whole number of at least `minimum`."""
+        text = self.text_option(key, str(default))
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < minimum:
+            raise InputError(f"{key} of {self.name!r} is {text!r}; expected a whole number of at least {minimum}.")
         return int(text)
 
-    def share(self, key: str, default: float) -> float:
-        """A part of the whole, above 0 and below 1."""
-        text = self.text(key, str(default))
-        share = parse_number_option(text)
+    def fraction_option(self, key: str, default: float) -> float:
+        """Return an option as a fraction above 0 and below 1."""
+        text = self.text_option(key, str(default))
+        share = parse_dataset_number(text)
         if not 0 < share < 1:
             raise InputError(f"{key} of {self.name!r} is {text!r}; expected a share above 0 and below 1.")
         return share
 
-    def yes(self, key: str) -> bool:
-        """Whether the option says yes; it is no by default."""
-        text = self.text(key, "no").lower()
+    def yes_no_option(self, key: str) -> bool:
+        """Return whether an option is `yes`; the default is `no`."""
+        text = self.text_option(key, "no").lower()
         if text not in ("yes", "no"):
             raise InputError(f"{key} of {self.name!r} is {text!r}; expected yes or no.")
         return text == "yes"
 
-    def done(self) -> None:
-        """Complain about what is left."""
+    def refuse_unused_options(self) -> None:
+        """Raise `InputError` if an option was not read."""
         if self.options:
-            raise unknown_name_error(f"option of {self.name!r}", next(iter(self.options)), self.asked)
+            raise unknown_name_error(f"option of {self.name!r}", next(iter(self.options)), self.known_options)
 
 
-def parse_number_option(text: str) -> float:
-    """The number that a text says; NaN where it says none."""
+def parse_dataset_number(text: str) -> float:
+    """Return a text as a number, or NaN if it is not one."""
     try:
         return float(text)
     except ValueError:
@@ -71,7 +68,7 @@ def parse_number_option(text: str) -> float:
 
 
 def parse_dataset_name(text: str, takes_path: bool) -> DatasetSpec:
-    """The parts of a data set's name."""
+    """Parse the name of a data set into name, path and options."""
     name, _, rest = text.partition(":")
     if "\0" in rest:
         raise InputError(f"the data set {text!r} has a zero byte, which no path or name has.")
@@ -93,39 +90,39 @@ def parse_dataset_name(text: str, takes_path: bool) -> DatasetSpec:
 
 
 NO_OWNER = -1
-"""The owner of a sample that is nobody's, or left out."""
+"""The owner of a sample that has no owner or that no client gets."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test samples, and where it is known whose each sample is and where it comes from.
+    """Training and test samples, with the owner and the domain of each sample if they are known.
 
-    `owners` and `domains` give for each training sample a position in `owner_names` and `domain_names`, and
-    `test_owners` and `test_domains` for each test sample; there NOBODY is somebody without training samples.
+    `owners` and `domains` give for each training sample a position in `owner_names` and `domain_names`;
+    `test_owners` and `test_domains` do so for each test sample. There `NO_OWNER` means: not in the training samples.
     """
 
     train: Samples
     test: Samples
     class_names: tuple[str, ...]
-    """Empty where the task is no classification."""
+    """Empty for a regression."""
     owners: NDArray[np.int64] | None = None
     owner_names: tuple[str, ...] = ()
     domains: NDArray[np.int64] | None = None
     domain_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a person should know about how it was read, a sentence each."""
-    tokens: int = 0
-    """Where inputs are tokens: how many different ones there may be; 0 where nobody says."""
+    """Sentences for the user about how the data were read."""
+    vocabulary_size: int = 0
+    """Number of different tokens, if inputs are tokens; 0 if unknown."""
     test_owners: NDArray[np.int64] | None = None
     test_domains: NDArray[np.int64] | None = None
     name: str = ""
-    """What it is called; a reader leaves it to `load`."""
-    prepare: InputTransform = field(default_factory=InputTransform.identity)
-    """Makes network input of shape `shape` from stored samples; images without constants are scaled to 0..1."""
+    """Set by `load_dataset`; readers leave it empty."""
+    transform: InputTransform = field(default_factory=InputTransform.identity)
+    """Turns stored samples into network inputs of `shape`; images are scaled to 0..1 if it has no constants."""
 
     def __post_init__(self) -> None:
-        if self.train.are_images and not self.prepare.mean:
-            object.__setattr__(self, "prepare", self.train.default_prepare())
+        if self.train.are_images and not self.transform.mean:
+            object.__setattr__(self, "transform", self.train.default_transform())
         training, testing = (len(self.train), "training", 0), (len(self.test), "test", NO_OWNER)
         for (count, part, least), what, values, names in (
             (training, "owners", self.owners, self.owner_names),
@@ -149,32 +146,32 @@ class Dataset:
         return self.train.shape
 
 
-def owner_positions(of: Sequence[str | None], names: Sequence[str]) -> NDArray[np.int64]:
-    """Where each of these owners stands in `names`; NOBODY for one who does not."""
-    at = {name: position for position, name in enumerate(names)}
-    return np.array([NO_OWNER if name is None else at.get(name, NO_OWNER) for name in of], dtype=np.int64)
+def dataset_owner_positions(owners: Sequence[str | None], owner_names: Sequence[str]) -> NDArray[np.int64]:
+    """Return the position of each owner in `owner_names`, or `NO_OWNER` if it is not there."""
+    at = {name: position for position, name in enumerate(owner_names)}
+    return np.array([NO_OWNER if name is None else at.get(name, NO_OWNER) for name in owners], dtype=np.int64)
 
 
-State = Literal["embedded", "at hand", "can be downloaded", "must be fetched by hand", "your own"]
+State = Literal["embedded", "at hand", "can be downloaded", "must be downloaded by hand", "your own"]
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What is known about a data set without loading it."""
+    """A data set of `available_datasets`, described without loading it."""
 
     name: str
     summary: str
     classes: int | None
-    """None where the files decide, as they do on the rest."""
+    """None if it depends on the files; so do the next three."""
     shape: tuple[int, ...]
-    """Empty where the files decide."""
-    samples: int | None
-    """For training; `test_samples` come on top. None where it depends on how the files were made."""
-    test_samples: int | None
+    """Shape of one network input, or empty."""
+    num_train_examples: int | None
+    """Number of training samples, without the test samples."""
+    num_test_examples: int | None
     state: State
-    found: Path | None = None
-    """The folder it was found in, where it is at hand."""
-    missing: tuple[str, ...] = ()
-    """Parts that were not found and that can be done without."""
-    get: str = ""
-    """What a person must do to get it, where it must be fetched by hand."""
+    folder: Path | None = None
+    """The folder with its files, if they were found."""
+    missing_parts: tuple[str, ...] = ()
+    """Optional parts that were not found."""
+    manual_steps: str = ""
+    """What you must do to get the files, if fedloom cannot download them."""

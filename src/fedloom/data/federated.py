@@ -1,7 +1,4 @@
-"""A caller's own arrays and data sets, checked, as a federation.
-
-Who holds what: the clients of a run and their samples.
-"""
+"""Clients and their samples: the base class, one pool split among clients, and separate data per client."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -13,37 +10,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from fedloom.data.samples import Array, InputTransform, Samples, is_integer_target
+from fedloom.data.samples import Array, InputTransform, Samples, samples_are_integer
 from fedloom.errors import InputError
 from fedloom.utils.formatting import short_repr
 
 MOST_COUNTED = 2000
-"""Above this many clients nobody reads a table of label counts, and making it may mean making all data."""
+"""Clients up to which label counts are computed: a larger table is not useful, and may require loading all data."""
 
 
 class FederatedDataset(ABC):
-    """The clients, the samples of each, and what a network must know about them.
+    """The clients of a run, the samples of each client, and the properties that a network depends on.
 
-    A subclass gives `__len__`, `client`, `classes` and `shape`; samples may be made on demand, so that a
-    million clients cost nothing until they are asked for. `client(k)` must give the same samples each time.
+    A subclass provides `__len__`, `client_samples`, `classes` and `shape`. It may load samples on demand, so a million
+    clients cost nothing until they train. `client_samples(k)` must return the same samples each time.
+
+    Example:
+        >>> import torch
+        >>> clients = [(torch.rand(20, 8), torch.arange(20) % 2) for _ in range(3)]
+        >>> data = FederatedDataset.from_arrays(clients)
+        >>> len(data), data.classes, data.shape
+        (3, 2, (8,))
     """
 
     name: str
-    """What reports call it; the class's name unless set."""
+    """Name in reports; the name of the class by default."""
     classes: int
-    """How many labels there are; 0 where the task is not a classification."""
+    """Number of classes; 0 for a regression."""
     shape: tuple[int, ...]
-    """The shape of one prepared input, such as (1, 28, 28)."""
-    tokens: int = 0
-    """Where inputs are tokens: how many different ones there may be; 0 where nobody says."""
-    prepare: InputTransform = InputTransform.identity()
+    """Shape of one network input, such as (1, 28, 28)."""
+    vocabulary_size: int = 0
+    """Number of different tokens, if inputs are tokens; 0 if unknown."""
+    transform: InputTransform = InputTransform.identity()
     test: Samples | None = None
     test_owners: NDArray[np.int64] | None = None
-    """Whose each test sample is, where the clients hold them out of their own."""
+    """The client of each test sample, if each client has test samples of its own."""
     server_data: Samples | None = None
-    """What the server holds for methods that need data there; no client's, and like theirs."""
-    blind: bool = False
-    """Whether the samples of the clients are elsewhere, so that `client` cannot give them."""
+    """Samples of the server for methods that need them, with inputs like those of the clients."""
+    is_remote: bool = False
+    """Whether the samples are on other machines, so `client_samples` cannot return them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -52,23 +56,23 @@ class FederatedDataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of clients."""
+        """Return the number of clients."""
 
     @abstractmethod
-    def client(self, k: int) -> Samples:
-        """The training samples of client `k`."""
+    def client_samples(self, client_id: int) -> Samples:
+        """Return the training samples of client `client_id`."""
 
     @property
-    def here(self) -> Sequence[int]:
-        """The clients whose samples `client` can give."""
-        return () if self.blind else range(len(self))
+    def available_client_ids(self) -> Sequence[int]:
+        """The clients whose samples `client_samples` can return."""
+        return () if self.is_remote else range(len(self))
 
-    def samples(self, k: int) -> int:
-        """How many training samples client `k` has; override it where that is known without making them."""
-        return len(self.client(k))
+    def num_examples(self, client_id: int) -> int:
+        """Return the number of training samples of a client. Override it if you know it without loading them."""
+        return len(self.client_samples(client_id))
 
     def label_counts(self) -> NDArray[np.int64] | None:
-        """How often each client (row) has each class (column), where that is known at little cost."""
+        """Return how often each client (row) has each class (column), or None if it is unknown or expensive."""
         return None
 
     @staticmethod
@@ -77,17 +81,24 @@ class FederatedDataset(ABC):
         test: tuple[Array, Array] | Samples | None = None,
         classes: int | None = None,
         name: str = "own",
-        prepare: InputTransform | None = None,
+        transform: InputTransform | None = None,
     ) -> "FederatedDataset":
-        """A federation of each client's own `(x, y)`, numpy arrays or tensors; a client may be empty.
+        """Make a federated data set from one `(x, y)` pair per client.
 
-        uint8 arrays n x H x W x C are images, scaled to 0..1 unless `prepare` says otherwise; other integers are
-        tokens and reach the network as int64; every other array is network input as float32. Integer labels make
-        a classification with as many classes as the largest label says, unless `classes` does; float labels make
-        a regression.
+        Inputs of dtype uint8 and shape n x H x W x C are images. Other integers are tokens and reach the network as
+        int64. All other inputs reach it as float32. Integer labels mean classification, float labels regression.
+
+        Args:
+            clients: Inputs and labels of each client, as numpy arrays or tensors. A client may have no samples.
+            test: Common test samples for the server.
+            classes: Number of classes. By default the largest label plus 1.
+            name: Name in reports.
+            transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
+
+        Raises:
+            InputError: If the arrays of a client do not match each other or those of the other clients.
         """
-
-        return _federate_arrays(clients, test, classes, name, prepare)
+        return _federate_arrays(clients, test, classes, name, transform)
 
     @staticmethod
     def from_datasets(
@@ -95,101 +106,129 @@ class FederatedDataset(ABC):
         test: TorchDataset[Any] | Samples | None = None,
         classes: int | None = None,
         name: str = "own",
-        prepare: InputTransform | None = None,
-        keep: bool = True,
+        transform: InputTransform | None = None,
+        keep_in_memory: bool = True,
     ) -> "FederatedDataset":
-        """A federation of map-style torch data sets with `(x, y)` items, one for each client.
+        """Make a federated data set from one map-style torch data set with `(x, y)` items per client.
 
-        A data set is read when its client is first asked for and then kept, or read anew each time with
-        `keep=False`. Without `classes` every item is read once at the start to see the labels.
+        Args:
+            datasets: The data set of each client. It is read when the client is used for the first time.
+            test: Common test samples for the server.
+            classes: Number of classes. Without it every item is read at the start to find the largest label.
+            name: Name in reports.
+            transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
+            keep_in_memory: Whether to keep samples in memory after reading them. If False, read them again each time.
+
+        Raises:
+            InputError: If a data set has no length, or its items do not match those of the other clients.
         """
-
-        return _federate_datasets(datasets, test, classes, name, prepare, keep)
+        return _federate_datasets(datasets, test, classes, name, transform, keep_in_memory)
 
 
 class PartitionedDataset(FederatedDataset):
-    """One pool of samples, and for each client the positions of its own in `parts`."""
+    """A pool of samples that is split among clients.
+
+    Args:
+        pool: All samples.
+        client_indices: The positions of each client's samples in the pool; no two clients may share one.
+        classes: Number of classes; 0 for a regression.
+        shape: Shape of one network input. By default that of the pool.
+        transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
+        test: Common test samples for the server.
+        name: Name in reports.
+        vocabulary_size: Number of different tokens, if inputs are tokens.
+
+    Raises:
+        InputError: If a label or a position is out of range, or two clients share a sample.
+    """
 
     def __init__(
         self,
         pool: Samples,
-        parts: Sequence[NDArray[np.integer]],
+        client_indices: Sequence[NDArray[np.integer]],
         *,
         classes: int,
         shape: tuple[int, ...] | None = None,
-        prepare: InputTransform | None = None,
+        transform: InputTransform | None = None,
         test: Samples | None = None,
         name: str = "own",
-        tokens: int = 0,
+        vocabulary_size: int = 0,
     ) -> None:
-        # take() wants writable arrays, and a caller's later change must not reach us.
-        self.pool, self.parts = pool, [np.array(part, dtype=np.int64) for part in parts]
-        self.classes, self.test, self.name, self.tokens = classes, test, name, tokens
+        # Copies: take() needs writable arrays, and a later change by the caller must have no effect.
+        self.pool, self.client_indices = pool, [np.array(indices, dtype=np.int64) for indices in client_indices]
+        self.classes, self.test, self.name, self.vocabulary_size = classes, test, name, vocabulary_size
         self.shape = pool.shape if shape is None else shape
-        self.prepare = pool.default_prepare() if prepare is None else prepare
+        self.transform = pool.default_transform() if transform is None else transform
         if classes and len(pool) and (pool.y.min() < 0 or pool.y.max() >= classes):
             span = f"labels from {pool.y.min()} to {pool.y.max()}"
             raise InputError(f"the pool has {span}; expected labels from 0 to {classes - 1}.")
         used = np.zeros(len(pool), dtype=np.bool_)
-        for k, part in enumerate(self.parts):
-            if part.size and (part.min() < 0 or part.max() >= len(pool)):
-                span = f"positions from {part.min()} to {part.max()}"
-                raise InputError(f"client {k} holds {span}; the pool has {len(pool)} samples.")
-            if used[part].any() or len(np.unique(part)) < len(part):
-                raise InputError(f"client {k} holds a sample that is already held; expected disjoint parts.")
-            used[part] = True
+        for client_id, indices in enumerate(self.client_indices):
+            if indices.size and (indices.min() < 0 or indices.max() >= len(pool)):
+                span = f"positions from {indices.min()} to {indices.max()}"
+                raise InputError(f"client {client_id} holds {span}; the pool has {len(pool)} samples.")
+            if used[indices].any() or len(np.unique(indices)) < len(indices):
+                raise InputError(f"client {client_id} holds a sample that is already held; expected disjoint parts.")
+            used[indices] = True
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.client_indices)
 
-    def client(self, k: int) -> Samples:
-        return self.pool.take(self.parts[k])
+    def client_samples(self, client_id: int) -> Samples:
+        return self.pool.take(self.client_indices[client_id])
 
-    def samples(self, k: int) -> int:
-        return len(self.parts[k])
+    def num_examples(self, client_id: int) -> int:
+        return len(self.client_indices[client_id])
 
     def label_counts(self) -> NDArray[np.int64] | None:
         labels = self.pool.y.cpu()
-        return _count_client_labels((labels[torch.from_numpy(part)] for part in self.parts), len(self), self.classes)
+        return _count_client_labels(
+            (labels[torch.from_numpy(part)] for part in self.client_indices), len(self), self.classes
+        )
 
 
-def _count_client_labels(labels: Iterable[Tensor], clients: int, classes: int) -> NDArray[np.int64] | None:
-    """The table of `Federation.label_counts`, or None where it makes no sense."""
-    if classes == 0 or clients > MOST_COUNTED:
+def _count_client_labels(client_labels: Iterable[Tensor], num_clients: int, classes: int) -> NDArray[np.int64] | None:
+    """Return the table of `FederatedDataset.label_counts`, or None for regressions and for many clients."""
+    if classes == 0 or num_clients > MOST_COUNTED:
         return None
-    return np.stack([torch.bincount(y.flatten(), minlength=classes).numpy() for y in labels])
+    return np.stack([torch.bincount(y.flatten(), minlength=classes).numpy() for y in client_labels])
 
 
 MOST_CLASSES = 100_000
-"""More than this, and more than there are samples, are not believed unless somebody says so."""
+"""More classes than this, and than samples, are an error unless `classes` is given."""
 
 
 class _PerClientDataset(FederatedDataset):
-    """Each client's own samples, which `read(k)` gives; they are kept once read, unless `keep` is off."""
+    """Separate samples of each client, read by `read_client(client_id)` and kept if `keep_in_memory` is set."""
 
     def __init__(
         self,
         sizes: Sequence[int],
-        read: Callable[[int], Samples],
+        read_client: Callable[[int], Samples],
         example: Samples,
         test: Samples | None,
         classes: int | None,
         name: str,
-        prepare: InputTransform | None,
-        keep: bool = True,
+        transform: InputTransform | None,
+        keep_in_memory: bool = True,
     ) -> None:
         if classes is not None and (not isinstance(classes, int | np.integer) or classes < 0):
             raise InputError(f"classes must be a whole number, 0 or more, not {short_repr(classes)}.")
-        self._sizes, self._read, self._example, self._keep = list(sizes), read, example, keep
-        self._held: dict[int, Samples] = {}
+        self._sizes, self._read_client, self._example, self._keep_in_memory = (
+            list(sizes),
+            read_client,
+            example,
+            keep_in_memory,
+        )
+        self._samples_in_memory: dict[int, Samples] = {}
         self.name, self.shape = name, example.shape
-        self.prepare = example.default_prepare() if prepare is None else prepare
+        self.transform = example.default_transform() if transform is None else transform
         self.test = None if test is None else _alike(test, example, "the test set")
         self.classes = 0
         if classes is None and not example.y.is_floating_point():
-            labels = [self.client(k).y for k in range(len(self))] + ([self.test.y] if self.test else [])
+            labels = [self.client_samples(k).y for k in range(len(self))] + ([self.test.y] if self.test else [])
             classes = 1 + max(int(y.max()) for y in labels if len(y))
-            if classes > max(MOST_CLASSES, sum(map(len, labels))):  # numbers of people, say: as many outputs never fit
+            if classes > max(MOST_CLASSES, sum(map(len, labels))):  # IDs as labels: so many outputs never fit
                 raise InputError(
                     f"the largest label is {classes - 1}, so there would be {classes:,} classes; number them from 0 "
                     "on, or say how many there are with classes."
@@ -197,30 +236,30 @@ class _PerClientDataset(FederatedDataset):
         self.classes = classes or 0
         if self.test is not None:
             _check_labels(self.test.y, self.classes, "the test set")
-        for k, held in self._held.items():
+        for k, held in self._samples_in_memory.items():
             _check_labels(held.y, self.classes, f"client {k}")
 
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def samples(self, k: int) -> int:
-        return self._sizes[k]
+    def num_examples(self, client_id: int) -> int:
+        return self._sizes[client_id]
 
-    def client(self, k: int) -> Samples:
-        if k in self._held:
-            return self._held[k]
-        if self._sizes[k] == 0:
+    def client_samples(self, client_id: int) -> Samples:
+        if client_id in self._samples_in_memory:
+            return self._samples_in_memory[client_id]
+        if self._sizes[client_id] == 0:
             return self._example.take(np.arange(0))
-        samples = _alike(self._read(k), self._example, f"client {k}")
-        _check_labels(samples.y, self.classes, f"client {k}")
-        if self._keep:
-            self._held[k] = samples
+        samples = _alike(self._read_client(client_id), self._example, f"client {client_id}")
+        _check_labels(samples.y, self.classes, f"client {client_id}")
+        if self._keep_in_memory:
+            self._samples_in_memory[client_id] = samples
         return samples
 
     def label_counts(self) -> NDArray[np.int64] | None:
-        if len(self._held) < np.count_nonzero(self._sizes):
+        if len(self._samples_in_memory) < np.count_nonzero(self._sizes):
             return None
-        return _count_client_labels((self.client(k).y for k in range(len(self))), len(self), self.classes)
+        return _count_client_labels((self.client_samples(k).y for k in range(len(self))), len(self), self.classes)
 
 
 def _federate_arrays(
@@ -228,25 +267,25 @@ def _federate_arrays(
     test: tuple[Array, Array] | Samples | None,
     classes: int | None,
     name: str,
-    prepare: InputTransform | None,
+    transform: InputTransform | None,
 ) -> _PerClientDataset:
-    """See `Federation.from_arrays`."""
+    """See `FederatedDataset.from_arrays`."""
     held = [_samples(*_pair(client, f"client {k}"), f"client {k}") for k, client in enumerate(clients)]
     sizes = [len(samples) for samples in held]
     example = held[_first(sizes, name)]
     if test is not None and not isinstance(test, Samples):
         test = _samples(*_pair(test, "the test set"), "the test set")
-    federation = _PerClientDataset(sizes, held.__getitem__, example, test, classes, name, prepare)
+    federated_data = _PerClientDataset(sizes, held.__getitem__, example, test, classes, name, transform)
     for k in range(len(held)):
-        federation.client(k)  # what is wrong with arrays at hand is said now, not in the middle of a run
+        federated_data.client_samples(k)  # check the arrays now, not in the middle of a run
     if example.are_tokens:
-        parts = [samples.x for samples in (*held, federation.test) if samples is not None and samples.x.numel()]
-        federation.tokens = 1 + max(int(x.max()) for x in parts)
-    return federation
+        parts = [samples.x for samples in (*held, federated_data.test) if samples is not None and samples.x.numel()]
+        federated_data.vocabulary_size = 1 + max(int(x.max()) for x in parts)
+    return federated_data
 
 
 def _pair(given: object, who: str) -> tuple[Array, Array]:
-    """One client's inputs and labels; an array that has two rows is no pair of them."""
+    """Return the inputs and labels of one client; an array with two rows is not a pair."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise InputError(f"{who} is {short_repr(given)}; expected a pair (x, y) of its inputs and its labels.")
     return given[0], given[1]
@@ -257,10 +296,10 @@ def _federate_datasets(
     test: TorchDataset[Any] | Samples | None,
     classes: int | None,
     name: str,
-    prepare: InputTransform | None,
-    keep: bool,
+    transform: InputTransform | None,
+    keep_in_memory: bool,
 ) -> _PerClientDataset:
-    """See `Federation.from_datasets`."""
+    """See `FederatedDataset.from_datasets`."""
     sizes = [_size(data, f"client {k}") for k, data in enumerate(datasets)]
     first = _first(sizes, name)
     example = _read(datasets[first], 1, f"client {first}")
@@ -270,7 +309,7 @@ def _federate_datasets(
     def read(k: int) -> Samples:
         return _read(datasets[k], sizes[k], f"client {k}")
 
-    return _PerClientDataset(sizes, read, example, test, classes, name, prepare, keep)
+    return _PerClientDataset(sizes, read, example, test, classes, name, transform, keep_in_memory)
 
 
 def _first(sizes: Sequence[int], name: str) -> int:
@@ -289,7 +328,7 @@ def _size(data: TorchDataset[Any], who: str) -> int:
 
 
 def _read(data: TorchDataset[Any], size: int, who: str) -> Samples:
-    """The first `size` items of a data set."""
+    """Read the first `size` items of a data set."""
     items = [data[i] for i in range(size)]
     if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
         raise InputError(f"{who} has items that are not pairs; expected (x, y).")
@@ -301,11 +340,11 @@ def _read(data: TorchDataset[Any], size: int, who: str) -> Samples:
 
 
 def _samples(x: Array, y: Array, who: str) -> Samples:
-    """Arrays as `Samples`: uint8 of four dimensions are images, other integers tokens, the rest becomes float32."""
+    """Convert arrays to `Samples`: 4-d uint8 stays images, other integers become tokens, the rest float32."""
     inputs, labels = _tensor(x, who), _tensor(y, who)
     if inputs.dtype == torch.uint8 and inputs.ndim == 4:
         pass
-    elif is_integer_target(inputs):
+    elif samples_are_integer(inputs):
         inputs = inputs.to(torch.int64)
     else:
         inputs = inputs.to(torch.float32)
@@ -323,7 +362,7 @@ def _samples(x: Array, y: Array, who: str) -> Samples:
 def _tensor(values: Array, who: str) -> Tensor:
     if not isinstance(values, Tensor):
         try:
-            # torch takes neither negative strides nor, without a warning, read-only arrays.
+            # torch rejects negative strides, and warns about read-only arrays.
             values = torch.from_numpy(np.require(values, requirements=["C", "W"]))
         except (TypeError, ValueError):
             raise InputError(f"{who} has values that are not an array of numbers.") from None
@@ -333,7 +372,7 @@ def _tensor(values: Array, who: str) -> Tensor:
 
 
 def _alike(samples: Samples, example: Samples, who: str) -> Samples:
-    """`samples` if they are of the kind of `example`; none at all are of every kind."""
+    """Return `samples` if their types and shapes match `example`; no samples always match."""
     if not len(samples):
         return example.take(np.arange(0))
     for got, want, what in ((samples.x, example.x, "inputs"), (samples.y, example.y, "labels")):

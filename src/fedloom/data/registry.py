@@ -1,4 +1,4 @@
-"""The data sets that are known by name: found on this machine, or downloaded once."""
+"""Registry of data sets: list them, find them on this machine, download and load them by name."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,23 +29,38 @@ OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
     "table": ("a CSV or Parquet table of your own", read_table_dataset),
     "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_huggingface_dataset),
 }
-"""What a path may stand for, and what reads it."""
+"""Kinds of user data: the prefix of the name, a summary, and the reader."""
 
 DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
 
 
 def available_datasets() -> list[DatasetInfo]:
-    """All data sets by name, and whether they are on this machine; nothing is read or downloaded."""
+    """Return all data sets, and whether they are on this machine. Nothing is read or downloaded."""
     own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, (what, _) in OWN.items()]
     return [DIGITS, *(_describe(source) for source in DATASET_SOURCES.values()), *own]
 
 
 def load_dataset(name: str, *, download: bool = True, progress: Progress | None = None) -> Dataset:
-    """The data set `name`, downloaded into the user's cache folder where it is nowhere on this machine.
+    """Load a data set by name, and download it into the cache folder if it is not on this machine.
 
-    Files are looked for in the folder that the environment variable FEDLOOM_DATA names, where packages of
-    the operating system put them, and in the cache. `progress(file, done, total)` follows a download. What was
-    decoded once is mapped into memory from the cache.
+    The files are searched in the folder named by the environment variable FEDLOOM_DATA, in the folders of packages of
+    the operating system, and in the cache. Decoded data are cached and mapped into memory.
+
+    Args:
+        name: Name with options, such as "mnist", "cinic10:size=32" or "table:people.csv,label=income".
+        download: Whether a download is allowed.
+        progress: Called as `progress(file, bytes_done, bytes_total)` during a download.
+
+    Returns:
+        The data set, decoded.
+
+    Raises:
+        InputError: If the name or an option is unknown, files are missing or damaged, or the download fails.
+
+    Example:
+        >>> digits = load_dataset("digits")
+        >>> len(digits.train), digits.shape
+        (1438, (1, 8, 8))
     """
     if name == DIGITS.name:
         return _load_digits()
@@ -53,87 +68,87 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
     if kind in OWN:
         return replace(OWN[kind][1](parse_dataset_name(name, takes_path=True)), name=name)
     if kind == DIGITS.name:
-        parse_dataset_name(name, takes_path=False).done()
+        parse_dataset_name(name, takes_path=False).refuse_unused_options()
         return _load_digits()
     if kind not in DATASET_SOURCES:
         if kind == name and (advice := _read_as(name)):
             raise InputError(f"{name!r} is {advice}.")
         raise unknown_name_error("data set", kind, [DIGITS.name, *DATASET_SOURCES, *OWN])
     spec = parse_dataset_name(name, takes_path=False)
-    source = DATASET_SOURCES[spec.name].having(spec)
-    spec.done()
+    source = DATASET_SOURCES[spec.name].with_options(spec)
+    spec.refuse_unused_options()
     folder = _find(source) or _download(source, download, progress)
     content = load_through_cache(
-        source.name, folder, source.recipe(), source.inputs(folder), lambda: source.read(folder)
+        source.name, folder, source.cache_key(), source.input_files(folder), lambda: source.read(folder)
     )
-    if lacking := source.missing(folder):
+    if lacking := source.missing_parts(folder):
         note = f"{name!r} is read without {', '.join(lacking)}, not found in {folder}."
         content = replace(content, notes=(*content.notes, note))
-    return replace(content, name=name, prepare=source.prepare)
+    return replace(content, name=name, transform=source.transform)
 
 
 def _load_digits() -> Dataset:
     train, test = read_sklearn_digits()
     grey = train.x.double() / 255
-    prepare = InputTransform((float(grey.mean()),), (float(grey.std()),))
-    return Dataset(train, test, TEN_DIGITS, name=DIGITS.name, prepare=prepare)
+    transform = InputTransform((float(grey.mean()),), (float(grey.std()),))
+    return Dataset(train, test, TEN_DIGITS, name=DIGITS.name, transform=transform)
 
 
 def _describe(source: DatasetSource) -> DatasetInfo:
     found = _find(source)
-    state: State = "at hand" if found else "must be fetched by hand" if source.by_hand else "can be downloaded"
+    state: State = "at hand" if found else "must be downloaded by hand" if source.manual_steps else "can be downloaded"
     return DatasetInfo(
         source.name,
         source.summary,
         len(source.class_names),
         source.shape,
-        source.train,
-        source.test,
+        source.num_train_examples,
+        source.num_test_examples,
         state,
         found,
-        source.missing(found) if found else (),
-        "" if found else source.by_hand,
+        source.missing_parts(found) if found else (),
+        "" if found else source.manual_steps,
     )
 
 
 def _read_as(name: str) -> str:
-    """How a file or folder is named as data, where somebody gave its path alone; empty where there is none."""
+    """Return advice on how to name a file or folder that was given by its path alone, or an empty text."""
     path = expand_user_path(name)
     try:
         if path.is_file():
             return f"a file; name it as table:{name},label=COLUMN or hf:{name}"
         if name and path.is_dir():
             return f"a folder; name it as folder:{name} (of classes of images), domains:{name} or hf:{name}"
-    except (OSError, ValueError):  # nothing that a path can be
+    except (OSError, ValueError):  # not a valid path
         pass
     return ""
 
 
 def _find(source: DatasetSource) -> Path | None:
-    return next((folder for folder in _places(source) if source.complete(folder)), None)
+    return next((folder for folder in _places(source) if source.is_complete(folder)), None)
 
 
 def _places(source: DatasetSource) -> Iterator[Path]:
     if own := os.environ.get("FEDLOOM_DATA"):
         root = Path(own).resolve()
-        yield from (root / name for name in source.folders)
-        # mnist and fashion-mnist name their files alike, so a folder is taken for one by its own name only.
-        if root.name.lower() in source.folders:
+        yield from (root / name for name in source.folder_names)
+        # mnist and fashion-mnist have files of the same names, so only the folder's name tells them apart.
+        if root.name.lower() in source.folder_names:
             yield root
-    yield from source.system
-    yield from (cache_folder() / name for name in source.folders)
+    yield from source.system_folders
+    yield from (cache_folder() / name for name in source.folder_names)
 
 
 def _download(source: DatasetSource, allowed: bool, progress: Progress | None) -> Path:
     if (own := os.environ.get("FEDLOOM_DATA")) and not Path(own).is_dir():
         raise InputError(f"FEDLOOM_DATA names {own!r}, which is no folder, so {source.name!r} was not found there.")
-    folder = cache_folder() / source.folders[0]
+    folder = cache_folder() / source.folder_names[0]
     by_hand = (
-        f"put {', '.join(source.files)} into {folder}, or into {source.folders[0]}/ of a folder that the "
+        f"put {', '.join(source.files)} into {folder}, or into {source.folder_names[0]}/ of a folder that the "
         "environment variable FEDLOOM_DATA names"
     )
-    if source.by_hand:
-        raise InputError(f"data set {source.name!r} must be fetched by hand: {source.by_hand}; then {by_hand}.")
+    if source.manual_steps:
+        raise InputError(f"data set {source.name!r} must be downloaded by hand: {source.manual_steps}; then {by_hand}.")
     if not allowed:
         raise InputError(f"data set {source.name!r} is not on this machine; allow its download or {by_hand}.")
     try:

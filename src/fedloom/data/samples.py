@@ -1,4 +1,4 @@
-"""Samples as they are stored, and how a stored batch becomes the input of a network."""
+"""Stored samples, and the transform that turns a stored batch into network input."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,11 +15,14 @@ Array = NDArray[Any] | Tensor
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs and labels, one row each.
+    """Inputs `x` and labels `y` with one row per sample.
 
-    Images are uint8 in n x H x W x C: a quarter of the memory of floats, and channels-last network
-    input is a view of them. Other integers are tokens, stored in whatever integer type holds them. Anything
-    else is float32 in the shape the network takes. Labels are int64, or float where the task is a regression.
+    Images are uint8 of shape n x H x W x C: this takes a quarter of the memory of floats, and channels-last network
+    input is a view of it. Other integers are tokens, stored in any integer type. All other inputs are float32 in the
+    shape that the network takes. Labels are int64, or float for a regression.
+
+    Raises:
+        InputError: If `x` and `y` differ in length.
     """
 
     x: Tensor
@@ -36,12 +39,12 @@ class Samples:
         return len(self.x)
 
     def take(self, index: Array) -> "Samples":
-        """The samples at the integer positions `index`, copied, in that order."""
+        """Return a copy of the samples at the positions `index`, in that order."""
         at = torch.as_tensor(index, dtype=torch.int64, device=self.x.device)
         return Samples(self.x.index_select(0, at), self.y.index_select(0, at))
 
     def __getitem__(self, part: slice) -> "Samples":
-        """A stretch of the samples, as a view."""
+        """Return a slice of the samples as a view."""
         return Samples(self.x[part], self.y[part])
 
     @property
@@ -50,28 +53,38 @@ class Samples:
 
     @property
     def are_tokens(self) -> bool:
-        """Whether inputs are numbers of things, such as characters or words, and no quantities."""
-        return is_integer_target(self.x) and not self.are_images
+        """Whether inputs are IDs of characters, words or the like."""
+        return samples_are_integer(self.x) and not self.are_images
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one prepared input: C x H x W of images, else that of a stored row."""
+        """The shape of one network input: C x H x W for images, else that of a stored row."""
         row = tuple(self.x.shape[1:])
         return (row[2], row[0], row[1]) if self.are_images else row
 
-    def default_prepare(self) -> "InputTransform":
-        """What makes network input of them where nobody says more: images to 0..1, the rest as it is.
-
-        Tokens are int64 then, whatever type they are stored in.
-        """
+    def default_transform(self) -> "InputTransform":
+        """Return the default transform: scale images to 0..1, convert tokens to int64, keep other inputs."""
         return InputTransform.unit(self.shape[0]) if self.are_images else InputTransform.identity()
 
 
 @dataclass(frozen=True)
 class InputTransform:
-    """Turns a stored batch into network input: `prepare(x)` is `(x / 255 - mean) / std`, per channel.
+    """Turns a stored batch into network input: images become `(x / 255 - mean) / std`, per channel.
 
-    Without constants it is the identity, for floats and tokens that are network input already.
+    Without constants it is the identity, for tokens and for floats.
+
+    Args:
+        mean: Mean of each channel, of values from 0 to 1.
+        std: Standard deviation of each channel.
+
+    Raises:
+        InputError: If there is not one positive `std` for each `mean`.
+
+    Example:
+        >>> import torch
+        >>> transform = InputTransform((0.5,), (0.5,))
+        >>> transform(torch.full((2, 28, 28, 1), 255, dtype=torch.uint8)).shape
+        torch.Size([2, 1, 28, 28])
     """
 
     mean: tuple[float, ...] = ()
@@ -86,29 +99,30 @@ class InputTransform:
 
     @staticmethod
     def identity() -> "InputTransform":
+        """Return the transform that changes only the type: tokens become int64, other inputs float32."""
         return InputTransform()
 
     @staticmethod
     def unit(channels: int) -> "InputTransform":
-        """Scales images to 0..1 and no further."""
+        """Return the transform that scales images to 0..1."""
         return InputTransform((0.0,) * channels, (1.0,) * channels)
 
     def __call__(self, x: Tensor, channels_last: bool = False) -> Tensor:
-        """The batch as float32, images as N x C x H x W in the memory format asked for; tokens as int64.
+        """Transform a batch to float32, and tokens to int64; images get the shape N x C x H x W.
 
-        The identity gives the batch itself where nothing has to change; do not write to it.
+        If nothing has to change, the result is the stored batch itself, so do not write to it.
         """
         layout = torch.channels_last if channels_last and x.ndim == 4 else torch.contiguous_format
         if not self.mean:
-            kind = torch.int64 if is_integer_target(x) else torch.float32
+            kind = torch.int64 if samples_are_integer(x) else torch.float32
             return x.to(kind).contiguous(memory_format=layout)
         n, height, width, channels = self._check(x)
         if not channels_last:
             scale, shift = _constants(self, x.device, 1)
             planes = x.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout)
             return planes.mul_(scale.view(-1, 1, 1)).add_(shift.view(-1, 1, 1))
-        # Broadcasting over an innermost dimension of 3 is eight times slower than over whole rows of pixels,
-        # so the constants are repeated to the length of such a row.
+        # Repeat the constants to the length of a row of pixels: broadcasting over an innermost dimension of 3 is
+        # eight times slower.
         scale, shift = _constants(self, x.device, width)
         pixels = x.to(torch.float32, memory_format=torch.contiguous_format)
         pixels.view(n * height, width * channels).mul_(scale).add_(shift)
@@ -123,13 +137,15 @@ class InputTransform:
         return x.shape[0], x.shape[1], x.shape[2], x.shape[3]
 
 
-def is_integer_target(x: Tensor) -> bool:
-    """Whether a tensor holds integers; truth values are none."""
+def samples_are_integer(x: Tensor) -> bool:
+    """Return whether a tensor holds integers (bool does not count)."""
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
 @lru_cache(maxsize=64)
-def _constants(prepare: InputTransform, device: torch.device, repeat: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift of every channel, on that device, repeated for `repeat` pixels."""
-    mean, std = (torch.tensor(v, dtype=torch.float64, device="cpu").repeat(repeat) for v in (prepare.mean, prepare.std))
+def _constants(transform: InputTransform, device: torch.device, repeat: int) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of every channel on a device, repeated for `repeat` pixels."""
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64, device="cpu").repeat(repeat) for v in (transform.mean, transform.std)
+    )
     return (1 / (255 * std)).to(device, torch.float32), (-mean / std).to(device, torch.float32)

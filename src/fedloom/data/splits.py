@@ -1,13 +1,12 @@
-"""Data on the server: samples that no client holds, or another data set.
+"""Splits of a data set: samples for the server, test samples per client, and a subset of the classes.
 
-Written `split:0.05` (a share of the training samples), `split:500` (so many of them), or as the name of a data set.
+`server_data` is `split:0.05` (a share of the training samples), `split:500` (a number of them), or the name of another
+data set.
 
-Test samples from the clients themselves: each holds a share of its own out, and all are tested on together.
+Test samples per client follow the LSS paper: merge training and test samples, distribute them over the clients, and
+hold out a part of each client's samples. Each client is then tested on its own classes, or on its own domain.
 
-The authors of LSS do so: they merge the training and the test samples of a data set, spread them over the clients, and
-cut each client's part in two. A client then is tested on its own mixture of classes, or its own domain.
-
-Some of a data set's classes: to pretrain on half of them and federate the rest.
+A subset of the classes lets you pretrain on some classes and train the federated model on the others.
 """
 
 import copy
@@ -27,46 +26,46 @@ from fedloom.data.samples import Samples
 from fedloom.errors import InputError
 
 DEFAULT = "split:0.05"
-"""What is taken where a method needs data on the server and nobody says which."""
+"""The default for methods that need data on the server."""
 OWN = "own"
-"""Said of samples that a user's own federation brings along."""
+"""The samples in `FederatedDataset.server_data`."""
 NO_INDICES: Indices = np.arange(0)
 
 
 @dataclass(frozen=True)
 class ServerDataSplit:
-    """What the server holds, and where it comes from."""
+    """The samples of the server, and where they come from."""
 
     samples: Samples
     source: str
-    """As it is written: `split:0.05`, `own`, or the name of a data set."""
+    """The setting: `split:0.05`, `own`, or the name of a data set."""
     classes: int
-    """How many classes its labels tell apart; 0 where they are not classes."""
+    """Number of classes; 0 for a regression."""
 
-    def sentence(self, users: tuple[str, ...]) -> str:
-        """What a person should know about it, given the methods that use it."""
-        used = f"used by {' and '.join(users)}" if users else "which no method here uses"
+    def describe(self, method_names: tuple[str, ...]) -> str:
+        """Return a sentence for the user, given the names of the methods that use the data."""
+        used = f"used by {' and '.join(method_names)}" if method_names else "which no method here uses"
         whose = "samples that no client holds" if is_split_spec(self.source) else "samples"
         return f"The server holds {len(self.samples)} {whose} (--server-data {self.source}), {used}."
 
 
 def is_split_spec(spec: str | None) -> bool:
-    """Whether the server's data are part of the training samples."""
+    """Return whether the server's data are part of the training samples."""
     return spec is not None and spec.strip().partition(":")[0] == "split"
 
 
-def draw_server_split(spec: str | None, count: int, rng: Rng) -> Indices:
-    """Sorted positions of the samples, of `count`, that the server keeps; none unless `spec` is a split."""
+def draw_server_split(spec: str | None, num_examples: int, rng: Rng) -> Indices:
+    """Draw the positions of the server's samples, sorted; there are none unless `spec` is a split."""
     if spec is None or not is_split_spec(spec):
         return NO_INDICES
-    taken = _size(spec, count)
-    if not 0 < taken < count:
+    taken = _size(spec, num_examples)
+    if not 0 < taken < num_examples:
         left = "so nothing would be left for the clients" if taken else "which is none"
-        raise InputError(f"server_data {spec!r} takes {taken} of {count} training samples, {left}.")
-    return np.sort(rng.choice(count, taken, replace=False)).astype(np.int64)
+        raise InputError(f"server_data {spec!r} takes {taken} of {num_examples} training samples, {left}.")
+    return np.sort(rng.choice(num_examples, taken, replace=False)).astype(np.int64)
 
 
-def _size(spec: str, count: int) -> int:
+def _size(spec: str, num_examples: int) -> int:
     text = spec.strip().partition(":")[2].strip()
     try:
         if text.isascii() and text.isdigit() and int(text) > 0:
@@ -79,58 +78,69 @@ def _size(spec: str, count: int) -> int:
             f"server_data {spec!r} cannot be taken; expected a share between 0 and 1, such as {DEFAULT}, or a whole "
             "number of samples, such as split:500."
         )
-    return int(share * count + 0.5)
+    return int(share * num_examples + 0.5)
 
 
-def take_server_split(federation: FederatedDataset, spec: str, rng: Rng) -> tuple[FederatedDataset, ServerDataSplit]:
-    """What the server holds of a user's own federation, and the federation without it."""
-    name = federation.name
+def take_server_split(
+    federated_data: FederatedDataset, spec: str, rng: Rng
+) -> tuple[FederatedDataset, ServerDataSplit]:
+    """Split a user's federated data into the clients' part and the server's part."""
+    name = federated_data.name
     if not is_split_spec(spec):
-        if federation.server_data is None:
+        if federated_data.server_data is None:
             raise InputError(
-                f"server_data is {OWN!r}, but the data {name!r} bring none: set `server_data` of the federation."
+                f"server_data is {OWN!r}, but the data {name!r} bring none: set `server_data` of the FederatedDataset."
             )
-        return federation, _fitting(federation, ServerDataSplit(federation.server_data, spec, federation.classes))
-    if not isinstance(federation, PartitionedDataset):
+        return federated_data, _fitting(
+            federated_data, ServerDataSplit(federated_data.server_data, spec, federated_data.classes)
+        )
+    if not isinstance(federated_data, PartitionedDataset):
         raise InputError(
             f"the data {name!r} are spread over their clients already, so {spec!r} cannot be taken from them; set "
-            "`server_data` of the federation, or name a data set."
+            "`server_data` of the FederatedDataset, or name a data set."
         )
-    held = draw_server_split(spec, len(federation.pool), rng)
-    lighter = copy.copy(federation)
-    lighter.parts = [part[~np.isin(part, held)] for part in federation.parts]
-    return lighter, ServerDataSplit(federation.pool.take(held), spec, federation.classes)
+    held = draw_server_split(spec, len(federated_data.pool), rng)
+    lighter = copy.copy(federated_data)
+    lighter.client_indices = [part[~np.isin(part, held)] for part in federated_data.client_indices]
+    return lighter, ServerDataSplit(federated_data.pool.take(held), spec, federated_data.classes)
 
 
-def load_server_split(federation: FederatedDataset, spec: str, load: Callable[[str], Dataset]) -> ServerDataSplit:
-    """The training samples of the data set `spec`, which must look like those of the federation."""
-    if spec == federation.name:
+def split_server_data(
+    federated_data: FederatedDataset, spec: str, load_dataset: Callable[[str], Dataset]
+) -> ServerDataSplit:
+    """Load the training samples of the data set `spec`; their inputs must be like those of the clients."""
+    if spec == federated_data.name:
         raise InputError(f"server_data {spec!r} is what the clients hold; expected another data set, or {DEFAULT}.")
-    other = load(spec)
-    return _fitting(federation, ServerDataSplit(other.train, spec, other.classes))
+    other = load_dataset(spec)
+    return _fitting(federated_data, ServerDataSplit(other.train, spec, other.classes))
 
 
-def _fitting(federation: FederatedDataset, held: ServerDataSplit) -> ServerDataSplit:
-    mine, theirs = held.samples, _example(federation)
+def _fitting(federated_data: FederatedDataset, held: ServerDataSplit) -> ServerDataSplit:
+    mine, theirs = held.samples, _example(federated_data)
     if not len(mine):
         raise InputError(f"server_data {held.source!r} holds no samples.")
     alike = theirs is None or (mine.are_images, mine.are_tokens) == (theirs.are_images, theirs.are_tokens)
-    if mine.shape != federation.shape or not alike:
+    if mine.shape != federated_data.shape or not alike:
         raise InputError(
             f"server_data {held.source!r} has inputs of {_kind(mine)} {_by(mine.shape)}, but those of "
-            f"{federation.name!r} are {_kind(theirs or mine)} {_by(federation.shape)}."
+            f"{federated_data.name!r} are {_kind(theirs or mine)} {_by(federated_data.shape)}."
         )
-    if mine.are_tokens and federation.tokens and (largest := int(mine.x.max())) >= federation.tokens:
+    if (
+        mine.are_tokens
+        and federated_data.vocabulary_size
+        and (largest := int(mine.x.max())) >= federated_data.vocabulary_size
+    ):
         raise InputError(
-            f"server_data {held.source!r} has the token {largest}, but {federation.name!r} has {federation.tokens}."
+            f"server_data {held.source!r} has the token {largest}, but {federated_data.name!r} has "
+            f"{federated_data.vocabulary_size}."
         )
     return held
 
 
-def _example(federation: FederatedDataset) -> Samples | None:
-    if isinstance(federation, PartitionedDataset):
-        return federation.pool
-    return federation.test if federation.test is not None else federation.client(0)
+def _example(federated_data: FederatedDataset) -> Samples | None:
+    if isinstance(federated_data, PartitionedDataset):
+        return federated_data.pool
+    return federated_data.test if federated_data.test is not None else federated_data.client_samples(0)
 
 
 def _kind(samples: Samples) -> str:
@@ -142,14 +152,19 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 Marks = NDArray[np.int64]
-"""Whose each sample is, or where it comes from."""
+"""The owner or the domain of each sample."""
 
 
 def merge_train_and_test(dataset: Dataset) -> Dataset:
-    """All samples for training and none for testing.
+    """Return a data set with all samples for training and none for testing.
 
-    Where it is known whose the training samples are, or where they come from, but not of all test samples, these are
-    left out.
+    If the training samples have owners or domains and some test samples do not, the test samples are left out.
+
+    Args:
+        dataset: The data set to merge; it is not changed.
+
+    Returns:
+        The merged data set. Its `notes` say if the test samples were left out.
     """
     owners, domains = (dataset.owners, dataset.test_owners), (dataset.domains, dataset.test_domains)
     merged = replace(dataset, test=dataset.test[:0], test_owners=None, test_domains=None)
@@ -165,38 +180,57 @@ def _joined(train: Marks | None, test: Marks | None) -> Marks | None:
     return None if train is None or test is None else np.concatenate([train, test])
 
 
-def split_client_tests(federation: PartitionedDataset, share: float, rng: np.random.Generator) -> PartitionedDataset:
-    """The same clients, each with a share of its samples held out; the test set is these, client after client.
+def split_client_tests(
+    federated_data: PartitionedDataset, test_share: float, rng: np.random.Generator
+) -> PartitionedDataset:
+    """Hold out a share of each client's samples for testing.
 
-    A client keeps one sample to train on.
+    Args:
+        federated_data: The clients and their samples; it is not changed.
+        test_share: Share of each client's samples to hold out. A client keeps at least one sample for training.
+        rng: Draws the samples that are held out.
+
+    Returns:
+        The same clients. `test` has the held-out samples, client after client, and `test_owners` their clients.
+
+    Raises:
+        InputError: If no client has enough samples.
     """
     parts, held = [], []
-    for part in federation.parts:
+    for part in federated_data.client_indices:
         order = rng.permutation(part)
-        count = min(int(share * len(part) + 0.5), max(0, len(part) - 1))
+        count = min(int(test_share * len(part) + 0.5), max(0, len(part) - 1))
         held.append(np.sort(order[:count]))
         parts.append(np.sort(order[count:]))
     test = np.concatenate(held) if held else np.zeros(0, dtype=np.int64)
     if not len(test):
-        raise InputError(f"no client has enough samples to hold a share of {share} out for testing.")
+        raise InputError(f"no client has enough samples to hold a share of {test_share} out for testing.")
     divided = PartitionedDataset(
-        federation.pool,
+        federated_data.pool,
         parts,
-        classes=federation.classes,
-        shape=federation.shape,
-        prepare=federation.prepare,
-        test=federation.pool.take(test),
-        name=federation.name,
-        tokens=federation.tokens,
+        classes=federated_data.classes,
+        shape=federated_data.shape,
+        transform=federated_data.transform,
+        test=federated_data.pool.take(test),
+        name=federated_data.name,
+        vocabulary_size=federated_data.vocabulary_size,
     )
     divided.test_owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
     return divided
 
 
 def select_classes(dataset: Dataset, spec: str | None) -> Dataset:
-    """The samples of the classes that `spec` names, such as `0-4` or `0,2,7-9`; None keeps all.
+    """Keep the samples of some classes.
 
-    Labels count from 0 again, in the order of the classes in the data set, and the class names follow.
+    Args:
+        dataset: The data set to select from; it is not changed.
+        spec: The classes to keep, such as "0-4" or "0,2,7-9". None keeps all.
+
+    Returns:
+        A data set with fewer classes. Its labels count from 0 again, in the order of the original classes.
+
+    Raises:
+        InputError: If `spec` cannot be read, names a class that does not exist, or names fewer than two.
     """
     if spec is None:
         return dataset
@@ -225,7 +259,7 @@ def select_classes(dataset: Dataset, spec: str | None) -> Dataset:
 
 
 def _parse_classes(spec: str, count: int, name: str) -> list[int]:
-    """The classes that `spec` names, in order, of a data set `name` with `count` of them."""
+    """Parse `spec` into sorted classes of the data set `name`, which has `count` classes."""
     kept: list[int] = []
     for piece in spec.split(","):
         found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", piece, flags=re.ASCII)

@@ -1,7 +1,4 @@
-"""Random changes of training images, drawn anew for every image of every batch.
-
-How images become network input: by the data set's own constants, or as one of the papers did it.
-"""
+"""Augmentation of training images, and normalization of inputs."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.samples import InputTransform, Samples, is_integer_target
+from fedloom.data.samples import InputTransform, Samples, samples_are_integer
 from fedloom.errors import InputError, unknown_name_error
 
 PAD = 4
@@ -19,17 +16,27 @@ PAD = 4
 
 @dataclass(frozen=True)
 class Augment:
-    """A random crop after zero-padding by 4 pixels, a random horizontal flip, or both."""
+    """Random augmentation of images, drawn again for each image of each batch.
+
+    Args:
+        crop: Whether to crop at random after zero-padding by 4 pixels.
+        flip: Whether to flip half of the images horizontally.
+    """
 
     crop: bool = False
     flip: bool = False
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
-        """A changed copy of a batch of images (uint8 N x H x W x C, or float N x C x H x W).
+        """Return an augmented copy of a batch of images.
 
-        Every draw comes from `generator`, one for each image and choice, whatever device `x` is on.
+        Args:
+            x: Images, uint8 N x H x W x C or float N x C x H x W.
+            generator: Source of all draws. It may be on another device than `x`.
+
+        Raises:
+            InputError: If `x` does not hold images.
         """
-        if is_integer_target(x) and x.dtype != torch.uint8:
+        if samples_are_integer(x) and x.dtype != torch.uint8:
             raise InputError(f"cannot augment tokens of shape {tuple(x.shape)}; only images can be augmented.")
         if x.ndim != 4 or not (x.dtype == torch.uint8 or x.is_floating_point()):
             raise InputError(f"cannot augment a batch of shape {tuple(x.shape)}; only images can be augmented.")
@@ -52,8 +59,8 @@ class Augment:
             x = F.pad(x, (0, 0, PAD, PAD, PAD, PAD))
         if self.flip:
             columns = torch.where(draw(2).bool(), columns.flip(1), columns)
-        # Crop and flip together are one choice of source pixels: one gather from the list of all pixels,
-        # which is three times faster than indexing by image, row and column.
+        # One gather from the list of all pixels does crop and flip together. It is three times faster than indexing
+        # by image, row and column.
         image = torch.arange(n, device=x.device).view(n, 1, 1)
         source = (image * x.shape[1] + rows.unsqueeze(2)) * x.shape[2] + columns.unsqueeze(1)
         return x.reshape(-1, channels).index_select(0, source.flatten()).view(n, height, width, channels)
@@ -68,7 +75,17 @@ AUGMENTS = {
 
 
 def make_augment(spec: str) -> Augment | None:
-    """The augmentation called `none` (which is None), `flip`, `crop` or `crop+flip`."""
+    """Return an augmentation by name.
+
+    Args:
+        spec: "none", "flip", "crop" or "crop+flip".
+
+    Returns:
+        The augmentation, or None for "none".
+
+    Raises:
+        InputError: If the name is unknown.
+    """
     if spec not in AUGMENTS:
         raise unknown_name_error("augmentation", spec, AUGMENTS)
     return AUGMENTS[spec]
@@ -82,13 +99,22 @@ PRESETS: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
     "cifar": ("constants that are often used for CIFAR", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "imagenet": ("the constants of ImageNet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-"""For each what it is, and the mean and deviation of every channel, or of all alike."""
+"""For each preset a summary, and the mean and standard deviation of each channel (one value for all channels)."""
 
 
 def with_normalization(dataset: Dataset, spec: str) -> Dataset:
-    """`dataset` with its inputs normalised as `spec` says.
+    """Change how the images of a data set are normalized.
 
-    `default` leaves its own constants, `mean-std` measures them on the training images, the others are `PRESETS`.
+    Args:
+        dataset: The data set; it is not changed.
+        spec: "default" keeps the constants of the data set, "mean-std" measures them on the training images, and
+            "unit", "half", "mnist", "cifar" and "imagenet" are fixed constants.
+
+    Returns:
+        The data set with another `transform`.
+
+    Raises:
+        InputError: If `spec` is unknown, or does not suit the images.
     """
     if spec == OWN:
         return dataset
@@ -98,16 +124,16 @@ def with_normalization(dataset: Dataset, spec: str) -> Dataset:
         raise InputError(f"normalize is {spec!r}, but {dataset.name!r} has no images; leave it out.")
     channels = dataset.shape[0]
     if spec == MEASURED:
-        return replace(dataset, prepare=_measure_mean_std(dataset.train, dataset.name))
+        return replace(dataset, transform=_measure_mean_std(dataset.train, dataset.name))
     _, mean, std = PRESETS[spec]
     if len(mean) not in (1, channels):
         raise InputError(f"the normalisation {spec!r} is for {len(mean)} channels; {dataset.name!r} has {channels}.")
     repeat = channels // len(mean)
-    return replace(dataset, prepare=InputTransform(mean * repeat, std * repeat))
+    return replace(dataset, transform=InputTransform(mean * repeat, std * repeat))
 
 
 def _measure_mean_std(samples: Samples, name: str) -> InputTransform:
-    """Mean and standard deviation of each channel of these images."""
+    """Measure mean and standard deviation of each channel."""
     if not len(samples):
         raise InputError(f"{name!r} has no training images to measure a mean of.")
     grey = np.arange(256) / 255

@@ -1,1 +1,1 @@
-"""Where and how precisely tensors are computed."""
+"""Devices: names, numerical precision, CUDA streams and CUDA graphs."""

@@ -1,11 +1,10 @@
-"""Recorded steps: what a GPU does over and over is recorded once and replayed.
+"""Capture steps as CUDA graphs, replay them, and check the first replays.
 
-A step of a small network is some sixty short kernels, and Python takes ten times as long to launch them as the GPU to
-run them. A CUDA graph launches them all at once. It repeats them with the same addresses and the same host values, so
-a recording is only replayed where these are the same: the key says so. Whatever cannot be recorded is done step by
-step, with a note in the log; nothing is ever replayed wrongly. To be sure of that, the first replay of each kind of
-step is held against the step done as it is written; with FEDLOOM_CHECK_REPLAYS=1 the first replay of every recording
-is, to the last bit.
+A step of a small network is some sixty short kernels, and Python takes longer to launch them than the GPU to run them.
+A CUDA graph launches them all at once. It repeats the same addresses and host values, so a graph is replayed only if
+these are the same, as its key says. A step that cannot be captured runs eagerly, with a note in the log. The first
+replay of each kind of step is compared with the step run eagerly. With FEDLOOM_CHECK_REPLAYS=1 the first replay of
+every graph is compared, and every bit counts.
 """
 
 import gc
@@ -22,114 +21,115 @@ import torch
 from torch import Tensor
 
 from fedloom.core.rng import GLOBAL_RNG_LOCK
-from fedloom.devices.cuda_runtime import ExclusiveCudaStream, is_out_of_memory_error
+from fedloom.devices.cuda_runtime import ExclusiveCudaStream, is_cuda_memory_error
 from fedloom.devices.precision import allows_autotune, set_autotune
 
 log = logging.getLogger("fedloom")
 
 PATIENCE = 200
-"""Recordings that may be made before it is asked whether they are worth it."""
+"""Graphs captured before the runner checks whether capturing a step pays off."""
 
 MAX_GRAPHS = 512
-"""Those a slot keeps. A number that changes from round to round makes new ones for ever, and each takes memory."""
+"""Graphs that a slot keeps. A value that changes every round creates new ones forever, and each takes memory."""
 
 CHECK_ALL = os.environ.get("FEDLOOM_CHECK_REPLAYS", "") not in ("", "0")
-"""Whether the first replay of every recording is checked, and every bit of it."""
+"""Whether to check the first replay of every graph, and report any different bit."""
 
 TOLERANCE = 0.05
-"""How far the change that a replay makes may be from the one that the step makes, as a share of it. Rounding is far
-below this, and another learning rate or an older random number far above."""
+"""Largest relative difference between the change by a replay and by the eager step. Rounding is far below it. A wrong
+learning rate or an old random number is far above."""
 
 
 class _GraphOwner(Protocol):
-    """Whose steps are recorded."""
+    """The owner of captured steps: its random numbers, host values and tensors."""
 
-    def randomness(self) -> AbstractContextManager[None]:
-        """The scope in which code draws this client's random numbers."""
+    def rng_scope(self) -> AbstractContextManager[None]:
+        """Return a scope in which global generators draw this client's random numbers."""
 
     def listen(self) -> AbstractContextManager[set[str]]:
-        """The names of the host values that are read inside."""
+        """Return a scope that collects the names of the host values read inside."""
 
     def values(self, names: frozenset[str]) -> Hashable:
-        """These host values now."""
+        """Return the present values of these names."""
 
     def memory(self) -> Sequence[Tensor]:
-        """Everything that a step may change."""
+        """Return all tensors that a step may change."""
 
 
 class StaticGraphOwner:
-    """A player that draws nothing from global generators and reads no host value that changes."""
+    """The owner of a graph that draws no random numbers and reads no host value that changes."""
 
     @contextmanager
-    def randomness(self) -> Iterator[None]:
-        """Nothing is drawn; but a recording takes note of the global generators, which are others' meanwhile."""
+    def rng_scope(self) -> Iterator[None]:
+        """Hold the lock of the global generators: capture reads their state, and other threads change it."""
         with GLOBAL_RNG_LOCK:
             yield
 
     @contextmanager
     def listen(self) -> Iterator[set[str]]:
-        """Nothing is read."""
+        """Yield an empty set: no host value is read."""
         yield set()
 
     def values(self, names: frozenset[str]) -> Hashable:
-        """Nothing is read."""
+        """Return no values: no host value is read."""
         return ()
 
 
 class _CapturedGraph(Protocol):
-    """What was recorded."""
+    """A captured graph."""
 
     def replay(self) -> None:
-        """Do it again."""
+        """Run the captured kernels again."""
 
 
 def make_graph_runner(
     device: torch.device, generators: tuple[torch.Generator, ...] = (), urgency: int = 0
 ) -> "EagerRunner":
-    """What records on this device; `generators` are those that steps draw from, beside the global ones."""
+    """Return the runner for this device. Steps draw from `generators` and from the global ones."""
     return _CudaGraphRunner(device, generators, urgency) if device.type == "cuda" else EagerRunner()
 
 
 class EagerRunner:
-    """Does every step as it is written. This is what a CPU gets, and tests of the engine."""
+    """Run every step eagerly, on a CPU and in tests of the engine."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = self.done = 0
+        self.captured = self.replayed = self.done = 0
 
     def stream(self) -> AbstractContextManager[object]:
-        """Where the work goes."""
+        """Return a scope in which work is enqueued in this runner's stream."""
         return nullcontext()
 
-    def play(
-        self, kind: Hashable, key: Hashable, body: Callable[[], None], player: _GraphOwner, *, whole: bool = True
+    def run(
+        self, kind: Hashable, key: Hashable, body: Callable[[], None], owner: _GraphOwner, *, whole: bool = True
     ) -> None:
-        """Do `body`: from the recording under `key`, or step by step. `kind` is the step, whatever its batch.
+        """Run `body`: replay the graph for `key`, or run eagerly.
 
-        `whole` says that it does all that such a step can do: if not, others are not recorded right after it.
+        `kind` identifies the step, whatever its batch. `whole` is False if the body leaves out a part of what such a
+        step does. Then it does not count as a warm-up, and no graph is captured right after it.
         """
         self.done += 1
-        with player.randomness():
+        with owner.rng_scope():
             body()
 
     def refuse(self, kind: Hashable, reason: str) -> None:
-        """Never record this step."""
+        """Never capture this kind of step."""
 
-    def may_record(self, kind: Hashable) -> bool:
-        """Whether this step was not refused."""
+    def can_capture(self, kind: Hashable) -> bool:
+        """Return whether this kind of step was not refused."""
         return True
 
-    def cool_down(self) -> None:
-        """Libraries may have to set themselves up again, so do each kind of step once before more are recorded."""
+    def reset_warmup(self) -> None:
+        """Run each kind of step eagerly once before the next capture: libraries may have to initialize again."""
 
     def wait(self) -> None:
-        """Wait for all that was played."""
+        """Wait until all enqueued work is done."""
 
     def close(self) -> None:
-        """Give back recordings and stream."""
+        """Release the graphs and the stream."""
 
 
-class StepKinds(set[Hashable]):
-    """Kinds of steps. A step may be made for each client: from time to time those that are gone are forgotten."""
+class GraphStepKinds(set[Hashable]):
+    """A set of kinds of steps. Methods may create steps per client, so collected ones are removed now and then."""
 
     def add(self, kind: Hashable) -> None:
         if len(self) % MAX_GRAPHS == MAX_GRAPHS - 1:
@@ -138,137 +138,137 @@ class StepKinds(set[Hashable]):
 
 
 class GraphRunner(EagerRunner):
-    """Records steps and replays them; how a recording is made is said by `capture`."""
+    """Capture steps and replay them. Subclasses define `capture`."""
 
     def __init__(self, generators: tuple[torch.Generator, ...] = ()) -> None:
         super().__init__()
         self._generators = generators
-        self._warm, self._refused, self._checked = StepKinds(), StepKinds(), StepKinds()
-        self._short = StepKinds()
-        """Kinds in whose recording a library found no memory."""
+        self._warm, self._refused, self._checked = GraphStepKinds(), GraphStepKinds(), GraphStepKinds()
+        self._short = GraphStepKinds()
+        """Kinds of steps whose capture failed because a library was out of memory."""
         self._told: set[tuple[str, str]] = set()
         self._reads: dict[Hashable, frozenset[str]] = {}
-        self._recordings: dict[Hashable, _CapturedGraph] = {}
+        self._graphs: dict[Hashable, _CapturedGraph] = {}
 
     @abstractmethod
-    def capture(self, body: Callable[[], None], player: _GraphOwner) -> _CapturedGraph:
-        """A recording of `body`, which is not carried out meanwhile."""
+    def capture(self, body: Callable[[], None], owner: _GraphOwner) -> _CapturedGraph:
+        """Capture `body` without running it."""
 
     def close(self) -> None:
-        self._recordings.clear()
+        self._graphs.clear()
         self._reads.clear()
 
-    def play(
-        self, kind: Hashable, key: Hashable, body: Callable[[], None], player: _GraphOwner, *, whole: bool = True
+    def run(
+        self, kind: Hashable, key: Hashable, body: Callable[[], None], owner: _GraphOwner, *, whole: bool = True
     ) -> None:
         names = self._reads.get(key)
-        full = (key, player.values(names)) if names is not None else None
-        recording = self._recordings.get(full) if kind not in self._refused else None
-        if recording is not None:
+        full = (key, owner.values(names)) if names is not None else None
+        graph = self._graphs.get(full) if kind not in self._refused else None
+        if graph is not None:
             self.replayed += 1
             which = full if CHECK_ALL else kind
             if which in self._checked:
-                recording.replay()
+                graph.replay()
             else:
-                self._check(kind, recording, body, player)
-                self._checked.add(which)  # not before: it may have found no memory
+                self._check(kind, graph, body, owner)
+                self._checked.add(which)  # not before: the check may run out of memory
         elif kind in self._refused or not self._is_warm(key if allows_autotune() else kind, whole):
-            super().play(kind, key, body, player)
-        elif self.recorded >= PATIENCE and self.replayed + self.done < 4 * self.recorded:
+            super().run(kind, key, body, owner)
+        elif self.captured >= PATIENCE and self.replayed + self.done < 4 * self.captured:
             self.refuse(kind, "it changes from client to client")
-            super().play(kind, key, body, player)
+            super().run(kind, key, body, owner)
         else:
-            self._record(kind, key, body, player)
+            self._capture_and_replay(kind, key, body, owner)
 
     def _is_warm(self, what: Hashable, whole: bool) -> bool:
-        """Libraries set themselves up in the first step, or try out algorithms, which must not be recorded."""
+        """Return whether libraries are initialized, and algorithms benchmarked: neither can be captured."""
         warm = what in self._warm
         if whole:
             self._warm.add(what)
         return warm
 
-    def _record(self, kind: Hashable, key: Hashable, body: Callable[[], None], player: _GraphOwner) -> None:
+    def _capture_and_replay(self, kind: Hashable, key: Hashable, body: Callable[[], None], owner: _GraphOwner) -> None:
         states = [generator.get_state() for generator in self._generators]
         failure: BaseException | None = None
         try:
-            with player.randomness(), player.listen() as reads, _HostDraws() as draws:
-                recording = self.capture(body, player)
-        except Exception as error:  # whatever a step does that cannot be recorded can still be done
+            with owner.rng_scope(), owner.listen() as reads, _HostDraws() as draws:
+                graph = self.capture(body, owner)
+        except Exception as error:  # a step that cannot be captured can still run eagerly
             self.mend(states)
-            # The end of a recording may have failed only because there was no memory before.
+            # The end of a capture may have failed only because memory ran out before.
             failure = error if isinstance(error, torch.OutOfMemoryError) else _first_cause(error)
-            failure.with_traceback(None)  # which holds what was recorded, and its memory
+            failure.with_traceback(None)  # it holds the captured tensors and their memory
         if isinstance(failure, torch.OutOfMemoryError):
-            raise failure  # not within that clause: the error at the end holds it too
+            raise failure  # outside the except clause, where a later error would hold it as its context
         if failure is not None:
-            if is_out_of_memory_error(failure) and kind not in self._short:
-                self._short.add(kind)  # a library's: if it was not setting itself up, the step as it is written says so
+            if is_cuda_memory_error(failure) and kind not in self._short:
+                self._short.add(kind)  # a library's own memory: the eager step shows whether it lasts
             else:
                 self.refuse(kind, f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}")
-            super().play(kind, key, body, player)
+            super().run(kind, key, body, owner)
             return
         changing = "it asks how many steps were taken, which every step changes" if "steps" in reads else None
         if draws.happened:
             changing = "it draws random numbers on the host"
         if changing is not None:
             self.refuse(kind, changing)
-            super().play(kind, key, body, player)
+            super().run(kind, key, body, owner)
             return
-        self.recorded += 1
-        # What a step reads may depend on what it read first, so later recordings under this key read these too.
+        self.captured += 1
+        # What a step reads may depend on what it read first, so later graphs under this key compare these names too.
         names = self._reads[key] = self._reads.get(key, frozenset()) | reads
-        if len(self._recordings) >= MAX_GRAPHS:
-            self.wait()  # it may be being played
-            del self._recordings[next(iter(self._recordings))]  # the oldest
-        self._recordings[key, player.values(names)] = recording
-        recording.replay()
+        if len(self._graphs) >= MAX_GRAPHS:
+            self.wait()  # it may be running
+            del self._graphs[next(iter(self._graphs))]  # the oldest
+        self._graphs[key, owner.values(names)] = graph
+        graph.replay()
 
-    def cool_down(self) -> None:
+    def reset_warmup(self) -> None:
         self._warm.clear()
 
     def mend(self, states: Sequence[Tensor]) -> None:
-        """After a recording that failed: let the generators be as they were before it."""
+        """Restore the generators after a failed capture."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
-    def _check(self, kind: Hashable, recording: _CapturedGraph, body: Callable[[], None], player: _GraphOwner) -> None:
-        """Replay a step, take it back, do it as it is written, and hold the two against each other."""
-        memory, states = player.memory(), [generator.get_state() for generator in self._generators]
+    def _check(self, kind: Hashable, graph: _CapturedGraph, body: Callable[[], None], owner: _GraphOwner) -> None:
+        """Replay a graph, undo it, run the step eagerly, and compare the results."""
+        memory, states = owner.memory(), [generator.get_state() for generator in self._generators]
         before = [tensor.detach().clone() for tensor in memory]
-        recording.replay()
+        graph.replay()
         replayed = [tensor.detach().clone() for tensor in memory]
         with torch.no_grad():
             for tensor, old in zip(memory, before, strict=True):
                 tensor.copy_(old)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-        super().play(kind, None, body, player)
+        super().run(kind, None, body, owner)
         away = max((_distance(*three) for three in zip(before, replayed, memory, strict=True)), default=0.0)
         if away > TOLERANCE:
             self.refuse(kind, "its replay does something else")
         elif away and CHECK_ALL:
             log.warning("a replay of the step %s differs from it by %.1e of what it does", _name(kind), away)
 
-    def may_record(self, kind: Hashable) -> bool:
+    def can_capture(self, kind: Hashable) -> bool:
         return kind not in self._refused
 
     def refuse(self, kind: Hashable, reason: str) -> None:
         self._refused.add(kind)
         told = _name(kind), reason
-        if told not in self._told:  # a step that is made for each client would be told for each
+        if told not in self._told:  # one note for a step that is created per client
             self._told.add(told)
-            log.warning("the step %s is not recorded but done anew each time: %s", *told)
+            log.warning("the step %s is not captured and runs eagerly each time: %s", *told)
 
 
 class _CudaGraphRunner(GraphRunner):
-    """Records steps as CUDA graphs, on a stream of its own."""
+    """Capture steps as CUDA graphs, on a stream of its own."""
 
     def __init__(self, device: torch.device, generators: tuple[torch.Generator, ...], urgency: int) -> None:
         super().__init__(generators)
         self._device = device
         self._spare = ExclusiveCudaStream(device, urgency)
-        self._context = torch.cuda.stream(self._spare.stream)  # made once: it is entered at every step
-        self._pool = torch.cuda.graph_pool_handle()  # graphs of one slot never run at the same time: they share memory
+        self._context = torch.cuda.stream(self._spare.stream)  # created once, as every step enters it
+        self._pool = torch.cuda.graph_pool_handle()  # graphs of a slot never run at the same time, so they share memory
 
     def stream(self) -> AbstractContextManager[object]:
         return self._context
@@ -277,17 +277,17 @@ class _CudaGraphRunner(GraphRunner):
         self._spare.stream.synchronize()
 
     def close(self) -> None:
-        self.wait()  # graphs that are being played must not lose their memory
+        self.wait()  # running graphs must not lose their memory
         super().close()
         self._spare.close()
 
-    def capture(self, body: Callable[[], None], player: _GraphOwner) -> _CapturedGraph:
+    def capture(self, body: Callable[[], None], owner: _GraphOwner) -> _CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        set_autotune(False)  # trying out cannot be recorded; a step that was tried out before says so
+        set_autotune(False)  # a benchmark cannot be captured; the eager step has done it
         with _without_collection():
-            # Other threads may do as they like meanwhile; and going backward, autograd works in a thread of its own.
+            # Other threads may use CUDA meanwhile, and autograd runs the backward pass in a thread of its own.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 body()
@@ -296,11 +296,11 @@ class _CudaGraphRunner(GraphRunner):
         return graph
 
     def mend(self, states: Sequence[Tensor]) -> None:
-        # A generator whose capture did not end believes for ever that it is being recorded, and so does the pool. Other
-        # recordings draw from the generators' old states, so they are made anew.
+        # A generator whose capture did not end stays in capture mode forever, and so does the pool. The other graphs
+        # draw from the old state of the generators, so they are captured again.
         self._pool = torch.cuda.graph_pool_handle()
         self.wait()
-        self._recordings.clear()
+        self._graphs.clear()
         self._reads.clear()
         for generator, state in zip(self._generators, states, strict=True):
             fresh = torch.Generator(self._device)
@@ -309,7 +309,7 @@ class _CudaGraphRunner(GraphRunner):
 
 
 class _HostDraws:
-    """Whether somebody inside draws from a global generator of the host; it is as if nobody had."""
+    """Detect draws from global generators of the host inside, and undo them."""
 
     def __enter__(self) -> "_HostDraws":
         self._before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - others' draws
@@ -328,7 +328,7 @@ class _HostDraws:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Nothing is collected inside: what is freed then may wait for the GPU, which no recording survives."""
+    """Disable garbage collection inside: freeing memory may wait for the GPU, which breaks a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -339,7 +339,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _distance(before: Tensor, ours: Tensor, theirs: Tensor) -> float:
-    """How far two outcomes are apart, as a share of what changed; 0 where every bit is the same."""
+    """Return the difference of two results relative to the change; 0 if every bit is the same."""
     ours, theirs = ours.detach(), theirs.detach()
     if torch.equal(ours, theirs):
         return 0.0
@@ -353,7 +353,7 @@ def _distance(before: Tensor, ours: Tensor, theirs: Tensor) -> float:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What went wrong first: the end of a recording only says that something did."""
+    """Return the first error: the end of a capture only says that there was one."""
     while error.__context__ is not None:
         error = error.__context__
     return error

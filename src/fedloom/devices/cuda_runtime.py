@@ -1,7 +1,4 @@
-"""Streams of a GPU that nobody else uses.
-
-What goes wrong on a GPU, and how it is said.
-"""
+"""CUDA streams, out-of-memory errors, copies of many tensors, and cached memory of a GPU."""
 
 import gc
 import os
@@ -16,16 +13,16 @@ from torch import Tensor
 
 from fedloom.core.rng import GLOBAL_RNG_LOCK
 
-# CUDA reads these once, when it is first used. As many queues to a GPU as there can be: with the usual eight, streams
-# wait for each other. And a workspace of fixed size, without which products of LSTMs may differ from time to time.
+# CUDA reads these once, when it is first used. 32 queues to a GPU are the maximum: with the default of eight, streams
+# wait for each other. Without a workspace of fixed size, matrix products of LSTMs are not deterministic.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 STREAMS_OF_A_PRIORITY = 32
-"""torch hands out the same 32 streams of a priority in turn; two slots in one stream would disturb each other."""
+"""torch hands out the same 32 streams of a priority in turn, and two slots must not share a stream."""
 
 MOST_URGENT = 3
-"""torch knows these priorities, from 0 on."""
+"""torch has priorities from 0 to this one."""
 
 _lock = threading.Lock()
 _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
@@ -33,10 +30,10 @@ _made: dict[tuple[int, int], int] = {}
 
 
 class ExclusiveCudaStream:
-    """A stream that nobody else uses, as long as there are any, until it is closed or forgotten.
+    """A stream that nobody else uses until it is closed or garbage collected, as long as there are enough.
 
-    Where the GPU has to choose, it takes the work of a more urgent stream first, from 0 to MOST_URGENT. Where all
-    streams of that urgency are in use it is one of the next.
+    A GPU prefers the work of a more urgent stream. `urgency` is 0 to MOST_URGENT. If all streams of this urgency are in
+    use, the stream has the nearest one.
     """
 
     def __init__(self, device: torch.device, urgency: int = 0) -> None:
@@ -45,12 +42,12 @@ class ExclusiveCudaStream:
         self._give_back = weakref.finalize(self, spare.append, self.stream)
 
     def close(self) -> None:
-        """Leave the stream to others."""
+        """Return the stream for use by others."""
         self._give_back()
 
 
 def _find(index: int, urgency: int) -> tuple[torch.cuda.Stream, list[torch.cuda.Stream]]:
-    """A stream, and where to put it when it is no longer used."""
+    """Return a stream, and the list to put it into when it is no longer used."""
     for level in sorted(range(MOST_URGENT + 1), key=lambda level: abs(level - urgency)):
         spare = _spare.setdefault((index, level), [])
         if spare:
@@ -67,7 +64,7 @@ def _make(index: int, urgency: int) -> torch.cuda.Stream:
 
 @contextmanager
 def use_exclusive_stream(device: torch.device) -> Iterator[None]:
-    """Let this thread work in a stream of its own, so that it does not wait for what other threads asked for."""
+    """Let this thread use a stream of its own, so that it does not wait for the work of other threads."""
     if device.type != "cuda":
         yield
         return
@@ -81,14 +78,14 @@ def use_exclusive_stream(device: torch.device) -> Iterator[None]:
 
 
 DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", ())
-"""What newer versions of torch raise when a GPU itself fails; none in older ones."""
+"""The error of newer torch versions for a failure of the GPU itself; empty in older ones."""
 
 SHORT_OF_MEMORY = ("STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
-"""What libraries say when there is no memory."""
+"""Parts of the messages of libraries that are out of memory."""
 
 
-def is_out_of_memory_error(error: BaseException) -> bool:
-    """Whether there was no memory: torch, its libraries, Triton and CUDA itself each have their own way to say so."""
+def is_cuda_memory_error(error: BaseException) -> bool:
+    """Return whether this is an out-of-memory error of torch, its libraries, Triton or CUDA."""
     if isinstance(error, DEVICE_ERROR):
         return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -97,12 +94,12 @@ def is_out_of_memory_error(error: BaseException) -> bool:
 
 
 LARGE = 1 << 18
-"""Numbers from which on a tensor is copied by a kernel of its own. Kernels that copy many tensors give each 65536
-numbers to one processor of the GPU: right for small tensors, while a large one would keep few busy for long."""
+"""A tensor with at least so many elements is copied by a kernel of its own. A kernel for many tensors gives each 65536
+elements to one processor of the GPU, which would use few processors for a large tensor."""
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, which may have another type."""
+def cuda_foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, which may have another dtype."""
     pairs = list(zip(targets, sources, strict=True))
     if small := [pair for pair in pairs if pair[0].numel() < LARGE]:
         torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
@@ -112,13 +109,13 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def empty_cuda_cache() -> None:
-    """Let others have memory that is kept for later."""
-    with GLOBAL_RNG_LOCK:  # nobody records meanwhile
+    """Release the memory that torch caches on GPUs."""
+    with GLOBAL_RNG_LOCK:  # no graph is captured meanwhile
         torch.cuda.empty_cache()
 
 
-def free_unused_memory() -> None:
-    """Let others have the memory of what is no longer used."""
-    with GLOBAL_RNG_LOCK:  # nobody records meanwhile
+def free_cuda_memory() -> None:
+    """Collect garbage, then release the memory that torch caches on GPUs."""
+    with GLOBAL_RNG_LOCK:  # no graph is captured meanwhile
         gc.collect()
     empty_cuda_cache()

@@ -1,4 +1,4 @@
-"""Which devices a run computes on, by name. torch is loaded where it is asked for a device, not before."""
+"""Select devices by name. PyTorch is imported only when a device is created."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def select_auto_device(name: str, engine: str = "auto") -> str:
-    """The device called `name`; for `auto` a GPU, where there is one and the engine may use it, or else the CPU."""
+    """Return `name`, or for `auto` a GPU if there is one and the engine may use it, and otherwise the CPU."""
     if name != "auto":
         return name
     if engine == "auto":
@@ -19,21 +19,21 @@ def select_auto_device(name: str, engine: str = "auto") -> str:
     return "cuda" if engine == "cuda" else "cpu"
 
 
-def selects_only_gpus(device: str) -> bool:
-    """Whether a run with this setting computes on one GPU or several."""
-    return all(name.strip().partition(":")[0] == "cuda" for name in device.split(","))
+def selects_only_gpus(devices: str) -> bool:
+    """Return whether all devices of this setting are GPUs."""
+    return all(name.strip().partition(":")[0] == "cuda" for name in devices.split(","))
 
 
 def select_device(name: str) -> "torch.device":
-    """The device called `name`, found to be usable; of several the first, where the server is."""
+    """Return the first device that `name` lists, which is the server's, after checking that all are usable."""
     return select_devices(name)[0]
 
 
 def select_devices(names: str) -> "tuple[torch.device, ...]":
-    """The devices that `names` lists, separated by commas, found to be usable."""
+    """Return the devices in a comma-separated list, after checking that they are usable."""
     found = tuple(_usable_device(name.strip()) for name in names.split(","))
     if len(found) > 1 and (any(device.index is None for device in found) or len(set(found)) < len(found)):
-        raise InputError(f"several devices are different ones, such as cuda:0,cuda:1, not {names!r}.")
+        raise InputError(f"several devices must have different numbers, such as cuda:0,cuda:1, not {names!r}.")
     return found
 
 

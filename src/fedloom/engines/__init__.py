@@ -1,1 +1,1 @@
-"""Engines run clients; they do not know methods."""
+"""Engines train and evaluate clients. They know no method."""

@@ -1,4 +1,4 @@
-"""What an engine does: it trains clients and scores models, and does not know methods."""
+"""The base class of engines, which train clients and evaluate models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,65 +16,80 @@ from fedloom.training.local_training import EngineContext
 
 
 class Engine(ABC):
-    """Runs clients. Used as a context manager, so that processes and memory are given back."""
+    """Train clients and evaluate models. Use it as a context manager, so that it releases processes and memory."""
 
     name: str
     device: torch.device = torch.device("cpu")
-    saves_every_round: bool = False
-    """Whether a checkpoint must follow every round: where clients keep state elsewhere, which goes on with them."""
+    checkpoint_every_round: bool = False
+    """Whether every round needs a checkpoint, because clients elsewhere store their state round by round."""
 
-    def __init__(self, shop: EngineContext) -> None:
-        self.shop = shop
-        self.homes = shop.homes
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+        self.client_states = context.client_states
 
     @property
-    def at_once(self) -> int:
-        """How many clients train at once on the device, each of which takes some of its memory."""
+    def concurrency(self) -> int:
+        """Return how many clients train at once on the device and share its memory."""
         return 1
 
     @abstractmethod
-    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        """Train the clients of these jobs; answers come in the order of the jobs, each lent until the next."""
+    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        """Train the clients of these tasks.
 
-    def fewest_answers(self, asked: int) -> int:
-        """How many of the clients asked in a round must answer where the settings do not say."""
+        Args:
+            round: The round, from 0.
+            tasks: One task for each client.
+
+        Yields:
+            An update or a failure for each task, in the order of the tasks. Its tensors are valid until the next one.
+        """
+
+    def default_min_clients(self, num_clients: int) -> int:
+        """Return how many clients of a round must send an update if `--min-clients` is not set."""
         return 0
 
     @abstractmethod
-    def score(self, row: Tensor) -> EvaluationResult | None:
-        """How a model does on the test set; None when there is none."""
+    def evaluate(self, row: Tensor) -> EvaluationResult | None:
+        """Evaluate a model on the test set. Return None if there is none."""
 
     @abstractmethod
-    def score_clients(self, round: int, jobs: Sequence[ClientTask]) -> list[float | None]:
-        """The accuracy of each client's own model, made from the model in its job after `round` rounds.
+    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+        """Return the accuracy of each client's personalized model.
 
-        It is that on the client's own test samples or, where it has none, what to expect on its mixture of classes.
-        None for a client whose model cannot be made or has nothing to be tested on.
+        It is tested on the client's own test samples. Without any, the accuracy per class is weighted by the classes of
+        the client.
+
+        Args:
+            round: The number of finished rounds.
+            tasks: One task for each client, with the model to personalize.
+
+        Returns:
+            One accuracy per task; None if personalization failed or there are no test samples.
         """
 
     @staticmethod
     def make_bank(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Bank:
-        """A bank of rows where this engine reads them without copying."""
+        """Create a bank of rows that this engine reads without a copy."""
         return Bank.memory(count, width, dtype, device)
 
-    def accept(self, update: ClientUpdate) -> None:
-        """The server took this update: what its client wanted to keep is now kept."""
-        self.homes.keep(update.client, update.home)
+    def commit_update(self, update: ClientUpdate) -> None:
+        """Store the client state of an update that the server has accepted."""
+        self.client_states.save(update.client_id, update.client_state)
 
     def diagnostics(self) -> Mapping[str, float]:
-        """Numbers about the work so far, for the record of the round."""
+        """Return numbers for the record of the round."""
         return {}
 
-    def state(self) -> dict[str, Any]:
-        """What the engine must know to go on later, beside what clients keep."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the engine for a checkpoint, without the client states."""
         return {}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
         return
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release processes and memory."""
         return
 
     def __enter__(self) -> "Engine":
@@ -84,17 +99,17 @@ class Engine(ABC):
         self.close()
 
 
-def raise_insufficient_memory(error: BaseException | None = None) -> NoReturn:
+def raise_engine_memory_error(error: BaseException | None = None) -> NoReturn:
     raise InsufficientMemoryError("the GPU has not enough memory to train one client; use a smaller batch.") from error
 
 
 class RemoteEngineFactory(Protocol):
-    """Clients elsewhere, in place of an engine on this machine."""
+    """Create an engine whose clients are elsewhere, such as Flower sites."""
 
-    def seen(self, federation: FederatedDataset) -> FederatedDataset:
-        """What the server sees of the clients' data."""
+    def server_view(self, federated_data: FederatedDataset) -> FederatedDataset:
+        """Return what the server may see of the clients' data."""
         ...
 
-    def engine(self, shop: EngineContext) -> Engine:
-        """What asks the sites."""
+    def create_engine(self, context: EngineContext) -> Engine:
+        """Create the engine."""
         ...

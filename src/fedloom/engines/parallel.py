@@ -1,4 +1,4 @@
-"""Which client is trained next, where several are trained at once."""
+"""The order of clients and the memory for their results, in engines that train several at once."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -12,62 +12,67 @@ from fedloom.data import FederatedDataset
 from fedloom.training.context import TrainingContext
 
 
-def estimate_client_work(federation: FederatedDataset, job: ClientTask) -> int:
-    """How long a client will take, where that is known without making its samples."""
-    known = type(federation).samples is not FederatedDataset.samples
-    return federation.samples(job.client) if known else 1
+def estimate_client_work(federated_data: FederatedDataset, task: ClientTask) -> int:
+    """Return a client's number of samples, or 1 if its samples would have to be loaded to count them."""
+    known = type(federated_data).num_examples is not FederatedDataset.num_examples
+    return federated_data.num_examples(task.client_id) if known else 1
 
 
 class LargestFirstQueue:
-    """Which order to give next: the largest first, so that no long one starts last, within a window of the turns
-    to come, so that finished answers never need more than `window` slots."""
+    """Return indices of tasks, the largest first, so that no long training starts last.
 
-    def __init__(self, sizes: Sequence[int], window: int) -> None:
+    Only the next `max_ahead` undelivered tasks may start, so results never need more than `max_ahead` slots.
+    """
+
+    def __init__(self, sizes: Sequence[int], max_ahead: int) -> None:
         self._sizes = sizes
-        self._window = window
+        self._max_ahead = max_ahead
         self._heap: list[tuple[int, int]] = []
-        self._entered = 0
+        self._num_entered = 0
         self._deaths: dict[int, int] = {}
-        self.delivered = 0
+        self.num_delivered = 0
 
-    def left(self) -> int:
-        """How many have not been given out, in the window or after it."""
-        return len(self._heap) + len(self._sizes) - self._entered
+    def num_waiting(self) -> int:
+        """Return how many tasks have not started."""
+        return len(self._heap) + len(self._sizes) - self._num_entered
 
     def next(self) -> int | None:
-        while self._entered < min(len(self._sizes), self.delivered + self._window):
-            heapq.heappush(self._heap, (-self._sizes[self._entered], self._entered))
-            self._entered += 1
+        """Return the index of the next task, or None if none may start now."""
+        while self._num_entered < min(len(self._sizes), self.num_delivered + self._max_ahead):
+            heapq.heappush(self._heap, (-self._sizes[self._num_entered], self._num_entered))
+            self._num_entered += 1
         return heapq.heappop(self._heap)[1] if self._heap else None
 
-    def again(self, index: int) -> int:
-        """Its worker died: put it back, and say how often that has happened."""
+    def put_back_after_death(self, index: int) -> int:
+        """Put back a task whose worker died, and return how often that has happened to it."""
         self._deaths[index] = self._deaths.get(index, 0) + 1
         self.put_back(index)
         return self._deaths[index]
 
     def put_back(self, index: int) -> None:
-        """It was given out but not begun."""
+        """Put back a task that did not start."""
         heapq.heappush(self._heap, (-self._sizes[index], index))
 
     def drop(self, index: int) -> None:
-        """Give it up."""
+        """Remove a task."""
         self._heap = [entry for entry in self._heap if entry[1] != index]
         heapq.heapify(self._heap)
 
 
 class ResultSlots:
-    """Memory for clients' answers: for each slot a row, what its client keeps, and what it sends up. It is shared by
-    processes unless `make_bank` makes it."""
+    """Hold results of clients. Each slot has a row, the client state and the uploads.
+
+    Processes share this memory, unless `make_bank` allocates it.
+    """
 
     def __init__(
-        self, count: int, workshop: TrainingContext, make_bank: Callable[[int, int], Bank] | None = None
+        self, count: int, context: TrainingContext, make_bank: Callable[[int, int], Bank] | None = None
     ) -> None:
-        layout = workshop.layout
-        self._fields: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {"home": {}, "uploads": {}}
+        layout = context.layout
+        self._fields: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {"client_state": {}, "uploads": {}}
         self._size = layout.size
         end = aligned_row_stride(layout.size, layout.dtype)
-        for group, shapes in (("home", workshop.home), ("uploads", workshop.uploads)):
+        for group, shapes in (("client_state", context.state_shapes), ("uploads", context.upload_shapes)):
             for name, shape in shapes.items():
                 self._fields[group][name] = (end, shape)
                 end += aligned_row_stride(torch.Size(shape).numel(), layout.dtype)
@@ -80,7 +85,7 @@ class ResultSlots:
         return self.bank.rows[slot, : self._size]
 
     def group(self, slot: int, group: str) -> dict[str, Tensor]:
-        """The tensors of one group, `home` or `uploads`, in this slot."""
+        """Return the tensors of one group, `client_state` or `uploads`, in this slot."""
         return {
             name: self.bank.rows[slot, start : start + torch.Size(shape).numel()].view(shape)
             for name, (start, shape) in self._fields[group].items()

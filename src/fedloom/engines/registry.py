@@ -1,4 +1,4 @@
-"""Engines by name, imported when they are used: choose_engine, create_engine, find_launcher."""
+"""Choose and create engines by name. Each one is imported when it is used."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -13,19 +13,19 @@ from fedloom.errors import InputError
 from fedloom.training.local_training import EngineContext
 
 _LAUNCHERS = {"flower": "fedloom.flower.local_deployment:start_local_deployment"}
-"""Engines whose clients are in other processes or on other machines, and the function that starts these.
+"""Engines with clients in other processes or on other machines, and the function that starts them.
 
-Text, because these packages build on runs and so on this module.
+Given as text, because these packages depend on `runs`, which depends on this module.
 """
 
 
 def choose_engine(config: Config, device: torch.device) -> type[Engine]:
-    """Choose the engine of a run on this machine; `device` is the first of its devices."""
+    """Return the engine class of a run on this machine. `device` is the first of its devices."""
     from fedloom.engines.sequential import SequentialEngine
 
-    if config.engine == "plain":
+    if config.engine == "sequential":
         if "," in config.device:
-            raise InputError(f"the plain engine computes on one device, not on {config.device!r}.")
+            raise InputError(f"the sequential engine computes on one device, not on {config.device!r}.")
         return SequentialEngine
     if device.type == "cuda":
         from fedloom.engines.cuda.engine import CudaEngine
@@ -34,29 +34,29 @@ def choose_engine(config: Config, device: torch.device) -> type[Engine]:
     from fedloom.engines.multiprocess.engine import MultiprocessEngine, multiprocess_engine_available
 
     if not multiprocess_engine_available():
-        if config.engine == "host":
-            raise InputError("the host engine needs a system that can fork processes; use --engine plain.")
+        if config.engine == "multiprocess":
+            raise InputError("the multiprocess engine needs a system that can fork processes; use --engine sequential.")
         return SequentialEngine
     return MultiprocessEngine
 
 
-def create_engine(chosen: type[Engine], shop: EngineContext, config: Config) -> Engine:
-    """Create the chosen engine with as many workers, devices or slots as the config says."""
+def create_engine(engine_class: type[Engine], context: EngineContext, config: Config) -> Engine:
+    """Create an engine with the workers, devices or slots of the config."""
     from fedloom.engines.sequential import SequentialEngine
 
-    if chosen is SequentialEngine:
-        return SequentialEngine(shop, select_device(config.device))
+    if engine_class is SequentialEngine:
+        return SequentialEngine(context, select_device(config.device))
     from fedloom.engines.multiprocess.engine import MultiprocessEngine
 
-    if chosen is MultiprocessEngine:
-        return MultiprocessEngine(shop, config.workers)
+    if engine_class is MultiprocessEngine:
+        return MultiprocessEngine(context, config.workers)
     from fedloom.engines.cuda.engine import CudaEngine
 
-    return CudaEngine(shop, select_devices(config.device), config.slots)
+    return CudaEngine(context, select_devices(config.device), config.slots)
 
 
-def find_launcher(engine: str) -> Callable[..., Any] | None:
-    """Find what starts the clients of an engine that has them elsewhere; None: they are on this machine."""
+def find_registered_launcher(engine: str) -> Callable[..., Any] | None:
+    """Return the function that starts the clients of an engine, or None if they are on this machine."""
     if engine not in _LAUNCHERS:
         return None
     module, _, name = _LAUNCHERS[engine].partition(":")

@@ -1,7 +1,7 @@
-"""The plain engine: one client after the other, in this process, on the CPU or a GPU.
+"""The sequential engine: one client after the other, in this process, on the CPU or a GPU.
 
-Slow and obviously right: every other engine is tested against it. On the CPU it computes with one thread, like the
-workers of the host engine, so that the two agree bit for bit.
+It is the reference: the tests compare the other engines with it. On the CPU it computes with one thread, as the workers
+of the multiprocess engine do, so both give the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,63 +11,63 @@ from torch import Tensor
 
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
-from fedloom.devices.cuda_runtime import is_out_of_memory_error
-from fedloom.engines.base import Engine, raise_insufficient_memory
+from fedloom.devices.cuda_runtime import is_cuda_memory_error
+from fedloom.engines.base import Engine, raise_engine_memory_error
 from fedloom.errors import describe_error
-from fedloom.training.local_training import EngineContext, evaluate_clients_in_turn, train_client
+from fedloom.training.local_training import EngineContext, evaluate_clients_locally, train_client
 from fedloom.training.trainer import LocalTrainer
 
 
 class SequentialEngine(Engine):
-    """One bench, one client at a time."""
+    """Train one client at a time with one trainer."""
 
-    name = "plain"
+    name = "sequential"
 
-    def __init__(self, shop: EngineContext, device: torch.device | str = "cpu") -> None:
-        super().__init__(shop)
-        self.device = self.homes.device = torch.device(device)
+    def __init__(self, context: EngineContext, device: torch.device | str = "cpu") -> None:
+        super().__init__(context)
+        self.device = self.client_states.device = torch.device(device)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        self._bench = LocalTrainer(shop.workshop, self.device)
-        self._row = shop.workshop.layout.empty(self.device)
+        self._trainer = LocalTrainer(context.training_context, self.device)
+        self._row = context.training_context.layout.empty(self.device)
 
-    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        shop = self.shop.workshop
-        for job in jobs:
-            home = self.homes.copy_for(job.client, self.device)
+    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        training_context = self.context.training_context
+        for task in tasks:
+            client_state = self.client_states.copy_for(task.client_id, self.device)
             uploads = {
-                name: torch.zeros(shape, dtype=shop.layout.dtype, device=self.device)
-                for name, shape in shop.uploads.items()
+                name: torch.zeros(shape, dtype=training_context.layout.dtype, device=self.device)
+                for name, shape in training_context.upload_shapes.items()
             }
             try:
-                samples, loss, steps = train_client(
-                    self._bench,
-                    self.shop,
+                num_examples, loss, steps = train_client(
+                    self._trainer,
+                    self.context,
                     round,
-                    job.client,
+                    task.client_id,
                     self._row,
-                    job.row.to(self.device),
-                    {name: tensor.to(self.device) for name, tensor in job.extras.items()},
-                    home,
+                    task.row.to(self.device),
+                    {name: tensor.to(self.device) for name, tensor in task.extras.items()},
+                    client_state,
                     uploads,
-                    job.client not in self.homes,
+                    task.client_id not in self.client_states,
                 )
-            except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it
-                if is_out_of_memory_error(error):  # it is not the client's fault, and would be the next one's too
-                    raise_insufficient_memory(error)
-                yield ClientFailure(job, describe_error(error))
+            except (Exception, SystemExit) as error:  # the round goes on without this client
+                if is_cuda_memory_error(error):  # not the client's fault: the next one would fail too
+                    raise_engine_memory_error(error)
+                yield ClientFailure(task, describe_error(error))
                 continue
-            yield ClientUpdate(job, self._row, samples, loss, steps, uploads, home)
+            yield ClientUpdate(task, self._row, num_examples, loss, steps, uploads, client_state)
 
-    def score(self, row: Tensor) -> EvaluationResult | None:
-        test = self.shop.federation.test
+    def evaluate(self, row: Tensor) -> EvaluationResult | None:
+        test = self.context.federated_data.test
         if test is None or not len(test):
             return None
-        pieces = [self._bench.score(row, test[chunk]) for chunk in evaluation_slices(test)]
-        return sum(pieces[1:], start=pieces[0])
+        results = [self._trainer.evaluate(row, test[chunk]) for chunk in evaluation_slices(test)]
+        return sum(results[1:], start=results[0])
 
-    def score_clients(self, round: int, jobs: Sequence[ClientTask]) -> list[float | None]:
-        return evaluate_clients_in_turn(self._bench, self.shop, self.homes, round, jobs)
+    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+        return evaluate_clients_locally(self._trainer, self.context, self.client_states, round, tasks)
 
     def close(self) -> None:
         torch.set_num_threads(self._threads)

@@ -1,8 +1,8 @@
-"""fedloom on a real network: the same rounds, with Flower's SuperLink and SuperNodes between server and clients.
+"""fedloom on a real network: Flower's SuperLink and SuperNodes connect the server and the sites.
 
-    server   rounds.py -> engines/flower.py -> link.py  -> Flower's Grid -> SuperLink
-    site     SuperNode -> door.py (a new process for each message) -> site_process.py (stays) -> site.py
+    server   runs/round.py -> server/engine.py -> server/transport.py -> Flower's Grid -> SuperLink
+    site     SuperNode -> site/client_app.py (a process for each message) -> site/process.py (stays) -> site/handlers.py
 
-What travels is a `Parcel` (parcel.py): a kind, a small header and named arrays of raw bytes. Flower itself is imported
-in few files, and only when it is used, so that everything else can be tested without it.
+They exchange `SiteMessage`s (message.py): a kind, a small header and named arrays of raw bytes. Only few files import
+Flower, and only when they use it, so that everything else can be tested without it.
 """

@@ -1,10 +1,8 @@
-"""The app that Flower carries to server and sites: its settings, and what the sites' own file says.
+"""Settings and files of a Flower app, as `fedloom flower new` writes it.
 
 An app is a folder with `pyproject.toml`, `server_app.py`, `client_app.py` and `site_data.py`. The settings of the run
 are Flower's run config, `[tool.flwr.app.config]`: the fields of `Config` by name, options of methods as
-`options.METHOD.OPTION`, and what only the server needs (`ServerSettings`).
-
-`fedloom flower new`: a small app for Flower that plays a run of fedloom.
+`options.METHOD.OPTION`, and the server's own settings (`ServerAppSettings`).
 """
 
 import shutil
@@ -17,50 +15,50 @@ from pydantic import Field
 from fedloom.config import Config, config_to_command, make_config, replace_config
 from fedloom.errors import InputError
 from fedloom.flower.site_data import SiteDataSpec, make_empty_site_dataset
-from fedloom.runs.resolve import UserObjects, add_server_data, record_partition_hash, resolve_method
+from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method, resolve_server_data
 from fedloom.utils.settings import Settings, settings_to_toml, validate_settings
 from fedloom.utils.storage import write_atomically
 
 SERVERS_DEVICE = "cpu"
-"""What the server of sites computes on, unless it is told otherwise, also where there is a GPU."""
+"""Default device of the server, also on a machine with a GPU."""
 
 
 class ServerAppSettings(Settings):
-    """What the server's side of an app is told beside the run itself."""
+    """Settings of the server that are not settings of the run."""
 
     folder: str = ""
-    """the folder of the run on the server; a run that is there already goes on"""
+    """the run directory on the server; an existing run is resumed"""
     join: float = Field(600.0, gt=0)
-    """seconds to wait for all sites before the first round; it then begins with those that are there"""
+    """seconds to wait for all sites before the first round, which then starts with the connected ones"""
     bridge: str = ""
-    """the socket of a server process that does the work, as `fedloom run --engine flower` has one"""
+    """socket of the process that runs the rounds, set by `fedloom run --engine flower`"""
 
 
-def read_app_run_config(given: Mapping[str, Any], folder: Path) -> tuple[Config, ServerAppSettings]:
-    """The run and the server's settings from Flower's run config; files are named relative to the app's `folder`."""
+def read_app_run_config(run_config: Mapping[str, Any], app_folder: Path) -> tuple[Config, ServerAppSettings]:
+    """Return the config and the server's settings from Flower's run config; imports are relative to `app_folder`."""
     values: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
-    for key, value in given.items():
+    for key, value in run_config.items():
         first, _, rest = key.partition(".")
         if first == "options":
             method, _, option = rest.partition(".")
             options.setdefault(method, {})[option] = value
         else:
             values[key] = value
-    own = {name: values.pop(name) for name in list(values) if name in ServerAppSettings.model_fields}
+    server_settings = {name: values.pop(name) for name in list(values) if name in ServerAppSettings.model_fields}
     imports = [name for name in str(values.pop("imports", "")).split(",") if name]
-    values |= {"imports": [str(folder / name) for name in imports], "options": options}
-    return make_config({"device": SERVERS_DEVICE, **values}), validate_settings(ServerAppSettings, own)
+    values |= {"imports": [str(app_folder / name) for name in imports], "options": options}
+    return make_config({"device": SERVERS_DEVICE, **values}), validate_settings(ServerAppSettings, server_settings)
 
 
 def make_app_run_config(config: Config, imports: list[str]) -> dict[str, Any]:
-    """A run as Flower's run config, which `read_settings` reads; defaults are left out, except the usual questions."""
+    """Return a run as Flower's run config; of the settings with default values it has only those in `asked`."""
     asked = (
         "method",
         "data",
         "partition",
         "clients",
-        "per_round",
+        "clients_per_round",
         "model",
         "rounds",
         "seed",
@@ -84,19 +82,27 @@ def make_app_run_config(config: Config, imports: list[str]) -> dict[str, Any]:
     for method, pairs in options.items():
         for option, value in pairs.items():
             if not isinstance(value, bool | int | float | str):
-                raise InputError(f"{method}.{option} is {value!r}; Flower carries numbers, texts, true and false.")
+                raise InputError(
+                    f"{method}.{option} is {value!r}; Flower's run config takes only numbers, strings, true and false."
+                )
     return values | ({"options": {method: pairs for method, pairs in options.items() if pairs}} if options else {})
 
 
-def with_site_data_spec(config: Config, task: SiteDataSpec | None) -> Config:
-    """The run with data of the sites' own, where there are such: nothing is read or divided by name."""
-    if task is None:
+def set_app_site_data(config: Config, spec: SiteDataSpec | None) -> Config:
+    """Return the config for the sites' own data if there is a `spec`: no data set is loaded or partitioned by name."""
+    if spec is None:
         return config
-    own = {"data": task.name, "partition": "own", "partition_sha256": None, "classes": None, "normalize": "default"}
-    return make_config({**config.model_dump(), **own})
+    overrides = {
+        "data": spec.name,
+        "partition": "own",
+        "partition_sha256": None,
+        "classes": None,
+        "normalize": "default",
+    }
+    return make_config({**config.model_dump(), **overrides})
 
 
-SERVER_APP = '''"""The server: fedloom plays the rounds, and Flower reaches the sites."""
+SERVER_APP = '''"""The ServerApp: fedloom runs the rounds, and Flower connects it to the sites."""
 
 from pathlib import Path
 
@@ -113,17 +119,18 @@ def main(grid: Grid, context: Context) -> None:
     serve_app(grid, context, Path(__file__).parent)
 '''
 
-CLIENT_APP = '''"""A site: messages go to the site's own process, which has the data and trains."""
+CLIENT_APP = '''"""The ClientApp: it forwards messages to the site's own process, which has the data and trains."""
 
 from fedloom.flower.site.client_app import client_app
 
 app = client_app(__file__)
 '''
 
-SITE_DATA_TEMPLATE = '''"""The sites' own data: the one file to fill in.
+SITE_DATA_TEMPLATE = '''"""The sites' own data. This is the only file of the app to edit.
 
-As it is, TASK is None, and client N has part N of the data set that pyproject.toml names, for trying out. For data of
-the sites' own, say what they have in common in TASK, and let `load` return those of one site. Samples never leave it.
+As written, TASK is None, and client N has part N of the data set in pyproject.toml, which is for tests. For the sites'
+own data, describe in TASK what all sites have in common, and let `load` return the samples of one site. They never
+leave the site.
 
     from fedloom.flower.site_data import SiteData, SiteDataSpec
 
@@ -133,21 +140,21 @@ the sites' own, say what they have in common in TASK, and let `load` return thos
         file = np.load(node["data"])            # fedloom flower supernode ... --data /path/at/this/site.npz
         return SiteData(train=(file["x"], file["y"]), test=(file["test_x"], file["test_y"]))
 
-x: uint8 n x height x width x channels are images, other whole numbers are tokens, the rest is taken as float32.
-y: whole numbers from 0 are classes. `node` is the configuration of the site's SuperNode; `client` is its number.
+x: uint8 of shape n x height x width x channels are images, other integers are tokens, everything else becomes float32.
+y: integers from 0 are classes. `node` is the configuration of the site's SuperNode, `client` the number of the client.
 """
 
 TASK = None
 
 
 def load(node, client):
-    """The samples of one site: (x, y), or a SiteData with test samples too."""
+    """Return the samples of one site: (x, y), or a SiteData that also has test samples."""
     raise NotImplementedError("TASK is None, so nothing is loaded here")
 '''
 
 
-def write_app(folder: Path, config: Config, server: dict[str, Any] | None = None) -> None:
-    """Write an app into `folder`, which must be new or empty; `server` are settings of `ServerSettings`."""
+def write_app(folder: Path, config: Config, server_settings: dict[str, Any] | None = None) -> None:
+    """Write an app to `folder`, which must be new or empty; `server_settings` are fields of `ServerAppSettings`."""
     if config.clients is None:
         raise InputError("a run over sites must say how many clients there are; give --clients.")
     try:
@@ -158,8 +165,10 @@ def write_app(folder: Path, config: Config, server: dict[str, Any] | None = None
         raise InputError(f"cannot make the folder {folder}: {error.strerror or error}.") from error
     names = [Path(path).name for path in config.imports]
     if len(set(names)) < len(names) or {"server_app.py", "client_app.py", "site_data.py"} & set(names):
-        raise InputError(f"files to import must have names of their own in the app, not {', '.join(names)}.")
-    settings = {**(server or {}), **make_app_run_config(config, names)}
+        raise InputError(
+            f"imported files need different names, which no other file of the app has, not {', '.join(names)}."
+        )
+    settings = {**(server_settings or {}), **make_app_run_config(config, names)}
     for name, text in (
         ("pyproject.toml", _app_pyproject(config, settings)),
         ("server_app.py", SERVER_APP),
@@ -173,7 +182,7 @@ def write_app(folder: Path, config: Config, server: dict[str, Any] | None = None
 
 
 def _app_pyproject(config: Config, settings: dict[str, Any]) -> str:
-    """pyproject.toml: what Flower must know, and the run."""
+    """Return pyproject.toml, with the settings of the run."""
     name = "".join(letter if letter.isalnum() else "-" for letter in f"fedloom-{config.method}").lower()
     about = {
         "project": {
@@ -181,7 +190,7 @@ def _app_pyproject(config: Config, settings: dict[str, Any]) -> str:
             "version": "1.0.0",
             "description": f"fedloom: {config.method}",
             "license": "Apache-2.0",
-            # fedloom itself must be installed at server and sites; what is listed here Flower would try to fetch.
+            # Server and sites must have fedloom installed already: Flower would try to fetch what is listed here.
             "dependencies": ["flwr"],
         },
         "tool": {
@@ -198,28 +207,28 @@ def _app_pyproject(config: Config, settings: dict[str, Any]) -> str:
 
 
 def _exchange(config: Config) -> str:
-    """What else a site is started with where clients exchange layers."""
+    """Return the README's part on the roster, if clients exchange layers."""
     if not config.options.get("fedmr", {}).get("secure"):
         return ""
     return """ \\
         --roster roster.pub
 
-`roster.pub` is for the exchange of layers: the public keys of all sites. Take it from the other sites' operators, not
-from the server's."""
+`roster.pub` has the public keys of all sites, for the exchange of layers. Get it from the operators of the other sites,
+not from the operator of the server."""
 
 
 def _app_readme(folder: Path, config: Config) -> str:
-    """How to run the app."""
+    """Return README.md, which says how to run the app."""
     name, clients = folder.absolute().name, config.clients
     return f"""# {config.method} over Flower
 
-Made from `{config_to_command(config)}`. Server and sites need `fedloom[flower]` installed, the same version everywhere.
-`pyproject.toml` has the run's settings in `[tool.flwr.app.config]`. `site_data.py` is where sites bring their own data;
-as it is, client N has part N of the data set that the settings name.
+This app runs `{config_to_command(config)}`. Install `fedloom[flower]` on the server and at all
+sites, the same version everywhere. `pyproject.toml` has the settings of the run in `[tool.flwr.app.config]`.
+`site_data.py` loads the data of a site. As written, client N has part N of the data set in the settings.
 
-## On this machine alone
+## On one machine
 
-Flower's simulation, with this in `~/.flwr/config.toml`:
+Run Flower's simulation, with this in `~/.flwr/config.toml`:
 
     [superlink.sim]
     address = ":local:"
@@ -228,11 +237,11 @@ Flower's simulation, with this in `~/.flwr/config.toml`:
 
 ## Real sites
 
-Keys and certificates, here all made at one place, for trying out:
+Create keys and certificates, here for a test, all in one place:
 
     fedloom flower certificates certificates --nodes {clients} --host SERVER
 
-At the server, with this in its `~/.flwr/config.toml`:
+On the server, with this in its `~/.flwr/config.toml`:
 
     [superlink.deployment]
     address = "127.0.0.1:9093"
@@ -245,42 +254,45 @@ At each site:
 
     fedloom flower supernode SERVER:8000 --ca ca.crt --key site-0 --client 0 --folder ~/fedloom-site{_exchange(config)}
 
-The server chooses the settings of a run. An operator of a site who wants to know them beforehand reads what
+The server chooses the settings of a run. The operator of a site can read them first:
 
     fedloom flower agreement {name} --out agreed.json
 
-writes, and starts the site with `--agreed agreed.json`: it then serves these settings and no others. The file is made
-anew after every change of `pyproject.toml` or `site_data.py`.
+A site that is started with `--agreed agreed.json` accepts these settings and no others. Write the file again after
+every change of `pyproject.toml` or `site_data.py`.
 
-And at the server:
+Then, on the server:
 
     flwr run {name} deployment --stream
 
-A ServerApp that was killed goes on from its last checkpoint when the app is run again with the same `folder`.
+A ServerApp that was killed resumes from its last checkpoint when the app is run again with the same `folder`.
 """
 
 
 def resolve_app_config(
-    given: Mapping[str, Any], app: Path, task: SiteDataSpec | None, node: Mapping[str, Any] | None = None
+    run_config: Mapping[str, Any],
+    app_folder: Path,
+    spec: SiteDataSpec | None,
+    node_config: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The run that Flower's run config tells, with nothing left open. No data are read for it.
+    """Return the complete config that Flower's run config describes. No data are read for it.
 
-    `node` is the configuration of a site's node, where this is one: a file to begin with may lie elsewhere there.
+    `node_config` is given at a site. Its `init` replaces the path of the initial weights, which may differ there.
     """
-    config = with_site_data_spec(read_app_run_config(given, app)[0], task)
+    config = set_app_site_data(read_app_run_config(run_config, app_folder)[0], spec)
     if config.clients is None:
         raise InputError("a run over sites must say how many clients there are; give --clients.")
-    if config.init is not None and node is not None and "init" in node:
-        config = replace_config(config, init=str(node["init"]))
-    if config.partition_sha256 is None:  # else it is looked at when it is used, and may not be here
+    if config.init is not None and node_config is not None and "init" in node_config:
+        config = replace_config(config, init=str(node_config["init"]))
+    if config.partition_sha256 is None:  # else it is checked when used, and the file may not be here
         config = record_partition_hash(config)
-    return add_app_server_data(config, task)
+    return add_app_server_data(config, spec)
 
 
-def add_app_server_data(config: Config, task: SiteDataSpec | None) -> Config:
-    """The config with data for the server where the method needs some: the task's own, if it has any."""
-    return add_server_data(
+def add_app_server_data(config: Config, spec: SiteDataSpec | None) -> Config:
+    """Add server data to the config if the method needs it: those of the `spec`, if it has any."""
+    return resolve_server_data(
         config,
-        UserObjects() if task is None else UserObjects(data=make_empty_site_dataset(task)),
+        UserObjects() if spec is None else UserObjects(data=make_empty_site_dataset(spec)),
         [resolve_method(config)],
     )

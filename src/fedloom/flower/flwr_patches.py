@@ -1,15 +1,15 @@
-"""All that fedloom changes in Flower, which has no settings for it. The one place that reaches into Flower's insides.
+"""All patches of Flower, for what its settings do not offer. No other file changes Flower's internals.
 
     python -m fedloom.flower.flwr_patches supernode ARGUMENTS...    instead of  flower-supernode ARGUMENTS...
 
-- A SuperNode waits less. As Flower ships, it looks for messages every 3 s, starts a new interpreter for each, which
-  imports Flower for over a second, and looks for its answer every half second. Here waits begin short and grow while
-  nothing happens, and the process of a message is forked from one that has imported Flower already.
-- A SuperNode says why it is not let in, and asks again (`patient`).
-- A SuperLink serves the APIs that authenticate nobody on this machine alone (`superlink`).
-- The server measures what sites send before it has it in memory (`Guard`).
+- The SuperNode polls faster. Flower's own SuperNode polls for messages every 3 s, starts a new interpreter for each,
+  which imports Flower for over a second, and polls for its reply every half second. Here polling intervals start short
+  and grow while nothing happens, and a message gets a fork of a process that has imported Flower already.
+- The SuperNode says why it is rejected, and retries (`_patch_node_activation`).
+- The SuperLink serves the APIs that authenticate nobody on loopback only (`_fleet_only_except_at`).
+- The server checks the size of what sites send before it is in memory (`GridSizeLimitPatch`).
 
-Other releases of Flower than the tested one may lack what is changed here, so fedloom refuses to run with them.
+Other releases of Flower may lack what is patched here, so fedloom refuses to run with them.
 """
 
 import json
@@ -30,36 +30,36 @@ from fedloom.flower.message import MOST_BLOCKS, MOST_HEADER
 from fedloom.utils.system import die_with_parent
 
 TESTED = "1.41"
-"""The release of Flower that has what is changed here; pyproject.toml asks for the same."""
+"""The release of Flower that the patches fit; pyproject.toml requires the same."""
 
 WITH_PARENT = "FEDLOOM_ENDS_WITH_PARENT"
-"""Set in the environment of a process that must not outlive the one that started it."""
+"""Environment variable of a process that must end with the process that started it."""
 
 SHORTEST, LONGEST, GROWTH = 0.05, 3.0, 1.25
-"""Seconds of the first wait, of the longest, and how much longer each is than the one before."""
+"""Shortest and longest polling interval in seconds, and the factor by which it grows."""
 REST = 1.0
-"""A wait this long after the last one began a new stretch of waiting: something was done in between."""
+"""If so many seconds more than the interval pass between two sleeps, the second one is short again."""
 
 LOG = logging.getLogger("flwr.fedloom")
 NOT_LET_IN = 2004
-"""Flower's code for a node that may not connect."""
+"""Flower's error code for a node that may not connect."""
 MINUTE_SECONDS = 100.0
-"""How long to go on asking: a node counts as connected for a minute after it was heard last."""
+"""Seconds to keep retrying: a node counts as connected for a minute after its last heartbeat."""
 AGAIN_SECONDS = 3.0
 
 FLEET = "/v1/fleet/"
-"""The paths of the Fleet API, by which SuperNodes call. Of a SuperLink's APIs it is the one that checks who calls."""
+"""Path of the Fleet API, which SuperNodes call. It is the only API of a SuperLink that authenticates its callers."""
 
 TOO_LARGE = "refused: it has more than"
 MARK = "fedloom: "
-"""Before what the guard says, among Flower's own words."""
+"""Prefix of fedloom's reasons in Flower's error texts."""
 SPARE = 8 * MOST_HEADER
-"""Bytes of an answer beside its arrays: the header, and Flower's own records."""
+"""Bytes of a reply besides its arrays: the header, and Flower's own records."""
 MOST_OBJECTS = 4 * MOST_BLOCKS
 
 
-def require_flower() -> None:
-    """Refuse to go on without the release of Flower that fedloom was tested with."""
+def require_supported_flwr() -> None:
+    """Raise an InputError unless the tested release of Flower is installed."""
     for name in ("flwr", "flwr-nightly"):
         with suppress(metadata.PackageNotFoundError):
             found = metadata.version(name)
@@ -68,21 +68,21 @@ def require_flower() -> None:
         raise InputError("this needs Flower; install fedloom[flower].")
     if not f"{found}.".startswith(f"{TESTED}."):
         raise InputError(
-            f"Flower {found} is installed, but fedloom changes Flower's insides and is tested with {TESTED} alone; "
+            f"Flower {found} is installed, but fedloom patches internals of Flower and works with {TESTED} only; "
             "install fedloom[flower]."
         )
 
 
-class PatchedTime:
-    """Stands in for the module `time`: repeated sleeps begin short and grow, whatever length is asked for."""
+class _PatchedTime:
+    """Replacement for the module `time`: sleeps of `replaced_seconds` start short and grow instead."""
 
-    def __init__(self, replaced: Sequence[float]) -> None:
-        self._replaced = set(replaced)
+    def __init__(self, replaced_seconds: Sequence[float]) -> None:
+        self._replaced_seconds = set(replaced_seconds)
         self._next = SHORTEST
         self._last = 0.0
 
     def sleep(self, seconds: float) -> None:
-        if seconds not in self._replaced:
+        if seconds not in self._replaced_seconds:
             time.sleep(seconds)
             return
         now = time.monotonic()
@@ -92,16 +92,16 @@ class PatchedTime:
         self._last = time.monotonic()
         self._next = min(LONGEST, self._next * GROWTH)
 
-    def begin(self) -> None:
-        """Something has happened: the next wait is short again."""
+    def reset(self) -> None:
+        """Make the next sleep short again, because something happened."""
         self._next = SHORTEST
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
 
 
-class PatchedSubprocess:
-    """Stands in for the module `subprocess`: Flower's SuperExec is started by this file."""
+class _PatchedSubprocess:
+    """Replacement for the module `subprocess` that starts the patched SuperExec instead of Flower's."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -116,35 +116,35 @@ class PatchedSubprocess:
 
 
 def _run_patched_supernode() -> None:
-    """Flower's SuperNode, in a hurry."""
+    """Run Flower's SuperNode with faster polling and retries."""
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     module: Any = import_module("flwr.supernode.start_client_internal")
-    waits = PatchedTime([3, 0.5])
+    waits = _PatchedTime([3, 0.5])
     module.time = waits
-    module.subprocess = PatchedSubprocess(module.subprocess)
-    module._push_messages = _followed_by(module._push_messages, waits.begin)
+    module.subprocess = _PatchedSubprocess(module.subprocess)
+    module._push_messages = _followed_by(module._push_messages, waits.reset)
     fleet: Any = import_module("flwr.supernode.fleet_http_client")
-    fleet.FleetHttpClient.ActivateNode = patch_node_activation(fleet.FleetHttpClient.ActivateNode)
+    fleet.FleetHttpClient.ActivateNode = _patch_node_activation(fleet.FleetHttpClient.ActivateNode)
     flower_supernode()
 
 
 def _run_patched_superexec() -> None:
-    """Flower's SuperExec, in a hurry: it forks itself for each message, and ends with its SuperNode or SuperLink."""
+    """Run Flower's SuperExec. It polls faster, forks for each message, and ends with its SuperNode or SuperLink."""
     die_with_parent()
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 
     for name in ("flwr.supernode.cli.flwr_clientapp", "fedloom.flower.site.client_app", "fedloom.flower.records"):
-        import_module(name)  # so that its children have them
+        import_module(name)  # before the forks, which then need not import them
     module: Any = import_module("flwr.supercore.superexec.run_superexec")
-    waits = PatchedTime([module._get_task_poll_interval()])
+    waits = _PatchedTime([module._get_task_poll_interval()])
     module.time = waits
     launch = SubprocessExecutor.launch
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
 
     def fork(executor: SubprocessExecutor, spec: Any) -> Any:
-        waits.begin()
+        waits.reset()
         return _fork_for(spec) or launch(executor, spec)
 
     SubprocessExecutor.launch = fork
@@ -152,7 +152,7 @@ def _run_patched_superexec() -> None:
 
 
 def _fork_for(spec: Any) -> Any:
-    """Run Flower's process for one message, or for the server, as a fork of this one; None for other kinds."""
+    """Run Flower's process for one message, or for the ServerApp, as a fork; return None for other tasks."""
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor.types import LaunchResult
 
@@ -174,7 +174,7 @@ def _fork_for(spec: Any) -> Any:
 
 
 def _be(place: str, spec: Any) -> int:
-    """What Flower's command at `place` does, in this process."""
+    """Run Flower's command at `place` in this process, and return its exit code."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -201,14 +201,14 @@ def _followed_by(work: Callable[..., Any], then: Callable[[], None]) -> Callable
     return both
 
 
-def patch_node_activation(
+def _patch_node_activation(
     activate: Callable[..., Any], sleep: Callable[[float], None] = time.sleep
 ) -> Callable[..., Any]:
-    """The call by which a SuperNode connects, which asks again for a while and says why it must.
+    """Return the call that connects a SuperNode, with retries and with the reason in the log.
 
-    A SuperLink takes a node that crashed for connected until its heartbeat has been missing for a minute, and lets
-    nobody in with its key meanwhile. Flower's SuperNode ends then, with the words it also has for an unknown key; and
-    it says nothing at all while it tries to reach a server whose certificate it does not trust.
+    A SuperLink counts a crashed node as connected until its heartbeat has been missing for a minute, and rejects its
+    key meanwhile. Flower's SuperNode then ends with the same text as for an unknown key. It also says nothing while it
+    tries to reach a server whose certificate it does not trust.
     """
     said: set[str] = set()
 
@@ -227,14 +227,14 @@ def patch_node_activation(
                 return activate(client, request)
             except httpx.TransportError as error:
                 tell(f"cannot reach the SuperLink yet: {_reason(error)}")
-                raise  # Flower asks again by itself
+                raise  # Flower retries by itself
             except httpx.HTTPStatusError as error:
                 refusal = FlowerError.from_json(error.response.text)
                 if refusal is None or refusal.code != NOT_LET_IN or waited >= MINUTE_SECONDS:
                     raise
             tell(
                 "the SuperLink does not let this node in: its key is not registered there, or another node is"
-                f" connected with it (this one, before a crash?); asking again for {MINUTE_SECONDS:g} s"
+                f" connected with it (this one, before a crash?); retrying for {MINUTE_SECONDS:g} s"
             )
             sleep(AGAIN_SECONDS)
             waited += AGAIN_SECONDS
@@ -250,21 +250,21 @@ def _reason(error: Exception) -> str:
 
 
 def _run_patched_superlink() -> None:
-    """Flower's SuperLink, which listens at two addresses; what it starts ends with it.
+    """Run Flower's SuperLink at two addresses; the processes that it starts end with it.
 
     Flower serves all its APIs at one address, and two of them authenticate nobody: the Control API, which starts runs
     (code at every site), and the Runtime API, which acts as a run's ServerApp. Here Flower's own address (`--host` and
-    `--port`) has all of them, and the address in front of Flower's arguments has the Fleet API alone.
+    `--port`) serves all of them. The address in front of Flower's arguments serves only the Fleet API.
     """
     host, port = sys.argv.pop(1), int(sys.argv.pop(1))
     module: Any = import_module("flwr.superlink.cli.flower_superlink")
-    module.subprocess = PatchedSubprocess(module.subprocess)
-    module.uvicorn = TwoAddresses(host, port)
+    module.subprocess = _PatchedSubprocess(module.subprocess)
+    module.uvicorn = _TwoAddresses(host, port)
     module.flower_superlink()
 
 
-class TwoAddresses:
-    """Stands in for the module `uvicorn`: the app is served at one more address, but there its Fleet API alone."""
+class _TwoAddresses:
+    """Replacement for the module `uvicorn` that also serves the app's Fleet API at a second address."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -272,19 +272,19 @@ class TwoAddresses:
     def run(self, app: Any, host: str, port: int, **options: Any) -> None:
         from uvicorn import Config, Server
 
-        guarded = fleet_only_except_at(port, app)
+        guarded = _fleet_only_except_at(port, app)
         places = (host, port), (self._host, self._port)
         configs = [Config(guarded, host=where, port=number, **options) for where, number in places]
         server = Server(configs[0])
         sockets = [config.bind_socket() for config in configs]
-        with suppress(KeyboardInterrupt):  # raised again after the orderly end
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
             server.run(sockets)
         if not server.started:
             sys.exit(1)
 
 
-def fleet_only_except_at(port: int, app: Callable[..., Any]) -> Callable[..., Any]:
-    """The app (ASGI), of which only the Fleet API is there for what comes in at another port than this one."""
+def _fleet_only_except_at(port: int, app: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ASGI app, but only with its Fleet API for requests at another port than `port`."""
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         own = scope["type"] == "lifespan" or (scope.get("server") or (None, None))[1] == port
@@ -300,20 +300,20 @@ def fleet_only_except_at(port: int, app: Callable[..., Any]) -> Callable[..., An
 
 
 class GridSizeLimitPatch:
-    """Stands between Flower's Grid and what it fetches.
+    """Limits the size of the replies that Flower's Grid fetches.
 
-    Flower stores a message as a tree of small objects and puts it together in the server's process. A site may send as
-    many as it likes; and since equal pieces of an array are stored once, a few of them may unfold to any size. The
-    guard stops fetching as soon as an answer has more bytes than any it could expect, looks at how large its arrays
-    would become before they do, and takes what cannot be put together for no answer at all.
+    Flower stores a message as a tree of small objects and joins them in the server's process. A site may send any
+    number of them. Equal pieces of an array are stored once, so a few pieces may unfold to any size. This patch stops
+    fetching when a reply has more bytes than any expected one, computes the size of its arrays before they are joined,
+    and reports a reply that cannot be joined as an error.
     """
 
-    def __init__(self, most: Callable[[], int]) -> None:
-        self._most = most
+    def __init__(self, max_bytes: Callable[[], int]) -> None:
+        self._max_bytes = max_bytes
         self._inflated: dict[str, Any] = {}
 
     def install(self, grid: Any) -> None:
-        """Let the Grid fetch through this guard. Other kinds, such as that of the simulation, are left alone."""
+        """Let the Grid fetch through this patch. Other Grids, such as that of the simulation, stay as they are."""
         module: Any = import_module("flwr.superlink.grid.http_grid")
         if not isinstance(grid, module.HttpGrid):
             return
@@ -321,16 +321,16 @@ class GridSizeLimitPatch:
         module.pull_objects, module.inflate_object_from_contents = self.pull, self.inflate
         client = grid._runtime_client._client
         hooks = client.event_hooks
-        client.event_hooks = {**hooks, "response": [*hooks["response"], self.look]}
+        client.event_hooks = {**hooks, "response": [*hooks["response"], self.check_response]}
 
-    def look(self, response: Any) -> None:
-        """Refuse one piece that is too large, when its length is known and before it is read."""
+    def check_response(self, response: Any) -> None:
+        """Refuse an object that is too large before it is read, if its length is known."""
         length = response.headers.get("content-length", "")
         if response.request.url.path.endswith("/pull-object") and length.isdecimal():
             self._check(int(length), "")
 
     def pull(self, object_ids: list[str], pull_object_fn: Callable[[str], bytes], **options: Any) -> dict[str, bytes]:
-        """Fetch an answer's objects and put it together, if it is not too large."""
+        """Fetch the objects of a reply and join them, unless they are too large."""
         taken, lock = 0, threading.Lock()
 
         def fetch(object_id: str) -> bytes:
@@ -341,28 +341,28 @@ class GridSizeLimitPatch:
                 self._check(taken, object_id)
             return content
 
-        message_id = object_ids[-1]  # children come before what they belong to
-        if len(object_ids) > MOST_OBJECTS + self._most() // (1 << 20):
+        message_id = object_ids[-1]  # children come before their parents
+        if len(object_ids) > MOST_OBJECTS + self._max_bytes() // (1 << 20):
             raise _refused(message_id, f"refused: it has {len(object_ids)} pieces")
         contents = self._pull(object_ids, fetch, **options)
         self._check(_unfolded_size(contents), message_id)
         try:
             self._inflated[message_id] = self._inflate(message_id, contents)
-        except Exception as error:  # whatever a site made of it, the others' answers must not be lost with it
-            raise _refused(message_id, f"refused: it is no message ({type(error).__name__})") from error
+        except Exception as error:  # one site's broken reply must not cost the replies of the others
+            raise _refused(message_id, f"refused: it is not a message ({type(error).__name__})") from error
         return {}
 
     def inflate(self, object_id: str, contents: dict[str, bytes], **_: Any) -> Any:
         return self._inflated.pop(object_id)
 
     def _check(self, size: int, object_id: str) -> None:
-        most = self._most() + SPARE
-        if size > most:
-            raise _refused(object_id, f"{TOO_LARGE} {most} bytes")
+        max_bytes = self._max_bytes() + SPARE
+        if size > max_bytes:
+            raise _refused(object_id, f"{TOO_LARGE} {max_bytes} bytes")
 
 
 def _unfolded_size(contents: Mapping[str, bytes]) -> int:
-    """Bytes of all arrays once their pieces are put together; pieces may be named more than once."""
+    """Return the bytes of all arrays after joining; an array may name a piece more than once."""
     from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
 
     total = 0
@@ -373,13 +373,13 @@ def _unfolded_size(contents: Mapping[str, bytes]) -> int:
                 pieces = json.loads(content[len(content) - length :])["arraychunk_ids"]
                 total += sum(len(contents[children[piece]]) for piece in pieces)
             except (ValueError, LookupError, TypeError, RecursionError):
-                continue  # it cannot be put together either, which is found out there
+                continue  # it cannot be joined either; `pull` reports that
     return total
 
 
-def patched_error_reason(text: str) -> str | None:
-    """What the guard said, if these are the words that Flower made of it."""
-    _, mark, reason = text.partition(MARK)
+def patched_error_reason(error_text: str) -> str | None:
+    """Return the patch's reason in an error text of Flower, or None if there is none."""
+    _, mark, reason = error_text.partition(MARK)
     return reason if mark else None
 
 
@@ -392,7 +392,7 @@ def _refused(object_id: str, reason: str) -> Exception:
 
 def _main() -> None:
     try:
-        require_flower()
+        require_supported_flwr()
     except InputError as error:
         print(f"fedloom: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,8 +1,8 @@
-"""What travels between server and sites: a kind, a small header and named arrays.
+"""`SiteMessage`, the messages between server and sites: a kind, a small header and named arrays.
 
-Arrays are raw little-endian bytes with a type and a shape. Nothing is ever unpickled, and what comes from outside is
-measured before it is used. This file imports neither torch nor Flower: the short-lived process that takes a message
-from Flower and hands it on needs neither.
+Arrays are raw little-endian bytes with a type and a shape. Nothing is ever unpickled, and received messages are checked
+before use. This file imports neither torch nor Flower, because the short-lived process that forwards a message from
+Flower needs neither.
 """
 
 import json
@@ -16,28 +16,28 @@ from typing import Any
 from fedloom.errors import FedloomError
 
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
-"""The types of arrays that may travel, and the bytes of one number."""
+"""Types that an array may have, and the bytes of one number."""
 
 MOST_HEADER = 64 << 10
-"""Bytes of a header as JSON."""
+"""Most bytes of a header as JSON."""
 MOST_BLOCKS = 4096
-"""Arrays in one parcel."""
+"""Most arrays in one message."""
 MOST_BYTES = 8 << 30
-"""Bytes of one parcel, arrays and all."""
+"""Most bytes of the arrays in one message."""
 
-ADDRESS = ("run", "round", "client", "nonce")
-"""What every question says of itself and every answer repeats."""
+ADDRESS = ("run", "round", "client_id", "nonce")
+"""Header fields that every request has and every reply repeats."""
 
 _MAGIC = b"FLM1"
 _LENGTHS = struct.Struct("<4sIQ")
 
 
 class MessageRejected(FedloomError):
-    """What came from outside is not what was expected; the text says in what way."""
+    """A received message is not as expected; the text says why."""
 
 
 class MessageRejectedPermanently(MessageRejected):
-    """However often a client is asked for this, it will not do it."""
+    """The receiver will reject this request every time."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class MessageArray:
         if self.dtype not in SIZES:
             raise MessageRejected(f"an array has the type {self.dtype!r}, not one of {', '.join(SIZES)}")
         if not all(type(size) is int and 0 <= size < 1 << 48 for size in self.shape) or len(self.shape) > 16:
-            raise MessageRejected(f"an array has the shape {self.shape!r}")
+            raise MessageRejected(f"an array has the invalid shape {self.shape!r}")
         expected = math.prod(self.shape) * SIZES[self.dtype]
         if len(self.data) != expected:
-            raise MessageRejected(f"an array of {expected} bytes came with {len(self.data)}")
+            raise MessageRejected(f"an array must have {expected} bytes, but has {len(self.data)}")
 
     @staticmethod
     def raw(data: bytes | memoryview) -> "MessageArray":
-        """Bytes that are nobody's numbers, such as something encrypted."""
+        """Return an array of bytes that are not numbers, such as encrypted data."""
         return MessageArray("uint8", (len(data),), data)
 
     @property
@@ -69,32 +69,32 @@ class MessageArray:
 
 @dataclass(frozen=True)
 class SiteMessage:
-    """A question to a site, or its answer."""
+    """A request to a site, or its reply."""
 
     kind: str
     header: Mapping[str, Any] = field(default_factory=dict)
-    blocks: Mapping[str, MessageArray] = field(default_factory=dict)
+    arrays: Mapping[str, MessageArray] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(block.nbytes for block in self.blocks.values())
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
 
     def reply(
-        self, kind: str, header: Mapping[str, Any] | None = None, blocks: Mapping[str, MessageArray] | None = None
+        self, kind: str, header: Mapping[str, Any] | None = None, arrays: Mapping[str, MessageArray] | None = None
     ) -> "SiteMessage":
-        """An answer to this question: it repeats what the question says of itself."""
+        """Return a reply, which repeats the request's `ADDRESS` fields."""
         address = {key: self.header[key] for key in ADDRESS if key in self.header}
-        return SiteMessage(kind, {**(header or {}), **address}, blocks or {})
+        return SiteMessage(kind, {**(header or {}), **address}, arrays or {})
 
 
-def make_failure_message(question: SiteMessage, reason: str, *, for_good: bool = False) -> SiteMessage:
-    """The answer that there is none, and why; whether there never will be."""
-    return question.reply("failed", {"reason": reason[:300], **({"for_good": True} if for_good else {})})
+def make_failure_message(request: SiteMessage, reason: str, *, permanent: bool = False) -> SiteMessage:
+    """Return a reply that gives the reason of a failure; `permanent` if the request will always fail."""
+    return request.reply("failed", {"reason": reason[:300], **({"permanent": True} if permanent else {})})
 
 
 def encode_message_header(header: Mapping[str, Any]) -> str:
-    """A header as JSON, not too long."""
+    """Return a header as JSON; raise an error if it is too long."""
     text = json.dumps(header, separators=(",", ":"))
     if len(text) > MOST_HEADER:
         raise MessageRejected(f"a header has {len(text)} bytes, more than {MOST_HEADER}")
@@ -102,7 +102,7 @@ def encode_message_header(header: Mapping[str, Any]) -> str:
 
 
 def decode_message_header(text: str | bytes) -> dict[str, Any]:
-    """A header that came from outside."""
+    """Parse a received header."""
     if len(text) > MOST_HEADER:
         raise MessageRejected(f"a header has {len(text)} bytes, more than {MOST_HEADER}")
     try:
@@ -110,72 +110,72 @@ def decode_message_header(text: str | bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise MessageRejected("a header is not JSON") from None
     if not isinstance(header, dict):
-        raise MessageRejected("a header is no JSON object")
+        raise MessageRejected("a header is not a JSON object")
     return header
 
 
-def encode_message(parcel: SiteMessage) -> bytes:
-    """A parcel as bytes."""
-    about = [[name, block.dtype, list(block.shape)] for name, block in parcel.blocks.items()]
-    index = json.dumps([parcel.kind, encode_message_header(parcel.header), about], separators=(",", ":")).encode()
-    start = _LENGTHS.pack(_MAGIC, len(index), parcel.nbytes)
-    return b"".join([start, index, *(block.data for block in parcel.blocks.values())])
+def encode_message(message: SiteMessage) -> bytes:
+    """Return a message as bytes."""
+    about = [[name, array.dtype, list(array.shape)] for name, array in message.arrays.items()]
+    index = json.dumps([message.kind, encode_message_header(message.header), about], separators=(",", ":")).encode()
+    start = _LENGTHS.pack(_MAGIC, len(index), message.nbytes)
+    return b"".join([start, index, *(array.data for array in message.arrays.values())])
 
 
-def decode_message(content: bytes | memoryview, most: int = MOST_BYTES) -> SiteMessage:
-    """The parcel that `pack` made bytes of; its arrays are views of `content`."""
-    index_size, size = _lengths(bytes(content[: _LENGTHS.size]), most)
+def decode_message(content: bytes | memoryview, max_bytes: int = MOST_BYTES) -> SiteMessage:
+    """Parse the bytes of `encode_message`; the arrays are views of `content`."""
+    index_size, size = _lengths(bytes(content[: _LENGTHS.size]), max_bytes)
     if len(content) != _LENGTHS.size + index_size + size:
-        raise MessageRejected(f"a parcel of {_LENGTHS.size + index_size + size} bytes came with {len(content)}")
+        raise MessageRejected(f"a message must have {_LENGTHS.size + index_size + size} bytes, but has {len(content)}")
     view = memoryview(content)[_LENGTHS.size :]
     try:
         kind, header, about = json.loads(bytes(view[:index_size]))
         entries = [(str(name), str(dtype), tuple(shape)) for name, dtype, shape in about]
     except (ValueError, TypeError, RecursionError):
-        raise MessageRejected("a parcel's index is not what was expected") from None
+        raise MessageRejected("the index of a message is invalid") from None
     if not isinstance(kind, str) or not isinstance(header, str) or len(entries) > MOST_BLOCKS:
-        raise MessageRejected("a parcel's index is not what was expected")
-    blocks, start = dict[str, MessageArray](), index_size
+        raise MessageRejected("the index of a message is invalid")
+    arrays, start = dict[str, MessageArray](), index_size
     for name, dtype, shape in entries:
         if not all(type(length) is int and length >= 0 for length in shape):
-            raise MessageRejected(f"an array has the shape {shape!r}")
+            raise MessageRejected(f"an array has the invalid shape {shape!r}")
         stop = start + math.prod(shape) * SIZES.get(dtype, 1)
-        blocks[name] = MessageArray(dtype, shape, view[start:stop])
+        arrays[name] = MessageArray(dtype, shape, view[start:stop])
         start = stop
-    if start != index_size + size or len(blocks) != len(entries):
-        raise MessageRejected("a parcel's arrays do not fill it")
-    return SiteMessage(kind, decode_message_header(header), blocks)
+    if start != index_size + size or len(arrays) != len(entries):
+        raise MessageRejected("the arrays of a message do not have its declared size")
+    return SiteMessage(kind, decode_message_header(header), arrays)
 
 
-def _lengths(start: bytes, most: int) -> tuple[int, int]:
-    """The bytes of index and arrays that the first bytes of a parcel declare."""
+def _lengths(start: bytes, max_bytes: int) -> tuple[int, int]:
+    """Return the bytes of index and arrays, as the first bytes of a message declare them."""
     if len(start) != _LENGTHS.size or not start.startswith(_MAGIC):
-        raise MessageRejected("these bytes are no parcel")
+        raise MessageRejected("these bytes are not a message of fedloom")
     _, index_size, size = _LENGTHS.unpack(start)
-    if index_size > 1 << 20 or size > most:
-        raise MessageRejected(f"a parcel has {size} bytes, more than {most}")
+    if index_size > 1 << 20 or size > max_bytes:
+        raise MessageRejected(f"a message has {size} bytes, more than {max_bytes}")
     return index_size, size
 
 
-def write_message(connection: socket.socket, parcel: SiteMessage) -> None:
-    """Write a parcel to a socket."""
-    connection.sendall(encode_message(parcel))
+def write_message(connection: socket.socket, message: SiteMessage) -> None:
+    """Write a message to a socket."""
+    connection.sendall(encode_message(message))
 
 
-def read_message(connection: socket.socket, most: int = MOST_BYTES) -> SiteMessage | None:
-    """Read a parcel from a socket; None where the other side has ended."""
+def read_message(connection: socket.socket, max_bytes: int = MOST_BYTES) -> SiteMessage | None:
+    """Read a message from a socket; return None if the other side has closed it."""
     start = _read(connection, _LENGTHS.size)
     if start is None:
         return None
-    index_size, size = _lengths(bytes(start), most)
+    index_size, size = _lengths(bytes(start), max_bytes)
     rest = _read(connection, index_size + size)
     if rest is None:
-        raise MessageRejected("a parcel was cut off")
-    return decode_message(bytes(start) + rest, most)
+        raise MessageRejected("a message was cut off")
+    return decode_message(bytes(start) + rest, max_bytes)
 
 
 def _read(connection: socket.socket, size: int) -> bytearray | None:
-    """Exactly `size` bytes; None where there are none at all."""
+    """Read exactly `size` bytes; return None if there are none at all."""
     content = bytearray(size)
     view, done = memoryview(content), 0
     while done < size:
@@ -183,6 +183,6 @@ def _read(connection: socket.socket, size: int) -> bytearray | None:
         if not count:
             if not done:
                 return None
-            raise MessageRejected("a parcel was cut off")
+            raise MessageRejected("a message was cut off")
         done += count
     return content

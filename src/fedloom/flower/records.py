@@ -1,7 +1,7 @@
-"""Parcels as Flower's records and back.
+"""Convert a `SiteMessage` to Flower's records and back.
 
-Flower's own way to store an array is numpy's file format. Ours is named by `STYPE`: the bytes of an array are its
-numbers and nothing else, so that what comes is measured and never interpreted.
+Flower itself stores an array in numpy's file format. With the type `STYPE` the bytes of an array are its numbers and
+nothing else, so received arrays are measured and never interpreted.
 """
 
 from typing import Any
@@ -20,28 +20,28 @@ from fedloom.flower.message import (
 STYPE = "fedloom.raw"
 
 
-def message_to_flower_records(parcel: SiteMessage) -> RecordDict:
-    """What Flower carries."""
+def message_to_flower_records(message: SiteMessage) -> RecordDict:
+    """Return a message as Flower's records."""
     arrays = {
-        name: Array(dtype=block.dtype, shape=block.shape, stype=STYPE, data=bytes(block.data))
-        for name, block in parcel.blocks.items()
+        name: Array(dtype=array.dtype, shape=array.shape, stype=STYPE, data=bytes(array.data))
+        for name, array in message.arrays.items()
     }
-    about = ConfigRecord({"kind": parcel.kind, "header": encode_message_header(parcel.header)})
-    return RecordDict({"fedloom": about, "blocks": ArrayRecord(arrays)})
+    about = ConfigRecord({"kind": message.kind, "header": encode_message_header(message.header)})
+    return RecordDict({"fedloom": about, "arrays": ArrayRecord(arrays)})
 
 
 def message_from_flower_records(records: RecordDict) -> SiteMessage:
-    """The parcel that Flower carried; what is none is refused."""
+    """Return the message in Flower's records; reject any other content."""
     about: Any = records.get("fedloom")
-    arrays: Any = records.get("blocks")
+    arrays: Any = records.get("arrays")
     if not isinstance(about, ConfigRecord) or not isinstance(arrays, ArrayRecord) or len(records) != 2:
-        raise MessageRejected("a message is not one of fedloom's")
+        raise MessageRejected("the records are not a message of fedloom")
     kind, header = about.get("kind"), about.get("header")
     if not isinstance(kind, str) or not isinstance(header, str) or len(arrays) > MOST_BLOCKS:
-        raise MessageRejected("a message is not one of fedloom's")
-    blocks = {}
+        raise MessageRejected("the records are not a message of fedloom")
+    message_arrays = {}
     for name, array in arrays.items():
         if array.stype != STYPE:
             raise MessageRejected(f"an array is stored as {array.stype!r}, not as {STYPE!r}")
-        blocks[name] = MessageArray(array.dtype, tuple(array.shape), array.data)
-    return SiteMessage(kind, decode_message_header(header), blocks)
+        message_arrays[name] = MessageArray(array.dtype, tuple(array.shape), array.data)
+    return SiteMessage(kind, decode_message_header(header), message_arrays)

@@ -1,6 +1,6 @@
-"""The data of real sites: what the server may know, and what a site holds.
+"""The data of real sites: the description for the server, and the samples at a site.
 
-On the server a federation has sizes and no samples. On a site it has the samples of that site's clients alone.
+On the server a federated data set has sizes and no samples. At a site it has only the samples of that site's clients.
 """
 
 import hashlib
@@ -19,196 +19,221 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.utils.system import run_user_file
 
 Given = Samples | tuple[Array, Array]
-"""Samples, or arrays `(x, y)` as `Federation.from_arrays` takes them."""
+"""Samples, or arrays `(x, y)` as `FederatedDataset.from_arrays` takes them."""
 
 
 @dataclass(frozen=True)
 class SiteDataSpec:
-    """What the server must know of data that it never sees."""
+    """Description of the sites' data for the server, which never sees the data."""
 
     classes: int
-    """How many labels there are; 0 where the task is not a classification."""
+    """Number of classes; 0 if the task is not a classification."""
     shape: tuple[int, ...]
-    """The shape of one prepared input, such as (1, 28, 28)."""
+    """Shape of one prepared input, such as (1, 28, 28)."""
     name: str = "sites"
-    """What reports call the data."""
-    tokens: int = 0
-    """Where inputs are tokens: how many different ones there may be."""
-    prepare: InputTransform | None = None
-    """How images are normalised, the same at all sites; by default they are scaled to 0..1 and all else is left."""
+    """Name of the data in reports."""
+    vocabulary_size: int = 0
+    """Number of different tokens, if inputs are tokens."""
+    transform: InputTransform | None = None
+    """Normalisation of images, the same at all sites. The default scales images to 0..1 and changes nothing else."""
     test: Given | None = None
     """The server's own test set, if it has one."""
     server_data: Given | None = None
-    """What the server holds for methods that need data there."""
+    """Samples at the server, for methods that need them there."""
 
 
 @dataclass(frozen=True)
 class SiteData:
-    """What one site brings: samples to train on, and its own test samples if it has some."""
+    """The samples of one site: training samples, and its own test samples if it has any."""
 
     train: Given
     test: Given | None = None
 
 
 class SiteDataServerView(FederatedDataset):
-    """The clients as the server knows them: how many samples each has, and nothing more."""
+    """The clients as the server sees them: only the number of samples of each."""
 
-    blind = True
+    is_remote = True
 
-    def __init__(self, like: FederatedDataset, clients: int, count: Callable[[int], int]) -> None:
-        self._clients, self._count = clients, count
-        self.name, self.classes, self.shape, self.tokens = like.name, like.classes, like.shape, like.tokens
-        self.prepare, self.test, self.server_data = like.prepare, like.test, like.server_data
+    def __init__(self, federated_data: FederatedDataset, num_clients: int, num_examples: Callable[[int], int]) -> None:
+        self._num_clients, self._num_examples = num_clients, num_examples
+        self.name, self.classes, self.shape, self.vocabulary_size = (
+            federated_data.name,
+            federated_data.classes,
+            federated_data.shape,
+            federated_data.vocabulary_size,
+        )
+        self.transform, self.test, self.server_data = (
+            federated_data.transform,
+            federated_data.test,
+            federated_data.server_data,
+        )
 
     def __len__(self) -> int:
-        return self._clients
+        return self._num_clients
 
-    def samples(self, k: int) -> int:
-        return self._count(k)
+    def num_examples(self, client_id: int) -> int:
+        return self._num_examples(client_id)
 
-    def client(self, k: int) -> Samples:
-        raise FedloomError(f"the samples of client {k} are at its site, not here.")
+    def client_samples(self, client_id: int) -> Samples:
+        raise FedloomError(f"the samples of client {client_id} are at its site, not here.")
 
 
 class _SiteDataset(FederatedDataset):
-    """The clients of one site, with their samples; of the others it knows nothing."""
+    """The clients of one site with their samples, without the clients of other sites."""
 
     def __init__(
         self,
-        like: FederatedDataset,
-        clients: int,
-        held: Mapping[int, Samples],
+        federated_data: FederatedDataset,
+        num_clients: int,
+        samples_by_client: Mapping[int, Samples],
         test: Samples | None,
         test_owners: Any = None,
     ) -> None:
-        self._clients, self._held = clients, dict(held)
-        self.name, self.classes, self.shape, self.tokens = like.name, like.classes, like.shape, like.tokens
-        self.prepare, self.test, self.test_owners = like.prepare, test, test_owners
+        self._num_clients, self._samples_by_client = num_clients, dict(samples_by_client)
+        self.name, self.classes, self.shape, self.vocabulary_size = (
+            federated_data.name,
+            federated_data.classes,
+            federated_data.shape,
+            federated_data.vocabulary_size,
+        )
+        self.transform, self.test, self.test_owners = federated_data.transform, test, test_owners
 
     def __len__(self) -> int:
-        return self._clients
+        return self._num_clients
 
     @property
-    def here(self) -> Sequence[int]:
-        return sorted(self._held)
+    def available_client_ids(self) -> Sequence[int]:
+        return sorted(self._samples_by_client)
 
-    def samples(self, k: int) -> int:
-        return len(self.client(k))
+    def num_examples(self, client_id: int) -> int:
+        return len(self.client_samples(client_id))
 
-    def client(self, k: int) -> Samples:
-        if k not in self._held:
-            raise FedloomError(f"client {k} is not at this site; {', '.join(map(str, sorted(self._held)))} is.")
-        return self._held[k]
+    def client_samples(self, client_id: int) -> Samples:
+        if client_id not in self._samples_by_client:
+            raise FedloomError(
+                f"client {client_id} is not here; this site has {', '.join(map(str, sorted(self._samples_by_client)))}."
+            )
+        return self._samples_by_client[client_id]
 
 
-def restrict_site_data(whole: FederatedDataset, clients: Sequence[int]) -> _SiteDataset:
-    """A federation for trying out, where every site can read the whole data set, seen from one of its sites."""
-    for client in clients:
-        if not 0 <= client < len(whole):
-            raise InputError(f"there is no client {client}: the run has {len(whole)} clients, from 0 on.")
-    held = {client: whole.client(client) for client in clients}
-    test, owners = whole.test, whole.test_owners
+def restrict_site_data(federated_data: FederatedDataset, client_ids: Sequence[int]) -> _SiteDataset:
+    """Return one site's part of a data set that every site can read as a whole, for tests."""
+    for client_id in client_ids:
+        if not 0 <= client_id < len(federated_data):
+            raise InputError(
+                f"there is no client {client_id}: the run has {len(federated_data)} clients, numbered from 0."
+            )
+    samples_by_client = {client_id: federated_data.client_samples(client_id) for client_id in client_ids}
+    test, owners = federated_data.test, federated_data.test_owners
     if test is not None and owners is not None:
-        mine = np.flatnonzero(np.isin(owners, list(clients)))
+        mine = np.flatnonzero(np.isin(owners, list(client_ids)))
         test, owners = test.take(mine), owners[mine]
-    return _SiteDataset(whole, len(whole), held, test, owners)
+    return _SiteDataset(federated_data, len(federated_data), samples_by_client, test, owners)
 
 
-def make_empty_site_dataset(task: SiteDataSpec) -> FederatedDataset:
-    """A federation without clients that says what `task` says."""
-    test, held = (
-        _check_site_samples(task.test, "the server's test set"),
-        _check_site_samples(task.server_data, "the server's data"),
+def make_empty_site_dataset(spec: SiteDataSpec) -> FederatedDataset:
+    """Return a data set without clients that has the properties in `spec`."""
+    test, server_data = (
+        _check_site_samples(spec.test, "the server's test set"),
+        _check_site_samples(spec.server_data, "the server's data"),
     )
-    like = test if test is not None else held
+    like = test if test is not None else server_data
     made = _Described()
-    made.name, made.classes, made.shape, made.tokens = task.name, task.classes, tuple(task.shape), task.tokens
-    made.prepare = task.prepare or (like.default_prepare() if like is not None else InputTransform.identity())
-    made.test, made.server_data = test, held
+    made.name, made.classes, made.shape, made.vocabulary_size = (
+        spec.name,
+        spec.classes,
+        tuple(spec.shape),
+        spec.vocabulary_size,
+    )
+    made.transform = spec.transform or (like.default_transform() if like is not None else InputTransform.identity())
+    made.test, made.server_data = test, server_data
     return made
 
 
-def make_site_dataset(task: SiteDataSpec, clients: int, client: int, brought: SiteData) -> _SiteDataset:
-    """The federation of a site with data of its own."""
-    train = _check_site_samples(brought.train, f"client {client}")
-    test = _check_site_samples(brought.test, f"the test set of client {client}")
+def make_site_dataset(spec: SiteDataSpec, num_clients: int, client_id: int, site_data: SiteData) -> _SiteDataset:
+    """Return the data set of a site with its own data."""
+    train = _check_site_samples(site_data.train, f"client {client_id}")
+    test = _check_site_samples(site_data.test, f"the test set of client {client_id}")
     assert train is not None
-    if len(train) and train.shape != tuple(task.shape):
-        raise InputError(f"client {client} has inputs of shape {train.shape}; the task says {tuple(task.shape)}.")
-    if task.classes and len(train) and not 0 <= int(train.y.min()) <= int(train.y.max()) < task.classes:
+    if len(train) and train.shape != tuple(spec.shape):
+        raise InputError(f"client {client_id} has inputs of shape {train.shape}; the task says {tuple(spec.shape)}.")
+    if spec.classes and len(train) and not 0 <= int(train.y.min()) <= int(train.y.max()) < spec.classes:
         span = f"labels from {int(train.y.min())} to {int(train.y.max())}"
-        raise InputError(f"client {client} has {span}; the task says labels from 0 to {task.classes - 1}.")
-    like = make_empty_site_dataset(task)
-    if task.prepare is None:
-        like.prepare = train.default_prepare()
-    owners = None if test is None else np.full(len(test), client)
-    made = _SiteDataset(like, clients, {client: train}, test, owners)
-    made.server_data = like.server_data  # it is in the app, which is the same everywhere; nobody uses it here
+        raise InputError(f"client {client_id} has {span}; the task says labels from 0 to {spec.classes - 1}.")
+    like = make_empty_site_dataset(spec)
+    if spec.transform is None:
+        like.transform = train.default_transform()
+    owners = None if test is None else np.full(len(test), client_id)
+    made = _SiteDataset(like, num_clients, {client_id: train}, test, owners)
+    made.server_data = like.server_data  # part of the app at every site; sites do not use it
     return made
 
 
-def _check_site_samples(given: Given | None, who: str) -> Samples | None:
-    """Samples from what a person brings, checked."""
+def _check_site_samples(given: Given | None, owner: str) -> Samples | None:
+    """Return checked samples; `owner` names them in errors."""
     if given is None or isinstance(given, Samples):
         return given
     x, y = given
     try:
-        return FederatedDataset.from_arrays([(x, y)], name=who).client(0)
+        return FederatedDataset.from_arrays([(x, y)], name=owner).client_samples(0)
     except InputError as error:
-        raise InputError(str(error).replace("client 0", who)) from None
+        raise InputError(str(error).replace("client 0", owner)) from None
 
 
 class _Described(FederatedDataset):
     def __len__(self) -> int:
         return 0
 
-    def client(self, k: int) -> Samples:
+    def client_samples(self, client_id: int) -> Samples:
         raise FedloomError("there are no clients here.")
 
 
-def site_data_clients(node: Mapping[str, Any]) -> tuple[int, ...]:
-    """The clients that a node's configuration names: `client=3`, `clients="0,5,10"` or a simulation's partition."""
-    given = node.get("clients", node.get("client", node.get("partition-id")))
+def site_data_clients(node_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the clients in a node configuration: `client=3`, `clients="0,5,10"` or a simulation's `partition-id`."""
+    given = node_config.get("clients", node_config.get("client", node_config.get("partition-id")))
     if given is None:
         return ()
     words = str(given).replace(" ", ",").split(",")
     if not all(re.fullmatch(r"\d+", word) for word in words):
-        raise InputError(f"the client of a node is a number from 0 on, or some joined by commas, not {given!r}.")
+        raise InputError(
+            f"the client of a node must be a number from 0, or several separated by commas, not {given!r}."
+        )
     return tuple(sorted({int(word) for word in words}))
 
 
 SITE_DATA = "site_data.py"
 
 
-def import_site_data_file(folder: Path) -> ModuleType | None:
-    """The sites' own file, run; None where the app has none."""
-    path = folder / SITE_DATA
+def import_site_data_file(app_folder: Path) -> ModuleType | None:
+    """Run the app's `site_data.py` and return the module, or None if there is no such file."""
+    path = app_folder / SITE_DATA
     if not path.is_file():
         return None
     return run_user_file(path, f"fedloom_site_data_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}")
 
 
-def read_site_data_spec(module: ModuleType | None) -> SiteDataSpec | None:
-    """What the sites' file says of data that the server never sees; None: the data set that the settings name."""
-    task = getattr(module, "TASK", None)
-    if task is not None and not isinstance(task, SiteDataSpec):
-        raise InputError(f"TASK in {SITE_DATA} must be a fedloom.flower.site_data.SiteDataSpec or None, not {task!r}.")
-    return task
+def read_site_data_spec(site_module: ModuleType | None) -> SiteDataSpec | None:
+    """Return TASK of the sites' file; None stands for the data set in the settings."""
+    spec = getattr(site_module, "TASK", None)
+    if spec is not None and not isinstance(spec, SiteDataSpec):
+        raise InputError(f"TASK in {SITE_DATA} must be a fedloom.flower.site_data.SiteDataSpec or None, not {spec!r}.")
+    return spec
 
 
-def load_client_site_data(module: ModuleType | None, node: Mapping[str, Any], client: int) -> SiteData:
-    """What a site's file loads."""
-    load = getattr(module, "load", None)
+def load_client_site_data(site_module: ModuleType | None, node_config: Mapping[str, Any], client_id: int) -> SiteData:
+    """Return what `load` in the sites' file returns for this client."""
+    load = getattr(site_module, "load", None)
     if not callable(load):
         raise InputError(f"{SITE_DATA} must have a function `load(node, client)`.")
     try:
-        brought = load(dict(node), client)
+        site_data = load(dict(node_config), client_id)
     except FedloomError:
         raise
     except (Exception, SystemExit) as error:
         raise InputError(f"load in {SITE_DATA} failed: {type(error).__name__}: {error}.") from error
-    if isinstance(brought, tuple) and len(brought) == 2:
-        brought = SiteData(brought)
-    if not isinstance(brought, SiteData):
-        raise InputError(f"load in {SITE_DATA} must return (x, y) or a SiteData, not {type(brought).__name__}.")
-    return brought
+    if isinstance(site_data, tuple) and len(site_data) == 2:
+        site_data = SiteData(site_data)
+    if not isinstance(site_data, SiteData):
+        raise InputError(f"load in {SITE_DATA} must return (x, y) or a SiteData, not {type(site_data).__name__}.")
+    return site_data

@@ -1,4 +1,4 @@
-"""Methods, one file a paper."""
+"""Federated methods: base classes, composition by name, and one file per paper."""
 
 from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose

@@ -1,13 +1,13 @@
-"""ABAVG: clients count in the mean by how well their models do on the server's validation set.
+"""ABAVG: weight each client's model by its accuracy on labeled samples of the server.
 
 Xiao et al., "A novel server-side aggregation strategy for federated learning in non-i.i.d. situations", ISPDC 2021.
-The server holds labelled samples; a_k is the accuracy of client k's model on all of them, and
+With a_k the accuracy of client k's model on all samples of the server,
 
     w <- sum_k (a_k / sum_j a_j) w_k.
 
-We do not know whether the paper also multiplies a_k by the client's samples; others' code does not, and `samples` does.
-A model that gets nothing right has no weight; if that is true of all, they count alike. Public code (DynaFed's) keeps
-the accuracy of the last batch only; here it is that of the whole set.
+It is unknown whether the paper also multiplies a_k by the client's number of samples. Public code does not; the option
+`samples` does. A model with accuracy 0 has weight 0. If all have accuracy 0, they count as if it were equal. Public
+code (DynaFed's) uses the accuracy on the last batch only; fedloom uses all samples.
 """
 
 from collections.abc import Iterator
@@ -24,29 +24,29 @@ from fedloom.methods.servers import SingleModelServer
 
 class ABAVGOptions(Options):
     samples: bool = False
-    """weight by accuracy times the client's samples, and not by accuracy alone"""
+    """weight by accuracy times the client's number of samples, and not by accuracy alone"""
 
 
 class ABAVGServer(SingleModelServer[ABAVGOptions]):
-    """One model, averaged by accuracy."""
+    """One model, the mean of the client models weighted by accuracy."""
 
     def __init__(self, context: MethodContext, options: ABAVGOptions) -> None:
         super().__init__(context, options)
         self._proxy = DistillationData(context, "abavg")
         self._accuracies: list[float] = []
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._accuracies = []
         by_accuracy, alike = WeightedMean(self.context.layout), WeightedMean(self.context.layout)
         y = self._proxy.samples.y
         for update in updates:
-            count = update.samples if self.options.samples else 1
+            count = update.num_examples if self.options.samples else 1
             right = int(torch.count_nonzero(self._proxy.outputs(update.row).argmax(1) == y))
             by_accuracy.add(update.row, right * count)
             alike.add(update.row, count)
             self._accuracies.append(right / len(y))
-        if not by_accuracy.into(self.bank.rows[0]):
-            alike.into(self.bank.rows[0])
+        if not by_accuracy.write_to(self.bank.rows[0]):
+            alike.write_to(self.bank.rows[0])
 
     def diagnostics(self) -> dict[str, float]:
         if not self._accuracies:
@@ -62,7 +62,7 @@ register(
         options=ABAVGOptions,
         server=ABAVGServer,
         models_sent="2K",
-        needs_each="tests each client's model on samples of its own",
+        uses_single_updates="tests each client's model on samples of its own",
         extra_compute="server tests",
         server_data="labels",
     )

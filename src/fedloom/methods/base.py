@@ -1,14 +1,12 @@
-"""The parts a method is made of.
+"""Base classes of a method's parts: Server, Client, Extras and Refiner.
 
-- `Server`: what the server keeps, whom it asks, what it sends to each client, how it takes the answers in, which
-  model it would deploy.
-- `Local`: how one client turns the model it received into the one it returns.
-- `Companion`: what travels beside the models (control variates, a generator), and what the server does with it.
-- `Refiner`: what the server does to fresh models before they are used.
+- `Server`: which clients train, which model each one gets, how updates are aggregated, which model is the global one.
+- `Client`: how a client trains the model that it received.
+- `Extras`: which tensors travel beside the models (control variates, a generator), and how the server updates them.
+- `Refiner`: how the server improves the new models before the next round.
 
-A method is a paper, and brings the parts that are new in it (see catalogue.py); parts that nobody brings are
-FedAvg's. What a part must remember between rounds it names in `kept`: that is saved and restored without knowing
-the method.
+A method provides the parts that are new in its paper (see registry.py); FedAvg provides the others. A part lists in
+`state_attributes` what it must remember between rounds. Checkpoints save and restore these attributes.
 """
 
 from abc import ABC, abstractmethod
@@ -34,83 +32,99 @@ from fedloom.utils.settings import Settings
 
 
 class Options(Settings):
-    """The options of a method, each with a docstring below it and the paper's value as default."""
+    """Base class of a method's options, a pydantic model.
+
+    Each option has a type, the paper's value as default, and a docstring below it, which is its help text.
+
+    Example:
+        class FedProxOptions(Options):
+            mu: float = Field(0.01, ge=0, description="strength of the proximal term; 0 is FedAvg")
+    """
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741 - the usual name for it
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, steps so far, steps in all) by work on the server that takes long."""
+"""Called with (what, steps done, steps in total) by server work that takes long."""
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
-    """Progress that nobody follows."""
+    """Ignore progress reports."""
 
 
 @dataclass(frozen=True)
 class MethodContext:
-    """What the parts of a method may know about the run."""
+    """What a method's parts may know about the run."""
 
     layout: Layout
+    """Where each tensor of the network lies in a row."""
     initial: Tensor
-    """The model all start from. Copy it."""
-    clients: int
-    per_round: int
+    """The row of the initial model. Copy it, do not change it."""
+    num_clients: int
+    clients_per_round: int
     rounds: int
-    streams: RngStreams
-    training: TrainingConfig
-    samples: Callable[[int], int]
-    """How many samples a client has."""
+    rng_streams: RngStreams
+    """Random generators, each derived from (seed, purpose, round, client)."""
+    config: TrainingConfig
+    """The settings of local training."""
+    num_examples: Callable[[int], int]
+    """Returns the number of training samples of a client."""
     criterion: Criterion
-    make_module: Callable[[], nn.Module]
-    """A new copy of the network, for parts that compute with models on the server."""
+    make_model: Callable[[], nn.Module]
+    """Returns a new copy of the network, for parts that compute with models on the server."""
     classes: int
+    """Number of classes; 0 if the data has none."""
     shape: tuple[int, ...]
-    """Of one input of the network."""
+    """Shape of one network input."""
     cache_dir: Path | None
-    """Where a server may keep more rows than memory holds; None: in memory."""
+    """Folder for rows that do not fit in memory; None: keep all rows in memory."""
     keep_checkpoints: int
-    """How many checkpoints may be gone back to."""
+    """How many checkpoints are kept."""
     device: torch.device
     make_bank: Callable[[int, int], Bank]
-    """(count, width) -> rows where the engine can read them without copying."""
+    """(count, width) -> rows that the engine reads without a copy."""
     server_data: Samples | None = None
-    """What the server holds for methods that declare that they need it, as it is stored, on `device`; else None."""
+    """The server's samples, as stored, on `device`; None unless the method declares `server_data`."""
     server_labels: bool = False
-    """Whether its labels are those of the run: as many classes, or targets of the same kind."""
-    prepare: Callable[[Tensor], Tensor] = field(default_factory=InputTransform.identity)
-    """Makes network input of stored samples, such as `server_data.x`."""
+    """Whether the labels of `server_data` fit the run: as many classes, or targets of the same kind."""
+    transform: Callable[[Tensor], Tensor] = field(default_factory=InputTransform.identity)
+    """Turns stored samples, such as `server_data.x`, into network inputs."""
     progress: Progress = ignore_progress
-    """For work of a part that takes much longer than a round usually does; costs nothing to call often."""
-    drafts: PartialResults = field(default_factory=PartialResults)
-    """Where such work keeps how far it has come."""
+    """Reports progress of work that takes much longer than a round. Cheap to call often."""
+    partial_results: PartialResults = field(default_factory=PartialResults)
+    """Stores partial results of such work, so that a stopped run can continue it."""
 
     def bank(self, count: int) -> Bank:
-        """A bank of `count` models."""
+        """Allocate `count` rows that the engine reads without a copy."""
         return self.make_bank(count, self.layout.size)
 
     def takes_tokens(self) -> bool:
-        """Whether the inputs of the network are numbers of tokens, and no quantities: it has an embedding."""
-        return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in self.make_module().modules())
+        """Return whether network inputs are token ids: the network has an embedding."""
+        return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in self.make_model().modules())
 
 
 class MethodPart(Generic[O]):
-    """A part of a method: made from the run's context and the method's options."""
+    """Base class of all parts of a method.
 
-    kept: ClassVar[tuple[str, ...]] = ()
-    """The attributes that make up its state: tensors, banks, numbers, strings, and lists and dicts of them."""
+    Args:
+        context: What the part may know about the run.
+        options: The options of its method.
+    """
+
+    state_attributes: ClassVar[tuple[str, ...]] = ()
+    """Attributes to save: tensors, banks, arrays, numbers, strings, and lists and dicts of them."""
 
     def __init__(self, context: MethodContext, options: O) -> None:
         self.context = context
         self.options = options
 
-    def state(self) -> dict[str, Any]:
-        """What must be saved to go on later as if nothing had happened."""
-        return {name: _stored(getattr(self, name)) for name in self.kept}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint saves."""
+        return {name: _stored(getattr(self, name)) for name in self.state_attributes}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state. Tensors are filled in place: others may hold them."""
-        for name in self.kept:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state. Tensors are filled in place, because others may refer to them."""
+        for name in self.state_attributes:
             now, saved = getattr(self, name), state[name]
             if isinstance(now, Bank):
                 now = now.rows
@@ -120,17 +134,17 @@ class MethodPart(Generic[O]):
                 setattr(self, name, saved)
 
     def notes(self) -> list[str]:
-        """What a person should be told before the run: sentences about settings that work and may not be meant."""
+        """Return sentences to show before the run, about settings that are valid but probably a mistake."""
         return []
 
     def diagnostics(self) -> dict[str, float]:
-        """Numbers of the last round worth recording, by name."""
+        """Return numbers of the last round to record, by name."""
         return {}
 
-    def exhibits(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What it has made and a person may want to look at, as named tensors by the name of a file.
+    def artifacts(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return tensors for users to look at, by file name and tensor name.
 
-        Each is written into the run's folder when it first appears, and is not to change after that.
+        Each file is written to the run directory when it first appears, and must not change after that.
         """
         return {}
 
@@ -140,111 +154,156 @@ def _stored(value: Any) -> Any:
 
 
 class Server(MethodPart[O], ABC):
-    """The server's side of the rounds. Rounds count from 0."""
+    """The server's side of a method.
 
-    def select(self, round: int) -> list[int]:
-        """Whom to ask: `per_round` different clients, uniformly, in random order."""
+    A subclass implements `dispatch`, `aggregate`, `global_model` and `models`. Rounds count from 0.
+    """
+
+    def sample_clients(self, round: int) -> list[int]:
+        """Sample the clients of this round.
+
+        Args:
+            round: The round, from 0.
+
+        Returns:
+            Client ids: here `clients_per_round` different clients, uniformly, in random order.
+        """
         context = self.context
-        draw = context.streams.numpy("select", round)
-        return [int(c) for c in draw.choice(context.clients, context.per_round, replace=False)]
+        draw = context.rng_streams.numpy("select", round)
+        return [int(c) for c in draw.choice(context.num_clients, context.clients_per_round, replace=False)]
 
     @abstractmethod
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
-        """A model for each of these clients. Rows of the server's own bank are not copied on the way."""
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        """Choose the model that each client trains.
 
-    @abstractmethod
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        """Take in the answers, which come in the order of the jobs, fewer than were asked for or none at all.
+        Args:
+            round: The round, from 0.
+            client_ids: The sampled clients.
 
-        With no answer the models stay as they are. A server that keeps several models keeps that of a lost client.
+        Returns:
+            One task per client. Rows of `context.bank(n)` are sent without a copy.
         """
 
     @abstractmethod
-    def deploy(self) -> Tensor:
-        """The model the server would hand out now, as a row. It never feeds back into training."""
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        """Aggregate the updates into the server's models.
 
-    def own_model(self, client: int) -> Tensor | None:
-        """The model that a personalised method keeps for this client alone; None where it has the deployed one."""
+        Without any update the models stay as they are. A server with several models keeps that of a failed client.
+
+        Args:
+            round: The round, from 0.
+            updates: Updates in the order of the tasks, perhaps fewer or none. Each one is valid until the next one.
+        """
+
+    @abstractmethod
+    def global_model(self) -> Tensor:
+        """Return the row of the global model: the model that is evaluated and saved."""
+
+    def personal_model(self, client_id: int) -> Tensor | None:
+        """Return the model that the server keeps for this client alone; None: it uses the global model."""
         return None
 
     @abstractmethod
     def models(self) -> Tensor:
-        """The models the next round starts from, as a matrix of rows; a refiner may change them in place."""
+        """Return the models that the next round starts from, one per row. A refiner changes them in place."""
 
 
 class Client(MethodPart[O]):
-    """A client's side of the rounds: here ordinary training; methods replace what is new in them.
+    """The client's side of a method: here ordinary local training.
 
-    One object serves one client after the other, and where clients train at once there are several of it. So it keeps
-    nothing itself: what belongs to a client lies on the bench.
+    A subclass overrides the smallest of `adjust_gradient`, `training_step` and `train` that is enough. One object
+    serves all clients, and several workers have copies of it. So do not store anything on it: the trainer holds all
+    that belongs to a client.
+
+    Example:
+        class FedProxClient(Client[FedProxOptions]):
+            def adjust_gradient(self, trainer: LocalTrainer) -> None:
+                w = trainer.received[: trainer.layout.trainable]
+                trainer.gradient.add_(trainer.weights - w, alpha=self.options.mu)
     """
 
-    def home(self, layout: Layout) -> Shapes:
-        """Tensors that each client keeps between rounds, zeros at first."""
+    def state_shapes(self, layout: Layout) -> Shapes:
+        """Return names and shapes of tensors that each client keeps between rounds, zeros at first."""
         return {}
 
-    def uploads(self, layout: Layout) -> Shapes:
-        """Tensors that a client sends back beside its model."""
+    def upload_shapes(self, layout: Layout) -> Shapes:
+        """Return names and shapes of tensors that a client returns beside its model."""
         return {}
 
-    def fewest_samples(self) -> int:
-        """How many samples a client must have so that what it uploads shows none of them.
+    def min_examples(self) -> int:
+        """Return how many samples a client needs so that its uploads reveal none of them.
 
-        Sites whose samples nobody is to see do not train with fewer; in a simulation nobody minds.
+        Real sites with fewer samples do not train; simulations ignore it.
         """
         return 1
 
-    def stays_home(self, layout: Layout) -> list[slice]:
-        """Columns of the model that never travel: each client trains its own, starting from the initial model's."""
+    def personal_columns(self, layout: Layout) -> list[slice]:
+        """Return the columns of a row that never travel. They start as in the initial model."""
         return []
 
-    def holds_out(self) -> float:
-        """The share of each client's samples that it needs for validation, where the run's `validation` is 0."""
+    def validation_fraction(self) -> float:
+        """Return the share of samples to hold out if the setting `validation` is 0."""
         return 0.0
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        """Train the model on the bench: yield passes, and do what is to be done before, between and after them."""
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        """Train `trainer.row`. Code before, between and after the `yield`s runs too.
 
-    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        """Turn the deployed model on the bench into the one this client would use, as `train` does; it is then scored.
+        Args:
+            trainer: The client's model, samples and state.
 
-        What stays home is the client's own already. Nothing came beside the model, and what is done here is forgotten.
+        Yields:
+            Steps that the engine runs.
+        """
+        yield LocalSteps(self.training_step)
+
+    def personalize(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        """Turn the global model in `trainer.row` into this client's own model. Written like `train`.
+
+        Personal columns already hold the client's own values. There are no extras. The result is used for evaluation
+        only.
         """
         yield from ()
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        """One step on one batch; returns the loss."""
-        loss = bench.loss(batch)
-        bench.backward(loss)
-        self.correct(bench)
-        bench.descend()
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        """Train on one batch.
+
+        Args:
+            trainer: The client's model, samples and state.
+            batch: Network inputs and targets.
+
+        Returns:
+            The loss.
+        """
+        loss = trainer.loss(batch)
+        trainer.backward(loss)
+        self.adjust_gradient(trainer)
+        trainer.optimizer_step()
         return loss
 
-    def correct(self, bench: LocalTrainer) -> None:
-        """Change `bench.gradient` before it is used: where many methods differ from FedAvg by one line."""
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        """Change `trainer.gradient` in place before the optimizer step."""
 
 
 class Extras(MethodPart[O], ABC):
-    """What travels beside the models, on the server's side."""
+    """Tensors that travel beside the models, on the server's side."""
 
     @abstractmethod
-    def send(self, round: int, client: int) -> Mapping[str, Tensor]:
-        """What this client receives beside its model."""
+    def send_to_client(self, round: int, client_id: int) -> Mapping[str, Tensor]:
+        """Return the tensors, by name, that this client receives beside its model."""
 
     @abstractmethod
-    def take(self, round: int, update: ClientUpdate) -> None:
-        """Take in what came with one accepted update, in the order of the jobs."""
+    def receive_update(self, round: int, update: ClientUpdate) -> None:
+        """Take the extras of one accepted update. Updates come in the order of the tasks."""
 
-    def finish(self, round: int) -> None:
-        """The round is over: change what will be sent next."""
+    def end_round(self, round: int) -> None:
+        """Update what the next round sends, after all updates."""
 
 
 class Refiner(MethodPart[O], ABC):
-    """What the server does to fresh models before they are used."""
+    """Server work that improves the new models before the next round."""
 
-    def take(self, round: int, update: ClientUpdate) -> None:
-        """See one accepted update, in the order of the jobs: the clients' models are gone by the time of `refine`."""
+    def receive_update(self, round: int, update: ClientUpdate) -> None:
+        """See one accepted update, in the order of the tasks. Copy what `refine` needs of it."""
 
     @abstractmethod
     def refine(self, round: int, server: Server[Any]) -> None:

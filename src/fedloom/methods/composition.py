@@ -1,4 +1,4 @@
-"""`fedcross+fedprox`: ComposedMethod, compose, conflicts."""
+"""Compose methods by name, such as `fedcross+fedprox`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,44 +15,44 @@ from fedloom.utils.settings import explain_settings_error
 
 @dataclass(frozen=True)
 class ComposedMethod:
-    """Several methods as one: which method brings each part, and the options of all of them."""
+    """One or more methods combined into one, with their options."""
 
     name: str
     methods: tuple[Method, ...]
     options: Mapping[str, Options]
 
     def owner(self, part: str) -> Method | None:
-        """The method that brings `part`; FedAvg for the parts every run has."""
+        """Return the method that provides `part`: else FedAvg for server and client, None for others."""
         for method in self.methods:
             if part in method.parts:
                 return method
-        return methods()["fedavg"] if part in ("server", "local") else None
+        return methods()["fedavg"] if part in ("server", "client") else None
 
     @property
     def use_server_data(self) -> tuple[str, ...]:
-        """The methods that need data on the server."""
+        """Names of the methods that need data on the server."""
         return tuple(method.name for method in self.methods if method.server_data)
 
     def part_class(self, part: str) -> type[Any]:
-        """The class of a part that every run has, `server` or `local`."""
+        """Return the class of `part`, which is `server` or `client`."""
         kind: type[Any] = getattr(self.owner(part), part)
         return kind
 
     def build(self, context: MethodContext) -> "MethodParts":
-        """The parts, ready to run."""
+        """Create the parts for one run."""
         return MethodParts(**{part: self._make(part, context) for part in PARTS})
 
-    def build_local(self, context: MethodContext) -> Client[Any]:
-        """The clients' part alone, for a site that has no server."""
-        local: Client[Any] = self._make("local", context)
-        return local
+    def build_client(self, context: MethodContext) -> Client[Any]:
+        """Create the client part alone, for a site without a server."""
+        client: Client[Any] = self._make("client", context)
+        return client
 
     def _make(self, part: str, context: MethodContext) -> Any:
         owner = self.owner(part)
         return getattr(owner, part)(context, self.options[owner.name]) if owner else None
 
-    def stated(self) -> dict[str, dict[str, Any]]:
-        """Every option in force, by method. FedAvg's are its server's."""
+    def resolved_options(self) -> dict[str, dict[str, Any]]:
+        """Return all options in effect, by method. FedAvg's count only with FedAvg's server."""
         server = self.owner("server")
         return {
             name: options.model_dump(mode="json")
@@ -63,35 +63,50 @@ class ComposedMethod:
 
 @dataclass(frozen=True)
 class MethodParts:
-    """The parts of a composed method."""
+    """The parts of a composed method, created for one run."""
 
     server: Server[Any]
-    local: Client[Any]
-    companion: Extras[Any] | None = None
+    client: Client[Any]
+    extras: Extras[Any] | None = None
     refiner: Refiner[Any] | None = None
 
-    def personalised(self, layout: Layout) -> bool:
-        """Whether a client uses another model than the deployed one."""
-        return is_personalized(type(self.server), self.local, layout)
+    def is_personalized(self, layout: Layout) -> bool:
+        """Return whether clients use models of their own instead of the global one."""
+        return composition_is_personalized(type(self.server), self.client, layout)
 
     def items(self) -> list[tuple[str, MethodPart[Any]]]:
-        """Name and part, of those there are."""
+        """Return name and part, for the parts that exist."""
         pairs = [(name, getattr(self, name)) for name in PARTS]
         return [(name, part) for name, part in pairs if part is not None]
 
 
-def is_personalized(server: type[Server[Any]], local: Client[Any], layout: Layout) -> bool:
-    """Whether a client of these parts uses another model than the deployed one."""
-    own = type(local).personal is not Client.personal or server.own_model is not Server.own_model
-    return own or bool(local.stays_home(layout))
+def composition_is_personalized(server: type[Server[Any]], client: Client[Any], layout: Layout) -> bool:
+    """Return whether clients with these parts use models of their own instead of the global one."""
+    own = type(client).personalize is not Client.personalize or server.personal_model is not Server.personal_model
+    return own or bool(client.personal_columns(layout))
 
 
 class IncompatibleMethods(InputError):
-    """Methods that exist, and cannot be one."""
+    """Raised for methods that exist but cannot be combined."""
 
 
-def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> ComposedMethod:
-    """The method `name`, such as `fedcross+fedprox`, with the options `given` by method and key."""
+def compose(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> ComposedMethod:
+    """Combine methods by name.
+
+    Args:
+        name: A method, or several joined by `+`.
+        options: Option values by method and option; all others keep their defaults.
+
+    Returns:
+        The composed method; its `build` creates the parts.
+
+    Raises:
+        InputError: A method or an option is unknown, or a value is invalid.
+        IncompatibleMethods: Two methods provide the same part, or one is named twice.
+
+    Example:
+        compose("fedcross+fedprox", {"fedprox": {"mu": 0.1}})
+    """
     known = methods()
     chosen: list[Method] = []
     for part in name.split("+"):
@@ -101,7 +116,7 @@ def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> 
             raise IncompatibleMethods(f"{name!r} names {part!r} twice; once is enough.")
         chosen.append(known[part])
     if len(chosen) > 1:
-        chosen = [method for method in chosen if method.name != "fedavg"]  # its parts are what is left anyway
+        chosen = [method for method in chosen if method.name != "fedavg"]  # FedAvg provides missing parts anyway
     _refuse_clashes(name, chosen)
 
     used = {method.name: method for method in (*chosen, known["fedavg"])}
@@ -110,7 +125,7 @@ def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> 
         for key, value in method.defaults.items():
             target, _, option = key.partition(".")
             values.setdefault(target, {})[option] = value
-    for target, pairs in (given or {}).items():
+    for target, pairs in (options or {}).items():
         if target not in used:
             if target not in known:
                 raise unknown_name_error("method", target, used)
@@ -118,7 +133,7 @@ def compose(name: str, given: Mapping[str, Mapping[str, Any]] | None = None) -> 
         values[target].update(pairs)
     bringing = next((method.name for method in chosen if method.server is not None), "fedavg")
     if bringing != "fedavg":
-        if "fedavg" in (given or {}):
+        if "fedavg" in (options or {}):
             raise InputError(f"options of fedavg are those of its server, but in {name!r} the server is {bringing}'s.")
         values["fedavg"] = {}
     return ComposedMethod(name, tuple(chosen), {key: _options(used[key], values[key]) for key in used})
@@ -130,7 +145,7 @@ def _refuse_clashes(name: str, chosen: list[Method]) -> None:
         if len(bringing) > 1:
             first, second = bringing[:2]
             raise IncompatibleMethods(
-                f"{name!r} cannot be run: {first} and {second} both bring a {part}, and a run has one {part}."
+                f"{name!r} cannot be run: {first} and {second} both provide the part {part!r}, and a run has only one."
             )
 
 

@@ -1,16 +1,16 @@
-"""DiWA: a soup of deliberately diverse models, each at its best, of which those that help are averaged.
+"""DiWA: each client averages diverse models, each from its best epoch, if they help on validation samples.
 
 Ramé et al., "Diverse Weight Averaging for Out-of-Distribution Generalization", NeurIPS 2022. The error of a mean of
-weights falls with the diversity of the models, as long as they lie in one valley; so train from one start with
-hyper-parameters drawn from mild ranges, and take of each run the epoch with the best validation accuracy.
+weights falls with the diversity of the models, as long as they lie in one valley of the loss. So a client trains
+several models from one start with hyper-parameters drawn from mild ranges, and keeps the best epoch of each.
 
-- uniform: the mean of all runs;
-- restricted: sort by validation accuracy, begin with the best, add each of the others if the mean is not worse.
+- uniform: average all models.
+- restricted (`greedy`): sort by validation accuracy, start with the best, add each other one if the mean gets no worse.
 
-All of this is a soup (soups.py) with other values. The paper on Local Superior Soups calls DiWA the version of model
-soups that selects greedily, hence the default here. The learning rates {1e-5, 3e-5, 5e-5} are factors on the run's own.
-Batch sizes stay as they are. The authors may train the classifier alone before all runs; here the runs start at the
-model a client received, classifier and all.
+It is a model soup (soups.py) with other defaults. The paper on Local Superior Soups uses the name DiWA for the greedy
+version, hence the default. The paper's learning rates {1e-5, 3e-5, 5e-5} become factors on the configured one. Batch
+sizes stay. The authors may train the classifier alone first; here all models start from the received one, with its
+classifier.
 """
 
 from typing import Literal
@@ -25,9 +25,9 @@ class DiwaOptions(SoupsOptions):
     selection: Literal["uniform", "greedy"] = "greedy"
     """which models are averaged: all, or (restricted) those that do not lower the validation accuracy of the mean"""
     keep: Literal["last", "best"] = "best"
-    """what a model's training gives: its last weights, or those of the epoch with the best validation accuracy"""
+    """which weights of a model count: the last ones, or those of the epoch with the best validation accuracy"""
     lr_factors: list[Factor] = Field([1.0, 0.6, 0.2])
-    """factors on the learning rate, of which each model but the first draws one; [] leaves it alone"""
+    """factors on the learning rate; each model but the first draws one; [] keeps the rate"""
     batch_factors: list[Factor] = Field([])
     """factors on the batch size, likewise"""
     weight_decays: list[Decay] = Field([1e-4, 1e-6])
@@ -37,7 +37,7 @@ class DiwaOptions(SoupsOptions):
 
 
 class DiwaClient(SoupsClient[DiwaOptions]):
-    """A soup."""
+    """A model soup with DiWA's defaults."""
 
     name = "diwa"
 
@@ -45,10 +45,10 @@ class DiwaClient(SoupsClient[DiwaOptions]):
 register(
     Method(
         name="diwa",
-        summary="each client averages those of several diverse models that help on its validation samples",
+        summary="each client trains several diverse models and averages those that help on its validation samples",
         reference="Ramé et al., NeurIPS 2022",
         options=DiwaOptions,
-        local=DiwaClient,
+        client=DiwaClient,
         neutral={"models": 1, "keep": "last"},
         models_sent="2K",
         extra_compute="client 4x",

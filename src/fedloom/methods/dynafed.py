@@ -1,22 +1,22 @@
-"""DynaFed: the way the global model went in the first rounds becomes a small synthetic data set, and that helps it on.
+"""DynaFed: synthesize data from the global models of the first rounds, and fine-tune later models on it.
 
 Pi et al., "DynaFed: Tackling Client Data Heterogeneity with Global Dynamics", CVPR 2023. In the first L rounds the
-server notes down the global model: w^1 (the initial one), ..., w^L. Then it makes, once, images X with soft labels y
-on which training moves a model along that trajectory (Algorithm 1): again and again it draws a start w^t, takes s'
-steps on (X, y) and changes X and y so that they lead nearer to a target up to s models later (synthesis.py). In every
-round after that each fresh model is fine-tuned on (X, y) before it is used (Algorithm 2). Nothing leaves the server.
+server records the global models w^1 (the initial one), ..., w^L. Then it synthesizes, once, images X with soft labels y
+(Algorithm 1): training on them moves a model along that trajectory. Each iteration draws a start w^t, takes s' steps on
+(X, y), and changes X and y towards a target up to s models later (_support/trajectory_matching.py). In every later
+round each new model is fine-tuned on (X, y) (Algorithm 2). Nothing leaves the server.
 
-Where the paper is silent or gives no value, we follow the authors' code: the distance is squared Euclidean over that
-of the start; N, s', and Adam with its rates on X and y and on the rate of the inner steps (the paper: plain descent
-with one eta, which it does not state: `optimizer=sgd`, `rate_lr=0`); differentiable augmentation (dsa.py) in synthesis
-and fine-tuning; fine-tuning by Adam made anew each round. Where the two differ, the paper is the default and the code
-an option: L (25), s (3), `target` (several), `at_once`. The code's clients keep the moments of their Adam between
-rounds; ours do where the run says `keep_optimizer`.
+Not specified in the paper, taken from the authors' code: the distance is squared Euclidean, divided by that of the
+start; N, s'; Adam and its rates for X, y and the inner learning rate (the paper has plain gradient descent with one
+eta and gives no value: `optimizer=sgd`, `rate_lr=0`); differentiable augmentation in synthesis and fine-tuning; a new
+Adam for each fine-tuning. Where paper and code differ, the paper is the default and the code is an option: L (25),
+s (3), `target` (several), `at_once`. The code's clients keep Adam's moments between rounds; set `keep_optimizer` for
+that.
 
-Our own choices. Any server can be refined: the trajectory is that of the deployed model, and every model that the
-next round starts from is fine-tuned. A round in which nobody answered brings no new model, so it is not counted and
-nothing is fine-tuned. Networks compute as in a test: batch norm keeps the statistics that the server averaged, which
-no synthetic image can replace. Inputs need not be images, only real numbers; what is no image is not augmented.
+Choices of fedloom: it refines any server. The trajectory is that of the global model, and every model that the next
+round starts from is fine-tuned. A round without updates is not counted and fine-tunes nothing. Networks run in
+evaluation mode, because synthetic images cannot replace the averaged batch-norm statistics. Inputs may be any real
+numbers; only images are augmented.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ from fedloom.methods._support.differentiable_augmentation import (
     DifferentiableAugmentation,
     parse_differentiable_augmentation,
 )
-from fedloom.methods._support.distillation import FunctionalModel
+from fedloom.methods._support.distillation import DistillationModel
 from fedloom.methods._support.trajectory_matching import (
     Distance,
     GraphedTrajectoryMatcher,
-    SyntheticData,
+    TrajectoryMatchingData,
     TrajectoryStep,
     match_trajectory,
     trajectory_soft_label_loss,
@@ -49,54 +49,54 @@ from fedloom.methods.registry import Method, register
 from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
 
 LOOK_EVERY = 100
-"""Iterations between two looks at whether the numbers are still finite: a look makes a GPU wait."""
+"""Iterations between two checks for non-finite samples. A check makes a GPU wait."""
 
 
 class DynaFedOptions(Options):
     L: int = Field(20, ge=2)
     """rounds before the synthesis, and models in the trajectory"""
     s: int = Field(5, ge=1)
-    """how many models further along the trajectory a target may lie"""
+    """how many models after the start a target may lie"""
     initial: bool = True
-    """the trajectory begins with the initial model; otherwise with that of the first round"""
+    """start the trajectory with the initial model; otherwise with the model of the first round"""
     at_once: bool = False
-    """fine-tune the model of the round of the synthesis too (the authors' code), and not only later ones"""
+    """fine-tune in the round of the synthesis too (the authors' code), and not only in later ones"""
     target: Literal["two", "several", "last"] = "two"
     """what to match: the mean of two of the next s models, of two to s of them (the code), or the last of them"""
     distance: Distance = "squared"
-    """between models: squared Euclidean, or cosine; both as a share of that of the start"""
+    """distance of models, divided by that of the start: squared Euclidean, or cosine"""
     inner_steps: int = Field(20, ge=0)
     """steps on the synthetic samples in one iteration (s' in the paper)"""
     inner_batch: int = Field(0, ge=0)
     """synthetic samples in one of these steps; 0 takes all"""
     inner_lr: float = Field(0.04, ge=0)
-    """rate of these steps, at first"""
+    """learning rate of these steps, at first"""
     iterations: int = Field(3000, ge=0)
     """iterations of the synthesis (N in the paper)"""
     images_per_class: int = Field(15, ge=1)
     """synthetic samples, as a multiple of the number of classes"""
     label_init: float = Field(0.0)
-    """by how much the logit of a sample's own class is above the others at first; 0: all classes equally likely"""
+    """initial logit of a sample's own class; the others are 0, so 0 makes all classes equally likely"""
     optimizer: Literal["adam", "sgd"] = "adam"
-    """what changes images, labels and the inner rate: adam, or sgd (the paper's plain descent)"""
+    """optimizer of images, labels and inner learning rate: adam, or sgd (the paper's plain descent)"""
     image_lr: float = Field(0.05, ge=0)
     """learning rate of the images"""
     label_lr: float = Field(0.01, ge=0)
     """learning rate of the labels"""
     rate_lr: float = Field(1e-5, ge=0)
-    """learning rate of the inner rate; 0 leaves it as it is (the paper)"""
+    """learning rate of the inner learning rate; 0 keeps it fixed (the paper)"""
     augment: str = "dsa"
-    """random changes of synthetic images: none, dsa (all of them), or color, crop, cutout, flip, scale, rotate by +"""
+    """augmentation of synthetic images: none, dsa (all), or some of color, crop, cutout, flip, scale, rotate with +"""
     checkpoint: bool = True
-    """compute the inner steps twice instead of keeping them all in memory"""
+    """recompute the inner steps instead of keeping all of them in memory"""
     refine_epochs: int = Field(20, ge=0)
-    """passes over the synthetic samples with which each later model is fine-tuned; 0 is FedAvg"""
+    """epochs of the fine-tuning on the synthetic samples; 0 is FedAvg"""
     refine_lr: float = Field(1e-4, ge=0)
     """learning rate of the fine-tuning"""
     refine_batch: int = Field(256, ge=0)
     """synthetic samples in a batch of the fine-tuning; 0 takes all"""
     refine_optimizer: Literal["adam", "sgd"] = "adam"
-    """optimiser of the fine-tuning, made anew for each model"""
+    """optimizer of the fine-tuning, a new one for each model"""
 
     @field_validator("augment")
     @classmethod
@@ -112,16 +112,16 @@ class DynaFedOptions(Options):
 
 
 class DynaFedRefiner(Refiner[DynaFedOptions]):
-    """Collects the trajectory, synthesises once, then fine-tunes."""
+    """Record the trajectory, synthesize once, then fine-tune."""
 
-    kept = ("seen", "trajectory", "images", "logits", "rate", "losses")
+    state_attributes = ("seen", "trajectory", "images", "logits", "rate", "losses")
 
     def __init__(self, context: MethodContext, options: DynaFedOptions) -> None:
         super().__init__(context, options)
         self.seen = 0
-        """Rounds that brought a model."""
+        """Rounds with at least one update."""
         self.trajectory: list[Tensor] = [context.initial.clone()] if options.initial else []
-        """The models so far, each a row of its own; nothing any more after the synthesis."""
+        """The global models so far, as rows; empty after the synthesis."""
         self.images: Tensor | None = None
         self.logits: Tensor | None = None
         self.rate: Tensor | None = None
@@ -145,7 +145,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     # Algorithm 2
 
-    def take(self, round: int, update: ClientUpdate) -> None:
+    def receive_update(self, round: int, update: ClientUpdate) -> None:
         self._answers += 1
 
     def refine(self, round: int, server: Server[Any]) -> None:
@@ -156,38 +156,38 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         self.seen += 1
         options, now = self.options, self.seen == self.options.L
         if self.seen < options.L or (now and not options.initial):
-            self.trajectory.append(server.deploy().detach().clone())
+            self.trajectory.append(server.global_model().detach().clone())
         if now:
-            self._keep(self.synthesise())
+            self._keep(self.synthesize())
         if self.seen > options.L or (now and options.at_once):
-            for slot, row in enumerate(server.models()):
-                self.fine_tune(round, slot, row)
+            for model_index, row in enumerate(server.models()):
+                self.fine_tune(round, model_index, row)
 
-    def _keep(self, data: SyntheticData) -> None:
+    def _keep(self, data: TrajectoryMatchingData) -> None:
         self.images, self.logits, self.rate = data.tensors()
         self._tuner = None
         self.trajectory = []
 
     # Algorithm 1
 
-    def synthesise(self) -> SyntheticData:
-        """Synthetic samples that lead along the trajectory."""
+    def synthesize(self) -> TrajectoryMatchingData:
+        """Return synthetic samples on which training follows the trajectory."""
         options, context = self.options, self.context
-        # What the samples depend on: how they are made, by which draws, and from what.
+        # The mark names all that the samples depend on: options, seed and trajectory.
         models = [model_digest(row) for row in self.trajectory]
-        mark = f"dynafed {options.model_dump_json()} seed {context.streams.seed} {models}"
-        data, optimizers, losses = self._begin(context.drafts.find(mark))
+        mark = f"dynafed {options.model_dump_json()} seed {context.rng_streams.seed} {models}"
+        data, optimizers, losses = self._begin(context.partial_results.load_partial(mark))
         rates = (options.image_lr, options.label_lr, options.rate_lr)
 
-        def draft() -> dict[str, Any]:
-            known = [o.known(tensor) for o, tensor in zip(optimizers, data.tensors(), strict=True)]
-            so_far = torch.stack(losses) if losses else data.rate.new_empty(0)
+        def make_partial() -> dict[str, Any]:
+            known = [o.state_dict(tensor) for o, tensor in zip(optimizers, data.tensors(), strict=True)]
+            so_far = torch.stack(losses) if losses else data.learning_rate.new_empty(0)
             return {"samples": data.tensors(), "optimizers": known, "losses": so_far}
 
         sweep = self._sweep(data) if self._replays() and options.checkpoint else None
         for n in range(len(losses), options.iterations):
             context.progress("synthesis", n, options.iterations)
-            context.drafts.offer(mark, n, draft)
+            context.partial_results.save_partial_if_due(mark, n, make_partial)
             t, target = self.segment(n)
             steps = self.inner_steps(n)
             row, kind = self.trajectory[t], options.distance
@@ -213,42 +213,44 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             self.losses = torch.stack(losses)
             tenth = max(1, len(losses) // 10)
             self._last["matching loss"] = float(self.losses[-tenth:].mean())
-        self._last["inner rate"] = float(data.rate)
+        self._last["inner rate"] = float(data.learning_rate)
         return data
 
-    def _begin(self, draft: Mapping[str, Any] | None) -> tuple[SyntheticData, list[StatefulOptimizer], list[Tensor]]:
-        """Samples, their optimisers and the losses so far: at first, or where an earlier try was cut off."""
+    def _begin(
+        self, partial: Mapping[str, Any] | None
+    ) -> tuple[TrajectoryMatchingData, list[StatefulOptimizer], list[Tensor]]:
+        """Return samples, their optimizers and the losses so far: new ones, or those of a partial result."""
         optimizers = [_optimizer(self.options.optimizer) for _ in range(3)]
-        if draft is None:
+        if partial is None:
             return self._first_samples(), optimizers, []
         device = self.context.device
-        for optimizer, known in zip(optimizers, draft["optimizers"], strict=True):
-            optimizer.recall({name: tensor.to(device) for name, tensor in known.items()})
-        data = SyntheticData(*(tensor.to(device) for tensor in draft["samples"]))
-        return data, optimizers, list(draft["losses"].to(device))
+        for optimizer, state in zip(optimizers, partial["optimizers"], strict=True):
+            optimizer.load_state_dict({name: tensor.to(device) for name, tensor in state.items()})
+        data = TrajectoryMatchingData(*(tensor.to(device) for tensor in partial["samples"]))
+        return data, optimizers, list(partial["losses"].to(device))
 
     def _replays(self) -> bool:
-        """Whether steps are recorded and replayed: on a GPU, which would wait for the host otherwise."""
+        """Return whether steps replay CUDA graphs. Launched one by one, they would make the GPU wait."""
         return self.context.device.type == "cuda"
 
-    def _sweep(self, data: SyntheticData) -> GraphedTrajectoryMatcher:
+    def _sweep(self, data: TrajectoryMatchingData) -> GraphedTrajectoryMatcher:
         return GraphedTrajectoryMatcher(self._network, data, self.context.initial, self._noise)
 
-    def _first_samples(self) -> SyntheticData:
-        """Noise, with labels that say nothing (or a little, by `label_init`)."""
+    def _first_samples(self) -> TrajectoryMatchingData:
+        """Return noise as inputs, with uniform labels (or nearly so, by `label_init`)."""
         context, options = self.context, self.options
         count, dtype = options.images_per_class * context.classes, context.layout.dtype
-        draw = context.streams.pytorch("dynafed images")
+        draw = context.rng_streams.pytorch("dynafed images")
         images = torch.randn((count, *context.shape), generator=draw, dtype=dtype)
         own = torch.arange(count) % context.classes
         logits = options.label_init * F.one_hot(own, self._outputs).to(dtype)
         rate = torch.tensor(options.inner_lr, dtype=dtype)
-        return SyntheticData(*(tensor.to(context.device) for tensor in (images, logits, rate)))
+        return TrajectoryMatchingData(*(tensor.to(context.device) for tensor in (images, logits, rate)))
 
     def segment(self, n: int) -> tuple[int, Tensor]:
-        """Where iteration `n` starts on the trajectory, and the weights it is to arrive at."""
+        """Return where iteration `n` starts on the trajectory, and its target weights."""
         s, trajectory = self.options.s, self.trajectory
-        draw = self.context.streams.numpy("dynafed segment", n)
+        draw = self.context.rng_streams.numpy("dynafed segment", n)
         t = int(draw.integers(len(trajectory) - s))
         if self.options.target == "last":
             ends = [t + s]
@@ -258,10 +260,10 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         return t, torch.stack([trajectory[end][: self._network.trainable] for end in ends]).mean(0)
 
     def inner_steps(self, n: int) -> list[TrajectoryStep]:
-        """The steps of iteration `n`: whole passes over the samples in an order of their own, or batches of them."""
+        """Return the steps of iteration `n`: each on all samples, or on batches in random order."""
         options, context = self.options, self.context
         count = options.images_per_class * context.classes
-        draw = context.streams.numpy("dynafed steps", n)
+        draw = context.rng_streams.numpy("dynafed steps", n)
         size = min(options.inner_batch or count, count)
         batches: list[Tensor | None] = []
         while len(batches) < options.inner_steps:
@@ -284,23 +286,23 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     # fine-tuning
 
-    def fine_tune(self, round: int, slot: int, row: Tensor) -> None:
-        """Train the model in `row` on the synthetic samples, in place."""
+    def fine_tune(self, round: int, model_index: int, row: Tensor) -> None:
+        """Fine-tune the model in `row` on the synthetic samples, in place."""
         options, context = self.options, self.context
-        assert self.images is not None, "there are synthetic samples after the synthesis"
-        assert self.logits is not None, "and they have labels"
+        assert self.images is not None, "the synthesis comes before the fine-tuning"
+        assert self.logits is not None, "synthetic samples have labels"
         count = len(self.images)
         size = min(options.refine_batch or count, count)
-        draw = context.streams.numpy("dynafed refine", round, slot)
+        draw = context.rng_streams.numpy("dynafed refine", round, model_index)
         steps = [
             TrajectoryStep(index, self._change(len(index), draw))
             for _ in range(options.refine_epochs)
             for index in self._batches(count, size, draw)
         ]
         if self._replays():
-            assert self.rate is not None, "and a rate"
+            assert self.rate is not None, "synthetic samples have an inner learning rate"
             if self._tuner is None:
-                self._tuner = self._sweep(SyntheticData(self.images, self.logits, self.rate))
+                self._tuner = self._sweep(TrajectoryMatchingData(self.images, self.logits, self.rate))
             self._tuner.train(row, steps, lambda: _optimizer(options.refine_optimizer), options.refine_lr)
         else:
             optimizer = _optimizer(options.refine_optimizer)
@@ -316,19 +318,19 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 f"round {round + 1}: a model is not finite after dynafed's fine-tuning; lower dynafed.refine_lr."
             )
 
-    # around it
+    # checks and state
 
-    def _try_out(self) -> FunctionalModel:
-        """The network as a function, tried on noise: what cannot be synthesised for is refused before a run begins."""
+    def _try_out(self) -> DistillationModel:
+        """Return the network as a function, after a trial on noise. Reject networks before the run starts."""
         context = self.context
         if context.classes < 2:
-            raise InputError("dynafed synthesises samples with soft labels, so it needs data with classes.")
+            raise InputError("dynafed synthesizes samples with soft labels, so it needs data with classes.")
         if context.takes_tokens():
             raise InputError(
-                "dynafed synthesises inputs by gradient descent, and this network's inputs are numbers of tokens (it "
-                "has an embedding), which have no gradient: text cannot be synthesised."
+                "dynafed synthesizes inputs by gradient descent. This network takes token ids (it has an embedding), "
+                "and these have no gradient: text cannot be synthesized."
             )
-        network = FunctionalModel(context.make_module(), context.layout, context.device)
+        network = DistillationModel(context.make_model(), context.layout, context.device)
         row = context.initial
         try:
             x = torch.zeros((2, *context.shape), dtype=context.layout.dtype, device=context.device)
@@ -338,18 +340,18 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 raise ValueError(f"for two inputs its output has the shape {tuple(output.shape)}")
             self._outputs = output.shape[1]
             first = self._first_samples()
-            two = SyntheticData(first.images[:2], first.logits[:2], first.rate)
+            two = TrajectoryMatchingData(first.images[:2], first.label_logits[:2], first.learning_rate)
             match_trajectory(network, two, [TrajectoryStep()], row, row[: network.trainable] + 1)
         except Exception as error:
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
             raise InputError(
-                "dynafed cannot be used here: it needs a classifier of real-valued inputs with second derivatives, and "
-                f"of this network they cannot be computed ({reason})."
+                "dynafed cannot be used here: it needs a classifier of real-valued inputs with second derivatives, "
+                f"which cannot be computed for this network ({reason})."
             ) from error
         return network
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         device = self.context.device
         self.trajectory = [row.to(device) for row in self.trajectory]
         for name in ("images", "logits", "rate", "losses"):
@@ -357,7 +359,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             setattr(self, name, None if tensor is None else tensor.to(device))
         self._tuner = None
 
-    def exhibits(self) -> dict[str, dict[str, Tensor]]:
+    def artifacts(self) -> dict[str, dict[str, Tensor]]:
         if self.images is None or self.logits is None or self.rate is None:
             return {}
         shown = {"images": self.images, "labels": F.softmax(self.logits, dim=1), "rate": self.rate}
@@ -374,14 +376,14 @@ def _optimizer(name: str) -> StatefulOptimizer:
 register(
     Method(
         name="dynafed",
-        summary="the first rounds become a small synthetic data set, on which later models are fine-tuned",
+        summary="synthesize data from the models of the first rounds and fine-tune later models on it",
         reference="Pi et al., CVPR 2023",
         options=DynaFedOptions,
         refiner=DynaFedRefiner,
         neutral={"refine_epochs": 0},
         models_sent="2K",
-        needs_each="",
-        server_keeps="L+1 models",
+        uses_single_updates="",
+        server_state="L+1 models",
         extra_compute="server learns",
     )
 )

@@ -1,11 +1,10 @@
-"""FedAvg: clients train the server's model, and the server averages what comes back.
+"""FedAvg: clients train the server's model, and the server averages the client models.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 
-The weights of the mean are over the clients that answered, not over all of them. The paper weights by samples;
-several later papers average uniformly, hence the option. `server_lr` (1 in the paper) goes on from the old model
-towards the mean by that factor; it moves trainable parameters only, because an extrapolated running variance may
-turn negative.
+The weights of the mean are over the clients that returned an update, not over all of them. The paper weights by
+samples; several later papers average uniformly, hence the option. `server_lr` (1 in the paper) scales the step from the
+old model to the mean, for trainable parameters only: an extrapolated running variance may turn negative.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,35 +21,35 @@ from fedloom.methods.registry import Method, register
 
 class FedAvgOptions(Options):
     weighting: Literal["samples", "uniform"] = "samples"
-    """how clients count in the mean: by their samples, or all alike"""
+    """weights of the clients in the mean: their numbers of samples, or all equal"""
     server_lr: float = Field(1.0, gt=0)
-    """how far to go from the old model towards the mean; 1 is the mean itself"""
+    """factor on the step from the old model to the mean; 1 is the mean itself"""
 
 
 class FedAvgServer(Server[FedAvgOptions]):
-    """One model, averaged."""
+    """One model, the weighted mean of the client models."""
 
-    kept: ClassVar[tuple[str, ...]] = ("bank",)
+    state_attributes: ClassVar[tuple[str, ...]] = ("bank",)
 
     def __init__(self, context: MethodContext, options: FedAvgOptions) -> None:
         super().__init__(context, options)
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w = self.bank.rows[0]
         mean = WeightedMean(self.context.layout)
         for update in updates:
-            mean.add(update.row, update.samples if self.options.weighting == "samples" else 1)
+            mean.add(update.row, update.num_examples if self.options.weighting == "samples" else 1)
         old = w[: self.context.layout.trainable].clone() if self.options.server_lr != 1 else None
-        if mean.into(w) and old is not None:
+        if mean.write_to(w) and old is not None:
             new = w[: old.numel()]
             new.sub_(old).mul_(self.options.server_lr).add_(old)
 
-    def deploy(self) -> Tensor:
+    def global_model(self) -> Tensor:
         return self.bank.rows[0]
 
     def models(self) -> Tensor:
@@ -64,8 +63,8 @@ register(
         reference="McMahan et al., AISTATS 2017",
         options=FedAvgOptions,
         server=FedAvgServer,
-        local=Client,
+        client=Client,
         models_sent="2K",
-        needs_each="",
+        uses_single_updates="",
     )
 )

@@ -1,14 +1,14 @@
-"""FedBABU: train the body against a head that nobody trains.
+"""FedBABU: train only the body of the network, and keep the initial random head.
 
 Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
 
-Heads are where clients disagree, so the head keeps its random start, the same for all, and is neither trained nor sent.
-Clients train the body alone and the server averages bodies, uniformly as the authors' code does. To be used by a client
-the model is fine-tuned on that client's samples, head and all; that is done for scoring and then forgotten.
+Clients disagree most about the head. So all keep the same initial head, which is neither trained nor sent. Clients
+train the body, and the server averages bodies, uniformly as the authors' code does. For evaluation each client
+fine-tunes the global model, with its head, on its own samples, and discards the result.
 
-The head is frozen to the last bit: weight decay and momentum do not move it. The authors freeze it by a learning rate
-of 0, which comes to the same. What counts as the head is said in fedrep.py. How far features are pushed depends on the
-scale of the random head, which is that of the network's own initialisation; with `--init` it is the head in the file.
+Weight decay and momentum do not move the head either. The authors freeze it with a learning rate of 0, which has the
+same effect. fedrep.py defines what the head is. The features depend on the scale of the random head, which comes from
+the network's initialization, or with `--init` from the file.
 """
 
 from collections.abc import Iterator
@@ -24,32 +24,32 @@ from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 class FedBABUOptions(Options):
     finetune_epochs: int = Field(5, ge=0)
-    """epochs in which a client fine-tunes the deployed model before it is scored; 0 scores it as it is"""
+    """epochs in which a client fine-tunes the global model before its evaluation; 0 does not fine-tune"""
     finetune: Literal["all", "head", "body"] = "all"
-    """what is fine-tuned: the whole model, its head, or its body"""
+    """what to fine-tune: the whole model, its head, or its body"""
 
 
 class FedBABUClient(FedRepSplitClient[FedBABUOptions]):
-    """The head stands still."""
+    """Train the body with a fixed head; fine-tune for evaluation."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield self.body_pass(bench, None)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield self.body_steps(trainer, None)
 
-    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.new_optimizer()  # and not the one that a client may keep from its training
-        parts = {"all": self.whole_pass, "head": self.head_pass, "body": self.body_pass}
-        yield parts[self.options.finetune](bench, self.options.finetune_epochs)
+    def personalize(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.new_optimizer()  # not the one with the state that a client may keep from training
+        parts = {"all": self.full_steps, "head": self.head_steps, "body": self.body_steps}
+        yield parts[self.options.finetune](trainer, self.options.finetune_epochs)
 
 
 register(
     Method(
         name="fedbabu",
-        summary="train the body against a fixed random head, fine-tune to use it",
+        summary="train the body with a fixed random head; clients fine-tune the model before they use it",
         reference="Oh et al., ICLR 2022",
         options=FedBABUOptions,
-        local=FedBABUClient,
+        client=FedBABUClient,
         defaults={"fedavg.weighting": "uniform"},
         models_sent="2K - heads",
-        client_keeps="fixed head",
+        client_state="fixed head",
     )
 )

@@ -1,21 +1,21 @@
-"""FedBE: models drawn from a distribution over the clients' models form a Bayesian ensemble, and the mean learns it.
+"""FedBE: distill a Bayesian ensemble, drawn from a distribution over the client models, into their mean.
 
 Chen and Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning", ICLR 2021. The server fits a
-distribution to the models of a round and draws S models from it:
+distribution to the client models of a round and draws S models from it:
 
     gaussian    N(mean_k w_k, diag var_k w_k), the paper's;
     normalised  the authors' code: for each tensor the mean and variance of the updates Delta_k / ||Delta_k||, a draw
                 mean + 0.1 sqrt(var) xi, times the mean of ||Delta_k||, added to the model that was sent;
     dirichlet   sum_k gamma_k n_k w_k / sum_k gamma_k n_k, gamma ~ Dirichlet(alpha).
 
-Teachers are the mean, the drawn models and the clients' own. Their mean probabilities on the server's unlabelled data,
-sharpened to p^(1/T), teach the mean by KL, with SGD; the mean of the students on the way (SWA) is the new model.
+Teachers are the mean, the drawn models and the client models. Their mean probabilities on the server's unlabeled data,
+sharpened to p^(1/T), teach the mean by KL with SGD. The new model is the mean of snapshots of the student (SWA).
 
-Where the paper is silent: weights are over clients that answered; a run too short for a snapshot takes the last
-student; an update of zero stays zero when it is normalised. Teachers' outputs are computed once a round. A drawn model
-differs in trainable parameters only and has the mean statistics of batch norm, for a drawn variance may be negative;
-Dirichlet's are means, and so are their statistics. With a server of many models "the mean" is the model that would be
-deployed, and each of the models learns.
+Not specified in the paper: weights are over the clients that returned an update. If there are too few steps for a
+snapshot, the last student is taken. A zero update stays zero when it is normalized. Teachers' outputs are computed once
+per round. A drawn model differs in trainable parameters only and has the mean batch-norm statistics, because a drawn
+variance may be negative. Dirichlet's models are means, so their statistics are means too. On a server with several
+models "the mean" is the global model, and each of the models learns.
 """
 
 from itertools import chain
@@ -37,17 +37,17 @@ from fedloom.training.optimizers import SGD
 
 class FedBEOptions(Options):
     distribution: Literal["gaussian", "normalised", "dirichlet"] = "gaussian"
-    """what models are drawn from: gaussian (the paper), normalised (its code's Gaussian), or dirichlet"""
+    """distribution to draw models from: gaussian (the paper), normalised (its code's Gaussian), or dirichlet"""
     samples: int = Field(10, ge=0)
-    """models that are drawn (S)"""
+    """number of models to draw (S)"""
     alpha: float = Field(1.0, gt=0)
-    """of Dirichlet: small, and few clients make up a drawn model"""
+    """concentration of dirichlet; if small, few clients make up a drawn model"""
     scale: float = Field(0.1, ge=0)
-    """of normalised: factor on the standard deviation"""
+    """factor on the standard deviation of normalised"""
     sharpen: float = Field(0.5, gt=0)
-    """the ensemble's probabilities are raised to the power 1 / this (T)"""
+    """temperature T: the ensemble's probabilities are raised to the power 1 / T"""
     epochs: int = Field(20, ge=0)
-    """passes over the server's data, in each round; 0 is FedAvg"""
+    """epochs of the distillation on the server's data, in each round; 0 is FedAvg"""
     batch_size: int = Field(128, ge=0)
     """samples in a batch; 0 takes all"""
     lr: float = Field(0.001, ge=0)
@@ -57,52 +57,54 @@ class FedBEOptions(Options):
     weight_decay: float = Field(1e-5, ge=0)
     """weight decay of the distillation"""
     swa_start: int = Field(500, ge=0)
-    """steps before the first student counts in the mean of students"""
+    """steps before the first snapshot of the student"""
     swa_every: int = Field(25, ge=1)
-    """steps between two students that count"""
+    """steps between two snapshots"""
 
 
 class FedBERefiner(Refiner[FedBEOptions]):
-    """Keeps the clients' models of a round, then draws and distils."""
+    """Keep the client models of a round, then draw models and distill."""
 
     def __init__(self, context: MethodContext, options: FedBEOptions) -> None:
         super().__init__(context, options)
         self._proxy = DistillationData(context, "fedbe")
         self._answers: list[tuple[tuple[int, int], int, Tensor, Tensor]] = []
 
-    def take(self, round: int, update: ClientUpdate) -> None:
+    def receive_update(self, round: int, update: ClientUpdate) -> None:
         if self.options.epochs:
-            sent = update.job.row.clone() if self.options.distribution == "normalised" else update.row[:0]
-            self._answers.append(((update.client, update.slot), update.samples, update.row.clone(), sent))
+            sent = update.task.row.clone() if self.options.distribution == "normalised" else update.row[:0]
+            self._answers.append(
+                ((update.client_id, update.model_index), update.num_examples, update.row.clone(), sent)
+            )
 
     def refine(self, round: int, server: Server[Any]) -> None:
-        answers, self._answers = sorted(self._answers, key=lambda answer: answer[0]), []
-        if not answers:
+        updates, self._answers = sorted(self._answers, key=lambda update: update[0]), []
+        if not updates:
             return
-        samples, rows = [n for _, n, _, _ in answers], torch.stack([row for _, _, row, _ in answers])
-        sent = torch.stack([row for _, _, _, row in answers])
-        del answers  # there is memory for all models once, not twice
-        teachers = [server.deploy(), *rows]
+        samples, rows = [n for _, n, _, _ in updates], torch.stack([row for _, _, row, _ in updates])
+        sent = torch.stack([row for _, _, _, row in updates])
+        del updates  # memory holds all models once, not twice
+        teachers = [server.global_model(), *rows]
         drawn = (self.draw(round, s, rows, sent, samples) for s in range(self.options.samples))
         teacher = torch.zeros_like(self._proxy.outputs(rows[0]))
         for number, row in enumerate(chain(teachers, drawn), start=1):
             teacher.lerp_(F.softmax(self._proxy.outputs(row), dim=1), 1 / number)
         teacher = F.normalize(teacher ** (1 / self.options.sharpen), p=1.0, dim=1)
-        for slot, row in enumerate(server.models()):
-            self.distil(round, slot, row, teacher)
+        for model_index, row in enumerate(server.models()):
+            self.distill(round, model_index, row, teacher)
 
     def draw(self, round: int, s: int, rows: Tensor, sent: Tensor, samples: list[int]) -> Tensor:
-        """The `s`-th model drawn from the distribution over `rows`, which were trained from `sent`."""
+        """Draw model number `s` from the distribution over `rows`, which were trained from `sent`."""
         options, context, layout = self.options, self.context, self.context.layout
-        shares = context.streams.numpy("fedbe dirichlet", round, s).dirichlet([options.alpha] * len(rows))
+        shares = context.rng_streams.numpy("fedbe dirichlet", round, s).dirichlet([options.alpha] * len(rows))
         mean = WeightedMean(layout)
         for row, share, n in zip(rows, shares, samples, strict=True):
             mean.add(row, float(share) * n if options.distribution == "dirichlet" else 1)
         made = torch.empty_like(rows[0])
-        mean.into(made)
+        mean.write_to(made)
         if options.distribution == "dirichlet":
             return made
-        noise = context.streams.pytorch("fedbe gaussian", round, s, context.device)
+        noise = context.rng_streams.pytorch("fedbe gaussian", round, s, context.device)
         xi = torch.randn(layout.trainable, generator=noise, dtype=layout.dtype, device=context.device)
         weights, w = made[: layout.trainable], rows[:, : layout.trainable]
         if options.distribution == "gaussian":
@@ -118,32 +120,32 @@ class FedBERefiner(Refiner[FedBEOptions]):
                 weights[at] = sent[:, at].mean(0) + norms.mean() * step
         return made
 
-    def distil(self, round: int, slot: int, row: Tensor, teacher: Tensor) -> None:
-        """Teach the model in `row`, in place; it becomes the mean of the students that count."""
+    def distill(self, round: int, model_index: int, row: Tensor, teacher: Tensor) -> None:
+        """Distill into the model in `row`, in place; it becomes the mean of the snapshots."""
         options, context = self.options, self.context
-        draw = context.streams.numpy("fedbe", round, slot)
+        draw = context.rng_streams.numpy("fedbe", round, model_index)
         optimizer = SGD(options.momentum, weight_decay=options.weight_decay)
         students, step = WeightedMean(context.layout), 0
         for _ in range(options.epochs):
             for index in self._proxy.batches(draw, options.batch_size):
-                self._proxy.distil(row, index, teacher, optimizer, options.lr)
+                self._proxy.distill(row, index, teacher, optimizer, options.lr)
                 step += 1
                 if step > options.swa_start and (step - options.swa_start) % options.swa_every == 0:
                     students.add(row)
-        students.into(row)
+        students.write_to(row)
         self._proxy.check(round, row, "fedbe.lr")
 
 
 register(
     Method(
         name="fedbe",
-        summary="the mean learns what an ensemble drawn around the clients says of the server's unlabelled samples",
+        summary="distill an ensemble drawn around the client models into their mean, on the server's unlabeled samples",
         reference="Chen and Chao, ICLR 2021",
         options=FedBEOptions,
         refiner=FedBERefiner,
         neutral={"epochs": 0},
         models_sent="2K",
-        needs_each="draws teachers from the spread of the clients' models",
+        uses_single_updates="draws teachers from the spread of the clients' models",
         extra_compute="server distils",
         server_data="inputs",
     )

@@ -1,20 +1,19 @@
-"""FedCross: K models travel from client to client, and each is mixed with one other after every round.
+"""FedCross: the server keeps K models and mixes each with one other after every round.
 
-Hu et al., "FedCross: Towards Accurate Federated Learning via Multi-Model Cross-Aggregation", ICDE 2024. From the
-uploaded models v_0, ..., v_{K-1} all at once
+Hu et al., "FedCross: Towards Accurate Federated Learning via Multi-Model Cross-Aggregation", ICDE 2024. Each model goes
+to another client every round. The server mixes the uploaded models v_0, ..., v_{K-1} all at once:
 
     w_i = alpha v_i + (1 - alpha) v_co(i)
 
-with the collaborator co(i) chosen in order, co(i) = (i + (r mod (K - 1)) + 1) mod K, or as the model least or most
-similar to v_i. The paper's similarity is the cosine (its formula has a plus between the norms, a misprint) of the
-parameters; buffers are mixed like weights but do not decide. `layerwise` is the mean of the cosines of the layers,
-close to what the authors' code does. The authors' `first_stage` broadcasts the uniform mean for some rounds.
+The collaborator co(i) is chosen in order, co(i) = (i + (r mod (K - 1)) + 1) mod K, or it is the model least or most
+similar to v_i. The similarity is the cosine of the parameters (the plus between the norms in the paper's formula is a
+misprint). Buffers are mixed like weights but do not count in it. `layerwise` is the mean of the cosines of the layers,
+close to the authors' code. The authors' `first_stage` broadcasts the uniform mean in the first rounds.
 
-Where the paper is silent. Acceleration by propellers: p of them in order replace the one collaborator, with weight (1
-- alpha) / p each, for `propeller_rounds` rounds. Dynamic alpha: after those, alpha rises linearly from 0.5 to its
-value within `dynamic_rounds` rounds. PM, DA and PM-DA of the paper are 100 and 0, 0 and 100, 50 and 50. With one
-model nothing is mixed. A model whose client was lost takes part as it is. Ties of similarity go to the next model in
-order.
+Not specified in the paper. Acceleration by propellers: for `propeller_rounds` rounds, p propellers in order replace the
+collaborator, with weight (1 - alpha) / p each. Dynamic alpha: after these rounds, alpha rises linearly from 0.5 to its
+value within `dynamic_rounds` rounds. The paper's PM, DA and PM-DA are 100 and 0, 0 and 100, 50 and 50. A single model
+is not mixed. The model of a failed client takes part as it is. Ties of similarity go to the next model in order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +35,7 @@ from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 
 def _column_blocks(rows: Tensor, columns: slice) -> Iterator[slice]:
-    """These columns, as many at a time as are worked on at once."""
+    """Yield these columns in blocks of about `BLOCK_BYTES`."""
     length = max(256, BLOCK_BYTES[rows.device.type] // (len(rows) * rows.element_size()))
     for start in range(columns.start, columns.stop, length):
         yield slice(start, min(start + length, columns.stop))
@@ -50,25 +49,25 @@ class FedCrossOptions(Options):
     similarity: Literal["global", "layerwise"] = "global"
     """cosine of whole models, or mean of the cosines of their layers"""
     propellers: int = Field(3, ge=1)
-    """models that replace the collaborator in the first propeller_rounds rounds"""
+    """number of models that replace the collaborator in the first propeller_rounds rounds"""
     propeller_rounds: int = Field(0, ge=0)
-    """rounds with propeller models"""
+    """number of rounds with propellers"""
     dynamic_rounds: int = Field(0, ge=0)
-    """rounds in which alpha rises from 0.5, after those with propellers"""
+    """number of rounds in which alpha rises from 0.5, after those with propellers"""
     first_stage: int = Field(0, ge=0)
-    """rounds at the start in which all models become their mean"""
+    """number of first rounds in which all models become their mean"""
 
 
 class FedCrossServer(MultiModelServer[FedCrossOptions]):
-    """K middleware models that cross-aggregate."""
+    """Server with K models that cross-aggregate."""
 
     def __init__(self, context: MethodContext, options: FedCrossOptions) -> None:
         super().__init__(context, options)
         units = _units(context.layout, options.similarity)
         self.pieces = [columns for unit in units for columns in unit]
-        """The columns that are compared, and ..."""
+        """The columns that the similarity compares."""
         self.starts = list(accumulate((len(unit) for unit in units[:-1]), initial=0))
-        """... the pieces with which begins what is compared as one."""
+        """The first piece of each unit (the whole model or one layer)."""
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         options, floats = self.options, self.context.layout.floats
@@ -80,21 +79,21 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
         if alpha == 1 or len(v) == 1:
             w.copy_(v)
             return
-        partners = self.collaborators(r, v)
+        collaborators = self.collaborators(r, v)
         if floats < v.shape[1]:
             w[:, floats:] = v[:, floats:]  # integers stay with their model
         mix = cross_aggregate_by_row if v.device.type == "cpu" else cross_aggregate_batched
-        mix(v, partners, alpha, w, slice(0, floats))
+        mix(v, collaborators, alpha, w, slice(0, floats))
 
     def alpha(self, r: int) -> float:
-        """The weight in round r after the first stage."""
+        """Return alpha in round r, counted from the end of the first stage."""
         since, last = r - self.options.propeller_rounds, self.options.dynamic_rounds
         if not 0 <= since < last:
             return self.options.alpha
         return 0.5 + (self.options.alpha - 0.5) * (since / (last - 1) if last > 1 else 1.0)
 
     def collaborators(self, r: int, v: Tensor) -> list[list[int]]:
-        """The models that each model is mixed with."""
+        """Return the models that each model is mixed with."""
         count = len(v)
         if count == 1:
             return [[]]
@@ -107,35 +106,35 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
         return [[partner] for partner in self.extremes(v, -1 if self.options.selection == "lowest" else 1)]
 
     def extremes(self, v: Tensor, sign: int) -> list[int]:
-        """For each model, find the other one with the lowest sign x gap, the next in order among equals."""
+        """Return for each model the other one with the lowest sign x gap; ties go to the next in order."""
         models, others = np.arange(len(v)), _others(len(v))
         lowest = (sign * self.gaps(v))[models[:, None], others].argmin(1)  # the first of equals
         found: list[int] = others[models, lowest].tolist()
         return found
 
     def gaps(self, v: Tensor) -> Numbers:
-        """1 - similarity of each pair, over the trainable parameters, in float64.
+        """Return 1 - similarity of each pair, over the trainable parameters, in float64.
 
-        The host adds up the products of the pieces. On a GPU that would take a call for each step.
+        The CPU adds up the products of the pieces; a GPU would need one call for each addition.
         """
         products = torch.stack([inner_products(v[1:], v[0], columns) for columns in self.pieces]).cpu().numpy()
         with np.errstate(all="ignore"):
             sums = np.add.reduceat(products, self.starts)
         found = np.zeros((len(sums), len(v) + 1, len(v) + 1))
-        found[:, 1:, 1:] = sums  # the difference of v_0 from itself is zero, and was not multiplied
+        found[:, 1:, 1:] = sums  # row and column 0 stay zero: v_0 minus itself
         gaps: Numbers = cosine_distances(found).mean(0)
         return gaps
 
 
-def cross_aggregate_by_row(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
-    """Mix these columns of each row of `v` with its partners' into `w`, row by row, which needs no other memory."""
-    for i, theirs in enumerate(partners):
+def cross_aggregate_by_row(v: Tensor, collaborators: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
+    """Mix these columns of each row of `v` with its partners' into `w`, row by row, without extra memory."""
+    for i, theirs in enumerate(collaborators):
         _mix(v[i, columns], (v[j, columns] for j in theirs), alpha, w[i, columns])
 
 
-def cross_aggregate_batched(v: Tensor, partners: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
-    """The same with few calls, which on a GPU take longer than the arithmetic of small models."""
-    others = torch.tensor(partners, device=v.device).unbind(1)
+def cross_aggregate_batched(v: Tensor, collaborators: list[list[int]], alpha: float, w: Tensor, columns: slice) -> None:
+    """Do the same with few calls: on a GPU they take longer than the arithmetic of small models."""
+    others = torch.tensor(collaborators, device=v.device).unbind(1)
     for block in _column_blocks(v, columns):
         mine = v[:, block]
         _mix(mine, (mine.index_select(0, theirs) for theirs in others), alpha, w[:, block])
@@ -149,19 +148,19 @@ def _mix(mine: Tensor, others: Iterable[Tensor], alpha: float, mixed: Tensor) ->
 
 
 def _units(layout: Layout, similarity: str) -> list[list[slice]]:
-    """What is compared as one: all trainable columns, or those of each layer."""
+    """Return the columns of each unit of comparison: the whole model, or one layer."""
     if similarity == "global":
         return [[slice(0, layout.trainable)]]
     layers: dict[str, list[slice]] = {}
     for entry in layout.entries:
         if entry.kind is TensorKind.PARAMETER:
-            layers.setdefault(entry.unit, []).append(entry.columns)
+            layers.setdefault(entry.layer, []).append(entry.columns)
     return list(layers.values())
 
 
 @cache
 def _others(count: int) -> NDArray[np.intp]:
-    """For each of so many models all others in order, beginning with the next one."""
+    """Return for each of `count` models all others in order, beginning with the next one."""
     order = np.arange(count)
     return (order[:, None] + order[1:]) % count
 
@@ -169,14 +168,14 @@ def _others(count: int) -> NDArray[np.intp]:
 register(
     Method(
         name="fedcross",
-        summary="several models travel, and each is mixed with one other",
+        summary="keep K models and mix each with one other model every round",
         reference="Hu et al., ICDE 2024",
         options=FedCrossOptions,
         server=FedCrossServer,
         defaults=MULTI_MODEL_DEFAULTS,
         models_sent="2K",
-        needs_each="crosses the clients' models",
-        server_keeps="K models",
+        uses_single_updates="crosses the clients' models",
+        server_state="K models",
         extra_compute="server compares",
     )
 )

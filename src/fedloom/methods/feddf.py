@@ -1,18 +1,18 @@
-"""FedDF: the mean of the clients' models learns what their ensemble says of unlabelled data on the server.
+"""FedDF: the server distills the ensemble of the client models into their mean, on unlabeled data.
 
 Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020. The student starts as
-the fresh model (FedAvg's mean) and becomes that of the next round. For batches x of the server's data
+the new model (FedAvg's mean) and becomes the model of the next round. For batches x of the server's data
 
     teacher = softmax(mean_k logits_k(x)),    loss = KL(teacher || student(x)).
 
-From the authors' code: Adam, made anew each round, its rate annealed by a cosine over at most 10,000 batches of 128,
-and an end after 1,000 batches without a gain, looked for every 100. They look at the accuracy on a labelled set. We
-need no labels: a tenth of the server's data is held out, a gain is a lower divergence from the ensemble there, and the
-best student is kept, be it the one it started from. With `validation=0` all batches are done and the last is kept.
+As in the authors' code, each round has a new Adam, a cosine schedule over at most 10,000 batches of 128, and early
+stopping: after 1,000 batches without an improvement, checked every 100. They check the accuracy on a labeled set. Here
+no labels are needed: a tenth of the server's data is held out, an improvement is a lower divergence from the ensemble
+there, and the best student is kept, even the initial one. With `validation=0` all batches run and the last is kept.
 
-Our own choices. Teachers' logits are computed once, as their models arrive, so no client's model is kept. Every model
-that the next round starts from is distilled, whatever the server. `drop` (optional in the paper) leaves out clients no
-better than chance on the server's samples, and so needs their labels; if that is all of them, all are heard.
+Our own choices. The teachers' logits are computed once, when their models arrive, so no client model is stored. Every
+model that the next round starts from is distilled, with any server. `drop` (optional in the paper) leaves out clients
+no better than chance on the server's samples, so it needs labels. If no client is better, all of them count.
 """
 
 from itertools import chain, count, islice
@@ -32,46 +32,46 @@ from fedloom.methods.registry import Method, register
 from fedloom.training.optimizers import Adam
 
 GAIN = 1e-6
-"""A smaller step of the divergence is rounding, and no gain."""
+"""Smaller decreases of the divergence are rounding, not an improvement."""
 
 
 class FedDFOptions(Options):
     steps: int = Field(10_000, ge=0)
-    """batches of the distillation at most, in each round; 0 is FedAvg"""
+    """maximal number of distillation steps in each round; 0 is FedAvg"""
     batch_size: int = Field(128, ge=0)
     """samples in a batch; 0 takes all"""
     lr: float = Field(0.001, ge=0)
     """learning rate of Adam at first; it falls to 0 over `steps` by a cosine"""
     temperature: float = Field(1.0, gt=0)
-    """by which the logits of teacher and student are divided"""
+    """divisor of the logits of teacher and student"""
     validation: float = Field(0.1, ge=0, lt=1)
-    """share of the server's data held out, to end early and to choose the best student"""
+    """share of the server's data held out for early stopping and to select the best student"""
     check_every: int = Field(100, ge=1)
-    """batches between two looks at the samples held out"""
+    """steps between two validations"""
     patience: int = Field(1000, ge=1)
-    """batches without a gain there, after which the distillation ends"""
+    """steps without an improvement after which the distillation ends"""
     drop: bool = False
     """leave out clients that are no better than chance on the server's samples (needs their labels)"""
 
 
 class FedDFRefiner(Refiner[FedDFOptions]):
-    """Hears the clients' models as they come, then distils."""
+    """Average the logits of the client models as they arrive, then distill."""
 
     def __init__(self, context: MethodContext, options: FedDFOptions) -> None:
         super().__init__(context, options)
         self._proxy = proxy = DistillationData(context, "feddf")
         if options.drop and not context.server_labels:
-            raise InputError("feddf.drop needs labels of the server's data, and these have not the clients' classes.")
-        order = torch.from_numpy(context.streams.numpy("feddf validation").permutation(len(proxy)))
+            raise InputError("feddf.drop needs server data labeled with the clients' classes, and this run has none.")
+        order = torch.from_numpy(context.rng_streams.numpy("feddf validation").permutation(len(proxy)))
         held = min(int(options.validation * len(proxy) + 0.5), len(proxy) - 1)
         self._held, self._used = order[:held].to(context.device), order[held:]
         self._heard = 0
-        self._all: Tensor | None = None  # the mean logits of all clients, and of those better than chance
+        self._all: Tensor | None = None  # mean logits of all clients, and of those better than chance
         self._good: Tensor | None = None
         self._good_weight = torch.zeros((), dtype=context.layout.dtype, device=context.device)
         self._last: dict[str, float] = {}
 
-    def take(self, round: int, update: ClientUpdate) -> None:
+    def receive_update(self, round: int, update: ClientUpdate) -> None:
         if not self.options.steps:
             return
         logits = self._proxy.outputs(update.row)
@@ -87,7 +87,7 @@ class FedDFRefiner(Refiner[FedDFOptions]):
             self._good += (logits - self._good) * good / self._good_weight.clamp_min(1)
 
     def teacher(self) -> Tensor | None:
-        """The ensemble's probabilities for every sample of the server; None if no client has answered."""
+        """Return the ensemble's probabilities for every server sample, or None without any client update."""
         if self._all is None or self._good is None:
             return None
         logits = torch.where(self._good_weight > 0, self._good, self._all)
@@ -99,13 +99,13 @@ class FedDFRefiner(Refiner[FedDFOptions]):
         self._all = self._good = None
         if teacher is None:
             return
-        for slot, row in enumerate(server.models()):
-            self.distil(round, slot, row, teacher)
+        for model_index, row in enumerate(server.models()):
+            self.distill(round, model_index, row, teacher)
 
-    def distil(self, round: int, slot: int, row: Tensor, teacher: Tensor) -> None:
-        """Teach the model in `row`, in place."""
+    def distill(self, round: int, model_index: int, row: Tensor, teacher: Tensor) -> None:
+        """Distill the teacher into the model in `row`, in place."""
         options, proxy, held = self.options, self._proxy, self._held
-        draw = self.context.streams.numpy("feddf", round, slot)
+        draw = self.context.rng_streams.numpy("feddf", round, model_index)
         optimizer, weights = Adam(), row[: self.context.layout.trainable]
 
         def look() -> float:
@@ -117,7 +117,7 @@ class FedDFRefiner(Refiner[FedDFOptions]):
         for step, index in enumerate(islice(batches, options.steps), start=1):
             self.context.progress("distillation", step - 1, options.steps)
             lr = options.lr * (1 + cos(pi * (step - 1) / options.steps)) / 2
-            proxy.distil(row, index, teacher, optimizer, lr, options.temperature)
+            proxy.distill(row, index, teacher, optimizer, lr, options.temperature)
             if len(held) and (step % options.check_every == 0 or step == options.steps):
                 if (now := look()) < best - GAIN:
                     best, gained = now, step
@@ -137,13 +137,13 @@ class FedDFRefiner(Refiner[FedDFOptions]):
 register(
     Method(
         name="feddf",
-        summary="the mean learns what the ensemble of clients says of the server's unlabelled samples",
+        summary="distill the ensemble of the client models into their mean, on the server's unlabeled samples",
         reference="Lin et al., NeurIPS 2020",
         options=FedDFOptions,
         refiner=FedDFRefiner,
         neutral={"steps": 0},
         models_sent="2K",
-        needs_each="takes the clients' models as teachers",
+        uses_single_updates="takes the clients' models as teachers",
         extra_compute="server distils",
         server_data="inputs",
     )

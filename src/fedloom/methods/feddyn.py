@@ -1,19 +1,19 @@
-"""FedDyn: a regulariser that changes from round to round makes the clients' optima agree with the global one.
+"""FedDyn: a dynamic regularizer aligns the local optima with the global optimum.
 
-Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021. Client k keeps g_k, the server h, all zero
-at first. With w the model it received, client k minimises
+Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021. Client k keeps g_k and the server h, all
+zero at first. With w the model it received, client k minimizes
 
     f_k(v) - <g_k, v> + (alpha / 2) ||v - w||^2,       and then sets  g_k <- g_k - alpha (w_k - w)
 
-and the server, with the sums over those that answered and N clients in all,
+With sums over the clients that returned an update and N clients in total, the server sets
 
     h <- h - (alpha / N) sum_k (w_k - w),              w <- mean_k w_k - h / alpha
 
-so that h = mean of all g_k for ever. The mean is uniform. Where clients differ in size the authors' code divides alpha
-by n_k N / sum n for each client; as in the paper, alpha is the same for all here.
+so h stays the mean of all g_k. The mean is uniform. For clients of different size the authors' code divides alpha by
+n_k N / sum n for each client; here alpha is the same for all, as in the paper.
 
-The authors measure the mean of the clients' models, not w, which runs ahead of it: `deploy` says which. g_k and h are
-for trainable parameters only; batch norm's statistics are the plain mean. A client that is lost keeps its g_k.
+The authors evaluate the mean of the client models, not w, which runs ahead of it; `deploy` selects one. g_k and h cover
+trainable parameters only; batch-norm statistics are the plain mean. A failed client keeps its g_k.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,31 +33,31 @@ from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 class FedDynOptions(Options):
     alpha: float = Field(0.01, gt=0)
-    """strength of the regulariser; the authors tune it in {0.1, 0.01, 0.001}"""
+    """strength of the regularizer; the authors tune it in {0.1, 0.01, 0.001}"""
     deploy: Literal["mean", "model"] = "mean"
-    """what is deployed: the mean of the clients' models, or the model that the next round starts from"""
+    """the global model: the mean of the client models, or the model that the next round starts from"""
 
 
 class FedDynClient(Client[FedDynOptions]):
-    """Training with the gradient of the two regularisers; the client keeps g_k at home."""
+    """Client that adds the gradient of both regularizers; its state is g_k."""
 
-    def home(self, layout: Layout) -> Shapes:
+    def state_shapes(self, layout: Layout) -> Shapes:
         return {"g": (layout.trainable,)}
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield LocalSteps(self.step)
-        w = bench.received[: bench.layout.trainable]
-        bench.home["g"].sub_(bench.weights - w, alpha=self.options.alpha)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.training_step)
+        w = trainer.received[: trainer.layout.trainable]
+        trainer.client_state["g"].sub_(trainer.weights - w, alpha=self.options.alpha)
 
-    def correct(self, bench: LocalTrainer) -> None:
-        w = bench.received[: bench.layout.trainable]
-        bench.gradient.add_(bench.weights - w, alpha=self.options.alpha).sub_(bench.home["g"])
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        w = trainer.received[: trainer.layout.trainable]
+        trainer.gradient.add_(trainer.weights - w, alpha=self.options.alpha).sub_(trainer.client_state["g"])
 
 
 class FedDynServer(Server[FedDynOptions]):
-    """The model w, the last mean of the clients, and h."""
+    """Server with the model w, the last mean of the client models, and h."""
 
-    kept = ("bank", "h")
+    state_attributes = ("bank", "h")
 
     def __init__(self, context: MethodContext, options: FedDynOptions) -> None:
         super().__init__(context, options)
@@ -65,28 +65,28 @@ class FedDynServer(Server[FedDynOptions]):
         self.bank.rows[:] = context.initial
         self.h = torch.zeros_like(context.initial[: context.layout.trainable])
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, m = self.bank.rows
         alpha, trainable = self.options.alpha, self.context.layout.trainable
         mean, count = WeightedMean(self.context.layout), 0
         for update in updates:
             mean.add(update.row)
             count += 1
-        if not mean.into(m):
+        if not mean.write_to(m):
             return
-        # The sum of w_k - w over those that answered is their number times mean - w.
-        self.h.sub_(m[:trainable] - w[:trainable], alpha=alpha * count / self.context.clients)
+        # The sum of w_k - w over the updates is their number times mean - w.
+        self.h.sub_(m[:trainable] - w[:trainable], alpha=alpha * count / self.context.num_clients)
         w.copy_(m)
         w[:trainable].sub_(self.h, alpha=1 / alpha)
 
-    def deploy(self) -> Tensor:
+    def global_model(self) -> Tensor:
         return self.bank.rows[1 if self.options.deploy == "mean" else 0]
 
     def models(self) -> Tensor:
-        """w, and the mean where that is deployed: a refiner must have seen what is deployed."""
+        """Return w, and the mean if that is the global model, so that a refiner improves both."""
         return self.bank.rows[: 2 if self.options.deploy == "mean" else 1]
 
     def diagnostics(self) -> dict[str, float]:
@@ -96,14 +96,14 @@ class FedDynServer(Server[FedDynOptions]):
 register(
     Method(
         name="feddyn",
-        summary="a dynamic regulariser makes the clients' optima agree with the global one",
+        summary="add a dynamic regularizer that aligns local optima with the global optimum",
         reference="Acar et al., ICLR 2021",
         options=FedDynOptions,
         server=FedDynServer,
-        local=FedDynClient,
+        client=FedDynClient,
         models_sent="2K",
-        needs_each="",
-        client_keeps="1 vector",
-        server_keeps="3 models",
+        uses_single_updates="",
+        client_state="1 vector",
+        server_state="3 models",
     )
 )

@@ -1,14 +1,15 @@
-"""FedMA: match the neurons of the clients' models, layer by layer, and average those that match.
+"""FedMA with layers of fixed size: match the neurons of the clients' models, then average.
 
-Wang et al., "Federated Learning with Matched Averaging", ICLR 2020. For each layer in turn a neuron is the vector of
-its incoming weights and its bias (and what a norm makes of it), with the inputs already in the common order. Models
-are added one after the other, the largest first, each by the assignment of least squared distance to the mean of those
-before it (Hungarian method); then, in `sweeps` rounds of random order, each is taken out and matched again.
+Wang et al., "Federated Learning with Matched Averaging", ICLR 2020. A neuron is the vector of its incoming weights, its
+bias and its norm's parameters, with the inputs already in the common order. For each layer in turn, the largest
+client's model comes first. The others are added one by one, each by the assignment with the least squared distance to
+the mean of those before it (Hungarian method). Then, `sweeps` times in random order, each is taken out and matched
+again.
 
-This is the variant of fixed size that matches all layers at once in every round, as later papers use it on networks
-that must not grow. The paper's own, layer by layer with frozen layers and growing ones, is `fedma-layers`. The paper
-treats neither norms nor residual networks: here the statistics of norms move with their channels, and all layers that
-write into one stream share one permutation, matched by those whose inputs have their order already.
+This variant matches all layers in every round. Later papers use it on networks that must not grow. The paper's own
+algorithm matches one layer per round, freezes it, and lets layers grow: see `fedma-layers`. The paper covers neither
+norms nor residual networks. Here the statistics of norms move with their channels. All layers that write into one
+residual stream share one permutation, matched on the layers whose inputs are already in order.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,14 @@ from fedloom.methods.registry import Method, register
 
 class FedMAOptions(AlignmentOptions):
     sweeps: int = Field(5, ge=0)
-    """times that every model is matched again to the mean of the others; ends early when nothing moves"""
+    """how often every model is matched again to the mean of the others; stops early if nothing moves"""
 
 
 class FedMAServer(AlignmentServer[FedMAOptions]):
-    """The mean of matched neurons."""
+    """Server with one model: the mean of the client models after matching their neurons."""
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
-        draw = self.context.streams.numpy("fedma", round)
+        draw = self.context.rng_streams.numpy("fedma", round)
         for group, ties in fedma_incoming_weights(self.symmetries):
             vectors = [group.vectors(row, ties).double() for row in rows]
             orders = match_fedma_neurons(vectors, weights, self.options.sweeps, draw)
@@ -43,11 +44,11 @@ class FedMAServer(AlignmentServer[FedMAOptions]):
 
 
 def fedma_incoming_weights(symmetries: Symmetries) -> list[tuple[SymmetryGroup, list[SymmetryTie]]]:
-    """The groups in order, each with the weights that make its units from units of groups before it."""
+    """Return the groups in order, each with the weights that compute its units from earlier groups."""
     result: list[tuple[SymmetryGroup, list[SymmetryTie]]] = []
     decided: set[str] = set()
     for group in symmetries.groups:
-        made = [tie for tie in group.ties if tie.made and tie.entry.kind is TensorKind.PARAMETER]
+        made = [tie for tie in group.ties if tie.produces_units and tie.entry.kind is TensorKind.PARAMETER]
         ready = [tie for tie in made if symmetries.elsewhere(tie) <= decided]
         result.append((group, ready or made))
         decided.add(group.name)
@@ -55,30 +56,30 @@ def fedma_incoming_weights(symmetries: Symmetries) -> list[tuple[SymmetryGroup, 
 
 
 def match_fedma_neurons(
-    vectors: Sequence[Tensor], weights: Sequence[float], sweeps: int, draw: np.random.Generator
+    neuron_vectors: Sequence[Tensor], client_weights: Sequence[float], sweeps: int, rng: np.random.Generator
 ) -> list[Tensor]:
-    """For each model which of its units goes to each place; the first model stays as it is at first.
+    """Return for each model which of its units goes to each place; the first model keeps its order.
 
-    `vectors` has a matrix for each model, with one row a unit.
+    `neuron_vectors` has one matrix per model, with one row per unit.
     """
-    size = len(vectors[0])
-    orders = [torch.arange(size) for _ in vectors]
-    total, mass = weights[0] * vectors[0], weights[0]
-    for k in (1 + draw.permutation(len(vectors) - 1)).tolist():
-        orders[k] = align_units_by_cost(pairwise_squared_distances(total / mass, vectors[k]))
-        total, mass = total + weights[k] * vectors[k][orders[k]], mass + weights[k]
-    for _ in range(sweeps if len(vectors) > 2 else 0):  # with two the first matching is the best already
+    size = len(neuron_vectors[0])
+    orders = [torch.arange(size) for _ in neuron_vectors]
+    total, mass = client_weights[0] * neuron_vectors[0], client_weights[0]
+    for k in (1 + rng.permutation(len(neuron_vectors) - 1)).tolist():
+        orders[k] = align_units_by_cost(pairwise_squared_distances(total / mass, neuron_vectors[k]))
+        total, mass = total + client_weights[k] * neuron_vectors[k][orders[k]], mass + client_weights[k]
+    for _ in range(sweeps if len(neuron_vectors) > 2 else 0):  # with two models the first matching is optimal
         moved = False
-        for k in draw.permutation(len(vectors)).tolist():
-            others = (total - weights[k] * vectors[k][orders[k]]) / (mass - weights[k])
-            order = align_units_by_cost(pairwise_squared_distances(others, vectors[k]))
+        for k in rng.permutation(len(neuron_vectors)).tolist():
+            others = (total - client_weights[k] * neuron_vectors[k][orders[k]]) / (mass - client_weights[k])
+            order = align_units_by_cost(pairwise_squared_distances(others, neuron_vectors[k]))
             if not torch.equal(order, orders[k]):
                 moved = True
-                total = total + weights[k] * (vectors[k][order] - vectors[k][orders[k]])
+                total = total + client_weights[k] * (neuron_vectors[k][order] - neuron_vectors[k][orders[k]])
                 orders[k] = order
         if not moved:
             break
-    # Rematching may have moved the first model as well; all are told in its order, so that it stays where it was.
+    # Rematching may have moved the first model too. Relative to its order, it stays where it was.
     back = torch.argsort(orders[0])
     return [order[back] for order in orders]
 
@@ -91,7 +92,7 @@ register(
         options=FedMAOptions,
         server=FedMAServer,
         models_sent="2K",
-        needs_each="matches the neurons of the clients' models",
+        uses_single_updates="matches the neurons of the clients' models",
         extra_compute="server matches",
     )
 )

@@ -1,24 +1,24 @@
 """FedMR: the server recombines models layer by layer instead of averaging them.
 
-Hu et al., "Is Aggregation the Only Choice? Federated Learning via Layer-wise Model Recombination", KDD 2024. K models
-travel like FedCross's; after training, for each layer an independent random permutation says which model's layer each
-model gets. Every layer instance is used exactly once, so the mean of the models does not change. The deployed model
-is the uniform mean.
+Hu et al., "Is Aggregation the Only Choice? Federated Learning via Layer-wise Model Recombination", KDD 2024. The server
+keeps K models, as FedCross does. After training it draws a random permutation for each layer, which says which model
+gets which model's layer. Every layer instance is used exactly once, so the mean of the models does not change. The
+global model is the uniform mean.
 
-What a layer is the paper leaves open: here all tensors of one module (`module`, so that a running mean stays with its
-variance). The authors' code shuffles every state-dict entry on its own (`tensor`). FedMR-px cuts the N layers into
+The paper does not define a layer. Here it is all tensors of one module (`module`), so a running mean stays with its
+variance. The authors' code shuffles every state-dict entry separately (`tensor`). FedMR-px cuts the N layers into
 segments, `segment:x`: layer j (from 1) belongs to segment ceil(j / (x N)), and `segment:1` permutes whole models.
-Two-stage training: for `first_stage` rounds all models become their mean (the paper: 0 for the CNN, 100 for ResNet-20
-and VGG-16).
+Two-stage training: in the first `first_stage` rounds all models become their mean (the paper: 0 for the CNN, 100 for
+ResNet-20 and VGG-16).
 
-`secure` lets the clients exchange layers among themselves (Appendix B, see recombination.py) before they upload; the
-paper does not say how often a layer is sent, here half the time. It changes fewer layers than the server's shuffle:
-with ten clients three in ten change owner, and a model of few layers may come out as it went in. `mixed` lets the
-clients exchange again until no model does, as the paper allows; where they do not get there, the round counts for
-nothing, as it does between sites. A client that is lost takes no part, and its model is left out. In the rounds of the
-first stage nothing is exchanged.
+With `secure`, the clients exchange layers among themselves before they upload (Appendix B, see
+_support/layer_exchange.py). The paper does not say how often a layer is sent; here it is half the time. The exchange
+moves fewer layers than the server's shuffle: with ten clients three in ten change owner, and a model of few layers may
+come out unchanged. With `mixed`, the clients repeat the exchange until no model is one that a single client trained, as
+the paper allows. If they do not succeed, the round changes nothing, also between sites. A failed client takes no part,
+and its model is left out. There is no exchange in the rounds of the first stage.
 
-`indep`, the paper's baseline, is the same without recombination: models wander and never meet.
+The paper's baseline without recombination is in indep.py.
 """
 
 import re
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientUpdate
-from fedloom.devices.cuda_runtime import foreach_copy_
+from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.errors import InputError
 from fedloom.methods._support.layer_exchange import LayerExchange, exchange_model_layers
 from fedloom.methods.base import MethodContext, Options
@@ -47,13 +47,13 @@ class FedMROptions(Options):
     granularity: str = "module"
     """what is swapped: module, tensor, or segment:x with x in (0, 1]"""
     first_stage: int = Field(0, ge=0)
-    """rounds at the start in which all models become their mean"""
+    """number of first rounds in which all models become their mean"""
     secure: bool = False
-    """clients exchange layers among themselves, so that the server never sees a model that one client trained"""
+    """let the clients exchange layers before they upload, so that the server does not see their models"""
     send_probability: float = Field(0.5, ge=0, le=1)
-    """how often a client gives a layer away in the secure exchange"""
+    """probability that a client sends a layer away in the secure exchange"""
     mixed: bool = False
-    """in the secure exchange, exchange again until no model is what one client trained"""
+    """repeat the secure exchange until no model is one that a single client trained"""
 
     @field_validator("mixed")
     @classmethod
@@ -73,8 +73,8 @@ class FedMROptions(Options):
 
 
 def fedmr_layer_columns(layout: Layout, granularity: str) -> list[list[slice]]:
-    """The columns of each layer."""
-    units = list(layout.units().values())
+    """Return the columns of each layer."""
+    units = list(layout.layer_columns().values())
     if granularity == "module":
         return units
     if granularity == "tensor":
@@ -87,33 +87,33 @@ def fedmr_layer_columns(layout: Layout, granularity: str) -> list[list[slice]]:
 
 
 def _by_layer(rows: Tensor, layers: list[list[slice]]) -> list[list[tuple[Tensor, ...]]]:
-    """All models' numbers in each piece of each layer: views."""
+    """Return views of all models' values in each piece of each layer."""
     return [[rows[:, part].unbind() for part in columns] for columns in layers]
 
 
 class FedMRServer(MultiModelServer[FedMROptions]):
-    """K models that swap layers."""
+    """Server that swaps layers between K models."""
 
     def __init__(self, context: MethodContext, options: FedMROptions) -> None:
         super().__init__(context, options)
         self.layers = fedmr_layer_columns(context.layout, options.granularity)
         if options.mixed and len(self.layers) == 1:
-            raise InputError(f"fedmr.mixed needs two layers at least; by {options.granularity} this model has one.")
+            raise InputError(f"fedmr.mixed needs at least two layers; with {options.granularity} this model has one.")
         self._given_up = self._exchanged = False
         own = (self._uploaded.rows, self.bank.rows)
         self._views = {id(rows): _by_layer(rows, self.layers) for rows in own}
-        """Of the rows that are recombined in every round: to make them anew took longer than the copies."""
+        """Views of the rows that are recombined in every round; creating them takes longer than the copies."""
 
     def notes(self) -> list[str]:
         options, fields = self.options, FedMROptions.model_fields
         if options.secure:
             return []
         idle = [name for name in ("send_probability", "mixed") if getattr(options, name) != fields[name].default]
-        return [f"fedmr.{name} is about the secure exchange, and fedmr.secure is off." for name in idle]
+        return [f"fedmr.{name} has no effect: it needs the secure exchange, and fedmr.secure is off." for name in idle]
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._given_up = self._exchanged = False
-        super().collect(round, self._looked_at(updates))
+        super().aggregate(round, self._looked_at(updates))
 
     def _looked_at(self, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
         for update in updates:
@@ -132,8 +132,8 @@ class FedMRServer(MultiModelServer[FedMROptions]):
             self.shuffled(round, v, w)
 
     def shuffled(self, round: int, v: Tensor, w: Tensor) -> None:
-        """The server draws a permutation of the models for each layer."""
-        draw = self.context.streams.numpy("recombine", round)
+        """Draw a permutation of the models for each layer, and apply it."""
+        draw = self.context.rng_streams.numpy("recombine", round)
         before, after = (self._views.get(id(rows)) or _by_layer(rows, self.layers) for rows in (v, w))
         targets, sources = list[Tensor](), list[Tensor]()
         for theirs, mine in zip(before, after, strict=True):
@@ -141,26 +141,26 @@ class FedMRServer(MultiModelServer[FedMROptions]):
             for here, there in zip(theirs, mine, strict=True):
                 targets += there
                 sources += [here[j] for j in source]
-        foreach_copy_(targets, sources)  # on a GPU, hardly slower than one of them
+        cuda_foreach_copy_(targets, sources)  # on a GPU, hardly slower than a single copy
 
     @classmethod
     def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:
-        """What clients exchange among themselves before they upload. Sites ask this too, so it needs no server."""
+        """Return what the clients exchange before they upload, or None. Sites call this too, without a server."""
         if not options.secure or round < options.first_stage:
             return None
         return LayerExchange(fedmr_layer_columns(layout, options.granularity), options.send_probability, options.mixed)
 
     def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
-        """The clients exchange layers; what the server gets is `w`. Over sites they have done so already.
+        """Let the clients exchange layers, and write the models that the server gets to `w`.
 
-        Where they cannot mix their models they hand over none, and those of the last round stay.
+        Real sites have exchanged already. If the clients cannot mix their models, those of the last round stay.
         """
         if self._exchanged:
             w.copy_(v)
             return
         present = [i for i in range(len(v)) if i not in self.absent]
         models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
-        draws = partial(self.context.streams.numpy, round=round)
+        draws = partial(self.context.rng_streams.numpy, round=round)
         found = exchange_model_layers(models, draws, self.options.send_probability, self.options.mixed)
         if found is None:
             self._given_up = True
@@ -169,13 +169,6 @@ class FedMRServer(MultiModelServer[FedMROptions]):
         for i, model in found.items():
             for columns, layer in zip(self.layers, model, strict=True):
                 _scatter(w[i], columns, layer)
-
-
-class IndepServer(MultiModelServer[Options]):
-    """K models that never meet."""
-
-    def combine(self, round: int, v: Tensor, w: Tensor) -> None:
-        w.copy_(v)
 
 
 def _gather(row: Tensor, columns: list[slice]) -> Tensor:
@@ -193,26 +186,13 @@ def _scatter(row: Tensor, columns: list[slice], values: Tensor) -> None:
 register(
     Method(
         name="fedmr",
-        summary="several models travel, and swap layers instead of being averaged",
+        summary="keep K models and swap their layers instead of averaging them",
         reference="Hu et al., KDD 2024",
         options=FedMROptions,
         server=FedMRServer,
         defaults=MULTI_MODEL_DEFAULTS,
         models_sent="2K",
-        needs_each="swaps layers between the clients' models",
-        server_keeps="K models",
-    )
-)
-
-register(
-    Method(
-        name="indep",
-        summary="several models travel and never meet; their mean is deployed (FedMR's baseline)",
-        reference="Hu et al., KDD 2024",
-        server=IndepServer,
-        defaults=MULTI_MODEL_DEFAULTS,
-        models_sent="2K",
-        needs_each="keeps models that are never averaged in training",
-        server_keeps="K models",
+        uses_single_updates="swaps layers between the clients' models",
+        server_state="K models",
     )
 )

@@ -1,17 +1,17 @@
-"""FedRep: one body for all, a head for each.
+"""FedRep: clients share a body, and each client keeps its own head.
 
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
 
-The server sends the body. A client fits its own head to it for some epochs with the body frozen, then trains the body
-for some epochs with the head frozen, and sends the body; the server averages bodies by samples. After the last round
-every client fits its head once more.
+The server sends the body. A client fits its own head for some epochs with the body frozen, then trains the body for
+some epochs with the head frozen, and sends the body. The server averages the bodies, weighted by samples. After the
+last round every client fits its head once more.
 
-What is frozen stays as it is to the last bit: its gradient is zero, weight decay and momentum do not move it, and while
-the body is frozen its batch norms use the statistics they have and do not renew them. Each phase has a new optimiser.
+Frozen parameters do not change by a single bit: their gradient is zero, and weight decay and momentum do not move them.
+While the body is frozen, its batch norms use their statistics and do not update them. Each phase has a new optimizer.
 
-Where the paper is silent: the head is the layer called `head`, or else the last one with parameters. A client that was
-never asked starts with the initial head. The deployed model has the mean of the clients' heads, by samples; each client
-is scored with its own, fitted once more after the last round as the authors do.
+Not specified in the paper: the head is the layer called `head`, or else the last one with parameters. A client that
+never trained starts with the initial head. The global model has the mean of the clients' heads, weighted by samples.
+Each client is evaluated with its own head, fitted once more after the last round as in the authors' code.
 """
 
 from collections.abc import Iterator
@@ -33,105 +33,105 @@ class FedRepOptions(Options):
     head_epochs: int = Field(10, ge=0)
     """epochs in which a client fits its head, before it trains the body"""
     body_epochs: int = Field(1, ge=0)
-    """epochs in which a client trains the body, with its head frozen; the run's own epochs are not used"""
+    """epochs in which a client trains the body, with its head frozen; --epochs is not used"""
     final_epochs: int = Field(10, ge=0)
-    """epochs in which each client fits its head to the body of the last round, before it is scored"""
+    """epochs in which each client fits its head to the body of the last round, before the evaluation"""
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 class FedRepSplitClient(Client[O]):
-    """A network cut in two: its head stays home, and steps move one part, or both, and leave the other alone."""
+    """Client with a personal head; its steps train the head, the body or both, and freeze the rest."""
 
     def __init__(self, context: MethodContext, options: O) -> None:
         super().__init__(context, options)
         if self.body(context.layout) == []:
             raise InputError(
-                "fedrep and fedbabu share a network's body, and one that is a single layer, as logreg is, has none; "
-                "use a deeper one."
+                "fedrep and fedbabu share the body of a network, but a network with a single layer, such as logreg, "
+                "has none; use a deeper one."
             )
 
     def head(self, layout: Layout) -> slice:
-        """The columns of the head's parameters: of the layer called `head`, or else of the last one."""
+        """Return the columns of the head: the layer called `head`, or else the last one."""
         weights = [entry for entry in layout.entries if entry.kind is TensorKind.PARAMETER]
-        named = [entry.unit for entry in weights if entry.unit.rpartition(".")[2] == "head"]
-        unit = (named or [entry.unit for entry in weights])[-1]
-        columns = [entry.columns for entry in weights if entry.unit == unit]
+        named = [entry.layer for entry in weights if entry.layer.rpartition(".")[2] == "head"]
+        unit = (named or [entry.layer for entry in weights])[-1]
+        columns = [entry.columns for entry in weights if entry.layer == unit]
         return slice(columns[0].start, columns[-1].stop)
 
     def body(self, layout: Layout) -> list[slice]:
-        """The columns of all other parameters."""
+        """Return the columns of all other parameters."""
         head = self.head(layout)
         return [part for part in (slice(0, head.start), slice(head.stop, layout.trainable)) if part.start < part.stop]
 
-    def stays_home(self, layout: Layout) -> list[slice]:
+    def personal_columns(self, layout: Layout) -> list[slice]:
         return [self.head(layout)]
 
-    def head_pass(self, bench: LocalTrainer, epochs: int) -> LocalSteps:
-        """Train the head alone."""
-        for module in bench.module.modules():
-            if isinstance(module, _NormBase):  # or a frozen body's statistics would still move
+    def head_steps(self, trainer: LocalTrainer, epochs: int) -> LocalSteps:
+        """Return steps that train the head alone."""
+        for module in trainer.module.modules():
+            if isinstance(module, _NormBase):  # or the statistics of a frozen body would change
                 module.eval()
-        return self._pass(bench, self.body(bench.layout), epochs)
+        return self._make_steps(trainer, self.body(trainer.layout), epochs)
 
-    def body_pass(self, bench: LocalTrainer, epochs: int | None) -> LocalSteps:
-        """Train the body alone; `epochs` None: the run's own epochs or steps."""
-        return self._pass(bench, [self.head(bench.layout)], epochs)
+    def body_steps(self, trainer: LocalTrainer, epochs: int | None) -> LocalSteps:
+        """Return steps that train the body alone; `epochs` None takes the run's own epochs or steps."""
+        return self._make_steps(trainer, [self.head(trainer.layout)], epochs)
 
-    def whole_pass(self, bench: LocalTrainer, epochs: int) -> LocalSteps:
-        """Train head and body."""
-        return self._pass(bench, [], epochs)
+    def full_steps(self, trainer: LocalTrainer, epochs: int) -> LocalSteps:
+        """Return steps that train head and body."""
+        return self._make_steps(trainer, [], epochs)
 
-    def _pass(self, bench: LocalTrainer, frozen: list[slice], epochs: int | None) -> LocalSteps:
-        bench.scratch["frozen"] = [(part.start, part.stop) for part in frozen]
-        bench.scratch["as it was"] = [
-            bench.buffer(f"frozen {start}:{stop}", stop - start).copy_(bench.weights[start:stop])
-            for start, stop in bench.scratch["frozen"]
+    def _make_steps(self, trainer: LocalTrainer, frozen: list[slice], epochs: int | None) -> LocalSteps:
+        trainer.scratch["frozen"] = [(part.start, part.stop) for part in frozen]
+        trainer.scratch["as it was"] = [
+            trainer.buffer(f"frozen {start}:{stop}", stop - start).copy_(trainer.weights[start:stop])
+            for start, stop in trainer.scratch["frozen"]
         ]
-        return LocalSteps(self.step, epochs)
+        return LocalSteps(self.training_step, epochs)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        loss = super().step(bench, batch)
-        for (start, stop), value in zip(bench.scratch["frozen"], bench.scratch["as it was"], strict=True):
-            bench.weights[start:stop].copy_(value)  # weight decay moves what has no gradient
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        loss = super().training_step(trainer, batch)
+        for (start, stop), value in zip(trainer.scratch["frozen"], trainer.scratch["as it was"], strict=True):
+            trainer.weights[start:stop].copy_(value)  # weight decay moves parameters without a gradient
         return loss
 
-    def correct(self, bench: LocalTrainer) -> None:
-        for start, stop in bench.scratch["frozen"]:
-            bench.gradient[start:stop].zero_()  # and does not count where gradients are clipped
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        for start, stop in trainer.scratch["frozen"]:
+            trainer.gradient[start:stop].zero_()  # so that it does not count in gradient clipping
 
 
 class FedRepClient(FedRepSplitClient[FedRepOptions]):
-    """First the head, then the body."""
+    """Client that trains first the head, then the body."""
 
     def notes(self) -> list[str]:
-        if not self.context.training.keep_optimizer:
+        if not self.context.config.keep_optimizer:
             return []
-        return ["fedrep makes a new optimiser for its heads and for its body in every round: keep_optimizer is no use."]
+        return ["fedrep creates new optimizers for head and body in every round, so keep_optimizer has no effect."]
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.new_optimizer()
-        yield self.head_pass(bench, self.options.head_epochs)
-        bench.module.train()
-        bench.new_optimizer()
-        yield self.body_pass(bench, self.options.body_epochs)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.new_optimizer()
+        yield self.head_steps(trainer, self.options.head_epochs)
+        trainer.module.train()
+        trainer.new_optimizer()
+        yield self.body_steps(trainer, self.options.body_epochs)
 
-    def personal(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        if bench.round >= self.context.rounds:
-            bench.new_optimizer()
-            yield self.head_pass(bench, self.options.final_epochs)
+    def personalize(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        if trainer.round >= self.context.rounds:
+            trainer.new_optimizer()
+            yield self.head_steps(trainer, self.options.final_epochs)
 
 
 register(
     Method(
         name="fedrep",
-        summary="share the body, and let each client fit a head of its own",
+        summary="share the body; each client fits its own head",
         reference="Collins et al., ICML 2021",
         options=FedRepOptions,
-        local=FedRepClient,
+        client=FedRepClient,
         models_sent="2K - heads",
-        client_keeps="its head",
+        client_state="its head",
         extra_compute="11 epochs",
     )
 )

@@ -1,16 +1,15 @@
-"""FedSAM: clients look for flat minima, by descending along the gradient at the worst point near by.
+"""FedSAM: clients search for flat minima with the gradient at the worst point nearby.
 
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022; Caldarola et al., "Improving
 Generalization in Federated Learning by Seeking Flat Minima", ECCV 2022. With a batch's gradient g at v,
 
     v' = v + rho g / ||g||,        v <- v - eta * gradient of the same batch at v'
 
-with one norm over all trainable parameters. Twice the computation of FedAvg. rho is from Caldarola's script for
-CIFAR-10; tune it in {0.01, 0.05, 0.1, 0.5}.
+with one norm over all trainable parameters. This takes twice the computation of FedAvg. rho is from Caldarola's script
+for CIFAR-10; tune it in {0.01, 0.05, 0.1, 0.5}.
 
-Weight decay, momentum and clipping act on the second gradient only. Batch norm sees the batch at v and at v'; only
-the former counts in its running statistics, because v' is no model that anyone will use. The loss that is recorded
-is the one at v.
+Weight decay, momentum and clipping act on the second gradient only. Batch norm sees the batch at v and at v'. Only the
+pass at v counts in its running statistics, because nobody uses v' as a model. The recorded loss is the one at v.
 """
 
 from abc import ABC, abstractmethod
@@ -25,57 +24,57 @@ from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
 
 TINY = 1e-12
-"""Added to norms: where there is no gradient there is no ascent."""
+"""Added to norms, so that a zero gradient gives a zero ascent."""
 
 
 class FedSAMOptions(Options):
     rho: float = Field(0.1, ge=0)
-    """how far away the worst point is looked for; 0 is FedAvg"""
+    """distance of the worst point; 0 is FedAvg"""
 
 
 class SharpnessAwareClient(Client[O], ABC):
-    """Steps along the gradient at v + ascent(v), of the same batch."""
+    """Client whose steps use the gradient at v + ascent(v), of the same batch."""
 
     @abstractmethod
     def radius(self) -> float:
-        """How far the ascent goes; 0 leaves it out."""
+        """Return how far the ascent goes; 0 turns it off."""
 
     @abstractmethod
-    def ascent(self, bench: LocalTrainer) -> Tensor:
-        """The way from v to v', from `bench.gradient`, the gradient at v."""
+    def ascent(self, trainer: LocalTrainer) -> Tensor:
+        """Return the step from v to v'; `trainer.gradient` is the gradient at v."""
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
         if not self.radius():
-            return super().step(bench, batch)
-        loss = bench.loss(batch)
-        bench.backward(loss)
-        before = bench.row.clone()  # v, and the statistics that the batch left at v
-        bench.weights.add_(self.ascent(bench))
-        bench.backward(bench.loss(batch))
-        bench.row.copy_(before)
-        self.correct(bench)
-        bench.descend()
+            return super().training_step(trainer, batch)
+        loss = trainer.loss(batch)
+        trainer.backward(loss)
+        before = trainer.row.clone()  # v, and the statistics that the batch left at v
+        trainer.weights.add_(self.ascent(trainer))
+        trainer.backward(trainer.loss(batch))
+        trainer.row.copy_(before)
+        self.adjust_gradient(trainer)
+        trainer.optimizer_step()
         return loss
 
 
 class FedSAMClient(SharpnessAwareClient[FedSAMOptions]):
-    """The worst point of a ball."""
+    """Client that ascends to the worst point of a ball."""
 
     def radius(self) -> float:
         return self.options.rho
 
-    def ascent(self, bench: LocalTrainer) -> Tensor:
-        g = bench.gradient
+    def ascent(self, trainer: LocalTrainer) -> Tensor:
+        g = trainer.gradient
         return g.mul(self.options.rho / (torch.linalg.vector_norm(g) + TINY))
 
 
 register(
     Method(
         name="fedsam",
-        summary="clients descend along the gradient at the worst point near by",
+        summary="clients descend along the gradient at the worst point nearby",
         reference="Qu et al., ICML 2022",
         options=FedSAMOptions,
-        local=FedSAMClient,
+        client=FedSAMClient,
         neutral={"rho": 0.0},
         models_sent="2K",
         extra_compute="client 2x",

@@ -1,20 +1,19 @@
 """GAMF: align whole networks by graph matching, then average.
 
 Liu et al., "Deep Neural Network Fusion via Graph Matching with Applications to Model Ensemble and Federated Learning",
-ICML 2022. Channels are nodes, weights are edges: a channel is like another if its incoming *and* its outgoing weights
-are, under the matchings of the layers before and after it. That is a quadratic assignment, solved by graduated
-assignment: soft matchings P_l start uniform; in each sweep over the layers
+ICML 2022. Channels are nodes, weights are edges. Two channels are similar if their incoming *and* their outgoing
+weights are, under the matchings of the layers before and after. This is a quadratic assignment problem, solved by
+graduated assignment: soft matchings P_l start uniform, and each sweep over the layers computes
 
     M_l = A(weights into l, under P_{l-1}) + A(weights out of l, under P_{l+1})
     P_l = Sinkhorn(M_l / temperature),      A = exp(-||difference||_4 / 2), divided by its mean
 
-and the temperature falls after each sweep, so that the matchings harden. All models are matched to one, that of the
-largest client, which makes the matchings consistent.
+The temperature falls after each sweep, so the matchings harden. All models are matched to the largest client's model,
+which makes the matchings consistent.
 
-As in the authors' code biases and norms do not take part in A; they move with their channels. That code averages with
-the soft matchings, `output=soft`; by default a last assignment makes them permutations, so that every aligned model
-computes what it did before. Sinkhorn ends when it has converged, and the sweeps when all matchings are as good as hard
-and stay so.
+As in the authors' code, biases and norms do not count in A; they move with their channels. That code averages with the
+soft matchings, `output=soft`. By default a last assignment makes them permutations, so every aligned model computes
+the same function as before. Sinkhorn stops at convergence, the sweeps when all matchings are almost hard and stable.
 """
 
 from typing import Literal
@@ -32,19 +31,19 @@ from fedloom.methods.registry import Method, register
 
 class GAMFOptions(AlignmentOptions):
     sweeps: int = Field(50, ge=1)
-    """sweeps over the layers at most"""
+    """maximal number of sweeps over the layers"""
     temperature: float = Field(10.0, gt=0)
-    """of the first sweep; higher is softer"""
+    """temperature of the first sweep; higher is softer"""
     cooling: float = Field(0.8, gt=0, le=1)
     """factor on the temperature after each sweep"""
     coldest: float = Field(0.01, gt=0)
-    """where the temperature stops falling"""
+    """lowest temperature"""
     output: Literal["hard", "soft"] = "hard"
-    """hard: units change places; soft: each becomes a mixture of units, as in the authors' code"""
+    """hard: permute the units; soft: replace each by a mixture of units, as in the authors' code"""
 
 
 class GAMFServer(AlignmentServer[GAMFOptions]):
-    """The mean of models aligned to the largest client's."""
+    """Server with one model: the mean of the client models after aligning them to the largest client's."""
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         anchor = rows[0]
@@ -58,7 +57,7 @@ class GAMFServer(AlignmentServer[GAMFOptions]):
 
 
 class GAMFEdgeWeights:
-    """The weights between one group and the others, in one tensor."""
+    """The weights between one group of units and the others, in one tensor."""
 
     def __init__(self, symmetries: Symmetries, group: SymmetryGroup, tie: SymmetryTie) -> None:
         self.group, self.tie = group, tie
@@ -70,7 +69,7 @@ class GAMFEdgeWeights:
         ]
 
     def affinity(self, anchor: Tensor, row: Tensor, P: list[Tensor]) -> Tensor:
-        """A[i, j]: how alike unit i of the anchor and unit j of the model are, under the other matchings."""
+        """Return A[i, j], the similarity of unit i of the anchor and unit j of the model, under the other matchings."""
         moved = self.tie.entry.view(row).double().clone()
         for number, theirs in self.others:
             block = moved.narrow(theirs.axis, theirs.start, len(P[number]) * theirs.inner)
@@ -88,13 +87,13 @@ class GAMFEdgeWeights:
 def gamf_graduated_assignment(
     symmetries: Symmetries, anchor: Tensor, row: Tensor, options: GAMFOptions
 ) -> list[Tensor]:
-    """The soft matching P of each group: P[i, j] says how much unit j of the model is unit i of the anchor."""
+    """Return the soft matching P of each group: P[i, j] is the share of the model's unit j in the anchor's unit i."""
     graph = [
         [GAMFEdgeWeights(symmetries, group, tie) for tie in group.ties if _is_weight(tie)]
         for group in symmetries.groups
     ]
     P = [torch.full((g.size, g.size), 1 / g.size, dtype=torch.float64, device=row.device) for g in symmetries.groups]
-    # Where the other side is fixed (pixels, classes), likeness does not change from sweep to sweep.
+    # If the other side is fixed (pixels, classes), the affinity is the same in all sweeps.
     constant = {edges: edges.affinity(anchor, row, P) for each in graph for edges in each if not edges.others}
     temperature = options.temperature
     for sweep in range(options.sweeps):
@@ -118,13 +117,13 @@ def _is_weight(tie: SymmetryTie) -> bool:
 
 
 def gamf_sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """The doubly stochastic matrix exp(logits[i, j] + u_i + v_j), or as near as so many iterations come to it."""
-    # The largest number of every row and column is brought to 0 first. What is then below -300 is as good as nothing,
-    # and the exponentials fit a double: so an iteration is two products with a vector instead of many logarithms.
+    """Return the doubly stochastic matrix exp(logits[i, j] + u_i + v_j), approximately after few iterations."""
+    # Shift the maximum of each row and column to 0, so that the exponentials fit a double (below -300 they count as 0)
+    # and an iteration is two matrix-vector products without logarithms.
     logits = logits.double()
     logits = logits - logits.amax(1, keepdim=True)
     logits = logits - logits.amax(0, keepdim=True)
-    # By numpy: an iteration on a layer of 128 units takes a third of the time that it takes with tensors.
+    # numpy needs a third of the time of torch per iteration, for 128 units.
     K = logits.clamp(min=-300).exp().cpu().numpy()
     v = np.ones(len(K))
     for i in range(iterations):
@@ -136,7 +135,7 @@ def gamf_sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 def gamf_l4_distances(a: Tensor, b: Tensor) -> Tensor:
-    """(sum_x (a_ix - b_jx)^4)^(1/4), by three products of matrices."""
+    """Return (sum_x (a_ix - b_jx)^4)^(1/4), computed by three matrix products."""
     a2, b2 = a * a, b * b
     powers = (a2 * a2).sum(1)[:, None] + (b2 * b2).sum(1)
     powers = powers - 4 * (a2 * a) @ b.T + 6 * a2 @ b2.T - 4 * a @ (b2 * b).T
@@ -151,7 +150,7 @@ register(
         options=GAMFOptions,
         server=GAMFServer,
         models_sent="2K",
-        needs_each="matches the neurons of the clients' models",
+        uses_single_updates="matches the neurons of the clients' models",
         extra_compute="server matches",
     )
 )

@@ -1,18 +1,17 @@
-"""MOON: a client's representation is drawn to the global model's and away from that of its own past.
+"""MOON: a contrastive loss pulls a client's representation to the global model's and away from its previous model's.
 
-Li et al., "Model-Contrastive Federated Learning", CVPR 2021. With the representations z, z_g, z_p of a batch by the
-model in training, by the model w that was received and by the model that this client returned last,
+Li et al., "Model-Contrastive Federated Learning", CVPR 2021. z, z_g and z_p are the representations of a batch by the
+model in training, the received model w, and the model that this client returned last:
 
     loss = CE + mu * mean of -log( e^(s+/tau) / (e^(s+/tau) + e^(s-/tau)) ),    s+ = cos(z, z_g),  s- = cos(z, z_p)
 
-which is CE + mu * mean log(1 + e^((s- - s+)/tau)), the form used here: on a client's first visit, where its own past is
-w itself, the difference is exactly 0, the term exactly mu log 2, and its gradient exactly 0.
+This equals CE + mu * mean log(1 + e^((s- - s+)/tau)), the form used here. On a client's first visit the previous model
+is w itself: then the difference is exactly 0, the term exactly mu log 2, and its gradient exactly 0.
 
-The representation is what goes into the network's last linear layer. The paper's networks have a projection of two
-layers (to 256) before the classifier: that is `--model NAME+projection` (models/projection.py), to be given to FedAvg
-too where the two are compared. The two frozen models compute as in a test, with batch norm's running statistics, where
-the authors' code leaves them in training mode. mu is the authors' for CIFAR-10; it is 1 for CIFAR-100, and they tune it
-in {0.001, ..., 10}.
+The representation is the input of the network's last linear layer. The paper's networks have a two-layer projection (to
+256) before the classifier: use `--model NAME+projection` (models/registry.py), for FedAvg too if you compare them. The
+two frozen models run in evaluation mode, with running batch-norm statistics; the authors' code leaves them in training
+mode. The default mu is the authors' for CIFAR-10; they use 1 for CIFAR-100 and tune it in {0.001, ..., 10}.
 """
 
 from collections.abc import Iterator
@@ -33,68 +32,70 @@ from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 class MoonOptions(Options):
     mu: float = Field(5.0, ge=0)
-    """weight of the contrast; 0 is FedAvg"""
+    """weight of the contrastive loss; 0 is FedAvg"""
     tau: float = Field(0.5, gt=0)
-    """temperature of the contrast"""
+    """temperature of the contrastive loss"""
 
 
 class MoonClient(Client[MoonOptions]):
-    """Training with the contrast; the client keeps its last model at home."""
+    """Client that adds the contrastive loss; its state is its last model."""
 
     def __init__(self, context: MethodContext, options: MoonOptions) -> None:
         super().__init__(context, options)
-        find_classifier_head(context.make_module(), "moon")  # says so now where there is none
+        find_classifier_head(context.make_model(), "moon")  # raises now if there is none
 
-    def home(self, layout: Layout) -> Shapes:
+    def state_shapes(self, layout: Layout) -> Shapes:
         return {"previous": (layout.size,)}
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        previous = bench.scratch["previous"] = bench.buffer("moon previous", bench.layout.size)
-        previous.copy_(bench.received if bench.first_visit else bench.home["previous"])
-        yield LocalSteps(self.step)
-        bench.home["previous"].copy_(bench.row)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        previous = trainer.scratch["previous"] = trainer.buffer("moon previous", trainer.layout.size)
+        previous.copy_(trainer.received if trainer.first_visit else trainer.client_state["previous"])
+        yield LocalSteps(self.training_step)
+        trainer.client_state["previous"].copy_(trainer.row)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
         if not self.options.mu:
-            return super().step(bench, batch)
-        z_g, z_p = (self.frozen(bench, row, batch) for row in (bench.received, bench.scratch["previous"]))
-        bench.bind(bench.row)
-        with capture_head_inputs(find_classifier_head(bench.module, "moon")[1]) as seen:
-            loss = bench.loss(batch)
-        bench.backward(loss + self.options.mu * moon_contrastive_loss(seen[-1], z_g, z_p, self.options.tau))
-        self.correct(bench)
-        bench.descend()
+            return super().training_step(trainer, batch)
+        z_g, z_p = (self.frozen(trainer, row, batch) for row in (trainer.received, trainer.scratch["previous"]))
+        trainer.bind(trainer.row)
+        with capture_head_inputs(find_classifier_head(trainer.module, "moon")[1]) as seen:
+            loss = trainer.loss(batch)
+        trainer.backward(loss + self.options.mu * moon_contrastive_loss(seen[-1], z_g, z_p, self.options.tau))
+        self.adjust_gradient(trainer)
+        trainer.optimizer_step()
         return loss
 
     @torch.no_grad()
-    def frozen(self, bench: LocalTrainer, row: Tensor, batch: Batch) -> Tensor:
-        """The representation of a batch by a model that is not trained, and stays as it is."""
-        modes = [(module, module.training) for module in bench.module.modules()]
-        bench.bind(row)
-        bench.module.eval()
-        with capture_head_inputs(find_classifier_head(bench.module, "moon")[1]) as seen:
-            bench.module(batch.x)
+    def frozen(self, trainer: LocalTrainer, row: Tensor, batch: Batch) -> Tensor:
+        """Return the representation of a batch by the model in `row`, which does not change."""
+        modes = [(module, module.training) for module in trainer.module.modules()]
+        trainer.bind(row)
+        trainer.module.eval()
+        with capture_head_inputs(find_classifier_head(trainer.module, "moon")[1]) as seen:
+            trainer.module(batch.x)
         for module, training in modes:
             module.training = training
         return seen[-1]
 
 
-def moon_contrastive_loss(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
-    """The mean over a batch of log(1 + e^((s- - s+)/tau))."""
-    z, z_g, z_p = (F.normalize(each.flatten(1).float(), eps=1e-8) for each in (z, z_g, z_p))
-    return F.softplus((z * (z_p - z_g)).sum(1) / tau).mean()
+def moon_contrastive_loss(features: Tensor, global_features: Tensor, previous_features: Tensor, tau: float) -> Tensor:
+    """Return the mean over a batch of log(1 + e^((s- - s+)/tau))."""
+    features, global_features, previous_features = (
+        F.normalize(each.flatten(1).float(), eps=1e-8) for each in (features, global_features, previous_features)
+    )
+    return F.softplus((features * (previous_features - global_features)).sum(1) / tau).mean()
 
 
 register(
     Method(
         name="moon",
-        summary="draw a client's representation to the global model's, away from its own past",
+        summary="pull a client's representation to the global model's, away from its previous model's",
         reference="Li et al., CVPR 2021",
         options=MoonOptions,
-        local=MoonClient,
+        client=MoonClient,
         neutral={"mu": 0.0},
         models_sent="2K",
-        client_keeps="last model",
+        client_state="last model",
         extra_compute="client 2 tests",
     )
 )

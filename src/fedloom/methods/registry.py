@@ -1,4 +1,4 @@
-"""The methods by name, and how names compose: `fedcross+fedprox` is FedCross's server with FedProx's clients."""
+"""Registry of methods: built-in ones, those of installed packages, and those in a user's file."""
 
 import importlib
 import re
@@ -42,7 +42,7 @@ BUILT_IN = {
     "fedrep": "fedrep",
     "fedsam": "fedsam",
     "gamf": "gamf",
-    "indep": "fedmr",
+    "indep": "indep",
     "lss": "lss",
     "moon": "moon",
     "naivemix": "fedmix",
@@ -51,66 +51,85 @@ BUILT_IN = {
     "swa": "swa",
     "swad": "swad",
 }
-"""Our methods, and the file of fedloom.methods that each is in."""
-PARTS = ("server", "local", "companion", "refiner")
+"""Built-in methods, and the module of `fedloom.methods` that each one is in."""
+PARTS = ("server", "client", "extras", "refiner")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: what it is called, what it may be told, and the parts it brings. The rest is FedAvg's."""
+    """A method: its name, its options and the parts that it provides. FedAvg provides the others."""
 
     name: str
+    """What users type: letters, digits, `-` and `_`."""
     summary: str
+    """One line for `fedloom list methods`."""
     reference: str
+    """The paper or file. The year comes last."""
     options: type[Options] = Options
     server: type[Server[Any]] | None = None
-    local: type[Client[Any]] | None = None
-    companion: type[Extras[Any]] | None = None
+    client: type[Client[Any]] | None = None
+    extras: type[Extras[Any]] | None = None
     refiner: type[Refiner[Any]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Options of other methods that this one sets unless the user does, such as `fedavg.weighting`."""
+    """Defaults of other methods' options that it changes, such as `fedavg.weighting`."""
     neutral: Mapping[str, Any] | None = None
-    """Options with which the method must equal FedAvg bit for bit, where there are such."""
+    """Options with which the method equals FedAvg bit for bit, if there are any."""
     models_sent: str = ""
-    """Models sent in a round with K clients, down and up together, as papers count it."""
-    client_keeps: str = "nothing"
-    """What each client that has been seen keeps between rounds."""
-    server_keeps: str = "1 model"
-    """What the server keeps between rounds, of N clients of which K take part in a round."""
+    """Models sent in a round with K clients, down and up together, such as "2K"."""
+    client_state: str = "nothing"
+    """What each client that has trained keeps between rounds."""
+    server_state: str = "1 model"
+    """What the server keeps between rounds, with N clients of which K train in a round."""
     extra_compute: str = "none"
     """What is computed beyond FedAvg's training and mean, and by whom."""
-    needs_each: str | None = None
-    """What its server does with the answer of each single client, such as "crosses the clients' models"; "" where their
-    weighted mean is all it needs. None: not said, which will do for a method that brings a Local alone."""
+    uses_single_updates: str | None = None
+    """What the server does with single updates, such as "crosses the clients' models".
+
+    "" if their weighted mean is enough. None: not specified; a method that provides only a client needs no more."""
     server_data: Literal["inputs", "labels"] | None = None
-    """What it needs of data on the server: inputs alone, or their labels too; None: no such data."""
+    """Which data it needs on the server: inputs, or inputs and labels; None: no data."""
     rescales: bool = False
-    """Whether its server scales the mean of the clients' models by a factor of its own."""
+    """Whether the server scales the mean of the client models by a factor of its own."""
 
     @property
     def year(self) -> int | None:
-        """The year of its paper, which ends the reference; None where it names none."""
+        """Year of the paper, from the end of the reference; None if there is none."""
         found = re.search(r"\b(?:19|20)\d\d$", self.reference)
         return int(found[0]) if found else None
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts it brings."""
+        """Names of the parts that the method provides."""
         return tuple(part for part in PARTS if getattr(self, part) is not None)
 
     @property
     def needs_mean_only(self) -> bool:
-        """Whether a mean of the answers is all that its part of the server must see. A Local sees one client anyway."""
-        return self.needs_each == "" or (self.needs_each is None and self.parts == ("local",))
+        """Whether the mean of the updates is enough for the server. A client part is no obstacle."""
+        return self.uses_single_updates == "" or (self.uses_single_updates is None and self.parts == ("client",))
 
 
 _methods: dict[str, Method] = {}
 
 
 def register(method: Method) -> Method:
-    """Make a method known by its name. One's own may be registered again (a notebook's cell), ours not replaced."""
-    home = f"fedloom.methods.{BUILT_IN.get(method.name)}"
-    if method.name in BUILT_IN and all(getattr(method, part).__module__ != home for part in method.parts):
+    """Register a method under its name.
+
+    You may register your own method again, for example in a notebook. You cannot replace a built-in one.
+
+    Args:
+        method: The method.
+
+    Returns:
+        The same method.
+
+    Raises:
+        InputError: The name is that of a built-in method, or has other characters than letters, digits, `-` and `_`.
+
+    Example:
+        register(Method("my-noise", "add noise to gradients", "Doe, 2025", options=NoiseOptions, client=NoiseClient))
+    """
+    module = f"fedloom.methods.{BUILT_IN.get(method.name)}"
+    if method.name in BUILT_IN and all(getattr(method, part).__module__ != module for part in method.parts):
         raise InputError(f"there is already a method {method.name!r}; give yours another name.")
     if not method.name.replace("-", "").replace("_", "").isalnum():
         raise InputError(f"a method's name is letters, digits, '-' and '_', not {method.name!r}.")
@@ -119,7 +138,13 @@ def register(method: Method) -> Method:
 
 
 def methods() -> dict[str, Method]:
-    """All known methods: ours, those of installed packages (entry points `fedloom.methods`), and imported ones."""
+    """Return all methods by name: built-in ones, those of installed packages, and registered ones.
+
+    An installed package declares its methods as entry points in the group `fedloom.methods`.
+
+    Raises:
+        InputError: An entry point cannot be loaded.
+    """
     _load_installed()
     return dict(sorted(_methods.items()))
 
@@ -149,7 +174,14 @@ def _load_all() -> None:
 
 
 def import_file(path: str) -> None:
-    """Run a user's Python file, which registers its methods; the same file again is not run twice."""
+    """Run a Python file that registers methods. A file that has been run is not run again.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: There is no such file.
+    """
     file = Path(path)
     if not file.is_file():
         raise InputError(f"there is no file {path!r} to import.")

@@ -1,8 +1,8 @@
-"""Servers that keep several models, each travelling from client to client: what FedCross and FedMR have in common.
+"""Base classes of servers: with one model, and with several models (FedCross, FedMR).
 
-K models, equal at first, K the number of clients in a round. In every round model i goes to the i-th client drawn, in
-random order, and comes back trained as v_i; a server then makes the next K models of v_0, ..., v_{K-1} (`combine`). A
-model whose client is lost is its own v_i. The deployed model is the uniform mean, and never feeds back.
+A server with several models keeps K of them, equal at first. K is the number of clients per round. In every round the
+i-th sampled client trains model i and returns v_i. `combine` computes the next K models from v_0, ..., v_{K-1}. If a
+client fails, v_i is the old model i. The global model is the uniform mean, which is never trained.
 """
 
 from abc import abstractmethod
@@ -16,60 +16,64 @@ from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.base import MethodContext, O, Server
 
 MULTI_MODEL_DEFAULTS: Mapping[str, Any] = {"fedgen.alpha": 1.0, "fedgen.beta": 1.0}
-"""Options of other methods for models that are not made one in every round: with FedGen's own weights, 10, they learn
-but drift so far apart that their mean is worth nothing."""
+"""Options of other methods for servers that do not average their models in every round.
+
+With FedGen's own weights, 10, the models learn but drift so far apart that their mean is useless."""
 
 
 class MultiModelServer(Server[O]):
-    """K models in K slots."""
+    """A server with K models; a subclass combines them after every round."""
 
-    kept = ("bank",)
+    state_attributes = ("bank",)
 
     def __init__(self, context: MethodContext, options: O) -> None:
         super().__init__(context, options)
-        self.bank = context.bank(context.per_round)
+        self.bank = context.bank(context.clients_per_round)
         self.bank.rows[:] = context.initial
-        self._uploaded = context.bank(context.per_round)
-        self._places = self._uploaded.rows.unbind()  # once: behind a round on a GPU every call counts
+        self._uploaded = context.bank(context.clients_per_round)
+        self._places = self._uploaded.rows.unbind()  # once, because each call on a GPU costs time
         self.absent: set[int] = set()
-        """Slots whose clients were lost or not asked in this round."""
+        """Indices of the models that no client returned in this round."""
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
-        slots = self._slots(round, len(clients))
-        return [ClientTask(client, self.bank.rows[slot], slot) for slot, client in zip(slots, clients, strict=True)]
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        model_indices = self._model_indices(round, len(client_ids))
+        return [
+            ClientTask(client_id, self.bank.rows[model_index], model_index)
+            for model_index, client_id in zip(model_indices, client_ids, strict=True)
+        ]
 
-    def _slots(self, round: int, count: int) -> list[int]:
-        """The models that travel: all of them, or as many as there are clients this time."""
+    def _model_indices(self, round: int, count: int) -> list[int]:
+        """Return which models are sent: all of them, or a random choice if there are fewer clients."""
         if count >= len(self.bank):
             return list(range(len(self.bank)))[:count]
-        draw = self.context.streams.numpy("slots", round)
-        return sorted(int(slot) for slot in draw.choice(len(self.bank), count, replace=False))
+        draw = self.context.rng_streams.numpy("slots", round)
+        return sorted(int(model_index) for model_index in draw.choice(len(self.bank), count, replace=False))
 
-    def collect(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         missing = set(range(len(self.bank)))
         for update in updates:
-            self._places[update.slot].copy_(update.row)
-            missing.discard(update.slot)
+            self._places[update.model_index].copy_(update.row)
+            missing.discard(update.model_index)
         if len(missing) == len(self.bank):
             return
         self.absent = missing
-        for slot in missing:
-            self._places[slot].copy_(self.bank.rows[slot])
+        for model_index in missing:
+            self._places[model_index].copy_(self.bank.rows[model_index])
         self.combine(round, self._uploaded.rows, self.bank.rows)
 
     @abstractmethod
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
-        """Write the next models into the rows of `w`, from the uploaded `v`, which is not changed."""
+        """Write the next models into the rows of `w`, from the client models in `v`. Do not change `v`."""
 
     def mean(self, rows: Tensor) -> Tensor:
-        """The uniform mean of models."""
+        """Return the uniform mean of models."""
         mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.device)
         for row in rows:
             mean.add(row)
-        mean.into(result)
+        mean.write_to(result)
         return result
 
-    def deploy(self) -> Tensor:
+    def global_model(self) -> Tensor:
         return self.mean(self.bank.rows)
 
     def models(self) -> Tensor:
@@ -77,19 +81,19 @@ class MultiModelServer(Server[O]):
 
 
 class SingleModelServer(Server[O]):
-    """A server with one model, as FedAvg has; how answers are taken in is left open."""
+    """A server with one model; a subclass implements `aggregate`."""
 
-    kept = ("bank",)
+    state_attributes = ("bank",)
 
     def __init__(self, context: MethodContext, options: O) -> None:
         super().__init__(context, options)
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
 
-    def dispatch(self, round: int, clients: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client, self.bank.rows[0]) for client in clients]
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
 
-    def deploy(self) -> Tensor:
+    def global_model(self) -> Tensor:
         return self.bank.rows[0]
 
     def models(self) -> Tensor:

@@ -1,20 +1,20 @@
 """Model soups: each client trains several models with different hyper-parameters and returns their mean.
 
 Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing
-inference time", ICML 2022. Every run starts at the model the client received.
+inference time", ICML 2022. Every model starts from the one the client received.
 
-- uniform soup: the mean of all runs;
-- greedy soup (recipe 1): sort the runs by validation accuracy; begin with the best, and add each of the others if the
-  accuracy of the mean does not fall. The authors' code asks for it to rise (`strict`).
+- uniform soup: the mean of all models;
+- greedy soup (recipe 1): sort the models by validation accuracy; start with the best, and add each other one if the
+  accuracy of the mean does not fall. The authors' code requires it to rise (`strict`).
 
-The first run has the run's own settings, so that one model is FedAvg; each of the others draws a learning rate, a
-batch size, a weight decay and a dropout rate. The values are those of the paper on Local Superior Soups, which trains
-Adam at 5e-4 with batches of 64: its learning rates and batch sizes are here factors on the run's own. Dropout changes
-layers that the network has, and adds none. The runs of a client also see their batches in different orders. Where the
-run says `keep_optimizer` it is the first of them that goes on with what a client's first one knew. That paper
-trains 32 models of 8 epochs each; here it is 4, which it gives SWA and its own method. A loss that knows no classes is
-judged instead of the accuracy. Batch norm's statistics of a mean are found by one more pass over the client's samples
-(`estimate`), also of those means that the greedy soup tries: what is judged is what is returned.
+The first model uses the run's own settings, so a single model is FedAvg. Each other one draws a learning rate, a batch
+size, a weight decay and a dropout rate. The values are those of the paper on Local Superior Soups, which trains with
+Adam at 5e-4 and batches of 64; its learning rates and batch sizes are factors on the run's own here. Dropout changes
+existing layers and adds none. The models of a client also see their batches in different orders. With
+`keep_optimizer`, the first model continues with the optimizer state of the client's first one. That paper trains 32
+models of 8 epochs each; the default here is 4, as it gives SWA and its own method. A loss without classes is compared
+instead of the accuracy. One more pass over the client's samples estimates the batch-norm statistics of a mean
+(`estimate`), also of the means that the greedy soup tries, so the evaluated model is the returned one.
 """
 
 from collections.abc import Iterator
@@ -41,17 +41,17 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 class SoupsOptions(Options):
     models: int = Field(4, ge=1)
-    """how many models a client trains, the first of them with the run's own settings"""
+    """number of models that a client trains, the first of them with the run's own settings"""
     epochs: int | None = Field(None, ge=0)
-    """epochs of each; by default the run's own, so that a client computes `models` times as much"""
+    """epochs of each; those of the run by default, so a client computes `models` times as much"""
     selection: Literal["uniform", "greedy"] = "uniform"
-    """which of them are averaged: all, or those that do not lower the validation accuracy of the mean"""
+    """which models are averaged: all, or those that do not lower the validation accuracy of the mean"""
     strict: bool = False
-    """greedy only: a model must raise the accuracy to be taken, not merely keep it"""
+    """greedy only: add a model only if it raises the accuracy"""
     keep: Literal["last", "best"] = "last"
-    """what a model's training gives: its last weights, or those of the epoch with the best validation accuracy"""
+    """which weights of a model count: the last ones, or those of the epoch with the best validation accuracy"""
     lr_factors: list[Factor] = Field([1.0, 0.2, 0.02])
-    """factors on the learning rate, of which each model but the first draws one; [] leaves it alone"""
+    """factors on the learning rate; each model but the first draws one; [] keeps the rate"""
     batch_factors: list[Factor] = Field([0.5, 1.0, 2.0])
     """factors on the batch size, likewise"""
     weight_decays: list[Decay] = Field([5e-4, 5e-5, 5e-6])
@@ -59,9 +59,9 @@ class SoupsOptions(Options):
     dropouts: list[Rate] = Field([0.0, 0.1, 0.3])
     """rates of the dropout layers that the network has, likewise"""
     validation: float = Field(0.2, ge=0, lt=1)
-    """share of each client's samples held out where models are chosen by it, unless --validation is given"""
+    """share of each client's samples held out if models are selected with them, unless --validation is given"""
     estimate: bool = True
-    """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
+    """estimate the batch-norm statistics of the mean from the client's samples; otherwise they are averaged"""
 
 
 O = TypeVar("O", bound=SoupsOptions)  # noqa: E741 - as in base.py
@@ -69,132 +69,134 @@ O = TypeVar("O", bound=SoupsOptions)  # noqa: E741 - as in base.py
 
 @dataclass(frozen=True)
 class _SoupRecipe:
-    """The hyper-parameters of one run."""
+    """The hyper-parameters of one model."""
 
-    training: TrainingConfig
+    config: TrainingConfig
     dropout: float | None = None
-    """None: as the network has it."""
+    """None: the network's own rates."""
 
 
 def _dropout_layers(module: nn.Module) -> list[_DropoutNd]:
-    """The layers whose rate a recipe changes."""
+    """Return the layers whose rate a recipe changes."""
     return [layer for layer in module.modules() if isinstance(layer, _DropoutNd)]
 
 
 class SoupsClient(Client[O]):
-    """Several trainings from the received model, and the mean of what came out."""
+    """Client that trains several models from the received one and returns their mean."""
 
     name = "soups"
 
     def __init__(self, context: MethodContext, options: O) -> None:
         super().__init__(context, options)
-        # The network's own rates, because a bench whose client failed in the middle may still have others.
-        self.rates = [layer.p for layer in _dropout_layers(context.make_module())] if options.dropouts else []
+        # The network's own rates: if a client failed midway, the trainer may still have those of a recipe.
+        self.rates = [layer.p for layer in _dropout_layers(context.make_model())] if options.dropouts else []
 
     def notes(self) -> list[str]:
         return (
             swa_statistics_notes(self.context, self.name) if self.options.estimate and self.options.models > 1 else []
         )
 
-    def holds_out(self) -> float:
+    def validation_fraction(self) -> float:
         options = self.options
         chooses = options.keep == "best" or (options.selection == "greedy" and options.models > 1)
         return options.validation if chooses else 0.0
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        options, own, received = self.options, bench.training, bench.row.clone()
-        uniform, ingredients = WeightedMean(bench.layout), list[Tensor]()
-        for number, recipe in enumerate(self.recipes(bench)):
-            bench.row.copy_(received)
-            self.follow(bench, recipe)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        options, config, received = self.options, trainer.config, trainer.row.clone()
+        uniform, ingredients = WeightedMean(trainer.layout), list[Tensor]()
+        for number, recipe in enumerate(self.recipes(trainer)):
+            trainer.row.copy_(received)
+            self.follow(trainer, recipe)
             if not number:
-                bench.recall_optimizer()
-            yield from self.one_run(bench)
+                trainer.load_optimizer_state()
+            yield from self.one_run(trainer)
             if not number:
-                bench.keep_optimizer()
+                trainer.save_optimizer_state()
             if options.selection == "uniform":
-                uniform.add(bench.row)
+                uniform.add(trainer.row)
             else:
-                ingredients.append(bench.row.clone())
-        self.follow(bench, _SoupRecipe(own))
-        bench.recall_optimizer()  # of what the first run knew, for that is kept
+                ingredients.append(trainer.row.clone())
+        self.follow(trainer, _SoupRecipe(config))
+        trainer.load_optimizer_state()  # that of the first model, which is the one to keep
         if options.selection == "greedy":
-            bench.row.copy_(greedy_soup(bench, ingredients, options.strict, options.estimate))
+            trainer.row.copy_(greedy_soup(trainer, ingredients, options.strict, options.estimate))
             return
-        uniform.into(bench.row)
-        if options.estimate and options.models > 1:  # one model has its own already
-            bench.estimate_statistics()
+        uniform.write_to(trainer.row)
+        if options.estimate and options.models > 1:  # a single model has its own already
+            trainer.update_batch_norm_statistics()
 
-    def follow(self, bench: LocalTrainer, recipe: _SoupRecipe) -> None:
-        """Train from here on by this recipe."""
-        bench.adopt(recipe.training)
+    def follow(self, trainer: LocalTrainer, recipe: _SoupRecipe) -> None:
+        """Use this recipe for the following training steps."""
+        trainer.use_config(recipe.config)
         if self.rates:
-            for layer, own in zip(_dropout_layers(bench.module), self.rates, strict=True):
+            for layer, own in zip(_dropout_layers(trainer.module), self.rates, strict=True):
                 layer.p = own if recipe.dropout is None else recipe.dropout
-        # A recorded step must not be replayed with another recipe's rate: here an engine sees it.
-        bench.scratch["dropout"] = -1.0 if recipe.dropout is None else recipe.dropout
+        # Lets an engine see the rate, so that it replays no step captured with another recipe.
+        trainer.scratch["dropout"] = -1.0 if recipe.dropout is None else recipe.dropout
 
-    def recipes(self, bench: LocalTrainer) -> Iterator[_SoupRecipe]:
-        """The run's own settings, and then draws from the ranges."""
-        options, own = self.options, bench.training
-        draw = self.context.streams.numpy("soup", bench.round, bench.client)
-        yield _SoupRecipe(own)
+    def recipes(self, trainer: LocalTrainer) -> Iterator[_SoupRecipe]:
+        """Yield the run's own settings, then draws from the ranges."""
+        options, config = self.options, trainer.config
+        draw = self.context.rng_streams.numpy("soup", trainer.round, trainer.client_id)
+        yield _SoupRecipe(config)
         for _ in range(options.models - 1):
-            lr = own.lr * _one_of(options.lr_factors, 1.0, draw)
-            size = own.batch_size * _one_of(options.batch_factors, 1.0, draw)
-            decay = _one_of(options.weight_decays, own.weight_decay, draw)
+            lr = config.lr * _one_of(options.lr_factors, 1.0, draw)
+            size = config.batch_size * _one_of(options.batch_factors, 1.0, draw)
+            decay = _one_of(options.weight_decays, config.weight_decay, draw)
             dropout = _one_of(options.dropouts, -1.0, draw)
-            changes = {"lr": lr, "batch_size": max(1, round(size)) if own.batch_size else 0, "weight_decay": decay}
-            yield _SoupRecipe(own.model_copy(update=changes), dropout if dropout >= 0 else None)
+            changes = {"lr": lr, "batch_size": max(1, round(size)) if config.batch_size else 0, "weight_decay": decay}
+            yield _SoupRecipe(config.model_copy(update=changes), dropout if dropout >= 0 else None)
 
-    def one_run(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        """One training; the bench's row is what it gives."""
-        whole = LocalSteps(self.step, epochs=self.options.epochs)
+    def one_run(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        """Train one model; the result is the trainer's row."""
+        whole = LocalSteps(self.training_step, epochs=self.options.epochs)
         if self.options.keep == "last":
             yield whole
             return
-        left, epoch = bench.length(whole), bench.length(LocalSteps(self.step, epochs=1))
-        best, best_merit = bench.row.clone(), -inf
+        left, epoch = trainer.num_steps(whole), trainer.num_steps(LocalSteps(self.training_step, epochs=1))
+        best, best_merit = trainer.row.clone(), -inf
         while left > 0:
-            yield LocalSteps(self.step, steps=min(left, epoch))
+            yield LocalSteps(self.training_step, steps=min(left, epoch))
             left -= epoch
-            now = _validation_merit(bench, bench.row)
-            if now >= best_merit:  # of equal ones the later, which has learned longer
+            now = _validation_merit(trainer, trainer.row)
+            if now >= best_merit:  # among equal ones the later, which has trained longer
                 best_merit = now
-                best.copy_(bench.row)
-        bench.row.copy_(best)
+                best.copy_(trainer.row)
+        trainer.row.copy_(best)
 
 
-def _validation_merit(bench: LocalTrainer, row: Tensor) -> float:
-    """How good a model is on the validation samples: its accuracy, or minus its loss where there are no classes."""
-    score = bench.validate(row)
-    if not isfinite(score.loss):
-        return -inf  # a model that is not finite has an accuracy too
-    return -score.loss if score.accuracy is None else score.accuracy
+def _validation_merit(trainer: LocalTrainer, row: Tensor) -> float:
+    """Return the validation accuracy of a model, or minus its loss if there are no classes."""
+    result = trainer.validate(row)
+    if not isfinite(result.loss):
+        return -inf  # a model that is not finite may still have an accuracy
+    return -result.loss if result.accuracy is None else result.accuracy
 
 
-def greedy_soup(bench: LocalTrainer, ingredients: list[Tensor], strict: bool = False, estimate: bool = False) -> Tensor:
-    """Recipe 1: the best model, and of the others in order those that do not make the mean worse.
+def greedy_soup(
+    trainer: LocalTrainer, ingredients: list[Tensor], strict: bool = False, estimate: bool = False
+) -> Tensor:
+    """Average the best model and, in order, the others that do not make the mean worse (recipe 1).
 
-    With `estimate` a mean gets statistics of its own before it is judged, in the bench's row.
+    With `estimate`, each mean gets its own batch-norm statistics before it is evaluated, in the trainer's row.
     """
-    merits = [_validation_merit(bench, row) for row in ingredients]
+    merits = [_validation_merit(trainer, row) for row in ingredients]
     ranked = [ingredients[i] for i in sorted(range(len(merits)), key=lambda i: -merits[i])]
     chosen, best, soup = ranked[:1], max(merits), ranked[0]
     for row in ranked[1:]:
-        trial = average_models(bench.layout, [*chosen, row])
+        trial = average_models(trainer.layout, [*chosen, row])
         if estimate:
-            bench.row.copy_(trial)
-            bench.estimate_statistics()
-            trial.copy_(bench.row)
-        now = _validation_merit(bench, trial)
+            trainer.row.copy_(trial)
+            trainer.update_batch_norm_statistics()
+            trial.copy_(trainer.row)
+        now = _validation_merit(trainer, trial)
         if now > best or (now == best and not strict):
             chosen, best, soup = [*chosen, row], now, trial
     return soup
 
 
 def _one_of(values: list[float], otherwise: float, draw: np.random.Generator) -> float:
-    """One of the values; the draw is made even where there is none, so that ranges do not depend on each other."""
+    """Draw one of the values. An empty list draws too, so that the ranges do not depend on each other."""
     at = draw.random()
     return values[int(at * len(values))] if values else otherwise
 
@@ -205,7 +207,7 @@ register(
         summary="each client trains several models with different hyper-parameters and returns their mean",
         reference="Wortsman et al., ICML 2022",
         options=SoupsOptions,
-        local=SoupsClient,
+        client=SoupsClient,
         neutral={"models": 1},
         models_sent="2K",
         extra_compute="client 4x",

@@ -4,10 +4,10 @@ Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalizat
 share `start` of the steps take snapshots of the weights, with a constant or a cyclic learning rate, and return their
 mean. The authors start at 75 to 80 % of the steps and take a snapshot after every epoch.
 
-Local training has few epochs, so snapshots are counted here instead: they lie evenly between `start` and the end of
-the client's training, the last of them on its last step. The paper on Local Superior Soups measures against 4
-snapshots from the start (`start` 0). With a cyclic learning rate a snapshot ends each cycle, where the rate is lowest.
-As in the paper, one more pass over the client's samples finds the mean's own statistics of batch norm (`estimate`).
+Local training has few epochs, so the number of snapshots is set here instead. They are evenly spaced between `start`
+and the end of the client's training; the last one is at the last step. The paper on Local Superior Soups compares with
+4 snapshots from the beginning (`start` 0). With a cyclic learning rate a snapshot ends each cycle, at the lowest rate.
+As in the paper, one more pass over the client's samples estimates the mean's batch-norm statistics (`estimate`).
 """
 
 from collections.abc import Iterator
@@ -24,58 +24,56 @@ from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 class SwaOptions(Options):
     snapshots: int = Field(4, ge=1)
-    """how many models are averaged; 1 is FedAvg"""
+    """number of models to average; 1 is FedAvg"""
     start: float = Field(0.75, ge=0, lt=1)
-    """share of a client's steps before the first of the stretches that end in a snapshot"""
+    """share of a client's steps before the first of the intervals that end in a snapshot"""
     lr_end: float = Field(1.0, gt=0, le=1)
-    """factor on the learning rate at the end of each such stretch, reached linearly; 1 keeps it constant"""
+    """factor on the learning rate at the end of each such interval, reached linearly; 1 keeps it constant"""
     estimate: bool = True
-    """estimate batch norm's statistics of the mean anew from the client's samples; otherwise they are averaged"""
+    """estimate the batch-norm statistics of the mean from the client's samples; otherwise they are averaged"""
 
 
-def swa_snapshot_steps(total: int, start: float, snapshots: int) -> list[int]:
-    """After which of `total` steps a snapshot is taken; where there are few steps, after each of them."""
-    first = int(start * total)
-    count = min(snapshots, total - first)
-    return [first + ceil((total - first) * i / count) for i in range(1, count + 1)]
+def swa_snapshot_steps(total_steps: int, start: float, snapshots: int) -> list[int]:
+    """Return the steps with a snapshot after them; if there are few steps, all of them."""
+    first = int(start * total_steps)
+    count = min(snapshots, total_steps - first)
+    return [first + ceil((total_steps - first) * i / count) for i in range(1, count + 1)]
 
 
-def swa_statistics_notes(context: MethodContext, method: str) -> list[str]:
-    """What to say of a method that estimates statistics anew in a run whose other methods would not."""
-    if context.training.statistics == "estimated" or all(
-        e.kind is not TensorKind.BUFFER for e in context.layout.entries
-    ):
+def swa_statistics_notes(context: MethodContext, method_name: str) -> list[str]:
+    """Return a note if the method estimates batch-norm statistics but the run's other methods do not."""
+    if context.config.statistics == "estimated" or all(e.kind is not TensorKind.BUFFER for e in context.layout.entries):
         return []
     return [
-        f"{method} estimates batch norm's statistics of its mean anew ({method}.estimate), other methods keep those of "
-        "their training: compare with --statistics estimated, which treats all alike."
+        f"{method_name} estimates the batch-norm statistics of its mean again ({method_name}.estimate), other methods "
+        "keep those of training: compare with --statistics estimated, which treats all methods alike."
     ]
 
 
 class SwaClient(Client[SwaOptions]):
-    """Ordinary training, cut where a snapshot is taken."""
+    """Client that averages snapshots of ordinary training."""
 
     def notes(self) -> list[str]:
         return swa_statistics_notes(self.context, "swa") if self.options.estimate and self.options.snapshots > 1 else []
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        total, options = bench.length(LocalSteps(self.step)), self.options
-        yield LocalSteps(self.step, steps=int(options.start * total))
-        mean, lr = WeightedMean(bench.layout), bench.lr
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        total, options = trainer.num_steps(LocalSteps(self.training_step)), self.options
+        yield LocalSteps(self.training_step, steps=int(options.start * total))
+        mean, lr = WeightedMean(trainer.layout), trainer.lr
         for end in swa_snapshot_steps(total, options.start, options.snapshots):
-            cycle = end - bench.steps
+            cycle = end - trainer.steps
             if options.lr_end == 1:
-                yield LocalSteps(self.step, steps=cycle)
+                yield LocalSteps(self.training_step, steps=cycle)
             else:
                 for i in range(1, cycle + 1):
                     t = i / cycle
-                    bench.lr = lr * ((1 - t) + t * options.lr_end)
-                    yield LocalSteps(self.step, steps=1)
-            mean.add(bench.row)
-        mean.into(bench.row)
-        bench.lr = lr
-        if options.estimate and mean.weight > 1:  # one snapshot has its own already
-            bench.estimate_statistics()
+                    trainer.lr = lr * ((1 - t) + t * options.lr_end)
+                    yield LocalSteps(self.training_step, steps=1)
+            mean.add(trainer.row)
+        mean.write_to(trainer.row)
+        trainer.lr = lr
+        if options.estimate and mean.weight > 1:  # a single snapshot has its own already
+            trainer.update_batch_norm_statistics()
 
 
 register(
@@ -84,7 +82,7 @@ register(
         summary="each client returns the mean of snapshots from the end of its training",
         reference="Izmailov et al., UAI 2018",
         options=SwaOptions,
-        local=SwaClient,
+        client=SwaClient,
         neutral={"snapshots": 1},
         models_sent="2K",
     )

@@ -1,4 +1,4 @@
-"""The papers' networks, by name."""
+"""Networks of the papers, built by name."""
 
 from fedloom.models.registry import ModelInfo, available_models, build_model, count_parameters
 

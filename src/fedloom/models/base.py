@@ -1,6 +1,7 @@
-"""What a network is in the catalogue, and how its name and options are read: `resnet18:norm=group,stem=imagenet`."""
+"""ModelSpec, the catalogue entry of a network, and ModelRequest, what the network is built for."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class NoModelOptions(Settings):
-    """The options of a network that has none."""
+    """Options of a network that has none."""
 
 
 O = TypeVar("O", bound=Settings)  # noqa: E741
@@ -21,40 +22,40 @@ O = TypeVar("O", bound=Settings)  # noqa: E741
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What a network is to be made for."""
+    """The name, input shape and classes of a network to build."""
 
     name: str
-    """As a person gave it, options and all."""
+    """Name as the user gave it, with its options."""
     shape: Shape
-    """Of one input."""
+    """Shape of one input."""
     classes: int
-    tokens: int = 0
-    """How many different tokens the data have; 0 where they do not say."""
+    vocabulary_size: int = 0
+    """Number of different tokens in the data; 0 if unknown."""
 
-    def images(self, smallest: int = 1, colour: bool = False) -> tuple[int, int, int]:
-        """Channels, height and width, where inputs are images whose sides have `smallest` pixels or more.
+    def image_shape(self, min_size: int = 1, colour: bool = False) -> tuple[int, int, int]:
+        """Return channels, height and width of images whose sides have at least `min_size` pixels.
 
-        A network for `colour` images has three channels; grey ones are repeated (`repeated`).
+        A `colour` network has three channels; grey images are repeated (`expand_model_input_channels`).
         """
         if len(self.shape) != 3:
             raise InputError(
-                f"model {self.name!r} cannot take inputs of shape {self.shape}; it wants images, (C, H, W)."
+                f"model {self.name!r} cannot take inputs of shape {self.shape}; it expects images (C, H, W)."
             )
         channels, height, width = self.shape
-        if min(height, width) < smallest:
+        if min(height, width) < min_size:
             raise InputError(
-                f"model {self.name!r} cannot take images of {height} x {width} pixels; the smallest it takes "
-                f"have {smallest} x {smallest}."
+                f"model {self.name!r} cannot take images of {height} x {width} pixels; it needs "
+                f"at least {min_size} x {min_size}."
             )
         if colour and channels not in (1, 3):
             raise InputError(f"model {self.name!r} cannot take images of {channels} channels; it takes 1 or 3.")
         return 3 if colour else channels, height, width
 
-    def length(self) -> int:
-        """How many tokens an input has, where inputs are text."""
+    def sequence_length(self) -> int:
+        """Return the number of tokens in an input of text."""
         if len(self.shape) != 1:
             raise InputError(
-                f"model {self.name!r} cannot take inputs of shape {self.shape}; it wants rows of tokens, (length,)."
+                f"model {self.name!r} cannot take inputs of shape {self.shape}; it expects rows of tokens (length,)."
             )
         return self.shape[0]
 
@@ -64,14 +65,20 @@ class ModelSpec(Generic[O]):
     """An entry of the catalogue."""
 
     summary: str
-    make: Callable[[ModelRequest, O], nn.Module]
+    build: Callable[[ModelRequest, O], nn.Module]
     options: type[O]
-    text: tuple[int, int] | None = None
-    """Of a network for text: the length and the number of classes that its published size is for."""
-    count: Callable[[ModelRequest, O], int] | None = None
-    """How many trainable parameters there are, where making the network needs a library that may be missing."""
+    text_size: tuple[int, int] | None = None
+    """Length and number of classes of a published network for text."""
+    count_parameters: Callable[[ModelRequest, O], int] | None = None
+    """Count the trainable parameters, if building the network needs a library that may be missing."""
 
 
-def expand_model_input_channels(x: Tensor, channels: int) -> Tensor:
-    """Images with so many channels: grey ones have their only channel again and again."""
-    return x if x.shape[1] == channels else x.expand(-1, channels, -1, -1)
+def expand_model_input_channels(inputs: Tensor, channels: int) -> Tensor:
+    """Return images with this many channels; the channel of gray images is repeated."""
+    return inputs if inputs.shape[1] == channels else inputs.expand(-1, channels, -1, -1)
+
+
+def copy_model(model: nn.Module, *, share_frozen: bool) -> nn.Module:
+    """Copy a module. The copy shares the frozen weights, or has its own."""
+    frozen = [p for p in model.parameters() if not p.requires_grad] if share_frozen else []
+    return deepcopy(model, {id(p): p for p in frozen})

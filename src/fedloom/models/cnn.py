@@ -1,4 +1,4 @@
-"""Plain convolutional networks: McMahan's CNNs and their relatives, LeNets, and DynaFed's ConvNet."""
+"""Convolutional networks: McMahan's CNNs and variants, LeNets, and DynaFed's ConvNet."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,32 +16,32 @@ from fedloom.models.mlp import make_mlp_layers
 
 class _PaddedCnnOptions(NormOptions):
     norm: NormName = "none"
-    """batch, group, instance, none, or batch-stateless: batch norm by the batch at hand, in tests too"""
+    """norm layers: batch, group, instance, none, or batch-stateless (batch statistics in evaluation too)"""
     padding: int = Field(2, ge=0, le=2)
-    """pixels around the images that each 5 x 5 convolution works on; 2 keeps their size"""
+    """padding of each 5 x 5 convolution in pixels; 2 keeps the size of the images"""
 
 
 class _ValidCnnOptions(_PaddedCnnOptions):
     padding: int = Field(0, ge=0, le=2)
-    """pixels around the images that each 5 x 5 convolution works on; 2 keeps their size"""
+    """padding of each 5 x 5 convolution in pixels; 2 keeps the size of the images"""
 
 
 class _ConvNetOptions(NormOptions):
     norm: NormName = "instance"
-    """batch, group, instance, none, or batch-stateless: batch norm by the batch at hand, in tests too"""
+    """norm layers: batch, group, instance, none, or batch-stateless (batch statistics in evaluation too)"""
 
 
 def _make_two_conv_builder(
     *channels: int, hidden: tuple[int, ...]
 ) -> Callable[[ModelRequest, _PaddedCnnOptions], nn.Module]:
-    """5 x 5 convolutions, each with a halving of the sides and ReLU; then the hidden layers."""
+    """Return a function that builds 5 x 5 convolutions with 2 x 2 max pools and ReLUs, then dense layers."""
 
     def make(wanted: ModelRequest, options: _PaddedCnnOptions) -> nn.Module:
         shrink = 4 - 2 * options.padding
         smallest = 1
         for _ in channels:
             smallest = 2 * smallest + shrink
-        planes, height, width = wanted.images(smallest)
+        planes, height, width = wanted.image_shape(smallest)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for i, wider in enumerate(channels, 1):
             height, width = height - shrink, width - shrink
@@ -51,8 +51,8 @@ def _make_two_conv_builder(
                 layers[f"conv{i}"] = nn.Conv2d(planes, wider, 5, padding=options.padding)
                 layers[f"conv{i}_norm"] = options.make(wanted, wider, (height, width))
                 layers[f"conv{i}_pool"] = MaxPool2x2()
-            # The papers put ReLU before the pool. Both only ever pick or keep the larger value, so they
-            # commute exactly, and after the pool there is a quarter of the work left.
+            # The papers put ReLU before the pool. Both only keep the larger value, so they commute exactly, and
+            # after the pool ReLU has a quarter of the work.
             layers[f"conv{i}_relu"] = nn.ReLU()
             planes, height, width = wider, height // 2, width // 2
         return FusedReLUSequential(layers | make_mlp_layers([planes * height * width, *hidden], wanted.classes))
@@ -60,24 +60,24 @@ def _make_two_conv_builder(
     return make
 
 
-def _build_convnet(wanted: ModelRequest, options: _ConvNetOptions) -> nn.Module:
-    """Three times a padded 3 x 3 convolution, a norm, ReLU and a halving of the sides by their mean.
+def _build_convnet(request: ModelRequest, options: _ConvNetOptions) -> nn.Module:
+    """Return three blocks of a padded 3 x 3 convolution, a norm, ReLU and a 2 x 2 average pool.
 
-    Images of 28 x 28 are padded to 32 x 32 by the first convolution.
+    The first convolution pads images of 28 x 28 to 32 x 32.
     """
     channels, blocks = 128, 3
-    planes, height, width = wanted.images(2**blocks)
+    planes, height, width = request.image_shape(2**blocks)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i in range(1, blocks + 1):
         padding = 3 if i == 1 and (height, width) == (28, 28) else 1
         height, width = height + 2 * padding - 2, width + 2 * padding - 2
         layers[f"conv{i}"] = nn.Conv2d(planes, channels, 3, padding=padding)
         if options.norm != "none":
-            layers[f"conv{i}_norm"] = options.make(wanted, channels, (height, width))
+            layers[f"conv{i}_norm"] = options.make(request, channels, (height, width))
         layers[f"conv{i}_relu"] = nn.ReLU()
         layers[f"conv{i}_pool"] = AvgPool2x2()
         planes, height, width = channels, height // 2, width // 2
-    return FusedReLUSequential(layers | make_mlp_layers([planes * height * width], wanted.classes))
+    return FusedReLUSequential(layers | make_mlp_layers([planes * height * width], request.classes))
 
 
 NETWORKS: dict[str, ModelSpec[Any]] = {
@@ -87,7 +87,7 @@ NETWORKS: dict[str, ModelSpec[Any]] = {
         _ValidCnnOptions,
     ),
     "lenet-femnist": ModelSpec(
-        "two convolutions, 16 and 32 channels, dense layer of 256: the CNN of that code on FEMNIST",
+        "two convolutions, 16 and 32 channels, dense layer of 256: the CNN of FedMR's code on FEMNIST",
         _make_two_conv_builder(16, 32, hidden=(256,)),
         _ValidCnnOptions,
     ),

@@ -1,8 +1,8 @@
-"""A starting model from a file: what is taken over, what is made new, and what does not fit.
+"""Starting weights from a file: read it, match its tensors by name, and replace the classifier if needed.
 
-Tensors are matched by name. The classifier alone may have another shape, that of another number of classes; then it
-is made new. What the file has besides, or lacks, is told; every other difference is an error. Reading never executes
-code: safetensors cannot, and torch files are read with `weights_only=True`.
+Only the classifier may have another shape, for another number of classes; it is then created anew. Names that are
+missing in the file or unexpected are reported. Every other difference is an error. Reading never executes code:
+safetensors cannot, and torch files are read with `weights_only=True`.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from fedloom.errors import InputError
 from fedloom.utils.storage import MODEL_FILE
 
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights")
-"""Entries under which training scripts put a state dict beside optimisers and counters."""
+"""Keys under which training scripts store a state dict, next to optimizers and counters."""
 
 SHOWN = 8
-"""How many names a sentence lists before it says how many more there are."""
+"""Number of names that a message lists; it only counts the rest."""
 
 
 @dataclass(frozen=True)
@@ -39,63 +39,63 @@ class InitialWeightsFile:
     path: Path
     sha256: str
     tensors: dict[str, Tensor]
-    about: dict[str, Any]
-    """What `fedloom pretrain` noted down in it; empty for other files."""
+    metadata: dict[str, Any]
+    """Metadata of `fedloom pretrain`; empty for other files."""
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """How a network was started from a file, by the names of its tensors."""
+    """How a network was initialized from a file, as names of its tensors."""
 
     file: str
     sha256: str
     matched: tuple[str, ...]
-    """Taken over from the file."""
+    """Taken from the file."""
     replaced: tuple[str, ...]
-    """The classifier, made new."""
+    """The classifier, if it was created anew."""
     missing: tuple[str, ...]
-    """Not in the file, so as the network is made without one."""
+    """Not in the file, so initialized as without one."""
     unexpected: tuple[str, ...]
-    """Names in the file that the network has no use for."""
-    why: str = ""
-    """Why the classifier was made new."""
+    """Names in the file that the network does not have."""
+    new_classifier_reason: str = ""
+    """Why the classifier was created anew."""
     advice: str = ""
 
-    def sentence(self) -> str:
-        """The lists in one line."""
+    def describe(self) -> str:
+        """Return the lists in one line."""
         total = len(self.matched) + len(self.replaced) + len(self.missing)
         parts = [f"{len(self.matched)} of {total} tensors taken from {self.file}"]
         if self.replaced:
-            parts.append(f"new classifier {_listed(self.replaced)} ({self.why})")
+            parts.append(f"new classifier {_listed(self.replaced)} ({self.new_classifier_reason})")
         parts.append(f"missing in the file: {_listed(self.missing)}")
         parts.append(f"unexpected in it: {_listed(self.unexpected)}")
         return "; ".join(parts) + "." + (f" {self.advice}" if self.advice else "")
 
-    def record(self) -> dict[str, Any]:
-        """All of it as plain data."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the lists as plain data."""
         lists = {name: list(getattr(self, name)) for name in ("matched", "replaced", "missing", "unexpected")}
-        return {"file": self.file, "init_sha256": self.sha256, **lists, "why": self.why}
+        return {"file": self.file, "init_sha256": self.sha256, **lists, "why": self.new_classifier_reason}
 
 
 def initial_weights_sha256(path: Path) -> str:
-    """The SHA-256 of the file that `read_source` would read."""
+    """Return the SHA-256 of the file that `read_initial_weights` would read."""
     return hashlib.sha256(_content(_file_of(path))).hexdigest()
 
 
 def read_initial_weights(path: Path, sha256: str | None = None) -> InitialWeightsFile:
-    """The tensors of a safetensors file, of a torch state dict, or of the deployed model in a run's folder.
+    """Read a safetensors file, a torch state dict, or the global model of a run directory.
 
-    With `sha256` a file with another checksum is refused.
+    With `sha256`, a file with another checksum is refused.
     """
     file = _file_of(path)
     content = _content(file)
     found = hashlib.sha256(content).hexdigest()
     if sha256 is not None and found != sha256:
-        raise InputError(f"{file} is not the file that was meant: its SHA-256 is {found}, not {sha256}.")
+        raise InputError(f"{file} is not the expected file: its SHA-256 is {found}, not {sha256}.")
     if content[8:9] == b"{" or file.suffix == ".safetensors":
-        tensors, about = _parse_safetensors(content, file)
+        tensors, metadata = _parse_safetensors(content, file)
     elif content[:4] == b"PK\x03\x04" or content[:1] == b"\x80":
-        tensors, about = _parse_torch(content, file), {}
+        tensors, metadata = _parse_torch(content, file), {}
     else:
         raise InputError(f"{file} is neither a safetensors file nor a torch state dict.")
     if not tensors:
@@ -103,57 +103,60 @@ def read_initial_weights(path: Path, sha256: str | None = None) -> InitialWeight
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{name} in {file} holds numbers that are not finite.")
-    return InitialWeightsFile(file, found, tensors, about)
+    return InitialWeightsFile(file, found, tensors, metadata)
 
 
 def load_initial_weights(
     module: nn.Module,
-    source: InitialWeightsFile,
-    streams: RngStreams,
-    network: str = "model",
+    weights_file: InitialWeightsFile,
+    rng_streams: RngStreams,
+    model_name: str = "model",
     new_head: bool = False,
     class_names: Sequence[str] = (),
 ) -> InitialWeights:
-    """Fill `module` from `source`; the classifier is made new where its number of classes differs, or if asked to.
+    """Copy the tensors of `weights_file` into `module`.
 
-    A module may say under which other names files know its tensors: `old_names`, pairs of a pattern and what to put
-    in its place, are applied to the names on both sides.
+    The classifier is created anew if its number of classes differs, or with `new_head`. A module may have `old_names`,
+    pairs of a pattern and its replacement: they are applied to the names on both sides, so that files with other names
+    match.
     """
     wanted: dict[str, Tensor] = module.state_dict()
-    pairs, unexpected = _pair(wanted, source.tensors, getattr(module, "old_names", ()))
+    pairs, unexpected = _pair(wanted, weights_file.tensors, getattr(module, "old_names", ()))
     head = _classifier(module)
     of_head = [name for name in (f"{head}.weight", f"{head}.bias") if head is not None and name in wanted]
-    why = _why_new(wanted, {name: source.tensors[pairs[name]] for name in of_head if name in pairs}, of_head, new_head)
-    replaced = of_head if why else []
+    new_classifier_reason = _why_new(
+        wanted, {name: weights_file.tensors[pairs[name]] for name in of_head if name in pairs}, of_head, new_head
+    )
+    replaced = of_head if new_classifier_reason else []
     matched = [name for name in wanted if name in pairs and name not in replaced]
-    _refuse_misfits(matched, wanted, source, pairs, network)
+    _refuse_misfits(matched, wanted, weights_file, pairs, model_name)
     if not matched:
         raise InputError(
-            f"{source.path} has nothing for the network {network!r}{_made_as(source)}: it holds "
-            f"{_listed(source.tensors)}, and the network {_listed(wanted)}."
+            f"{weights_file.path} has no tensors for the network {model_name!r}{_made_as(weights_file)}: it "
+            f"holds {_listed(weights_file.tensors)}, but the network has {_listed(wanted)}."
         )
     with torch.no_grad():
         for name in matched:
-            wanted[name].copy_(source.tensors[pairs[name]])
+            wanted[name].copy_(weights_file.tensors[pairs[name]])
     if replaced and head is not None:
         layer = module.get_submodule(head)
         assert isinstance(layer, nn.Linear), "only a linear layer is taken for the classifier"
-        with streams.globally("head"):
+        with rng_streams.seed_global_rng("head"):
             layer.reset_parameters()
-    begun = InitialWeights(
-        file=str(source.path),
-        sha256=source.sha256,
+    initial_weights = InitialWeights(
+        file=str(weights_file.path),
+        sha256=weights_file.sha256,
         matched=tuple(matched),
         replaced=tuple(replaced),
         missing=tuple(name for name in wanted if name not in pairs and name not in replaced),
         unexpected=tuple(unexpected),
-        why=why,
+        new_classifier_reason=new_classifier_reason,
     )
-    theirs = source.about.get("class_names")
+    theirs = weights_file.metadata.get("class_names")
     if theirs and class_names and list(theirs) != list(class_names) and set(of_head) & set(matched):
-        advice = f"Its classifier was trained to tell {_listed(theirs)} apart; --new-head starts with a new one."
-        begun = replace(begun, advice=advice)
-    return begun
+        advice = f"Its classifier was trained for the classes {_listed(theirs)}; use --new-head for a new one."
+        initial_weights = replace(initial_weights, advice=advice)
+    return initial_weights
 
 
 def _file_of(path: Path) -> Path:
@@ -168,8 +171,8 @@ def _file_of(path: Path) -> Path:
     if run and finished:
         raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
     if run:
-        raise InputError(f"{path} has no {MODEL_FILE}, for the run has not finished; go on with: fedloom resume {path}")
-    raise InputError(f"there is no {MODEL_FILE} in {path}; expected the folder of a run, or a file.")
+        raise InputError(f"{path} has no {MODEL_FILE}: the run has not finished; continue with: fedloom resume {path}")
+    raise InputError(f"there is no {MODEL_FILE} in {path}; expected a run directory or a file.")
 
 
 def _content(file: Path) -> bytes:
@@ -183,22 +186,22 @@ def _parse_safetensors(content: bytes, file: Path) -> tuple[dict[str, Tensor], d
     try:
         tensors = parse_tensors(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        about = json.loads(header.get("__metadata__", {}).get("fedloom", "{}"))
+        metadata = json.loads(header.get("__metadata__", {}).get("fedloom", "{}"))
     except (SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"{file} is not a whole safetensors file: {' '.join(str(error).split())}.") from error
-    return tensors, about if isinstance(about, dict) else {}
+    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
 def _parse_torch(content: bytes, file: Path) -> dict[str, Tensor]:
     try:
-        with warnings.catch_warnings(action="ignore"):  # what it warns of, it then also refuses
+        with warnings.catch_warnings(action="ignore"):  # an error follows what it warns of
             value: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{file} holds more than tensors, and to load that could execute code; save the state dict alone, with "
-            "torch.save(model.state_dict(), FILE), or as safetensors."
+            f"{file} holds more than tensors, and loading it could execute code; save only the state dict, with "
+            "torch.save(model.state_dict(), FILE) or as safetensors."
         ) from error
-    except Exception as error:  # a damaged archive ends in whatever its reader stumbles over
+    except Exception as error:  # a damaged archive may raise any error
         raise InputError(f"{file} is not a whole torch file: {_first_line(error)}.") from error
     for _ in range(3):
         inner = next((value[key] for key in WRAPPERS if isinstance(value, Mapping) and _is_mapping(value, key)), None)
@@ -221,10 +224,9 @@ def _first_line(error: Exception) -> str:
 def _pair(
     wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], old_names: Iterable[tuple[str, str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Which name in the file belongs to which of the network, and the names that belong to none.
+    """Map names of the network to names in the file, and list the file's names without a match.
 
-    A prefix that the file's names have in front (`module.`, `model.`, two of them) is taken off where more names match
-    without it.
+    A prefix of the file's names (`module.`, `model.`, two of them) is removed if more names match without it.
     """
     renames = [(re.compile(pattern), text) for pattern, text in old_names]
 
@@ -247,7 +249,7 @@ def _pair(
 
 
 def _classifier(module: nn.Module) -> str | None:
-    """The name of the layer that scores classes: the linear layer called `head`, or else the last one."""
+    """Return the name of the classifier: the linear layer called `head`, or else the last linear layer."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name]
     heads = [name for name in linear if name.rpartition(".")[2] == "head"]
     found = heads or linear
@@ -255,11 +257,11 @@ def _classifier(module: nn.Module) -> str | None:
 
 
 def _why_new(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], of_head: list[str], new_head: bool) -> str:
-    """Why the classifier is made new; empty where it is not."""
+    """Return why the classifier is created anew, or an empty string."""
     if not found:
         return ""
     if new_head:
-        return "as was asked"
+        return "as requested"
     for name in of_head:
         if (
             name in found
@@ -268,31 +270,33 @@ def _why_new(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], of_head:
         ):
             here, there = len(wanted[name]), len(found[name])
             if here != there:
-                return f"{there} classes there, {here} here"
+                return f"{there} classes in the file, {here} in the network"
     return ""
 
 
 def _refuse_misfits(
     matched: Iterable[str],
     wanted: Mapping[str, Tensor],
-    source: InitialWeightsFile,
+    weights_file: InitialWeightsFile,
     pairs: Mapping[str, str],
-    network: str,
+    model_name: str,
 ) -> None:
     wrong = []
     for name in matched:
-        theirs, ours = source.tensors[pairs[name]], wanted[name]
+        theirs, ours = weights_file.tensors[pairs[name]], wanted[name]
         if theirs.shape != ours.shape:
             wrong.append(f"{name} is {_shape(theirs)} in the file and {_shape(ours)} in the network")
         elif theirs.is_floating_point() != ours.is_floating_point() or theirs.is_complex():
             wrong.append(f"{name} is {theirs.dtype} in the file and {ours.dtype} in the network")
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise InputError(f"{source.path}{_made_as(source)} does not fit the network {network!r}: {wrong[0]}{more}.")
+        raise InputError(
+            f"{weights_file.path}{_made_as(weights_file)} does not fit the network {model_name!r}: {wrong[0]}{more}."
+        )
 
 
-def _made_as(source: InitialWeightsFile) -> str:
-    return f" (the network {source.about['model']!r})" if "model" in source.about else ""
+def _made_as(weights_file: InitialWeightsFile) -> str:
+    return f" (the network {weights_file.metadata['model']!r})" if "model" in weights_file.metadata else ""
 
 
 def _shape(tensor: Tensor) -> str:

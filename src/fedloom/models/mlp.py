@@ -1,4 +1,4 @@
-"""Dense networks: logistic regression and perceptrons with hidden layers."""
+"""Logistic regression and multilayer perceptrons."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from fedloom.models.base import ModelRequest, ModelSpec, NoModelOptions
 
 
 def make_mlp_layers(sizes: list[int], classes: int, dropout: float = 0.0) -> "OrderedDict[str, nn.Module]":
-    """Flatten, then hidden layers and the head: `sizes` are the number of inputs and the widths."""
+    """Return flatten, hidden layers and head. `sizes` holds the number of inputs and the widths."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for i, (before, after) in enumerate(pairwise(sizes), 1):
         layers[f"fc{i}"] = nn.Linear(before, after)
@@ -24,7 +24,7 @@ def make_mlp_layers(sizes: list[int], classes: int, dropout: float = 0.0) -> "Or
 
 
 def _make_mlp_builder(*hidden: int) -> Callable[[ModelRequest, NoModelOptions], nn.Module]:
-    """A network of dense layers for inputs of any shape."""
+    """Return a function that builds a dense network for inputs of any shape."""
 
     def make(wanted: ModelRequest, _: NoModelOptions) -> nn.Module:
         return nn.Sequential(make_mlp_layers([prod(wanted.shape), *hidden], wanted.classes))

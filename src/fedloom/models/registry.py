@@ -1,7 +1,8 @@
-"""The catalogue of the papers' networks: plain modules whose tensors keep their names and order.
+"""Build networks by name: `build_model`, `available_models` and `count_parameters`.
 
-Each ends in a linear layer called `head`; what comes before it is the body. Parameters belong to leaf modules, which
-are what FedMR calls layers. `NAME+projection` is a network with MOON's projection before its head.
+Networks are plain modules whose tensors keep their names and order. Each ends in a linear layer called `head`; the rest
+is the body. Parameters belong to leaf modules, which FedMR calls layers. `NAME+projection` is a network with MOON's
+projection before its head.
 """
 
 import difflib
@@ -19,11 +20,11 @@ from fedloom.utils.settings import validate_settings
 
 
 def _parse_model_options(name: str, options: type[O]) -> O:
-    """The options behind the colon of a model's name. What is wrong with them is said in one sentence."""
+    """Parse and validate the options after the colon of a model's name."""
     base, colon, text = name.partition(":")
     known = options.model_fields
     if colon and not known:
-        raise InputError(f"model {base!r} has no options, so {name!r} makes no sense.")
+        raise InputError(f"model {base!r} has no options; give its name alone, not {name!r}.")
     given: dict[str, str] = {}
     for pair in text.split(",") if colon else ():
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -58,15 +59,15 @@ WIDTH = 256
 
 
 def _split_projection(name: str) -> tuple[str, bool]:
-    """A model's name without the suffix, and whether it was there; options behind a colon stay."""
+    """Return a model's name without the suffix, and whether it had one. Options after the colon stay."""
     base, colon, options = name.partition(":")
     return base.removesuffix(SUFFIX) + colon + options, base.endswith(SUFFIX)
 
 
 def _add_projection(network: nn.Module) -> nn.Module:
-    """Put the projection before the linear layer `head` of a network, which is made anew for its width."""
+    """Insert the projection before the linear layer `head`, which is created anew for the new width."""
     old = network.get_submodule("head")
-    assert isinstance(old, nn.Linear), "all networks of the catalogue end so"
+    assert isinstance(old, nn.Linear), "every network of the catalogue ends in a linear head"
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         fc1=nn.Linear(old.in_features, old.in_features),
         relu=nn.ReLU(),
@@ -78,7 +79,7 @@ def _add_projection(network: nn.Module) -> nn.Module:
 
 
 def _projection_parameter_count(representation: int, classes: int) -> int:
-    """How many more parameters a network has with a projection."""
+    """Return how many parameters a projection adds to a network."""
     projection = (representation + 1) * representation + (representation + 1) * WIDTH
     return projection + (WIDTH - representation) * classes
 
@@ -95,7 +96,7 @@ NETWORKS: dict[str, ModelSpec[Any]] = {
 
 @dataclass(frozen=True)
 class _ModelOption:
-    """Something that may be set behind a network's name."""
+    """An option of a network."""
 
     name: str
     default: Any
@@ -104,10 +105,15 @@ class _ModelOption:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A network, how many trainable parameters it has, and its options.
+    """A network of `available_models`: its size and options.
 
-    Sizes are for ten classes, and None for a network that does not take images; the size for text is that of the data
-    the network was made for.
+    Attributes:
+        name: The name for `build_model`.
+        summary: One line about the network.
+        parameters_1x28x28: Trainable parameters for ten classes of 1 x 28 x 28 images; None for text.
+        parameters_3x32x32: Trainable parameters for ten classes of 3 x 32 x 32 images; None for text.
+        parameters_text: Trainable parameters for the data that the network was made for; None for images.
+        options: The options, each with `name`, `default` and `help`.
     """
 
     name: str
@@ -118,38 +124,68 @@ class ModelInfo:
     options: tuple[_ModelOption, ...]
 
 
-def build_model(name: str, shape: Shape, classes: int, tokens: int = 0) -> nn.Module:
-    """The network `name` for inputs of `shape`, such as (3, 32, 32), and as many outputs as `classes`.
+def build_model(name: str, shape: Shape, classes: int, vocabulary_size: int = 0) -> nn.Module:
+    """Build a network by name. Its random weights come from torch's global generator.
 
-    Options may follow the name, as in `resnet18:norm=group,stem=imagenet`. Weights are as random as usual, drawn from
-    the global generator. The shape of text is (length,); `tokens` says how many different ones the data have, where
-    that is known and the name does not say it.
+    Args:
+        name: A name of `available_models`, with options if you like: `resnet18:norm=group,stem=imagenet`.
+        shape: The shape of one input: (channels, height, width) for images, such as (3, 32, 32), (length,) for text.
+        classes: The number of outputs.
+        vocabulary_size: The number of different tokens in the data; 0 if it is unknown or the name sets it.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: The name or an option is unknown, or the network does not take such inputs.
+
+    Example:
+        network = build_model("resnet18:norm=group", (3, 32, 32), 10)
     """
     plain, projected = _split_projection(name)
-    network, wanted, options = _find(plain, shape, classes, tokens)
-    made: nn.Module = network.make(wanted, options)
+    network, request, options = _find(plain, shape, classes, vocabulary_size)
+    made: nn.Module = network.build(request, options)
     return _add_projection(made) if projected else made
 
 
-def count_parameters(name: str, shape: Shape, classes: int, tokens: int = 0) -> int:
-    """How many trainable parameters `build` gives, without the memory for them and without drawing a number."""
+def count_parameters(name: str, shape: Shape, classes: int, vocabulary_size: int = 0) -> int:
+    """Return the number of trainable parameters of a network, without memory for them or random draws.
+
+    Args:
+        name: A name as for `build_model`.
+        shape: The shape of one input.
+        classes: The number of outputs.
+        vocabulary_size: The number of different tokens in the data; 0 if it is unknown or the name sets it.
+
+    Returns:
+        The number of trainable parameters of `build_model(name, shape, classes, vocabulary_size)`.
+
+    Raises:
+        InputError: As for `build_model`.
+    """
     plain, projected = _split_projection(name)
-    network, wanted, options = _find(plain, shape, classes, tokens)
-    if network.count is not None:
-        known = network.count(wanted, options)
-        one_class = network.count(replace(wanted, classes=classes + 1), options) - known  # its weights and its bias
+    network, request, options = _find(plain, shape, classes, vocabulary_size)
+    if network.count_parameters is not None:
+        known = network.count_parameters(request, options)
+        one_class = (
+            network.count_parameters(replace(request, classes=classes + 1), options) - known
+        )  # weights and bias of one class
         return known + (_projection_parameter_count(one_class - 1, classes) if projected else 0)
     with torch.device("meta"):
-        made = build_model(name, shape, classes, tokens)
+        made = build_model(name, shape, classes, vocabulary_size)
     return sum(p.numel() for p in made.parameters() if p.requires_grad)
 
 
 def available_models() -> list[ModelInfo]:
-    """All networks."""
+    """List all networks.
+
+    Returns:
+        A `ModelInfo` for each.
+    """
     return [_info(name, network) for name, network in NETWORKS.items()]
 
 
-def _find(name: str, shape: Shape, classes: int, tokens: int) -> tuple[ModelSpec[Any], ModelRequest, Any]:
+def _find(name: str, shape: Shape, classes: int, vocabulary_size: int) -> tuple[ModelSpec[Any], ModelRequest, Any]:
     base = name.partition(":")[0]
     if base not in NETWORKS:
         raise unknown_name_error("model", base, NETWORKS)
@@ -158,15 +194,15 @@ def _find(name: str, shape: Shape, classes: int, tokens: int) -> tuple[ModelSpec
         raise InputError(f"a model cannot take inputs of shape {shape}; expected sizes of at least 1.")
     if classes < 1:
         raise InputError(f"a model cannot have {classes} classes; expected at least 1.")
-    if tokens < 0:
-        raise InputError(f"a model cannot know {tokens} tokens; expected 0 or more.")
-    return NETWORKS[base], ModelRequest(name, shape, classes, tokens), options
+    if vocabulary_size < 0:
+        raise InputError(f"a model cannot know {vocabulary_size} tokens; expected 0 or more.")
+    return NETWORKS[base], ModelRequest(name, shape, classes, vocabulary_size), options
 
 
 def _info(name: str, network: ModelSpec[Any]) -> ModelInfo:
     grey = colour = text = None
-    if network.text is not None:
-        length, classes = network.text
+    if network.text_size is not None:
+        length, classes = network.text_size
         text = count_parameters(name, (length,), classes)
     else:
         grey, colour = count_parameters(name, (1, 28, 28), 10), count_parameters(name, (3, 32, 32), 10)

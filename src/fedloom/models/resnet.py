@@ -1,8 +1,8 @@
 """Residual networks: He's ResNet-20 for CIFAR, ResNet-18 and -50, and the one that FedMR's code calls ResNet-20.
 
-He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. A stage after the first halves the sides. Where a
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. Each stage after the first halves the sides. If a
 block changes the shape, its shortcut is a strided 1 x 1 convolution with a norm (B), or takes every other pixel and
-fills up with channels of zeros (A, ResNet-20 only).
+adds channels of zeros (A, ResNet-20 only).
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class _ResNetOptions(NormOptions):
     width: int = Field(64, ge=1)
     """channels of the first stage"""
     colour: bool = False
-    """three channels whatever the data have; grey images are repeated"""
+    """use three channels for all data; grey images are repeated"""
 
 
 class _ImageNetResNetOptions(_ResNetOptions):
@@ -36,7 +36,7 @@ class _ImageNetResNetOptions(_ResNetOptions):
 
 class _ResNet20Options(NormOptions):
     shortcut: Literal["A", "B"] = "A"
-    """where the shape changes: A pads with zeros, B is a 1 x 1 convolution with a norm"""
+    """shortcut if the shape changes: A pads with zeros, B is a 1 x 1 convolution with a norm"""
     width: int = Field(16, ge=1)
     """channels of the first stage"""
 
@@ -47,52 +47,54 @@ class _PreActResNetOptions(NormOptions):
 
 
 class _ResNetPlan:
-    """How the blocks of one network are made."""
+    """Builder of the layers of one network's blocks."""
 
-    def __init__(self, wanted: ModelRequest, options: NormOptions, shortcut: Literal["A", "B"] = "B") -> None:
-        self.wanted, self.options, self.shortcut_kind = wanted, options, shortcut
+    def __init__(self, request: ModelRequest, options: NormOptions, shortcut: Literal["A", "B"] = "B") -> None:
+        self.request, self.options, self.shortcut_kind = request, options, shortcut
 
-    def convolution(self, before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-        return nn.Conv2d(before, after, kernel, stride=stride, padding=kernel // 2, bias=self.options.biased)
+    def convolution(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+        return nn.Conv2d(
+            in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=self.options.biased
+        )
 
     def norm(self, channels: int, size: Size) -> nn.Module:
-        return self.options.make(self.wanted, channels, size)
+        return self.options.make(self.request, channels, size)
 
-    def shortcut(self, before: int, after: int, stride: int, size: Size) -> nn.Module:
-        """From the input of a block to its output."""
-        if stride == 1 and before == after:
+    def shortcut(self, in_channels: int, out_channels: int, stride: int, size: Size) -> nn.Module:
+        """Return the shortcut from the input of a block to its output."""
+        if stride == 1 and in_channels == out_channels:
             return nn.Identity()
         if self.shortcut_kind == "A":
-            return PaddedShortcut(after - before, stride)
-        convolution, norm = self.convolution(before, after, 1, stride), self.norm(after, size)
+            return PaddedShortcut(out_channels - in_channels, stride)
+        convolution, norm = self.convolution(in_channels, out_channels, 1, stride), self.norm(out_channels, size)
         return nn.Sequential(OrderedDict(conv=convolution, norm=norm))
 
 
 class PaddedShortcut(nn.Module):
-    """Every `stride`-th pixel, and as many channels of zeros behind the others as there are to be more."""
+    """Every `stride`-th pixel, with `extra_channels` channels of zeros after the others."""
 
-    def __init__(self, more: int, stride: int) -> None:
+    def __init__(self, extra_channels: int, stride: int) -> None:
         super().__init__()
-        self.more, self.stride = more, stride
+        self.extra_channels, self.stride = extra_channels, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        # Means of single pixels are those pixels, but for the sign of zeros. Of a slice the gradient would not be in
+        # The mean of one pixel is that pixel, up to the sign of zeros. The gradient of a slice would not be in
         # channels-last order.
-        return F.pad(F.avg_pool2d(x, 1, self.stride), (0, 0, 0, 0, 0, self.more))
+        return F.pad(F.avg_pool2d(x, 1, self.stride), (0, 0, 0, 0, 0, self.extra_channels))
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+    """Two 3 x 3 convolutions and a shortcut."""
 
     expansion = 1
 
-    def __init__(self, plan: _ResNetPlan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
+    def __init__(self, plan: _ResNetPlan, in_channels: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
         super().__init__()
-        self.conv1 = plan.convolution(before, width, 3, stride)
+        self.conv1 = plan.convolution(in_channels, width, 3, stride)
         self.norm1 = plan.norm(width, sizes[1])
         self.conv2 = plan.convolution(width, width, 3)
         self.norm2 = plan.norm(width, sizes[1])
-        self.shortcut = plan.shortcut(before, width, stride, sizes[1])
+        self.shortcut = plan.shortcut(in_channels, width, stride, sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
         inner = normalize_and_activate(self.norm1, self.conv1(x))
@@ -100,20 +102,20 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 x 3 convolution between two of 1 x 1, the last of which widens, beside a shortcut."""
+    """A 3 x 3 convolution between two of 1 x 1, the last of which adds channels, and a shortcut."""
 
     expansion = 4
 
-    def __init__(self, plan: _ResNetPlan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
+    def __init__(self, plan: _ResNetPlan, in_channels: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
         super().__init__()
-        after = width * self.expansion
-        self.conv1 = plan.convolution(before, width, 1)
+        out_channels = width * self.expansion
+        self.conv1 = plan.convolution(in_channels, width, 1)
         self.norm1 = plan.norm(width, sizes[0])
         self.conv2 = plan.convolution(width, width, 3, stride)
         self.norm2 = plan.norm(width, sizes[1])
-        self.conv3 = plan.convolution(width, after, 1)
-        self.norm3 = plan.norm(after, sizes[1])
-        self.shortcut = plan.shortcut(before, after, stride, sizes[1])
+        self.conv3 = plan.convolution(width, out_channels, 1)
+        self.norm3 = plan.norm(out_channels, sizes[1])
+        self.shortcut = plan.shortcut(in_channels, out_channels, stride, sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
         inner = normalize_and_activate(self.norm1, self.conv1(x))
@@ -122,21 +124,21 @@ class Bottleneck(nn.Module):
 
 
 class PreActBottleneck(nn.Module):
-    """The same with norm and ReLU before each convolution, and a shortcut without a norm."""
+    """A bottleneck with norm and ReLU before each convolution, and a shortcut without a norm."""
 
     expansion = 4
 
-    def __init__(self, plan: _ResNetPlan, before: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
+    def __init__(self, plan: _ResNetPlan, in_channels: int, width: int, stride: int, sizes: tuple[Size, Size]) -> None:
         super().__init__()
-        after = width * self.expansion
-        self.norm1 = plan.norm(before, sizes[0])
-        self.conv1 = plan.convolution(before, width, 1)
+        out_channels = width * self.expansion
+        self.norm1 = plan.norm(in_channels, sizes[0])
+        self.conv1 = plan.convolution(in_channels, width, 1)
         self.norm2 = plan.norm(width, sizes[0])
         self.conv2 = plan.convolution(width, width, 3, stride)
         self.norm3 = plan.norm(width, sizes[1])
-        self.conv3 = plan.convolution(width, after, 1)
-        changes = stride != 1 or before != after
-        self.shortcut = plan.convolution(before, after, 1, stride) if changes else nn.Identity()
+        self.conv3 = plan.convolution(width, out_channels, 1)
+        changes = stride != 1 or in_channels != out_channels
+        self.shortcut = plan.convolution(in_channels, out_channels, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.conv1(normalize_and_activate(self.norm1, x))
@@ -150,19 +152,19 @@ AnyBlock = type[BasicBlock] | type[Bottleneck] | type[PreActBottleneck]
 
 
 def _build_residual_stages(
-    plan: _ResNetPlan, block: AnyBlock, counts: tuple[int, ...], width: int, before: int, size: Size
+    plan: _ResNetPlan, block: AnyBlock, counts: tuple[int, ...], width: int, in_channels: int, size: Size
 ) -> tuple[nn.Sequential, int, Size]:
-    """The blocks of all stages, and how many channels of which size leave them."""
+    """Return the blocks of all stages, and the number of channels and the size of their output."""
     body: OrderedDict[str, nn.Module] = OrderedDict()
     for i, count in enumerate(counts):
         blocks: list[nn.Module] = []
         for j in range(count):
             stride = 2 if i and not j else 1
             smaller = (-(-size[0] // stride), -(-size[1] // stride))
-            blocks.append(block(plan, before, width * 2**i, stride, (size, smaller)))
-            before, size = width * 2**i * block.expansion, smaller
+            blocks.append(block(plan, in_channels, width * 2**i, stride, (size, smaller)))
+            in_channels, size = width * 2**i * block.expansion, smaller
         body[f"layer{i + 1}"] = nn.Sequential(*blocks)
-    return nn.Sequential(body), before, size
+    return nn.Sequential(body), in_channels, size
 
 
 class ResNet(nn.Module):
@@ -175,7 +177,7 @@ class ResNet(nn.Module):
         (r"\.downsample\.1\.", ".shortcut.norm."),
         (r"^fc\.", "head."),
     )
-    """Under which other names files of torchvision and timm know the tensors, see `fedloom.models.initial_weights`."""
+    """Names of the tensors in files of torchvision and timm, see `fedloom.models.initial_weights`."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class ResNet(nn.Module):
         colour: bool = False,
     ) -> None:
         super().__init__()
-        channels, *sides = plan.wanted.images(colour=colour)
+        channels, *sides = plan.request.image_shape(colour=colour)
         self.channels = channels
         if stem == "imagenet":
             sides = [-(-side // 2) for side in sides]
@@ -200,36 +202,36 @@ class ResNet(nn.Module):
         if stem == "imagenet":
             sides = [-(-side // 2) for side in sides]
         self.body, after, _ = _build_residual_stages(plan, block, counts, width, width, (sides[0], sides[1]))
-        self.head = nn.Linear(after, plan.wanted.classes)
+        self.head = nn.Linear(after, plan.request.classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv1(expand_model_input_channels(x, self.channels))
         if isinstance(self.pool, nn.Identity):
             x = normalize_and_activate(self.norm1, x)
-        else:  # the pool before ReLU: the two commute exactly, and this way there is less to do
+        else:  # the pool before ReLU: the two commute exactly, and ReLU has less to do
             x = F.relu(self.pool(self.norm1(x)))
         scores: Tensor = self.head(self.body(x).mean((2, 3)))
         return scores
 
 
 class PreActResNet(nn.Module):
-    """What FedCross's and FedMR's code calls ResNet-20: six bottlenecks with early norms, without a norm at the end.
+    """The ResNet-20 of FedCross's and FedMR's code: six bottlenecks with early norms, and no norm at the end.
 
-    The norm for the end is made and never used there; it is kept, because it counts as parameters, it travels, and
-    FedMR swaps it as a layer. Grey images pass a 3 x 3 maximum behind the stem. Weights start as in that code.
+    The last norm exists but is not used. It stays, because it counts as parameters, is sent, and FedMR swaps it as a
+    layer. Grey images pass a 3 x 3 max pool after the stem. Initial weights are those of that code.
     """
 
-    def __init__(self, wanted: ModelRequest, options: _PreActResNetOptions) -> None:
+    def __init__(self, request: ModelRequest, options: _PreActResNetOptions) -> None:
         super().__init__()
-        plan, width = _ResNetPlan(wanted, options), options.width
-        channels, *sides = wanted.images()
+        plan, width = _ResNetPlan(request, options), options.width
+        channels, *sides = request.image_shape()
         self.conv1 = plan.convolution(channels, width, 3)
         self.pool = nn.MaxPool2d(3, stride=1, padding=1) if channels == 1 else nn.Identity()
         self.body, after, size = _build_residual_stages(
             plan, PreActBottleneck, (2, 2, 2), width, width, (sides[0], sides[1])
         )
         self.norm = plan.norm(after, size)
-        self.head = nn.Linear(after, wanted.classes)
+        self.head = nn.Linear(after, request.classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0.0, sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels)))
@@ -241,20 +243,22 @@ class PreActResNet(nn.Module):
         return scores
 
 
-def _build_resnet(block: AnyBlock, counts: tuple[int, ...], wanted: ModelRequest, options: _ResNetOptions) -> nn.Module:
-    """ResNet-18 and its larger relatives."""
-    return ResNet(_ResNetPlan(wanted, options), block, counts, options.width, options.stem, options.colour)
+def _build_resnet(
+    block: AnyBlock, counts: tuple[int, ...], request: ModelRequest, options: _ResNetOptions
+) -> nn.Module:
+    """Return ResNet-18 or a larger ResNet."""
+    return ResNet(_ResNetPlan(request, options), block, counts, options.width, options.stem, options.colour)
 
 
-def _build_resnet20(wanted: ModelRequest, options: _ResNet20Options) -> nn.Module:
-    """He's network of 20 layers for CIFAR."""
-    return ResNet(_ResNetPlan(wanted, options, options.shortcut), BasicBlock, (3, 3, 3), options.width)
+def _build_resnet20(request: ModelRequest, options: _ResNet20Options) -> nn.Module:
+    """Return He's network of 20 layers for CIFAR."""
+    return ResNet(_ResNetPlan(request, options, options.shortcut), BasicBlock, (3, 3, 3), options.width)
 
 
 NETWORKS: dict[str, ModelSpec[Any]] = {
     "resnet20": ModelSpec("He's ResNet-20 for CIFAR: 16, 32 and 64 channels", _build_resnet20, _ResNet20Options),
     "resnet20-bottleneck": ModelSpec(
-        "what FedCross's and FedMR's code calls ResNet-20: six pre-activation bottlenecks",
+        "the ResNet-20 of FedCross's and FedMR's code: six pre-activation bottlenecks",
         PreActResNet,
         _PreActResNetOptions,
     ),

@@ -1,11 +1,11 @@
 """VGG-16: thirteen 3 x 3 convolutions in five stages, and one of four classifiers.
 
-Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015. Each of the
-classifiers is what some code calls VGG-16: `4096` with batch norm is that of FedCross's and FedMR's code, `7x7` that of
+Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015. Some code or
+other calls each of the classifiers VGG-16: `4096` with batch norm is that of FedCross's and FedMR's code, `7x7` that of
 ImageNet (the only one with over 130 million parameters), `512` and `linear` are usual for CIFAR.
 
-A stage ends in a halving of the sides; where a side is 1 already, as in the fifth stage at 28 x 28 pixels, it is left
-out. What remains is averaged to one number a channel, or for `7x7` spread over 7 x 7.
+Each stage ends with a 2 x 2 max pool. It is left out if a side is already 1, as in the fifth stage at 28 x 28 pixels.
+The result is averaged to one number per channel, or resized to 7 x 7 for `7x7`.
 """
 
 from collections import OrderedDict
@@ -22,33 +22,33 @@ from fedloom.models.layers.pooling import MaxPool2x2
 from fedloom.models.mlp import make_mlp_layers
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
-"""Channels, as a multiple of the width, and convolutions of each stage."""
+"""Channels, as a multiple of the width, and number of convolutions of each stage."""
 
 HIDDEN = {"linear": (), "512": (512, 512), "4096": (4096, 4096), "7x7": (4096, 4096)}
-"""The hidden layers of each classifier."""
+"""Widths of the hidden layers of each classifier."""
 
 
 class _VggOptions(NormOptions):
     classifier: Literal["linear", "512", "4096", "7x7"] = "4096"
-    """dense layers at the end: one, or two more of 512 or 4096 before it, or those of 4096 on maps of 7 x 7"""
+    """dense layers: linear is one, 512 and 4096 put two of that width before it, 7x7 is 4096 on maps of 7 x 7"""
     dropout: float = Field(0.5, ge=0, lt=1)
-    """dropout behind the hidden dense layers"""
+    """dropout after the hidden dense layers"""
     width: int = Field(64, ge=1)
     """channels of the first stage; the last has eight times as many"""
 
 
 class _AdaptivePool7x7(nn.Module):
-    """Maps of any size as maps of 7 x 7."""
+    """Resize maps of any size to 7 x 7."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2:] == (1, 1):  # the same as the general way, whose gradient is not repeatable on a GPU
+        if x.shape[2:] == (1, 1):  # same result; the general gradient is not deterministic on a GPU
             return x.expand(-1, -1, 7, 7)
         return F.adaptive_avg_pool2d(x, 7)
 
 
-def _build_vgg16(wanted: ModelRequest, options: _VggOptions) -> nn.Module:
-    """VGG-16 for images of any size."""
-    planes, height, width = wanted.images()
+def _build_vgg16(request: ModelRequest, options: _VggOptions) -> nn.Module:
+    """Return VGG-16 for images of any size."""
+    planes, height, width = request.image_shape()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     i = 0
     for factor, count in STAGES:
@@ -57,19 +57,19 @@ def _build_vgg16(wanted: ModelRequest, options: _VggOptions) -> nn.Module:
             convolution = nn.Conv2d(planes, factor * options.width, 3, padding=1)
             layers[f"conv{i}"], planes = convolution, factor * options.width
             if options.norm != "none":
-                layers[f"conv{i}_norm"] = options.make(wanted, planes, (height, width))
-            else:  # with torch's usual weights nothing of the images would arrive at the end of so many layers
+                layers[f"conv{i}_norm"] = options.make(request, planes, (height, width))
+            else:  # with torch's default weights, the signal vanishes in so many layers
                 nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
             layers[f"conv{i}_relu"] = nn.ReLU()
         if min(height, width) > 1:
-            # The pool before ReLU: the two commute exactly, and this way there is less to do.
+            # The pool comes before ReLU: the two commute exactly, and ReLU has less to do.
             relu = layers.pop(f"conv{i}_relu")
             layers[f"conv{i}_pool"], layers[f"conv{i}_relu"] = MaxPool2x2(), relu
             height, width = height // 2, width // 2
     large = options.classifier == "7x7"
     layers["mean"] = _AdaptivePool7x7() if large else nn.AdaptiveAvgPool2d(1)
     sizes = [planes * 49 if large else planes, *HIDDEN[options.classifier]]
-    return FusedReLUSequential(layers | make_mlp_layers(sizes, wanted.classes, options.dropout))
+    return FusedReLUSequential(layers | make_mlp_layers(sizes, request.classes, options.dropout))
 
 
 NETWORKS: dict[str, ModelSpec[Any]] = {

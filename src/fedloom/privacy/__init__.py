@@ -1,7 +1,13 @@
-"""Differential privacy of the clients: clipped updates, a noisy mean, and an account of what it has cost."""
+"""Differential privacy of clients: clipped updates, a noisy mean, and an account of epsilon."""
 
 from fedloom.privacy.accountant import PrivacyAccountant
-from fedloom.privacy.compatibility import check_private_method, compose_with_privacy
-from fedloom.privacy.mechanism import PrivacyMechanism, _clip_update
+from fedloom.privacy.compatibility import check_private_method, compose_privacy_compatible
+from fedloom.privacy.mechanism import PrivacyMechanism
 
-__all__ = ["PrivacyAccountant", "PrivacyMechanism", "_clip_update", "check_private_method", "compose_with_privacy"]
+__all__ = [
+    "PrivacyAccountant",
+    "PrivacyMechanism",
+    "_clip_update",
+    "check_private_method",
+    "compose_privacy_compatible",
+]

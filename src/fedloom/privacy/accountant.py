@@ -1,9 +1,9 @@
-"""What rounds with noise have cost: epsilon, by the Rényi accountant of Google's dp-accounting.
+"""Privacy accountant: epsilon of rounds with noise, by the Rényi accountant of Google's dp-accounting.
 
-A round is one Poisson-sampled Gaussian mechanism: every client takes part with the chance q, on its own, and the sum of
-updates no longer than C gets noise of standard deviation Z C. Two federations are neighbours if one client, with all of
-its samples, is in one of them and not in the other; the sum then differs by at most C. Rényi divergences of rounds
-add up, whatever a round has learned from those before, so the account depends on the number of rounds alone.
+A round is one Poisson-sampled Gaussian mechanism: every client takes part independently with probability q, and the sum
+of updates no longer than C gets noise of standard deviation Z C. Two federated data sets are neighbours if one client,
+with all of its samples, is in only one of them; the sum then differs by at most C. Rényi divergences add up over
+rounds, whatever a round learned from earlier ones, so epsilon depends on the number of rounds alone.
 """
 
 import logging
@@ -17,14 +17,14 @@ from fedloom.errors import InputError
 
 
 class PrivacyAccountant:
-    """Epsilon after any number of rounds."""
+    """Compute epsilon after any number of rounds."""
 
     def __init__(self, noise: float, chance: float, delta: float) -> None:
-        """`noise` is Z, `chance` the probability q of a client to be drawn."""
+        """`noise` is Z; `chance` is q, the probability that a client takes part."""
         self.noise, self.chance, self.delta = noise, chance, delta
 
     def epsilon(self, rounds: int) -> float:
-        """What `rounds` rounds have cost; infinite where there is no noise."""
+        """Return epsilon after `rounds` rounds; infinite without noise."""
         if rounds == 0:
             return 0.0
         if not self.noise:
@@ -35,7 +35,7 @@ class PrivacyAccountant:
 
     @cached_property
     def _round(self) -> tuple[Any, Any]:
-        """The orders of the Rényi divergences, and what one round costs at each. The same for all rounds of a run."""
+        """Return the orders of the Rényi divergences, and the divergence of a round at each."""
         library = _library()
         event = library.GaussianDpEvent(self.noise)
         if self.chance < 1:
@@ -45,12 +45,12 @@ class PrivacyAccountant:
             accountant.compose(event)
         return accountant.orders, accountant.rdp
 
-    def rounds_within(self, most: float, planned: int) -> int:
-        """How many of the planned rounds cost no more than `most`."""
+    def rounds_within(self, max_epsilon: float, planned: int) -> int:
+        """Return how many of the planned rounds spend no more than `max_epsilon`."""
         low, high = 0, planned
-        while low < high:  # epsilon never falls from one round to the next
+        while low < high:  # epsilon never decreases with the rounds
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.epsilon(middle) <= most else (low, middle - 1)
+            low, high = (middle, high) if self.epsilon(middle) <= max_epsilon else (low, middle - 1)
         return low
 
 
@@ -60,7 +60,7 @@ def _library() -> Any:
         import dp_accounting.rdp
     except ImportError:
         raise InputError(
-            "noise is accounted for by the package dp-accounting, which is not installed; get it with: "
+            "noise needs the package dp-accounting, which is not installed; install it with: "
             "pip install 'fedloom[privacy]'"
         ) from None
     return dp_accounting
@@ -68,7 +68,7 @@ def _library() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the accountant's warnings: an order that it cannot compute is left out, which only costs tightness."""
+    """Hide the accountant's warnings: an order that it cannot compute is left out, so the bound is only less tight."""
     logger = logging.getLogger("absl")
     before, logger.disabled = logger.disabled, True
     try:

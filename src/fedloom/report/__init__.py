@@ -1,4 +1,4 @@
-"""What came out of runs: read their folders, compare them honestly, show them on one page."""
+"""Reports: read run directories, compare runs, write an HTML page."""
 
 from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
 from fedloom.report.effects import EffectGrid, GridEffects, analyze_effects, read_effect_grid

@@ -1,6 +1,6 @@
-"""Runs side by side: grouped by what they are, measured over seeds, and as a table of text.
+"""Comparison table and conclusions: groups of runs over seeds, a headline for each task, and notes.
 
-What came out, in a sentence that claims no more than the runs show, and what must be said with it.
+A headline claims no more than the seeds show.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,20 +34,20 @@ from fedloom.report.statistics import (
 from fedloom.utils.formatting import format_bytes, format_list, format_plural, format_seconds, format_signed
 
 NO_CAUSE = frozenset({"method", "engine", "device", *TASK})
-"""Settings that may differ between methods without another explanation for a difference in result."""
+"""Settings that need no note if they differ: they are no other cause of a difference between methods."""
 
 HOLD = "\N{NO-BREAK SPACE}"
 
 
 def _conclusions(groups: Sequence[GroupStatistics]) -> list[str]:
-    """One sentence or two for each task."""
+    """Return one or two sentences for each task."""
     tasks = dict.fromkeys(group.task for group in groups)
     said = {task: _outcome([group for group in groups if group.task == task]) for task in tasks}
     return [f"On {task}: {text}" if len(said) > 1 else text for task, text in said.items()]
 
 
 def _outcome(groups: Sequence[GroupStatistics]) -> str:
-    """What came out of one task. The winner is whoever ended best; whether it won is for the seeds to say."""
+    """Return the conclusion of one task: the group with the best result, and which differences the seeds confirm."""
     metric = groups[0].metric
     means = {group.label: group.result.mean for group in groups if group.result and group.metric == metric}
     if not means:
@@ -57,7 +57,7 @@ def _outcome(groups: Sequence[GroupStatistics]) -> str:
     judged = [group for group in groups if group.label in means]
     best, *rest = sorted(judged, key=lambda group: -sign * means[group.label])
     finished = all(group.finished for group in judged)
-    lead = f"{best.short} ended" if finished else f"So far, {best.short} stands"
+    lead = f"{best.short} ended" if finished else f"So far, {best.short} is"
     lead += (
         f" {'highest' if sign > 0 else 'lowest'}, at {_format_result(best)}" if rest else f" at {_format_result(best)}"
     )
@@ -69,7 +69,7 @@ def _outcome(groups: Sequence[GroupStatistics]) -> str:
         group.label: gap for group in rest if (gap := compute_paired_difference(best, group)) and gap.seeds >= ENOUGH
     }
     if not gaps:
-        return f"{lead}. That is too few common seeds to tell a difference between methods from noise."
+        return f"{lead}. There are too few common seeds to tell a difference between methods from noise."
     apart = [group for group in rest if group.label in gaps and gaps[group.label].clear]
     level = [group for group in rest if group.label in gaps and group not in apart]
     unsure = [group for group in rest if group.label not in gaps]
@@ -81,8 +81,8 @@ def _outcome(groups: Sequence[GroupStatistics]) -> str:
         names = format_list([group.short for group in apart])
         said = f"{lead}, clearly {higher} than {names}: {_format_difference(gaps[apart[0].label], metric)}{nearest}."
     if unsure:
-        said += f" {_named(unsure)} cannot be judged: too few seeds in common."
-    # A winner that scatters much hides what is certain: others may be clearly ahead of the reference.
+        said += f" {_named(unsure)} cannot be judged: too few common seeds."
+    # If the best group varies a lot over seeds, others may still be clearly ahead of the reference.
     first = groups[0]
     ahead = [
         group
@@ -96,35 +96,36 @@ def _outcome(groups: Sequence[GroupStatistics]) -> str:
 
 
 def _named(groups: Sequence[GroupStatistics]) -> str:
-    return format_list([f"{group.short} ({_format_result(group, unit=False)})" for group in groups])
+    return format_list([f"{group.short} ({_format_result(group, with_unit=False)})" for group in groups])
 
 
 def _is(groups: Sequence[GroupStatistics]) -> str:
     return "is" if len(groups) == 1 else "are"
 
 
-def _format_result(group: GroupStatistics, unit: bool = True) -> str:
-    """A group's result in prose."""
+def _format_result(group: GroupStatistics, with_unit: bool = True) -> str:
+    """Format the result of a group for a sentence."""
     if group.result is None:
         return "no result"
     if group.metric == "accuracy":
-        return f"{group.result.show(100, 1)} %".replace(" ", HOLD) + (" test accuracy" if unit else "")
-    return ("test loss " if unit else "") + group.result.show(1, 3).replace(" ", HOLD)
+        return f"{group.result.show(100, 1)} %".replace(" ", HOLD) + (" test accuracy" if with_unit else "")
+    return ("test loss " if with_unit else "") + group.result.show(1, 3).replace(" ", HOLD)
 
 
-def _format_difference(gap: PairedDifference, metric: str) -> str:
-    """A difference with its interval, in percentage points for accuracy."""
+def _format_difference(difference: PairedDifference, metric: str) -> str:
+    """Format a difference and its interval, in percentage points for accuracy."""
     scale, digits, unit = (100.0, 1, " points") if metric == "accuracy" else (1.0, 3, "")
-    text = f"{format_signed(scale * gap.mean, digits)}{unit}"
-    if gap.low is None or gap.high is None:
+    text = f"{format_signed(scale * difference.mean, digits)}{unit}"
+    if difference.low is None or difference.high is None:
         return text
     return (
-        f"{text} (95 % interval {format_signed(scale * gap.low, digits)} to {format_signed(scale * gap.high, digits)})"
+        f"{text} (95 % interval {format_signed(scale * difference.low, digits)} "
+        f"to {format_signed(scale * difference.high, digits)})"
     )
 
 
 def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
-    """What would mislead if it were not said."""
+    """Return the notes without which the table would mislead."""
     said = [note for group in groups for note in _about(group)]
     said += _server_data([group.runs[0] for group in groups])
     causes: dict[str, None] = {}
@@ -135,32 +136,32 @@ def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
         causes |= dict.fromkeys(key for key in keys if key.partition(".")[0] not in methods)
     several = len({group.runs[0].method for group in groups}) > 1
     if causes and several:
-        said.append(f"The runs also differ in {format_list(list(causes))}: not every difference is the method's.")
+        said.append(f"The runs also differ in {format_list(list(causes))}, which may cause differences too.")
     return said
 
 
 def _about(group: GroupStatistics) -> list[str]:
-    """Runs of one group that are missing, repeated or without a result."""
+    """Return notes on runs of one group that are missing, repeated or without a result."""
     said, unique = [], select_record_per_seed(group.members)
     left = [run for run in unique if run not in group.runs]
     if left:
-        said.append(f"{group.label}: left out, because unfinished: {format_list([_where(run) for run in left])}.")
+        said.append(f"{group.label}: unfinished runs are left out: {format_list([_where(run) for run in left])}.")
     elif not group.finished:
         open_runs = [run for run in group.runs if not run.finished]
         said.append(f"{group.label} has not finished: {format_list([_where(run) for run in open_runs])}.")
     if len(unique) < len(group.members):
-        said.append(f"{group.label}: a seed was given more than once and is counted once.")
+        said.append(f"{group.label}: a seed occurs more than once and is counted once.")
     void = [run.seed for run in group.runs if final_record_value(run, group.metric) is None]
     if void and group.result:
-        said.append(f"{group.label}: no final {group.metric} with seed {format_list(void)}; left out of its mean.")
-    lost, asked = (int(sum(run.total(key) or 0 for run in group.runs)) for key in ("lost", "clients"))
-    if 2 * lost > asked:
-        said.append(f"{group.label} went without {lost} of {asked} answers of clients; the reasons are below.")
+        said.append(f"{group.label}: no final {group.metric} with seed {format_list(void)}; the mean leaves it out.")
+    failed, asked = (int(sum(run.total(key) or 0 for run in group.runs)) for key in ("failed", "clients"))
+    if 2 * failed > asked:
+        said.append(f"{group.label}: {failed} of {asked} client tasks failed; the report lists the reasons.")
     return said
 
 
 def _server_data(runs: Sequence[RunRecord]) -> list[str]:
-    """Which methods saw data that others do without, where some did."""
+    """Return notes on the methods that used server data, which the other methods did not have."""
     users: dict[str, dict[str, None]] = {}
     for run in runs:
         names = run.config.get("server_data_used_by")
@@ -168,7 +169,7 @@ def _server_data(runs: Sequence[RunRecord]) -> list[str]:
             users.setdefault(str(run.config.get("server_data", "?")), {}).update(dict.fromkeys(map(str, names)))
     said = {source: " (samples that no client holds)" if source.startswith("split:") else "" for source in users}
     return [
-        f"{format_list(list(names))} used data on the server, {source}{said[source]}; other methods do without."
+        f"{format_list(list(names))} used data on the server, {source}{said[source]}; other methods did not."
         for source, names in users.items()
     ]
 
@@ -184,23 +185,23 @@ Part = Literal["result", "cost", "brief"]
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """What `compare` found."""
+    """The groups of runs, the conclusions and the notes."""
 
     groups: tuple[GroupStatistics, ...]
-    """Task by task, as they were given; the first one of a task is what the others are held against."""
+    """Ordered by task, then as given. The first group of a task is the reference."""
     headlines: tuple[str, ...]
-    """What came out, for each task."""
+    """The conclusion of each task."""
     notes: tuple[str, ...]
-    """What would mislead if it were not said."""
+    """Facts without which the table would mislead."""
 
     @property
     def headline(self) -> str:
         return " ".join(self.headlines)
 
     def table(self, *parts: Part) -> tuple[list[str], list[list[str]]]:
-        """Column titles, and a row of text for each group; a column that says nothing is not there.
+        """Return column titles and one row of text for each group, without empty columns.
 
-        `parts` are "result" and "cost", both if none is named, or "brief": what fits a terminal.
+        `parts` are "result" and "cost" (both by default), or "brief", which fits a terminal.
         """
         wanted = set(parts or ("result", "cost")) | {"name"}
         columns = {
@@ -212,37 +213,37 @@ class ComparisonTable:
         return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
     def footnote(self) -> str:
-        """How to read the results."""
+        """Return how to read the table."""
         several = any(len(group.runs) > 1 for group in self.groups)
         said = ["On test data, after the last round" + ("; mean ± standard deviation over seeds." if several else ".")]
         if any(group.difference and group.difference.half is not None for group in self.groups):
-            said.append("Differences are paired by seed; in brackets 95 % t-intervals, each uncorrected.")
+            said.append("Differences are paired by seed. Brackets: 95 % t-intervals, not corrected for multiple tests.")
         if any(group.late_accuracy for group in self.groups):
             said.append(f"“Last {LATE}”: mean of the last {LATE} evaluations.")
         if any(group.worst_clients for group in self.groups):
-            said.append("“Worst clients”: mean over the tenth of the clients it serves worst.")
+            said.append("“Worst clients”: mean over the 10 % of clients with the lowest accuracy.")
         if any(group.personal for group in self.groups):
             said.append(
-                "“Own models”: those that clients of a personalised method would use, each on its client's test "
-                "samples or else its mixture of classes, mean over clients; “worst own”: over the worst tenth of them."
+                "“Own models”: personalized models, each tested on its client's test samples, or on test data in its "
+                "client's class proportions; mean over clients. “Worst own”: mean over the worst 10 %."
             )
         if any(group.delta for group in self.groups):
-            said.append("“Privacy spent”: for one client more or less, by the noise that was asked for.")
+            said.append("“Privacy spent”: ε and δ for one client more or less, from the requested noise.")
         if any(group.best_accuracy for group in self.groups):
-            said.append("“Best round” is chosen on the test data, so it flatters and is no result.")
+            said.append("“Best round” is chosen on the test data, so it is too optimistic; do not report it.")
         return " ".join(said)
 
 
-def make_comparison_table(records: Sequence[RunRecord], target: float | None = None) -> ComparisonTable:
-    """Group `records` that differ only in their seed, and hold every group against the first of its task.
+def make_comparison_table(records: Sequence[RunRecord], target_accuracy: float | None = None) -> ComparisonTable:
+    """Group `records` that differ only in their seed, and compare each group with the first of its task.
 
-    `target` is the accuracy whose reaching is timed. By default it is 90 % of the best final accuracy of
-    the task, rounded down to a whole percent.
+    `target_accuracy` is for the column "rounds to". By default it is 90 % of the best final accuracy of the task,
+    rounded down to a whole percent.
     """
     if not records:
         raise InputError("there are no runs to compare.")
-    if target is not None and not 0 < target <= 1:
-        raise InputError(f"the target accuracy must lie between 0 and 1, not {target!r}.")
+    if target_accuracy is not None and not 0 < target_accuracy <= 1:
+        raise InputError(f"the target accuracy must lie between 0 and 1, not {target_accuracy!r}.")
     groups = [compute_group_statistics(name) for name in group_records(records)]
     first: dict[str, GroupStatistics] = {}
     best: dict[str, float] = {}
@@ -251,15 +252,15 @@ def make_comparison_table(records: Sequence[RunRecord], target: float | None = N
         if group.accuracy:
             best[group.task] = max(best.get(group.task, 0.0), group.accuracy.mean)
     for at, group in enumerate(groups):
-        goal = target or float(np.floor(100 * REACH * best.get(group.task, 0.0))) / 100
+        goal = target_accuracy or float(np.floor(100 * REACH * best.get(group.task, 0.0))) / 100
         gap = compute_paired_difference(group, first[group.task]) if group is not first[group.task] else None
         groups[at] = replace(add_target_statistics(group, goal) if goal else group, difference=gap)
     return ComparisonTable(tuple(groups), tuple(_conclusions(groups)), tuple(_comparison_notes(groups)))
 
 
 def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[GroupStatistics], str], *tuple[str, ...]]]:
-    """Title, cell, and the parts of the table the column belongs to. Accuracies are in percent."""
-    references = {group.difference.to for group in groups if group.difference}
+    """Return title, cell function and table parts of each column. Accuracies are in percent."""
+    references = {group.difference.reference for group in groups if group.difference}
     targets = {group.target for group in groups if group.target}
     against = f"against {references.pop()}" if len(references) == 1 else "against first of task"
     to = f"rounds to {100 * targets.pop():g} %" if len(targets) == 1 else "rounds to target"
@@ -281,19 +282,19 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
         ("sent", lambda group: format_bytes(_both(group)), "brief"),
         ("time", lambda group: format_seconds(group.seconds and group.seconds.mean), "cost", "brief"),
         ("privacy spent", _privacy, "cost", "brief"),
-        ("lost clients", lambda group: f"{group.lost} of {group.asked}" if group.lost else NOTHING, "cost"),
+        ("failed clients", lambda group: f"{group.failed} of {group.asked}" if group.failed else NOTHING, "cost"),
     ]
 
 
 def _privacy(group: GroupStatistics) -> str:
-    """Epsilon at its delta; "none" where updates are clipped and nothing is guaranteed."""
+    """Format epsilon and delta; "none" if updates are clipped without any guarantee."""
     if group.delta is None:
         return NOTHING
     return f"ε {group.epsilon.mean:.2f}, δ {group.delta.mean:.2g}" if group.epsilon else "none"
 
 
 def _both(group: GroupStatistics) -> float | None:
-    """Bytes down and up together."""
+    """Return the sum of bytes down and up."""
     return group.bytes_down.mean + group.bytes_up.mean if group.bytes_down and group.bytes_up else None
 
 

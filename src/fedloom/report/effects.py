@@ -1,10 +1,8 @@
-"""Which part helped how much: the effects of a grid's levels, and of pairs of them.
+"""Grids of methods: factors, levels and combinations; main effects, and effects of pairs.
 
-Everything is a mean of differences between runs with the same seed that are alike but for the levels in question. A
-difference counts only if all the combinations it needs have a result, so a hole in the grid leaves out pairs and
-biases none. Standard errors are over seeds: other contexts are other questions, only other seeds are new evidence.
-
-A grid of methods as it was asked for: its factors, their levels, and what became of each combination.
+An effect is a mean of differences between runs with the same seed that differ only in the levels in question. A
+difference counts only if all its combinations have a result. A missing result therefore removes pairs and biases none.
+Standard errors are over seeds, because other contexts answer other questions and only other seeds are new evidence.
 """
 
 import json
@@ -26,11 +24,11 @@ FILE = "grid.json"
 
 @dataclass(frozen=True)
 class EffectFactor:
-    """One of the things that vary: the server, the local or the refiner."""
+    """One factor of a grid: the server, the client or the refiner."""
 
     name: str
     levels: tuple[str, ...]
-    """The first one is the baseline, which the others are held against."""
+    """The first level is the baseline."""
 
     @property
     def baseline(self) -> str:
@@ -39,34 +37,34 @@ class EffectFactor:
 
 @dataclass(frozen=True)
 class EffectCell:
-    """One level of each factor, together."""
+    """A combination of one level of each factor."""
 
     levels: tuple[str, ...]
     method: str
-    """The combination as a method, such as `fedcross+fedprox`; two cells may stand for the same one."""
+    """The combination as a method, such as `fedcross+fedprox`. Two cells may be the same method."""
     refusal: str | None = None
-    """Why it cannot be run, in a sentence, if it cannot."""
+    """A sentence that says why the combination cannot be run, or None."""
 
 
 @dataclass(frozen=True)
 class EffectGrid:
-    """All combinations of the levels, with the first factor varying slowest."""
+    """All combinations of the levels; the first factor varies slowest."""
 
     factors: tuple[EffectFactor, ...]
     cells: tuple[EffectCell, ...]
 
     @property
     def methods(self) -> list[str]:
-        """The methods that can be run, each once."""
+        """The methods to run, each once."""
         return list(dict.fromkeys(cell.method for cell in self.cells if cell.refusal is None))
 
     @property
     def refused(self) -> dict[str, str]:
-        """The combinations that are left out, by name, and why."""
+        """The reasons for the combinations that are left out, by method."""
         return {cell.method: cell.refusal for cell in self.cells if cell.refusal is not None}
 
     def at(self, levels: Sequence[str]) -> EffectCell:
-        """The cell with these levels."""
+        """Return the cell with these levels."""
         return next(cell for cell in self.cells if cell.levels == tuple(levels))
 
     def to_json(self) -> str:
@@ -76,7 +74,7 @@ class EffectGrid:
 
 
 def read_effect_grid(folder: Path) -> EffectGrid | None:
-    """The grid that the comparison in `folder` was made from; None if it was made from a list of methods."""
+    """Read the grid of the comparison in `folder`; None if it compared a list of methods."""
     path = Path(folder) / FILE
     try:
         table: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -90,28 +88,28 @@ def read_effect_grid(folder: Path) -> EffectGrid | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is damaged: it is not the grid that was written ({error}).") from None
+        raise InputError(f"{str(path)!r} is damaged: it does not hold a grid ({error}).") from None
     whole = all(
         len(cell.levels) == len(factors)
         and all(level in factor.levels for level, factor in zip(cell.levels, factors, strict=True))
         for cell in cells
     )
     if not factors or not whole or not all(factor.levels for factor in factors):
-        raise InputError(f"{str(path)!r} is damaged: its cells are not those of its factors.")
+        raise InputError(f"{str(path)!r} is damaged: its cells do not match its factors.")
     return EffectGrid(factors, cells)
 
 
 Levels = tuple[str, ...]
 Scores = Mapping[Levels, Mapping[str, float]]
-"""The final result of each cell that has one, by seed."""
+"""The final result of each cell that has one, by levels and seed."""
 
 
 @dataclass(frozen=True)
 class _EffectEstimate:
-    """A mean difference over contexts, and how sure it is."""
+    """A mean difference over contexts, for each seed."""
 
     values: tuple[float, ...]
-    """For each seed that all contexts have, the mean over contexts."""
+    """The mean over contexts, for each seed that all contexts have."""
     contexts: int
 
     @property
@@ -120,14 +118,14 @@ class _EffectEstimate:
 
     @property
     def error(self) -> float | None:
-        """The standard error of the mean over seeds; one seed has none, nor have seeds that agree to the last digit."""
+        """The standard error of the mean over seeds; None for one seed, or if all seeds agree to the last digit."""
         if len(self.values) < 2 or (spread := float(np.std(self.values, ddof=1))) < 1e-9:
             return None
         return spread / float(np.sqrt(len(self.values)))
 
     @property
     def clear(self) -> bool:
-        """Whether enough seeds give a 95 % t-interval that leaves out zero."""
+        """Whether there are enough seeds and their 95 % t-interval does not contain zero."""
         if self.error is None or len(self.values) < ENOUGH:
             return False
         from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]  # scipy has no types
@@ -137,61 +135,61 @@ class _EffectEstimate:
 
 @dataclass(frozen=True)
 class _LevelEffect:
-    """What one level does in place of its factor's baseline, all else equal."""
+    """The effect of one level instead of the baseline of its factor, all else equal."""
 
     factor: str
     level: str
     against: str
     estimate: _EffectEstimate
     possible: int
-    """Contexts there are in the grid; those in which one of the two has no result do not count."""
+    """Number of contexts in the grid, including those in which a result is missing."""
     lowest: float
     highest: float
-    """The difference in the context where it is least, and where it is largest, over seeds."""
+    """The smallest and the largest difference of any context, each a mean over seeds."""
 
 
 @dataclass(frozen=True)
 class _PairEffect:
-    """What two levels of different factors do together, against both baselines."""
+    """The effect of two levels of different factors together, compared with both baselines."""
 
     levels: tuple[str, str]
     gain: _EffectEstimate
     apart: float
-    """What the two do each alone, with the other factor at its baseline, added up."""
+    """The sum of the effects of each level alone, with the other factor at its baseline."""
     surplus: _EffectEstimate
-    """The interaction: what they do together beyond that."""
+    """The interaction: `gain` minus `apart`."""
 
 
 @dataclass(frozen=True)
 class GridEffects:
-    """The analysis of one grid. Numbers are in units of `metric`; a loss is better when lower."""
+    """The effects of one grid, in units of `metric`; a lower loss is better."""
 
     grid: EffectGrid
     metric: str
     scores: Scores
     effects: tuple[_LevelEffect, ...]
     pairs: tuple[_PairEffect, ...]
-    """The best first."""
+    """Sorted, best first."""
 
     @property
     def sign(self) -> int:
-        """1 where more is better."""
+        """1 if higher is better, else -1."""
         return 1 if self.metric == "accuracy" else -1
 
     @property
     def scale(self) -> tuple[float, int]:
-        """The factor to show numbers with, and the digits: accuracies are in percent."""
+        """The display factor and the number of digits; accuracies are in percent."""
         return (100.0, 2) if self.metric == "accuracy" else (1.0, 3)
 
     def spread(self, cell: EffectCell) -> SeedStatistics | None:
-        """The result of a cell over its seeds."""
+        """Return the result of a cell over its seeds."""
         values = self.scores.get(cell.levels)
         return SeedStatistics(tuple(values.values())) if values else None
 
     def effect_table(self) -> tuple[list[str], list[list[str]]]:
-        """Column titles, and a row of text for each effect."""
+        """Return column titles and one row of text for each effect."""
         unit = "points" if self.metric == "accuracy" else "loss"
-        titles = ["part", "in place of", f"effect, {unit}", "least to most", "in", "seeds"]
+        titles = ["part", "instead of", f"effect, {unit}", "lowest to highest", "measured in", "seeds"]
         rows = [
             [
                 one.level,
@@ -206,8 +204,8 @@ class GridEffects:
         return titles, rows
 
     def pair_table(self, most: int | None = None) -> tuple[list[str], list[list[str]]]:
-        """The same for pairs, the best first, `most` of them at most."""
-        titles = ["together", "effect of both", "alone, added up", "beyond that", "in", "seeds"]
+        """Return column titles and rows for the `most` best pairs, or all of them."""
+        titles = ["pair", "effect of both", "sum of single effects", "interaction", "measured in", "seeds"]
         rows = [
             [
                 " + ".join(one.levels),
@@ -221,8 +219,8 @@ class GridEffects:
         ]
         return titles, rows
 
-    def as_data(self) -> dict[str, Any]:
-        """All of it as plain data, in units of `metric`, for programs."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return all effects as plain data, in units of `metric`."""
 
         def plain(estimate: _EffectEstimate) -> dict[str, Any]:
             return {"mean": estimate.mean, "standard_error": estimate.error, "seeds": len(estimate.values)}
@@ -245,7 +243,7 @@ class GridEffects:
         }
 
     def show(self, estimate: _EffectEstimate) -> str:
-        """A difference with its standard error; a star where it is clear."""
+        """Format a difference with its standard error, and a star if it is clear."""
         scale, digits = self.scale
         error = "" if estimate.error is None else f" ± {scale * estimate.error:.{digits}f}"
         return f"{self._signed(estimate.mean)}{error}{' *' if estimate.clear else ''}"
@@ -256,7 +254,7 @@ class GridEffects:
 
     @property
     def sentence(self) -> str:
-        """Which part helped most, factor by factor, claiming no more than the seeds show."""
+        """The part that helped most, for each factor. Claims no more than the seeds show."""
         said = [text for factor in self.grid.factors if (text := self._about(factor))]
         return " ".join(said)
 
@@ -271,29 +269,31 @@ class GridEffects:
             return f"The {factor.name} {best.level} did no better than {factor.baseline}."
         unit = " points" if self.metric == "accuracy" else ""
         effect = f"{self.show(best.estimate).removesuffix(' *')}{unit}"
-        who = f"Of the {factor.name}s {best.level} helped most" if several else f"The {factor.name} {best.level} helped"
+        who = (
+            f"Of the {factor.name}s, {best.level} helped most" if several else f"The {factor.name} {best.level} helped"
+        )
         said = f"{who}: {effect} against {factor.baseline}"
         if len(best.estimate.values) < ENOUGH:
             return f"{said}, with too few seeds to tell it from noise."
         return f"{said}{', clearly.' if best.estimate.clear else ', which is within noise.'}"
 
     def footnote(self) -> str:
-        """How to read the tables."""
+        """Return how to read the tables."""
         several = any(len(one.estimate.values) > 1 for one in self.effects)
-        said = ["An effect is the mean difference in final result to the baseline, all else equal and paired by seed."]
+        said = ["An effect is the mean difference in result to the baseline, all else equal and paired by seed."]
         if several:
             said.append("± is the standard error over seeds.")
         if any(one.estimate.clear for one in self.effects) or any(
             estimate.clear for one in self.pairs for estimate in (one.gain, one.surplus)
         ):
-            said.append("* marks a 95 % t-interval that leaves out zero, each uncorrected.")
+            said.append("* marks a 95 % t-interval without zero, not corrected for multiple tests.")
         if any(one.estimate.contexts < one.possible for one in self.effects):
-            said.append("Levels with fewer pairs were tried in fewer contexts, so their effects do not compare freely.")
+            said.append("Levels with fewer pairs were measured in fewer contexts; compare their effects with care.")
         return " ".join(said)
 
 
 def analyze_effects(grid: EffectGrid, groups: Sequence[GroupStatistics]) -> GridEffects:
-    """The effects in `grid`, from the finished runs among `groups`."""
+    """Compute the effects in `grid` from the finished runs of `groups`."""
     metric = "accuracy" if any(group.metric == "accuracy" for group in groups) else "loss"
     by_method: dict[str, dict[str, float]] = {}
     for group in groups:
@@ -316,7 +316,7 @@ def analyze_effects(grid: EffectGrid, groups: Sequence[GroupStatistics]) -> Grid
 
 
 def _contexts(grid: EffectGrid, fixed: Mapping[int, Sequence[str]]) -> Iterator[list[Levels]]:
-    """For each choice of the factors not in `fixed`: the cells that follow when those in `fixed` run in step."""
+    """Yield the cells of each context: one choice of the factors not in `fixed`, with all steps of those in `fixed`."""
     free = [(None,) if at in fixed else factor.levels for at, factor in enumerate(grid.factors)]
     steps = len(next(iter(fixed.values())))
     for chosen in product(*free):
@@ -327,7 +327,7 @@ def _contexts(grid: EffectGrid, fixed: Mapping[int, Sequence[str]]) -> Iterator[
 
 
 def _estimate(scores: Scores, contexts: Sequence[Sequence[Levels]], weights: Sequence[int]) -> _EffectEstimate | None:
-    """The weighted sum of the cells of a context, seed by seed, mean over the contexts whose cells are all there."""
+    """Return the weighted sum of the cells of a context for each seed, averaged over the contexts without a gap."""
     whole = [cells for cells in contexts if all(cell in scores for cell in cells)]
     shared = [set.intersection(*(set(scores[cell]) for cell in cells)) for cells in whole]
     whole = [cells for cells, seeds in zip(whole, shared, strict=True) if seeds]

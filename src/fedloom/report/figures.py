@@ -1,4 +1,4 @@
-"""The numbers behind the figures, as plain data; `report.js` draws them with the reader's colours."""
+"""Data behind the plots of a report; `report.js` draws them in the colours of the reader's theme."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -27,9 +27,9 @@ Data = dict[str, Any]
 
 
 def collect_figure_data(groups: Sequence[GroupStatistics]) -> Data:
-    """All that the page draws. A line names its group by the group's place."""
+    """Collect the data of all plots of a page. A line refers to its group by index."""
     return {
-        "groups": [{"label": group.short, "task": group.task, "kind": group.name.kind} for group in groups],
+        "groups": [{"label": group.short, "task": group.task, "kind": group.record_group.kind} for group in groups],
         "tasks": list(dict.fromkeys(group.task for group in groups)),
         "curves": [
             {"key": key, "title": title, "lines": lines}
@@ -47,7 +47,7 @@ def _lines(groups: Sequence[GroupStatistics], key: str) -> list[Data]:
 
 
 def _metric_curve(runs: Sequence[RunRecord], key: str) -> Data:
-    """`key` by round: mean, lowest and highest over the seeds that measured it, and what it had cost."""
+    """Return mean, lowest and highest `key` by round, over the seeds that measured it, and the cost so far."""
     values: dict[int, list[float]] = {}
     spent: dict[int, list[float]] = {}
     took: dict[int, list[float]] = {}
@@ -70,12 +70,12 @@ def _metric_curve(runs: Sequence[RunRecord], key: str) -> Data:
 
 
 def _short(value: float | np.floating[Any]) -> float:
-    """Six digits: more than a screen shows, and half the size of the file."""
+    """Round to six digits, which is more than a screen shows and halves the file."""
     return float(f"{value:.6g}")
 
 
 def _diagnostic_figures(groups: Sequence[GroupStatistics]) -> list[Data]:
-    """Everything that methods told about themselves, as small figures."""
+    """Return a small figure for each diagnostic of the methods."""
     told = [row.get("diagnostics") for group in groups for run in group.runs for row in run.history]
     names = dict.fromkeys(name for one in told if isinstance(one, dict) for name in one)
     drawn = ({"title": name, "lines": _lines(groups, f"diagnostics.{name}")} for name in names)
@@ -83,7 +83,7 @@ def _diagnostic_figures(groups: Sequence[GroupStatistics]) -> list[Data]:
 
 
 def _partition_figures(groups: Sequence[GroupStatistics]) -> list[Data]:
-    """Who holds which classes, once for every partition that differs: methods share it, seeds need not."""
+    """Return each distinct partition once. Methods share it; seeds may differ."""
     several = len({group.task for group in groups}) > 1
     found: dict[tuple[str, bytes], Data] = {}
     for group in groups:
@@ -91,14 +91,12 @@ def _partition_figures(groups: Sequence[GroupStatistics]) -> list[Data]:
             if run.counts is None or run.counts.size == 0:
                 continue
             title = (f"{group.task}, " if several else "") + f"seed {run.seed}"
-            found.setdefault(
-                (group.task, run.counts.tobytes()), partition_figure_data(title, run.counts, run.class_names)
-            )
+            found.setdefault((group.task, run.counts.tobytes()), partition_figures(title, run.counts, run.class_names))
     return list(found.values())[:MOST_PARTITIONS]
 
 
-def partition_figure_data(title: str, counts: Counts, class_names: Sequence[str]) -> Data:
-    """A circle for each class that a client holds; `counts` has a row for each client."""
+def partition_figures(title: str, counts: Counts, class_names: Sequence[str]) -> Data:
+    """Return one circle for each class of each client. `counts` has one row for each client."""
     shown = counts[:MOST_CLIENTS]
     client, label = np.nonzero(shown)
     return {
@@ -114,7 +112,7 @@ def partition_figure_data(title: str, counts: Counts, class_names: Sequence[str]
 
 
 def heat_map_figure_data(effects: GridEffects) -> Data:
-    """Server x local for each refiner, as the page draws it. Values are None where there is no result."""
+    """Return a heat map of servers x clients for each refiner. A value is None if there is no result."""
     rows, columns, *more = effects.grid.factors
     sheets = more[0].levels if more else (None,)
     scale, digits = effects.scale
@@ -144,7 +142,7 @@ def heat_map_figure_data(effects: GridEffects) -> Data:
 
 
 def _hover(effects: GridEffects, cell: EffectCell) -> str:
-    """What is said of a cell under the pointer."""
+    """Return the tooltip of a cell."""
     spread, (scale, digits) = effects.spread(cell), effects.scale
     if spread is None:
         return cell.refusal or "has no result yet"

@@ -1,4 +1,4 @@
-"""Pictures of the samples that a method has made: small, in the page itself, and as the data would look."""
+"""Synthetic images of a run as small inline PNGs, in the pixel range of the data."""
 
 import base64
 import struct
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.report.html_sections import SectionHtml, render_section, render_section_tag
 from fedloom.report.records import RunRecord
-from fedloom.report.sections import SectionHtml, render_section, render_section_tag
 from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_plural
 from fedloom.utils.storage import read_safetensors
@@ -25,18 +25,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _SyntheticImages:
-    """A synthetic data set, as a run left it."""
+    """The synthetic data set of a run."""
 
     images: Floats
-    """Between 0 and 1: N x height x width x channels, of which there are one or three."""
+    """N x height x width x channels, between 0 and 1, with one or three channels."""
     labels: Floats
-    """The weights of the classes, one row a sample."""
+    """The class weights, one row for each sample."""
     losses: Floats
-    """The matching loss by iteration; may be empty."""
+    """The matching loss of each iteration; may be empty."""
 
     @staticmethod
     def read(path: Path) -> "_SyntheticImages | None":
-        """The set in `path`; None where there is none, or where its samples are no images."""
+        """Read the set in `path`; None if there is none, or if its samples are not images."""
         if not path.is_file():
             return None
         tensors = {name: tensor.double().numpy() for name, tensor in read_safetensors(path).items()}
@@ -49,15 +49,15 @@ class _SyntheticImages:
 
 
 def _squeezed(images: Floats) -> Floats:
-    """The images between 0 and 1. Nothing kept their pixels there: an image that goes beyond is scaled to fit, all but
-    its most extreme pixels, which are cut, so that the rest can be told apart."""
+    """Scale images to the range 0 to 1. The method does not limit its pixels. The most extreme ones are clipped, so
+    that the others remain distinguishable."""
     low, high = np.quantile(images, (0.02, 0.98), axis=(1, 2, 3), keepdims=True)
     low, high = np.minimum(low, 0), np.maximum(high, 1)
     return np.asarray(np.clip((images - low) / (high - low), 0, 1))
 
 
 def render_synthetic_images(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """What runs have made, one of each group; nothing if none has made anything."""
+    """Return the section with the synthetic images of one run of each group; empty if there are none."""
     found = []
     for group in groups:
         sets = ((run, made) for run in group.runs if (made := _made(run)) is not None)
@@ -70,12 +70,12 @@ def render_synthetic_images(groups: Sequence[GroupStatistics]) -> SectionHtml:
             blocks.append(render_section_tag("h3", f"{group.label}, seed {run.seed}"))
         blocks += [render_section_tag("p", _said(made), class_="hint"), _classes(made, run.class_names)]
     hint = (
-        "Made from the trajectory of the global model; the matching loss is 1 where training on them leads nowhere "
-        "and 0 where it follows the trajectory. In each row the samples whose label leans most to a class. Pixels may "
-        "go beyond the range of real images; for showing they are brought back into it."
+        "The server made these samples from the trajectory of the global model. A matching loss of 0 means that "
+        "training on them follows the trajectory, 1 that it leads nowhere. Each row shows the samples with the largest "
+        "weight for a class. Pixels may exceed the range of real images; here they are scaled back into it."
     )
     if len(found) > MOST_SETS:
-        hint += f" The first {MOST_SETS} of {len(found)} methods."
+        hint += f" Only the first {MOST_SETS} of {len(found)} methods are shown."
     return render_section("Synthetic samples", hint, *blocks)
 
 
@@ -95,7 +95,7 @@ def _said(made: _SyntheticImages) -> str:
 
 
 def _classes(made: _SyntheticImages, names: Sequence[str]) -> SectionHtml:
-    """A row of pictures for each class that is the likeliest of some sample, the surest first."""
+    """Return a row of images for each class: samples with this most likely class, largest weight first."""
     likeliest, sureness = made.labels.argmax(axis=1), made.labels.max(axis=1)
     rows = []
     for label in range(made.labels.shape[1]):
@@ -104,7 +104,7 @@ def _classes(made: _SyntheticImages, names: Sequence[str]) -> SectionHtml:
         name = names[label] if label < len(names) else str(label)
         shown = [_figure(made.images[at], name, sureness[at]) for at in members[:MOST_OF_A_CLASS]]
         left = len(members) - len(shown)
-        count = f"{left} more" if left else "" if shown else "likeliest of none"
+        count = f"{left} more" if left else "" if shown else "no samples"
         rows.append(
             render_section_tag(
                 "div",
@@ -123,10 +123,10 @@ def _figure(image: Floats, name: str, weight: float) -> SectionHtml:
 
 
 def _png(image: Floats) -> str:
-    """An image of height x width x channels between 0 and 1, as the address of a PNG that holds it."""
+    """Encode an image (height x width x channels, between 0 and 1) as the data URL of a PNG."""
     height, width, channels = image.shape
     pixels = np.rint(image * 255).astype(np.uint8).reshape(height, width * channels)
-    lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels], axis=1).tobytes()  # 0: a line without a filter
+    lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels], axis=1).tobytes()  # 0: no filter
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

@@ -1,4 +1,4 @@
-"""One self-contained page about one run or many: no network, no server, light and dark, wide and narrow."""
+"""The self-contained HTML report of one or many runs. It loads nothing from the network."""
 
 import base64
 import hashlib
@@ -12,14 +12,13 @@ from pathlib import Path
 from fedloom.errors import InputError
 from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
 from fedloom.report.effects import EffectGrid, analyze_effects
-from fedloom.report.figures import MOST_DIAGNOSTICS, Data, collect_figure_data, heat_map_figure_data
-from fedloom.report.images import render_synthetic_images
-from fedloom.report.records import RunRecord
-from fedloom.report.sections import (
+from fedloom.report.figures import Data, collect_figure_data, heat_map_figure_data
+from fedloom.report.html_sections import (
     SectionHtml,
-    _choice,
     join_section_html,
     render_costs_section,
+    render_curves_section,
+    render_diagnostics_section,
     render_durations_section,
     render_effects_section,
     render_failures_section,
@@ -27,10 +26,11 @@ from fedloom.report.sections import (
     render_partition_section,
     render_results_section,
     render_runs_section,
-    render_section,
     render_section_tag,
     render_settings_section,
 )
+from fedloom.report.images import render_synthetic_images
+from fedloom.report.records import RunRecord
 from fedloom.utils.formatting import format_list, format_plural
 
 DOCTYPE = "<!doctype html>"
@@ -44,27 +44,27 @@ def write_report_page(
     target: float | None = None,
     grid: EffectGrid | None = None,
 ) -> None:
-    """Write the report of `records` to `path`: whole or, if anything goes wrong, not at all.
+    """Write the report of `records` to `path`, completely or not at all.
 
-    If they are the runs of a `grid`, the page also says which part helped how much.
+    For the runs of a `grid`, the page also shows the effect of each part.
     """
     path = Path(path)
-    if grid:  # so that the baselines come first, in whatever order folders were read
+    if grid:  # baselines come first, in whatever order the directories were read
         order = {method: at for at, method in enumerate(grid.methods)}
         records = sorted(records, key=lambda record: order.get(record.method, len(order)))
     write_html_page(path, _render_report(make_comparison_table(records, target), title, grid))
 
 
-def write_html_page(path: Path, page: str) -> None:
-    """Write a page: whole or, if anything goes wrong, not at all. What is there and is no page is left alone."""
+def write_html_page(path: Path, html: str) -> None:
+    """Write a page, completely or not at all. A file that is not an HTML page is never overwritten."""
     name = ""
     try:
         if path.is_file() and path.stat().st_size and not _is_page(path):
-            raise InputError(f"{str(path)!r} is there already and is no page; choose another file.")
+            raise InputError(f"{str(path)!r} already exists and is not an HTML page; choose another file.")
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(page)
-        Path(name).chmod(0o644)  # mkstemp lets nobody else read; a report is there to be shown
+            file.write(html)
+        Path(name).chmod(0o644)  # mkstemp creates files that only their owner can read
         Path(name).replace(path)
     except OSError as error:
         if name:
@@ -78,15 +78,17 @@ def _is_page(path: Path) -> bool:
 
 
 def _render_report(comparison: ComparisonTable, title: str | None = None, grid: EffectGrid | None = None) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     groups = comparison.groups
-    data = collect_figure_data(groups)
+    figure_data = collect_figure_data(groups)
     effects = analyze_effects(grid, groups) if grid else None
     if effects and effects.scores:
-        data["grid"] = heat_map_figure_data(effects)
+        figure_data["grid"] = heat_map_figure_data(effects)
     title = title or _title(comparison, grid)
     count = sum(len(group.members) for group in groups)
-    tasks = data["tasks"][0] if len(data["tasks"]) == 1 else format_plural(len(data["tasks"]), "task")
+    tasks = (
+        figure_data["tasks"][0] if len(figure_data["tasks"]) == 1 else format_plural(len(figure_data["tasks"]), "task")
+    )
     notes = [render_section_tag("li", note) for note in comparison.notes]
     header = render_section_tag(
         "header",
@@ -99,28 +101,28 @@ def _render_report(comparison: ComparisonTable, title: str | None = None, grid: 
         header,
         render_effects_section(effects) if effects else "",
         render_results_section(comparison),
-        _curves(data),
+        render_curves_section(figure_data),
         render_costs_section(comparison),
         render_durations_section(groups),
-        render_partition_section(data),
-        _diagnostics(data),
+        render_partition_section(figure_data),
+        render_diagnostics_section(figure_data),
         render_synthetic_images(groups),
         render_failures_section(groups),
         render_settings_section(groups),
         render_initial_weights_section(groups),
         render_runs_section(groups),
     ]
-    return build_html_page(title, body, data)
+    return build_html_page(title, body, figure_data)
 
 
-def build_html_page(title: str, body: Sequence[str], data: Data) -> SectionHtml:
-    """A page with this body, and the figures that the script draws from the data."""
+def build_html_page(title: str, body: Sequence[str], figure_data: Data) -> SectionHtml:
+    """Return a page with this body, the data of its plots and the scripts that draw them."""
     from plotly.offline import get_plotlyjs
 
     scripts = [get_plotlyjs(), _asset("report.js")]
     body = [
         *body,
-        render_section_tag("script", SectionHtml(_inert(data)), type="application/json", id="data"),
+        render_section_tag("script", SectionHtml(_inert(figure_data)), type="application/json", id="data"),
         *(render_section_tag("script", SectionHtml(script)) for script in scripts),
     ]
     head = [
@@ -144,42 +146,18 @@ def _title(comparison: ComparisonTable, grid: EffectGrid | None) -> str:
     return what + (f" on {format_list(sorted(data))}" if data else "")
 
 
-def _curves(data: Data) -> SectionHtml:
-    if not data["curves"]:
-        return SectionHtml("")
-    several = any(seeds > 1 for curve in data["curves"] for line in curve["lines"] for seeds in line["seeds"])
-    hint = "Line: mean over seeds. Band: lowest to highest seed." if several else "A single seed, so no band."
-    return render_section(
-        "Learning curves",
-        hint,
-        render_section_tag("div", *(_choice(f"choose-{what}") for what in ("y", "x", "task")), class_="choices"),
-        render_section_tag("div", id="legend", class_="legend"),
-        render_section_tag(
-            "div", id="curves", role="img", aria_label="Learning curves; the table above has the numbers."
-        ),
-    )
-
-
-def _diagnostics(data: Data) -> SectionHtml:
-    if not data["diagnostics"]:
-        return SectionHtml("")
-    cut = len(data["diagnostics"]) == MOST_DIAGNOSTICS
-    hint = "By round, mean over seeds." + (f" The first {MOST_DIAGNOSTICS}." if cut else "")
-    return render_section("Diagnostics", hint, render_section_tag("div", id="diagnostics", class_="smalls"))
-
-
 def _asset(name: str) -> str:
     return resources.files("fedloom.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _inert(data: Data) -> str:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+def _inert(figure_data: Data) -> str:
+    """Return JSON that cannot close its script element."""
+    text = json.dumps(figure_data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """The browser may run these scripts and no other, and may fetch nothing, whatever a run's files hold."""
+    """Return a content security policy: run only these scripts and fetch nothing, whatever a run contains."""
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

@@ -1,7 +1,4 @@
-"""A run's folder, read back: what was asked, what was measured, and who held which data.
-
-Which runs belong together: those that differ in nothing but the seed. And a short name for each group.
-"""
+"""Read run directories back, and group the runs that differ only in the seed."""
 
 import json
 import math
@@ -25,18 +22,18 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """One run. `history` has one entry a round, in order; round 0 is the model before training."""
+    """One run. `history` has one entry for each round, in order; round 0 is the model before training."""
 
     folder: Path
     config: dict[str, Any]
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] | None = None
-    """What the run wrote when it ended; None while it goes on, or if it was stopped."""
+    """The summary that the run wrote at its end; None if it is running or was stopped."""
     counts: Counts | None = None
-    """Examples of each class (columns) at each client (rows)."""
+    """Number of samples of each class (columns) at each client (rows)."""
     class_names: tuple[str, ...] = ()
-    beginning: dict[str, Any] | None = None
-    """What the run took from the file it started from; None where it started from none."""
+    initial_weights: dict[str, Any] | None = None
+    """What the run loaded from the file of its initial weights; None without such a file."""
 
     @property
     def method(self) -> str:
@@ -44,7 +41,7 @@ class RunRecord:
 
     @property
     def seed(self) -> str:
-        """The seed as text, for it is a name here and never a number."""
+        """The seed as text, because here it is only a name."""
         return str(self.config.get("seed", "?"))
 
     @property
@@ -56,9 +53,9 @@ class RunRecord:
         return int(self.history[-1]["round"]) if self.history else 0
 
     def series(self, key: str) -> tuple[NDArray[np.int64], Floats]:
-        """The rounds at which `key` was measured, and what it was then.
+        """Return the rounds at which `key` was measured, and its values.
 
-        A dot in `key` looks inside: `seconds.train`. Missing, null, NaN and infinite are all "not measured".
+        A dotted `key` reads nested values: `seconds.train`. Missing, null, NaN and infinite mean "not measured".
         """
         found = [
             (int(row["round"]), value) for row in self.history if (value := get_record_number(row, key)) is not None
@@ -67,7 +64,7 @@ class RunRecord:
         return rounds, np.array([value for _, value in found], dtype=np.float64)
 
     def running(self, *keys: str) -> dict[int, float]:
-        """The sum of all `keys` from the start up to each round, by round."""
+        """Return the cumulative sum of all `keys`, by round."""
         total, sums = 0.0, {}
         for row in self.history:
             total += sum(get_record_number(row, key) or 0.0 for key in keys)
@@ -75,21 +72,21 @@ class RunRecord:
         return sums
 
     def total(self, key: str) -> float | None:
-        """The sum of `key` over all rounds; None if no round has it."""
+        """Return the sum of `key` over all rounds; None if no round has it."""
         values = self.series(key)[1]
         return float(values.sum()) if len(values) else None
 
 
-def get_record_number(row: dict[str, Any], key: str) -> float | None:
-    """The finite number at a dotted `key` of `row`, if there is one."""
-    value: Any = row
-    for part in key.split(".", 1):  # once: the name of a diagnostic may have dots of its own
+def get_record_number(round_entry: dict[str, Any], key: str) -> float | None:
+    """Return the finite number at a dotted `key` of `round_entry`, or None."""
+    value: Any = round_entry
+    for part in key.split(".", 1):  # only once, because names of diagnostics may contain dots
         value = value.get(part) if isinstance(value, dict) else None
     return _finite_float(value)
 
 
 def _finite_float(value: object) -> float | None:
-    """`value` as a float if it is a finite number."""
+    """Return `value` as a float if it is a finite number, else None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
@@ -99,7 +96,7 @@ def _finite_float(value: object) -> float | None:
 
 
 def read_run_record(folder: Path) -> RunRecord:
-    """Read the run in `folder`; one that has not finished is read as far as it got."""
+    """Read the run in `folder`, which may be unfinished."""
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
         raise InputError(f"{str(folder)!r} is not a run: it has no config.toml.")
@@ -109,12 +106,12 @@ def read_run_record(folder: Path) -> RunRecord:
         raise InputError(f"config.toml of {str(folder)!r} cannot be read: {error}.") from None
     counts, names = _partition(folder / "partition.json")
     summary = _table(folder / "summary.json")
-    beginning = _table(folder / "initial.json")
-    return RunRecord(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, beginning)
+    initial_weights = _table(folder / "initial.json")
+    return RunRecord(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, initial_weights)
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """The rounds in order. A resumed run may write a round again; then the later line holds."""
+    """Read the rounds in order. A resumed run may repeat a round; the later line counts."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -128,18 +125,18 @@ def _history(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if at == len(lines):  # the run was stopped, or is writing, in the middle of it
+            if at == len(lines):  # the run was stopped in the middle of the line, or is writing it
                 break
             raise InputError(f"line {at} of {str(path)!r} is not JSON.") from None
         this = row.get("round") if isinstance(row, dict) else None
         if not isinstance(this, int) or isinstance(this, bool) or not 0 <= this < 2**53:
-            raise InputError(f"line {at} of {str(path)!r} is not a round: it has no whole number 'round'.")
+            raise InputError(f"line {at} of {str(path)!r} is not a round: it has no integer 'round'.")
         rows[this] = row
     return [rows[this] for this in sorted(rows)]
 
 
 def _table(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, or None where there is no such file."""
+    """Read the JSON object in `path`; None if there is no such file."""
     if not path.exists():
         return None
     try:
@@ -152,7 +149,7 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...]]:
-    """Who holds which classes, and what the classes are called."""
+    """Read the class counts of the clients and the class names."""
     table = _table(path) or {}
     if table.get("counts") is None:  # no file, or data without classes
         return None, ()
@@ -162,7 +159,7 @@ def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...]]:
     except (ValueError, TypeError, OverflowError):
         whole = False
     if not whole or exact.ndim != 2:
-        raise InputError(f"'counts' of {str(path)!r} must be a table of whole numbers, clients x classes.")
+        raise InputError(f"'counts' of {str(path)!r} must be a table of non-negative integers, clients x classes.")
     counts = exact.astype(np.int64)
     names = table.get("class_names")
     names = [str(name) for name in names] if isinstance(names, list) else []
@@ -171,17 +168,17 @@ def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...]]:
 
 
 NOT_SETTINGS = frozenset(
-    {"seed", "command", "server_data_used_by", "name", "out", "folder", "workers", "made_with", "format"}
+    {"seed", "command", "server_data_used_by", "name", "out", "folder", "workers", "versions", "format"}
     | {"checkpoint_seconds", "keep_checkpoints", "cache_dir"}
 )
-"""Keys of a config that cannot change what is learned, but for the seed, which is what we average over."""
+"""Keys of a config that cannot change the result, and the seed, over which results are averaged."""
 
 TASK = ("data", "classes", "partition", "clients")
-"""What makes results comparable at all: differences between methods are taken within one task."""
+"""Keys that define a task. Only results of the same task are compared."""
 
 
 def flatten_record_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """The config as flat text. An option is named after its method: `fedprox.mu`."""
+    """Flatten a config into text values. An option gets the name of its method: `fedprox.mu`."""
     flat: dict[str, str] = {}
 
     def walk(prefix: str, table: Mapping[str, Any]) -> None:
@@ -192,39 +189,39 @@ def flatten_record_config(config: Mapping[str, Any]) -> dict[str, str]:
                 flat[f"{prefix}{key}"] = format_value(value)
 
     walk("", {key: value for key, value in config.items() if key not in NOT_SETTINGS})
-    if "init" in flat:  # a start is its content: its folder differs from machine to machine
+    if "init" in flat:  # the content identifies the file; its folder differs between machines
         start, checksum = PurePath(flat["init"]), flat.pop("init_sha256", "")
         flat["init"] = f"{start.name} {checksum[:8]}".rstrip()
-    if "partition_sha256" in flat:  # and so is a partition in a file
+    if "partition_sha256" in flat:  # the same for a partition from a file
         path, checksum = PurePath(flat.get("partition", "").removeprefix("file:")), flat.pop("partition_sha256")
         flat["partition"] = f"{path.name} {checksum[:8]}"
     return flat
 
 
-def find_record_differences(tables: Iterable[Mapping[str, str]]) -> list[str]:
-    """The keys on which `tables` do not agree, in order of first appearance."""
-    tables = list(tables)
-    keys = dict.fromkeys(key for table in tables for key in table)
-    return [key for key in keys if len({table.get(key) for table in tables}) > 1]
+def find_record_differences(flat_configs: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values differ, in order of first appearance."""
+    flat_configs = list(flat_configs)
+    keys = dict.fromkeys(key for table in flat_configs for key in table)
+    return [key for key in keys if len({table.get(key) for table in flat_configs}) > 1]
 
 
 @dataclass(frozen=True)
 class RecordGroup:
-    """Runs that differ in nothing but the seed, and what to call them."""
+    """Runs that differ only in the seed, and the names of the group."""
 
     short: str
-    """The method, with those of its settings that tell it from others of the same method on the same task."""
+    """The method, with the settings that distinguish it from other groups of this method on this task."""
     task: str
-    """What tells this task from the others; all of it if there is but one."""
+    """The settings that distinguish this task from the others; all settings of a single task."""
     label: str
-    """A name that no other group has."""
+    """A unique name."""
     kind: int
-    """The place of `short` among all that differ: one kind has one colour, whatever the task."""
+    """The index of `short` among all distinct names. It selects the colour, the same on every task."""
     records: tuple[RunRecord, ...]
 
 
 def group_records(records: Iterable[RunRecord]) -> list[RecordGroup]:
-    """Records by what they are: task by task, and within a task in order of first appearance."""
+    """Group records that differ only in the seed, by task, then in order of first appearance."""
     found: dict[tuple[tuple[str, str], ...], list[RunRecord]] = defaultdict(list)
     for record in records:
         found[tuple(sorted({**flatten_record_config(record.config), "method": record.method}.items()))].append(record)
@@ -242,7 +239,7 @@ def group_records(records: Iterable[RunRecord]) -> list[RecordGroup]:
 
 
 def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
-    """The task as a reader would say it."""
+    """Describe the task for a reader."""
     told = {**table, "clients": f"{table['clients']} clients"} if "clients" in table else dict(table)
     if "classes" in told:
         told["classes"] = f"classes {told['classes']}"
@@ -259,7 +256,7 @@ def _shorts(methods: Sequence[str], tables: Sequence[Mapping[str, str]], tasks: 
                 name = key.removeprefix(f"{method}.")
                 parts.append(table[key] if key == "model" else f"{name}={table[key]}")
         short = " · ".join(parts)
-        # Two settings may read the same once shortened; a number then tells them apart.
+        # Two settings may look the same once shortened, so a number distinguishes them.
         taken = {made[other] for other in range(at) if tasks[other] == tasks[at]}
         names = chain([short], (f"{short} #{number}" for number in count(2)))
         made.append(next(name for name in names if name not in taken))
@@ -267,7 +264,7 @@ def _shorts(methods: Sequence[str], tables: Sequence[Mapping[str, str]], tasks: 
 
 
 def select_record_per_seed(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """One record a seed: of runs made twice the one that got furthest, for a repeat is no new evidence."""
+    """Keep one record for each seed, the one with most rounds: a repeated run is no new evidence."""
     best: dict[str, RunRecord] = {}
     for record in records:
         held = best.get(record.seed)
@@ -276,14 +273,14 @@ def select_record_per_seed(records: Sequence[RunRecord]) -> list[RunRecord]:
     return list(best.values())
 
 
-def last_evaluated_round(run: RunRecord) -> int:
-    """The last round at which the model was tested, whatever came out."""
+def last_evaluated_round(record: RunRecord) -> int:
+    """Return the last round with an evaluation, even if its values are not finite; -1 without one."""
     tested = ("accuracy", "loss")
-    rounds = [row["round"] for row in run.history if any(isinstance(row.get(key), int | float) for key in tested)]
+    rounds = [row["round"] for row in record.history if any(isinstance(row.get(key), int | float) for key in tested)]
     return max(rounds, default=-1)
 
 
-def final_record_value(run: RunRecord, key: str) -> float | None:
-    """`key` at the last evaluation. If the run diverged there, it has no result: an earlier one would lie."""
-    last = last_evaluated_round(run)
-    return next((get_record_number(row, key) for row in run.history if row["round"] == last), None)
+def final_record_value(record: RunRecord, key: str) -> float | None:
+    """Return `key` at the last evaluation. A run that diverged there has no result; an earlier value would mislead."""
+    last = last_evaluated_round(record)
+    return next((get_record_number(row, key) for row in record.history if row["round"] == last), None)

@@ -1,6 +1,6 @@
 "use strict";
-// Draws the figures from the numbers in the page, in the colours of the style sheet, and draws them again
-// when those colours or the width change. The page is complete without it, but for the figures.
+// Draws the plots from the data in the page, in the colours of the style sheet, and again when the colours or the width
+// change. Without this script only the plots are missing.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const state = { y: 0, x: "round", task: 0, partition: 0, hidden: new Set() };
@@ -19,7 +19,7 @@
   const paint = (line) => colour(`--c${kind(line) % hues}`);
   const dash = (line) => dashes[Math.floor(kind(line) / hues) % dashes.length];
   const faint = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
-  // Plotly reads a little HTML in its texts; a name must stay a name.
+  // Plotly interprets some HTML in its texts, so names are escaped.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const short = (text) => plain(text.length > 18 ? `${text.slice(0, 17)}…` : text);
   const find = (id) => document.getElementById(id);
@@ -58,7 +58,7 @@
     return most > 7200 ? [3600, " h"] : most > 180 ? [60, " min"] : [1, " s"];
   }
 
-  // Few rounds are counted one by one: left to itself the axis has half rounds.
+  // With few rounds Plotly would put ticks at half rounds.
   const whole = (lines) => (Math.max(0, ...lines.flatMap((line) => line.round)) < 6 ? { dtick: 1 } : {});
 
   function curves() {
@@ -109,7 +109,7 @@
         color: faint(colour("--accent"), 0.8), line: { width: 0 },
       },
       text: one.count.map((count, at) => `<b>client ${one.client[at]}</b>, class ${names[one.label[at]]}<br>`
-        + `${count} of its ${one.totals[one.client[at]]} examples`),
+        + `${count} of its ${one.totals[one.client[at]]} samples`),
       hovertemplate: "%{text}<extra></extra>",
     }], layout(width, height, {
       hovermode: "closest",
@@ -118,8 +118,8 @@
       yaxis: { title: "class", range: [rows - 0.3, -0.7], ticksuffix: " ",
         ...(rows > 30 ? {} : { tickvals: names.map((_, at) => at), ticktext: one.classes.map(short) }) },
     }), config);
-    const cut = one.of > one.clients ? ` The first ${one.clients} of ${one.of} clients are shown.` : "";
-    find("partition-note").textContent = `The largest circle is ${most} examples.${cut}`;
+    const cut = one.of > one.clients ? ` Only the first ${one.clients} of ${one.of} clients are shown.` : "";
+    find("partition-note").textContent = `The largest circle stands for ${most} samples.${cut}`;
   }
 
   function diagnostics() {
@@ -138,12 +138,12 @@
   }
 
   const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  // From the page's wash to its accent: dark on light or light on dark, as the reader has it.
+  // From the background colour to the accent colour of the reader's theme.
   const blend = (share) => {
     const from = parts(colour("--wash")), to = parts(colour("--accent"));
     return from.map((value, at) => Math.round(value + share * (to[at] - value)));
   };
-  // How bright a colour looks, and of ink and paper the one that is easier to read on it, both as WCAG has it.
+  // Relative luminance as in WCAG; `legible` picks the text colour with the higher contrast.
   const bright = (rgb) => rgb.map((value) => (value / 255 > 0.04045 ? ((value / 255 + 0.055) / 1.055) ** 2.4
     : value / 3294.6)).reduce((sum, value, at) => sum + [0.2126, 0.7152, 0.0722][at] * value, 0.05);
   const legible = (rgb) => {
@@ -151,7 +151,7 @@
     return colour(against("--ink") > against("--paper") ? "--ink" : "--paper");
   };
 
-  // A cell without a result: a washed box with four slanted lines, a little smaller than a cell, as the others are.
+  // A cell without a result: a box with four slanted lines, as large as the other cells with their gaps.
   function hatch(x, y) {
     const inset = 0.485, place = (at, share) => at - inset + 2 * inset * share;
     const line = ([x0, y0, x1, y1]) => ({

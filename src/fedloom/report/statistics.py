@@ -1,7 +1,7 @@
-"""The numbers of one group of runs, over its seeds, and the difference between two groups.
+"""Means over seeds, intervals and paired differences of groups of runs.
 
-The result of a run is what it measured at its last evaluation, never the best it ever measured: to choose
-the round on the test data is to train on them. The best is kept too, as a curiosity, and named so.
+The result of a run is its last evaluation, never its best one: choosing the round by the test data would be training on
+them. The best value is kept too, under its own name.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,18 @@ from fedloom.report.records import (
 )
 
 LATE = 10
-"""How many of the last evaluations the steadier accuracy is a mean of."""
+"""Number of last evaluations to average in `late_accuracy`."""
 
 REACH = 0.9
-"""The target nobody named is this share of the best final accuracy, in whole percent."""
-
+"""The default target, as a share of the best final accuracy, rounded down to a whole percent."""
 
 ENOUGH = 3
-"""Common seeds from which a difference may be called clear: two agree by luck too easily."""
+"""Common seeds needed to call a difference clear. Two seeds agree by chance too easily."""
 
 
 @dataclass(frozen=True)
 class SeedStatistics:
-    """One number a seed."""
+    """One number for each seed."""
 
     values: tuple[float, ...]
 
@@ -42,7 +41,7 @@ class SeedStatistics:
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation; one seed has none."""
+        """The sample standard deviation; None for one seed."""
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else None
 
     def show(self, scale: float = 1.0, digits: int = 2) -> str:
@@ -52,15 +51,14 @@ class SeedStatistics:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """How far a group's result is from that of the group `to`, paired over the seeds both have."""
+    """The difference in result between a group and `reference`, paired over their common seeds."""
 
-    to: str
+    reference: str
     mean: float
     half: float | None
-    """Half the width of the 95 % t-interval; one seed has none.
+    """Half the width of the 95 % t-interval; None for one seed, or if all seeds agree to the last digit.
 
-    Nor have seeds that agree to the last digit: accuracy moves in steps of one test sample, so that says how
-    coarse the measure is, and not that nothing could differ.
+    Accuracy changes in steps of one test sample, so equal differences show only that the measure is coarse.
     """
     seeds: int
 
@@ -74,58 +72,58 @@ class PairedDifference:
 
     @property
     def clear(self) -> bool:
-        """Whether enough seeds give an interval that leaves out zero."""
+        """Whether there are enough seeds and the interval does not contain zero."""
         return self.seeds >= ENOUGH and self.half is not None and abs(self.mean) > self.half
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Runs that differ in nothing but the seed."""
+    """Statistics of runs that differ only in the seed."""
 
-    name: RecordGroup
+    record_group: RecordGroup
     runs: tuple[RunRecord, ...]
-    """Those that are counted: one a seed, and only finished ones where there are any."""
+    """The counted runs: one for each seed, and only finished ones if there are any."""
     accuracy: SeedStatistics | None
     late_accuracy: SeedStatistics | None
     best_accuracy: SeedStatistics | None
     worst_clients: SeedStatistics | None
     personal: SeedStatistics | None
-    """Accuracy of the clients' own models, mean over clients, where the method makes such models."""
+    """Accuracy of the personalized models, mean over clients; None if the method has none."""
     personal_worst: SeedStatistics | None
     loss: SeedStatistics | None
     bytes_down: SeedStatistics | None
     bytes_up: SeedStatistics | None
     seconds: SeedStatistics | None
     epsilon: SeedStatistics | None
-    """Privacy spent, where some is guaranteed."""
+    """Privacy spent; None without a guarantee."""
     delta: SeedStatistics | None
-    """Told in every record of a run that clips updates."""
-    lost: int
-    """Client answers that did not come, over all counted runs."""
+    """Part of every record of a run that clips updates."""
+    failed: int
+    """Number of failed client tasks of all counted runs."""
     asked: int
     target: float | None = None
     rounds_to_target: float | None = None
-    """The median over seeds, where a seed that never got there counts as never (None)."""
+    """The median over seeds, in which a seed that misses the target counts as infinite. An infinite median is None."""
     reached: int = 0
     difference: PairedDifference | None = None
 
     @property
     def label(self) -> str:
-        return self.name.label
+        return self.record_group.label
 
     @property
     def short(self) -> str:
         """The label without the task."""
-        return self.name.short
+        return self.record_group.short
 
     @property
     def task(self) -> str:
-        return self.name.task
+        return self.record_group.task
 
     @property
     def members(self) -> tuple[RunRecord, ...]:
-        """Every run that was given, counted or not."""
-        return self.name.records
+        """All runs of the group, counted or not."""
+        return self.record_group.records
 
     @property
     def metric(self) -> str:
@@ -133,7 +131,7 @@ class GroupStatistics:
 
     @property
     def result(self) -> SeedStatistics | None:
-        """What the group is judged by: the final accuracy or, where there is none, the final loss."""
+        """The final accuracy or, without one, the final loss."""
         return self.accuracy or self.loss
 
     @property
@@ -141,9 +139,9 @@ class GroupStatistics:
         return all(run.finished for run in self.runs)
 
 
-def compute_group_statistics(name: RecordGroup) -> GroupStatistics:
-    """Take the numbers of one group."""
-    unique = select_record_per_seed(name.records)
+def compute_group_statistics(record_group: RecordGroup) -> GroupStatistics:
+    """Compute the statistics of one group."""
+    unique = select_record_per_seed(record_group.records)
     runs = tuple([run for run in unique if run.finished] or unique)
 
     def over(value: Callable[[RunRecord], float | None]) -> SeedStatistics | None:
@@ -154,7 +152,7 @@ def compute_group_statistics(name: RecordGroup) -> GroupStatistics:
         return over(lambda run: float(reduce(values)) if len(values := run.series(key)[1]) >= least else None)
 
     return GroupStatistics(
-        name=name,
+        record_group=record_group,
         runs=runs,
         accuracy=over(lambda run: final_record_value(run, "accuracy")),
         late_accuracy=every("accuracy", lambda values: np.mean(values[-LATE:]), LATE + 1),
@@ -168,40 +166,40 @@ def compute_group_statistics(name: RecordGroup) -> GroupStatistics:
         seconds=over(lambda run: run.total("seconds.total")),
         epsilon=over(lambda run: _final_privacy_cost(run, "epsilon")),
         delta=over(lambda run: _final_privacy_cost(run, "delta")),
-        lost=round(sum(run.total("lost") or 0 for run in runs)),
+        failed=round(sum(run.total("failed") or 0 for run in runs)),
         asked=round(sum(_asked(row) for run in runs for row in run.history)),
     )
 
 
-def _asked(row: dict[str, Any]) -> float:
-    """How many clients a round asked; the record may hold their number or their names."""
-    clients = row.get("clients")
-    return float(len(clients)) if isinstance(clients, list) else get_record_number(row, "clients") or 0.0
+def _asked(round_entry: dict[str, Any]) -> float:
+    """Return the number of clients of a round. The record holds their number or a list of them."""
+    clients = round_entry.get("clients")
+    return float(len(clients)) if isinstance(clients, list) else get_record_number(round_entry, "clients") or 0.0
 
 
 def _final_privacy_cost(run: RunRecord, key: str) -> float | None:
-    """`key` of the account of privacy after the last round."""
+    """Return `key` of the privacy accountant after the last round."""
     return get_record_number(run.history[-1], key) if run.history else None
 
 
-def add_target_statistics(group: GroupStatistics, target: float) -> GroupStatistics:
-    """`group` with the rounds it took to reach `target` accuracy."""
+def add_target_statistics(group: GroupStatistics, target_accuracy: float) -> GroupStatistics:
+    """Return `group` with the number of rounds until `target_accuracy`."""
     firsts = []
     for run in group.runs:
         rounds, values = run.series("accuracy")
-        there = rounds[values >= target]
+        there = rounds[values >= target_accuracy]
         firsts.append(float(there[0]) if len(there) else np.inf)
-    # The two middle values of an even number are averaged only if both are finite: inf - inf is no number.
+    # Average the two middle values only if both are finite: inf - inf is NaN.
     middle = np.sort(firsts)[[(len(firsts) - 1) // 2, len(firsts) // 2]]
     median = float(middle.mean()) if np.isfinite(middle).all() else None
-    return replace(group, target=target, rounds_to_target=median, reached=int(np.isfinite(firsts).sum()))
+    return replace(group, target=target_accuracy, rounds_to_target=median, reached=int(np.isfinite(firsts).sum()))
 
 
-def compute_paired_difference(group: GroupStatistics, to: GroupStatistics) -> PairedDifference | None:
-    """The difference in result, seed by seed, so that what a seed does to both cancels."""
-    if group.metric != to.metric:
+def compute_paired_difference(group: GroupStatistics, reference: GroupStatistics) -> PairedDifference | None:
+    """Return the difference in result, paired by seed, which cancels effects of the seed on both groups."""
+    if group.metric != reference.metric:
         return None
-    mine, theirs = ({run.seed: final_record_value(run, group.metric) for run in one.runs} for one in (group, to))
+    mine, theirs = ({run.seed: final_record_value(run, group.metric) for run in one.runs} for one in (group, reference))
     gaps = [
         value - other for seed, value in mine.items() if value is not None and (other := theirs.get(seed)) is not None
     ]
@@ -212,4 +210,4 @@ def compute_paired_difference(group: GroupStatistics, to: GroupStatistics) -> Pa
         from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]  # scipy has no types
 
         half = float(stdtrit(len(gaps) - 1, 0.975) * spread / np.sqrt(len(gaps)))
-    return PairedDifference(to.short, float(np.mean(gaps)), half, len(gaps))
+    return PairedDifference(reference.short, float(np.mean(gaps)), half, len(gaps))

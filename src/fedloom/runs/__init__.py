@@ -1,1 +1,1 @@
-"""A run: built from a config, played round by round, kept on disk."""
+"""Runs: build them from a config, run their rounds, and store them on disk."""

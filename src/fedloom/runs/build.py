@@ -1,7 +1,4 @@
-"""What server and clients have in common, before there are any parts of a method: data, network, layout, context.
-
-From a config to something that runs: data, network, method and engine put together.
-"""
+"""Build a run from its config: data, model, layout, method and engine."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,12 +26,13 @@ from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import InputError
 from fedloom.methods import MethodContext
 from fedloom.methods.base import Client, ignore_progress
-from fedloom.methods.composition import ComposedMethod, is_personalized
+from fedloom.methods.composition import ComposedMethod, composition_is_personalized
+from fedloom.models.base import copy_model
 from fedloom.models.initial_weights import InitialWeights, load_initial_weights, read_initial_weights
 from fedloom.privacy import PrivacyMechanism, check_private_method
-from fedloom.runs.check_model import check_channels_last, check_forward_pass, copy_model, make_checked_model
+from fedloom.runs.check_model import check_channels_last, check_forward_pass, make_checked_model
 from fedloom.runs.load_data import load_run_data
-from fedloom.runs.resolve import UserObjects, add_server_data, record_partition_hash, resolve_method
+from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method, resolve_server_data
 from fedloom.runs.round import RoundRunner
 from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, TrainingContext
 from fedloom.training.local_training import ClientStates, EngineContext, Train
@@ -43,146 +41,164 @@ from fedloom.training.optimizers import make_optimizer
 
 @dataclass
 class _RunSetup:
-    """What server and clients have in common, before there are any parts of a method."""
+    """What the server and the clients share, built before the parts of the method."""
 
     config: Config
-    composition: ComposedMethod
-    federation: FederatedDataset
+    method: ComposedMethod
+    federated_data: FederatedDataset
     class_names: tuple[str, ...]
     notes: tuple[str, ...]
-    module: nn.Module
-    beginning: InitialWeights | None
+    model: nn.Module
+    initial_weights: InitialWeights | None
     layout: Layout
     channels_last: bool
     context: MethodContext
     privacy: PrivacyMechanism | None
 
-    def shop(self, local: Client[Any], personal: Train | None) -> EngineContext:
-        """What an engine needs to train clients with this `local`."""
-        config, layout, federation = self.config, self.layout, self.federation
-        stays = local.stays_home(layout)
-        homes = local.home(layout)
+    def engine_context(self, client: Client[Any], personalize: Train | None) -> EngineContext:
+        """Return what an engine needs to train clients with `client`."""
+        config, layout, federated_data = self.config, self.layout, self.federated_data
+        personal_columns = client.personal_columns(layout)
+        state_shapes = client.state_shapes(layout)
         if config.keep_optimizer:
-            shapes = make_optimizer(config).remembers(layout.trainable)
-            homes = {**homes, **{f"{OPTIMIZER_PREFIX}{name}": shape for name, shape in shapes.items()}}
-        if stays:
-            homes = {**homes, PERSONAL_KEY: (sum(columns.stop - columns.start for columns in stays),)}
-        workshop = TrainingContext(
-            module=self.module,
+            shapes = make_optimizer(config).state_shapes(layout.trainable)
+            state_shapes = {**state_shapes, **{f"{OPTIMIZER_PREFIX}{name}": shape for name, shape in shapes.items()}}
+        if personal_columns:
+            state_shapes = {
+                **state_shapes,
+                PERSONAL_KEY: (sum(columns.stop - columns.start for columns in personal_columns),),
+            }
+        training_context = TrainingContext(
+            model=self.model,
             layout=layout,
             criterion=self.context.criterion,
-            prepare=federation.prepare,
-            training=config.model_copy(update={"validation": config.validation or local.holds_out()}),
-            streams=self.context.streams,
-            classes=federation.classes,
+            transform=federated_data.transform,
+            config=config.model_copy(update={"validation": config.validation or client.validation_fraction()}),
+            rng_streams=self.context.rng_streams,
+            classes=federated_data.classes,
             channels_last=self.channels_last,
             augment=datasets.make_augment(config.augment),
             autocast=torch.bfloat16 if config.precision == "bf16" else None,
-            uploads=local.uploads(layout),
-            fewest=local.fewest_samples(),
-            home=homes,
-            stays_home=tuple(stays),
+            upload_shapes=client.upload_shapes(layout),
+            min_examples=client.min_examples(),
+            state_shapes=state_shapes,
+            personal_columns=tuple(personal_columns),
         )
-        check_forward_pass(workshop, federation)
+        check_forward_pass(training_context, federated_data)
         device, criterion = self.context.device, self.context.criterion
         if isinstance(criterion, nn.Module) and device.type != "cpu":
-            criterion.to(device)  # a copy, and the server's too
+            criterion.to(device)  # a copy of the user's; the server uses it too
         set_precision(device, config.precision, not config.fast)
-        choose_cudnn_heuristic(self.module, device, config.precision, not config.fast)
+        choose_cudnn_heuristic(self.model, device, config.precision, not config.fast)
 
-        kept = ClientStates(homes, layout.dtype)
-        return EngineContext(workshop, federation, local.train, kept, personal, lambda: _copy_client(local).train)
+        client_states = ClientStates(state_shapes, layout.dtype)
+        return EngineContext(
+            training_context,
+            federated_data,
+            client.train,
+            client_states,
+            personalize,
+            lambda: _copy_client(client).train,
+        )
 
 
-def _copy_client(local: Client[Any]) -> Client[Any]:
-    """The same with things of its own, but for what all parts have in common."""
-    common = (local.context, local.options, *vars(local.context).values())
+def _copy_client(client: Client[Any]) -> Client[Any]:
+    """Copy a client. The copy shares the context, its values and the options."""
+    common = (client.context, client.options, *vars(client.context).values())
     try:
-        return deepcopy(local, {id(thing): thing for thing in common})
-    except Exception:  # it holds something of which there is only one; it should keep nothing, and usually does
-        return local
+        return deepcopy(client, {id(thing): thing for thing in common})
+    except Exception:  # it holds something that cannot be copied; a client should store nothing, and usually does not
+        return client
 
 
 def _prepare_run(
     config: Config,
-    own: UserObjects | None,
+    user_objects: UserObjects | None,
     engine_class: type[Engine],
-    progress: Progress | None = None,
-    start: Mapping[str, Tensor] | None = None,
-    working: Callable[[str, int, int], None] = ignore_progress,
-    seen: Callable[[FederatedDataset], FederatedDataset] | None = None,
+    download_progress: Progress | None = None,
+    initial_weights: Mapping[str, Tensor] | None = None,
+    server_progress: Callable[[str, int, int], None] = ignore_progress,
+    server_view: Callable[[FederatedDataset], FederatedDataset] | None = None,
     *,
     over_sites: bool = False,
 ) -> _RunSetup:
-    """Gather the data and make the network. The class of the engine is needed here, for it says where models lie.
+    """Load the data and build the network. The engine class decides where models are stored.
 
-    `progress` follows downloads, and `working` long work of the method on the server. `start` is taken instead of what
-    `init` names. `seen` makes of the clients' data what the server sees of them, where they are elsewhere. `over_sites`
-    says that models travel between the server and sites, whose devices may differ.
+    `download_progress` reports downloads, and `server_progress` long work of the method on the server.
+    `initial_weights` replaces the file that `init` names. If the clients are elsewhere, `server_view` returns what the
+    server may see of their data. With `over_sites`, models travel between the server and sites with other devices.
     """
-    own = own or UserObjects()
-    composition = resolve_method(config)
-    config = add_server_data(record_partition_hash(config), own, [composition])
-    streams = RngStreams(config.seed)
+    user_objects = user_objects or UserObjects()
+    composed_method = resolve_method(config)
+    config = resolve_server_data(record_partition_hash(config), user_objects, [composed_method])
+    rng_streams = RngStreams(config.seed)
     device = select_device(config.device)
-    gathered = load_run_data(config, own, composition, streams, progress)
-    federation, held, notes = gathered.federation, gathered.held, gathered.notes
+    run_data = load_run_data(config, user_objects, composed_method, rng_streams, download_progress)
+    federated_data, server_data, notes = run_data.federated_data, run_data.server_data, run_data.notes
     if config.clients is None:
-        config = replace_config(config, clients=len(federation))
-    elif len(federation) != config.clients:
-        raise InputError(f"clients is {config.clients}, but the data has {len(federation)} of them.")
-    if seen is not None:
-        federation = seen(federation)
-    module = make_checked_model(
-        config.model, own.model, federation, streams, shared=device.type == "cpu" and not config.init
+        config = replace_config(config, clients=len(federated_data))
+    elif len(federated_data) != config.clients:
+        raise InputError(f"clients is {config.clients}, but the data has {len(federated_data)} of them.")
+    if server_view is not None:
+        federated_data = server_view(federated_data)
+    model = make_checked_model(
+        config.model,
+        user_objects.model,
+        federated_data,
+        rng_streams,
+        share_frozen=device.type == "cpu" and not config.init,
     )
-    beginning = None
-    if start is not None:
-        module.load_state_dict(start)
+    loaded_weights = None
+    if initial_weights is not None:
+        model.load_state_dict(initial_weights)
     elif config.init is not None:
-        source = read_initial_weights(Path(config.init), config.init_sha256)
-        beginning = load_initial_weights(module, source, streams, config.model, config.new_head, gathered.class_names)
-    # Models travel as they lie, so all sides need one order: that of a CPU, which somebody may have.
+        weights_file = read_initial_weights(Path(config.init), config.init_sha256)
+        loaded_weights = load_initial_weights(
+            model, weights_file, rng_streams, config.model, config.new_head, run_data.class_names
+        )
+    # Rows travel in their memory format, so all sides need the same one: that of a CPU, which a site may have.
     ordering = torch.device("cpu") if over_sites else device
-    channels_last = len(federation.shape) == 3 and _wants_channels_last(config, module, ordering)
-    layout = Layout.of(module, channels_last=channels_last)
-    privacy = PrivacyMechanism.of(config, len(federation), streams)
+    channels_last = len(federated_data.shape) == 3 and _wants_channels_last(config, model, ordering)
+    layout = Layout.of(model, channels_last=channels_last)
+    privacy = PrivacyMechanism.of(config, len(federated_data), rng_streams)
     rounds = config.rounds if privacy is None else privacy.rounds_of(config)
     if rounds < config.rounds:
         notes = (*notes, f"max_epsilon {config.max_epsilon:g} is enough for {rounds} of {config.rounds} rounds.")
-    criterion = own.loss or (F.cross_entropy if federation.classes else F.mse_loss)
+    criterion = user_objects.loss or (F.cross_entropy if federated_data.classes else F.mse_loss)
     if isinstance(criterion, nn.Module) and device.type != "cpu":
-        criterion = deepcopy(criterion).cpu()  # where it is tried out first; the user's own stays where it is
+        criterion = deepcopy(criterion).cpu()  # the forward check runs there; the user's own module stays on its device
     context = MethodContext(
         layout=layout,
-        initial=layout.read(module, device),
-        clients=len(federation),
-        per_round=config.cohort,
+        initial=layout.read(model, device),
+        num_clients=len(federated_data),
+        clients_per_round=config.cohort_size,
         rounds=rounds,
-        streams=streams,
-        training=config,
-        samples=federation.samples,
+        rng_streams=rng_streams,
+        config=config,
+        num_examples=federated_data.num_examples,
         criterion=criterion,
-        make_module=lambda: copy_model(module, share_frozen=True),
-        classes=federation.classes,
-        shape=federation.shape,
+        make_model=lambda: copy_model(model, share_frozen=True),
+        classes=federated_data.classes,
+        shape=federated_data.shape,
         cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
         keep_checkpoints=config.keep_checkpoints,
         device=device,
         make_bank=partial(engine_class.make_bank, dtype=layout.dtype, device=device),
-        progress=working,
-        server_data=None if held is None else Samples(held.samples.x.to(device), held.samples.y.to(device)),
-        server_labels=held is not None and held.classes == federation.classes,
-        prepare=federation.prepare,
+        progress=server_progress,
+        server_data=None
+        if server_data is None
+        else Samples(server_data.samples.x.to(device), server_data.samples.y.to(device)),
+        server_labels=server_data is not None and server_data.classes == federated_data.classes,
+        transform=federated_data.transform,
     )
     return _RunSetup(
         config=config,
-        composition=composition,
-        federation=federation,
-        class_names=gathered.class_names,
+        method=composed_method,
+        federated_data=federated_data,
+        class_names=run_data.class_names,
         notes=notes,
-        module=module,
-        beginning=beginning,
+        model=model,
+        initial_weights=loaded_weights,
         layout=layout,
         channels_last=channels_last,
         context=context,
@@ -190,120 +206,136 @@ def _prepare_run(
     )
 
 
-def build_run_for_site(config: Config, own: UserObjects | None = None) -> tuple[Config, EngineContext]:
-    """What a site needs to train its clients: everything but the server's parts, which may be large."""
-    ground = _prepare_run(config, own, SequentialEngine, over_sites=True)
-    local = ground.composition.build_local(ground.context)
-    server = ground.composition.part_class("server")
-    personal = local.personal if is_personalized(server, local, ground.layout) else None
-    return ground.config, ground.shop(local, personal)
+def build_run_for_site(config: Config, user_objects: UserObjects | None = None) -> tuple[Config, EngineContext]:
+    """Return what a site needs to train its clients: all but the server's parts, which may be large."""
+    setup = _prepare_run(config, user_objects, SequentialEngine, over_sites=True)
+    client = setup.method.build_client(setup.context)
+    server_class = setup.method.part_class("server")
+    personalize = client.personalize if composition_is_personalized(server_class, client, setup.layout) else None
+    return setup.config, setup.engine_context(client, personalize)
 
 
-def _wants_channels_last(config: Config, module: nn.Module, device: torch.device) -> bool:
-    """Whether images are kept in that order: where it is faster, unless somebody has said it."""
-    spoilt = check_channels_last(module) if device.type == "cpu" else None
+def _wants_channels_last(config: Config, model: nn.Module, device: torch.device) -> bool:
+    """Return whether to store images channels-last: as set in the config, by default if it is faster."""
+    spoilt = check_channels_last(model) if device.type == "cpu" else None
     if config.channels_last is None:
-        return spoilt is None if device.type == "cpu" else prefers_channels_last(module, config.precision)
+        return spoilt is None if device.type == "cpu" else prefers_channels_last(model, config.precision)
     if config.channels_last and spoilt is not None:
         raise InputError(
-            f"the gradient of the layer {spoilt!r} may be wrong in channels-last order on a CPU, for it takes steps "
-            "and has few input channels; leave --channels-last out."
+            f"the gradient of the layer {spoilt!r} may be wrong in channels-last order on a CPU, because it is a "
+            "strided 1x1 convolution with few input channels; leave out --channels-last."
         )
     return config.channels_last
 
 
 LAYOUT = "layout"
-"""Where a state says what its models look like."""
+"""Key of the layout's fingerprint in a state."""
 
 
 @dataclass
 class BuiltRun:
-    """Everything a run needs. The engine must be closed."""
+    """Everything that a run needs. The caller must close the engine."""
 
     config: Config
-    composition: ComposedMethod
-    federation: FederatedDataset
+    method: ComposedMethod
+    federated_data: FederatedDataset
     class_names: tuple[str, ...]
-    module: nn.Module
+    model: nn.Module
     layout: Layout
     engine: Engine
     rounds: RoundRunner
     notes: tuple[str, ...] = ()
-    """What a person should know about the data."""
-    beginning: InitialWeights | None = None
-    """How the start was taken from the file that `init` names; None where it was not."""
+    """What the user should know about the data and the settings."""
+    initial_weights: InitialWeights | None = None
+    """How the weights were taken from the file that `init` names; None if that file was not read."""
 
     @contextmanager
     def engine_closed(self) -> Iterator["BuiltRun"]:
-        """This experiment, with its engine closed at the end."""
+        """Yield this run, and close its engine at the end."""
         with self.engine:
             yield self
 
-    def state(self) -> dict[str, Any]:
-        """The state of all parts, and what their models look like."""
-        return {LAYOUT: self.layout.fingerprint(), **{name: part.state() for name, part in self.rounds.parts.items()}}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parts and the fingerprint of the layout."""
+        return {
+            LAYOUT: self.layout.fingerprint(),
+            **{name: part.state_dict() for name, part in self.rounds.parts.items()},
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state; models of another network, or that lie in another order, are refused."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state. Raise an InputError if its models have another layout."""
         if state.get(LAYOUT, self.layout.fingerprint()) != self.layout.fingerprint():
             raise InputError(
-                "the run's checkpoint holds models of another network, or ones whose weights lie in another order, "
-                "than the network that was built now; go on with the versions of fedloom and of the model that it "
-                "began with."
+                "the checkpoint does not fit the network: the layers or the order of their weights differ. Resume with "
+                "the versions of fedloom and of the model that the run started with."
             )
         for name, part in self.rounds.parts.items():
-            part.load(state[name])
+            part.load_state_dict(state[name])
 
-    def exhibits(self) -> dict[str, dict[str, Tensor]]:
-        """What the parts have made to be looked at, and how inputs are normalised, for images are made as inputs."""
-        prepare, found = self.federation.prepare, {}
-        constants = {"mean": torch.tensor(prepare.mean), "std": torch.tensor(prepare.std)} if prepare.mean else {}
+    def artifacts(self) -> dict[str, dict[str, Tensor]]:
+        """Return the artifacts of all parts, with the normalization constants, because images are made as inputs."""
+        transform, artifacts = self.federated_data.transform, {}
+        constants = {"mean": torch.tensor(transform.mean), "std": torch.tensor(transform.std)} if transform.mean else {}
         for _, part in self.rounds.parts.items():
-            found.update({name: {**tensors, **constants} for name, tensors in part.exhibits().items()})
-        return found
+            artifacts.update({name: {**tensors, **constants} for name, tensors in part.artifacts().items()})
+        return artifacts
 
-    def deployed(self) -> dict[str, Tensor]:
-        """The model that would be deployed now, as a state dict with frozen weights and all."""
-        names = set(self.layout.frozen)  # copied, for tied ones share memory, which safetensors does not store
-        frozen = {k: v.detach().cpu().clone() for k, v in self.module.state_dict().items() if k in names}
-        return self.layout.state_dict(self.rounds.deployed().cpu()) | frozen
+    def global_state_dict(self) -> dict[str, Tensor]:
+        """Return the global model as a state dict, with the frozen weights."""
+        names = set(self.layout.frozen)  # cloned, because safetensors does not store tied weights, which share memory
+        frozen = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items() if k in names}
+        return self.layout.state_dict(self.rounds.global_model().cpu()) | frozen
 
 
 def build_run(
     config: Config,
-    own: UserObjects | None = None,
-    progress: Progress | None = None,
-    start: Mapping[str, Tensor] | None = None,
-    working: Callable[[str, int, int], None] = ignore_progress,
-    sites: RemoteEngineFactory | None = None,
+    user_objects: UserObjects | None = None,
+    download_progress: Progress | None = None,
+    initial_weights: Mapping[str, Tensor] | None = None,
+    server_progress: Callable[[str, int, int], None] = ignore_progress,
+    remote_engine: RemoteEngineFactory | None = None,
 ) -> BuiltRun:
-    """Put a run together. `start` is the start that the run once took from `init`, instead of reading it again.
+    """Build a run.
 
-    `progress` follows downloads, and `working` long work of the method on the server. `sites` take the place of an
-    engine on this machine.
+    `initial_weights` are the weights that the run once read from `init`; they replace that file. `download_progress`
+    reports downloads, and `server_progress` long work of the method on the server. `remote_engine` replaces the engine
+    of this machine.
     """
     device = select_device(config.device)
-    chosen = SequentialEngine if sites is not None else choose_engine(config, device)
-    seen = sites.seen if sites is not None else None
-    ground = _prepare_run(config, own, chosen, progress, start, working, seen, over_sites=sites is not None)
-    config = ground.config
-    parts = ground.composition.build(ground.context)
-    if ground.privacy is not None:
-        check_private_method(ground.composition, parts, ground.layout)
-        ground.privacy.account.epsilon(config.rounds)  # says now if it cannot be kept
-    personal = parts.local.personal if parts.personalised(ground.layout) else None
-    shop = ground.shop(parts.local, personal)
-    engine = sites.engine(shop) if sites is not None else create_engine(chosen, shop, config)
-    rounds = RoundRunner(config, ground.context, parts, engine, ground.federation.label_counts(), ground.privacy)
+    engine_class = SequentialEngine if remote_engine is not None else choose_engine(config, device)
+    server_view = remote_engine.server_view if remote_engine is not None else None
+    setup = _prepare_run(
+        config,
+        user_objects,
+        engine_class,
+        download_progress,
+        initial_weights,
+        server_progress,
+        server_view,
+        over_sites=remote_engine is not None,
+    )
+    config = setup.config
+    parts = setup.method.build(setup.context)
+    if setup.privacy is not None:
+        check_private_method(setup.method, parts, setup.layout)
+        setup.privacy.account.epsilon(config.rounds)  # raises now if it cannot be computed
+    personalize = parts.client.personalize if parts.is_personalized(setup.layout) else None
+    engine_context = setup.engine_context(parts.client, personalize)
+    engine = (
+        remote_engine.create_engine(engine_context)
+        if remote_engine is not None
+        else create_engine(engine_class, engine_context, config)
+    )
+    rounds = RoundRunner(config, setup.context, parts, engine, setup.federated_data.label_counts(), setup.privacy)
     return BuiltRun(
         config,
-        ground.composition,
-        ground.federation,
-        ground.class_names,
-        ground.module,
-        ground.layout,
+        setup.method,
+        setup.federated_data,
+        setup.class_names,
+        setup.model,
+        setup.layout,
         engine,
         rounds,
-        (*ground.notes, *(note for _, part in parts.items() for note in part.notes())),
-        ground.beginning,
+        (*setup.notes, *(note for _, part in parts.items() for note in part.notes())),
+        setup.initial_weights,
     )

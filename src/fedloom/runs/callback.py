@@ -1,4 +1,4 @@
-"""Who watches a run, and how a run is stopped."""
+"""Callback: watch a run and stop it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from fedloom.config import Config
 
 
 class RunDescription(Protocol):
-    """What a display must know of a piece of work."""
+    """What a progress display needs to know of a run, a pretraining or several runs."""
 
     @property
     def method(self) -> str: ...
@@ -23,57 +23,107 @@ class RunDescription(Protocol):
 
 
 class Callback(Protocol):
-    """Someone who watches a run: a progress display, a test."""
+    """Watch a run, for example to show its progress, and stop it.
 
-    def begin(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
-        """The run starts, or goes on after the rounds in `history`."""
+    An object needs all of these methods; `run`, `resume`, `verify` and `compare` call them. `SilentCallback` has
+    all of them, and they do nothing.
 
-    def note(self, text: str) -> None:
-        """Something a person should know."""
+    Example:
+        class StopAtAccuracy(SilentCallback):
+            accuracy = 0.0
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        """A round has been played."""
+            def on_round_end(self, record: Mapping[str, Any]) -> None:
+                self.accuracy = record.get("accuracy") or self.accuracy
 
-    def download(self, name: str, done: int, total: int) -> None:
-        """A data set is on its way: bytes so far, bytes in all."""
+            def should_stop(self) -> bool:
+                return self.accuracy >= 0.9
 
-    def work(self, what: str, done: int, total: int) -> None:
-        """The server is at something that takes long: steps so far, steps in all."""
+        fedloom.run("fedavg", callback=StopAtAccuracy())
+    """
 
-    def wants_stop(self) -> bool:
-        """Whether to stop after this round; asked within it too, while the server is at something that takes long."""
+    def on_run_start(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+        """Called when a run starts, resumes, or continues with fewer clients at once after running out of memory.
+
+        Args:
+            folder: The run directory.
+            config: The settings; for concurrent runs of `compare` only those of `RunDescription`, for all together.
+            history: The records of the rounds so far; empty in a new run.
+        """
+
+    def on_message(self, text: str) -> None:
+        """Called with something that the user should know.
+
+        Args:
+            text: One or two sentences.
+        """
+
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
+        """Called after each round, and before the first one with the record of the initial model.
+
+        Args:
+            record: The record of the round as in `metrics.jsonl`; for concurrent runs only `round` and `note`.
+        """
+
+    def on_download(self, name: str, done: int, total: int) -> None:
+        """Called while a data set is downloaded.
+
+        Args:
+            name: The name of the file.
+            done: Bytes so far.
+            total: Bytes in all; 0 if the server does not say.
+        """
+
+    def on_server_progress(self, what: str, done: int, total: int) -> None:
+        """Called during long work of the method on the server.
+
+        Args:
+            what: The work.
+            done: Steps so far.
+            total: Steps in all.
+        """
+
+    def should_stop(self) -> bool:
+        """Called after each round, and within a round during long work of the server.
+
+        Returns:
+            Whether to stop the run. It then saves a checkpoint and raises `RunStopped`.
+        """
         ...
 
     def check(self) -> None:
-        """Called after each client's answer. It may raise an error to end the run without the end of its round."""
+        """Called after each client's answer.
 
-    def end(self) -> None:
-        """The run is over, one way or the other."""
+        Raises:
+            Exception: Any error, to end the run at once, before the round is complete.
+        """
+
+    def on_run_end(self) -> None:
+        """Called when the run ends: finished, stopped or failed."""
 
 
 class SilentCallback:
-    """Nobody watches."""
+    """A callback that does nothing. Base class for callbacks that need only some of the methods."""
 
-    def begin(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
+    def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
         return
 
-    def note(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         return
 
-    def record(self, record: Mapping[str, Any]) -> None:
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
         return
 
-    def download(self, name: str, done: int, total: int) -> None:
+    def on_download(self, name: str, done: int, total: int) -> None:
         return
 
-    def work(self, what: str, done: int, total: int) -> None:
+    def on_server_progress(self, what: str, done: int, total: int) -> None:
         return
 
-    def wants_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return False
 
     def check(self) -> None:
         return
 
-    def end(self) -> None:
+    def on_run_end(self) -> None:
         return

@@ -1,14 +1,12 @@
-"""Checkpoints of a run: the state of every part after a round, and what the clients keep.
+"""Checkpoints of a run: the state of all parts after a round, and the client states.
 
-A checkpoint is `round-000012.json`, written last and so the moment it exists, which names the files its tensors lie in:
-`round-000012.safetensors` for the server's parts, and `clients-*.safetensors` for what clients keep. A client's state
-is written only when it has changed, so a checkpoint refers to client files of earlier ones; when more of those files
-is out of date than in use, everything is written once more.
+A checkpoint is a file `round-000012.json`, which is written last. It names the files of its tensors:
+`round-000012.safetensors` for the parts of the method, and `clients-*.safetensors` for the client states. Only changed
+client states are written, so a checkpoint also refers to client files of earlier ones. If more of these files is out of
+date than in use, all client states are written again.
 
-On a GPU a checkpoint may be written beside the rounds that follow, from copies. Until its JSON file is there the one
-before it counts, as if the machine had died in between.
-
-Writing beside the training: what is to be written is copied first, and a thread of its own takes it from there.
+On a GPU a thread may write a checkpoint from copies while the next rounds run. Until its JSON file exists, the
+checkpoint before it counts, as after a crash.
 """
 
 import re
@@ -29,71 +27,71 @@ from fedloom.devices.cuda_runtime import use_exclusive_stream
 from fedloom.errors import InputError
 from fedloom.training.local_training import ClientStates
 from fedloom.utils.storage import (
-    join_state_tensors,
+    join_stored_tensors,
     read_json,
     read_safetensors,
-    split_state_tensors,
+    split_stored_tensors,
     write_json,
     write_safetensors,
 )
 
 SHARE_OF_MEMORY = 4
-"""Copies take one part in so many of what is free on a GPU at most: training may want more of it meanwhile."""
+"""Copies take at most 1 / SHARE_OF_MEMORY of the free memory of a GPU, because training may need more of it."""
 MOST_ON_HOST = 1 << 30
-"""Bytes that are copied on the host at most."""
+"""Maximum bytes of copies on the host."""
 
 
 class _WriteCancelled(Exception):
-    """Nobody wants the work any more."""
+    """The checkpoint that is being written was cancelled."""
 
 
 class _BackgroundWriter:
-    """One piece of work at a time, in a thread of its own."""
+    """Run one piece of work at a time in a thread."""
 
     def __init__(self) -> None:
-        self._work: Future[None] | None = None
-        self._unwanted = threading.Event()
+        self._future: Future[None] | None = None
+        self._cancelled = threading.Event()
 
     @property
     def busy(self) -> bool:
-        return self._work is not None and not self._work.done()
+        return self._future is not None and not self._future.done()
 
-    def begin(self, work: Callable[[], None], device: torch.device) -> None:
-        """Do it from now on, in a stream of its own where `device` has streams."""
+    def start(self, work: Callable[[], None], device: torch.device) -> None:
+        """Start `work`, in its own CUDA stream if `device` has streams."""
 
         def in_own_stream() -> None:
             with use_exclusive_stream(device):
                 work()
 
-        self.settle()
-        self._unwanted.clear()
+        self.wait_until_written()
+        self._cancelled.clear()
         thread = ThreadPoolExecutor(1)
-        self._work = thread.submit(in_own_stream)
+        self._future = thread.submit(in_own_stream)
         thread.shutdown(wait=False)
 
-    def settle(self) -> None:
-        """Wait for what was begun; raises what went wrong with it, once."""
-        work = self._work
-        if work is None:
+    def wait_until_written(self) -> None:
+        """Wait for the work, and raise its error, once."""
+        future = self._future
+        if future is None:
             return
         try:
-            work.result()
+            future.result()
         finally:
-            if work.done():  # else whoever waited was interrupted
-                self._work = None
+            if future.done():  # otherwise the wait was interrupted
+                self._future = None
 
-    def check(self) -> None:
-        """For the work to call now and then: ends it if it was abandoned."""
-        if self._unwanted.is_set():
+    def check_cancelled(self) -> None:
+        """End the work if it was cancelled; the work calls this between two pieces."""
+        if self._cancelled.is_set():
             raise _WriteCancelled
 
-    def abandon(self) -> None:
-        """Have what was begun end as soon as it can; `settle` then waits for that."""
-        self._unwanted.set()
+    def cancel(self) -> None:
+        """Ask the work to end soon; `wait_until_written` waits until it has ended."""
+        self._cancelled.set()
 
 
 def _snapshot_tensors(tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """Copies where the originals lie, done when this returns; None where there is not memory enough to spare."""
+    """Copy tensors on their devices and wait for the copies. Return None if there is not enough free memory."""
     wanted = Counter[torch.device]()
     for tensor in tensors:
         wanted[tensor.device] += tensor.numel() * tensor.itemsize
@@ -110,106 +108,127 @@ def _snapshot_tensors(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _to_spare(device: torch.device) -> int:
-    """Bytes that copies may take."""
+    """Return how many bytes copies may take."""
     if device.type != "cuda":
         return MOST_ON_HOST
     free, _ = torch.cuda.mem_get_info(device)
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # such as the last copies' place
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+        device
+    )  # such as the memory of the last copies
     return (free + idle) // SHARE_OF_MEMORY
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Checkpoints:
-    """The checkpoints in one folder; the last `keep` are kept."""
+    """The checkpoints in one folder, of which the last `keep_checkpoints` remain."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep_checkpoints: int = 2) -> None:
         self.folder = folder
-        self.keep = keep
+        self.keep_checkpoints = keep_checkpoints
         self.damaged: list[str] = []
-        """What was found damaged and passed over when loading, in words."""
-        self._where: dict[int, str] = {}
-        self._sizes: dict[str, int] = {}
+        """Messages about damaged checkpoints that loading has skipped."""
+        self._client_files: dict[int, str] = {}
+        self._clients_per_file: dict[str, int] = {}
         self._digests: dict[str, str] = {}
-        self._began = 0.0
-        self._took: float | None = 0.0
-        self._beside = _BackgroundWriter()
-        self._under_way: tuple[ClientStates, set[int]] | None = None
+        self._write_began = 0.0
+        self._write_took: float | None = 0.0
+        self._background_writer = _BackgroundWriter()
+        self._being_written: tuple[ClientStates, set[int]] | None = None
 
     def rounds(self) -> list[int]:
-        """The rounds after which there is a checkpoint, newest first."""
+        """Return the rounds that have a checkpoint, newest first."""
         found = [re.fullmatch(r"round-(\d+)\.json", path.name) for path in self.folder.glob("round-*.json")]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     @property
-    def seconds(self) -> float:
-        """How long the last checkpoint took to write, or takes so far."""
-        return self._took if self._took is not None else time.monotonic() - self._began
+    def write_seconds(self) -> float:
+        """Seconds that the last checkpoint took to write, or has taken so far."""
+        return self._write_took if self._write_took is not None else time.monotonic() - self._write_began
 
     def save(
-        self, round: int, state: Mapping[str, Any], homes: ClientStates, *, beside: torch.device | None = None
+        self,
+        round: int,
+        state: Mapping[str, Any],
+        client_states: ClientStates,
+        *,
+        background_device: torch.device | None = None,
     ) -> None:
         """Write the state after `round` rounds.
 
-        With `beside`, the device that what is written lies on, it is copied there and written while the caller goes on;
-        where there is no memory for copies, at once all the same. What goes wrong is raised by `settle`.
+        With `background_device`, the device of the state, a thread writes copies while the caller continues. If there
+        is no memory for copies, the state is written at once. `wait_until_written` raises the errors of the thread.
         """
-        self.settle()
-        self._began, self._took = time.monotonic(), None
-        tree, tensors = split_state_tensors(state)
-        clients = self._to_write(homes)
-        kept = {f"{c}/{key}": tensor for c in sorted(clients) for key, tensor in homes.get(c).items()}
-        copies = _snapshot_tensors([*tensors.values(), *kept.values()]) if beside is not None else None
-        if beside is None or copies is None:
-            self._write(round, tree, tensors, clients, kept, check=lambda: None)
-            homes.changed.clear()
+        self.wait_until_written()
+        self._write_began, self._write_took = time.monotonic(), None
+        tree, tensors = split_stored_tensors(state)
+        client_ids = self._client_ids_to_write(client_states)
+        client_tensors = {
+            f"{c}/{key}": tensor for c in sorted(client_ids) for key, tensor in client_states.get(c).items()
+        }
+        copies = (
+            _snapshot_tensors([*tensors.values(), *client_tensors.values()]) if background_device is not None else None
+        )
+        if background_device is None or copies is None:
+            self._write(round, tree, tensors, client_ids, client_tensors, check_cancelled=lambda: None)
+            client_states.changed.clear()
             return
         tensors = dict(zip(tensors, copies[: len(tensors)], strict=True))
-        kept = dict(zip(kept, copies[len(tensors) :], strict=True))
-        self._under_way = (homes, set(homes.changed))
-        homes.changed.clear()
-        work = partial(self._write, round, tree, tensors, clients, kept, check=self._beside.check)
-        self._beside.begin(work, beside)
+        client_tensors = dict(zip(client_tensors, copies[len(tensors) :], strict=True))
+        self._being_written = (client_states, set(client_states.changed))
+        client_states.changed.clear()
+        work = partial(
+            self._write,
+            round,
+            tree,
+            tensors,
+            client_ids,
+            client_tensors,
+            check_cancelled=self._background_writer.check_cancelled,
+        )
+        self._background_writer.start(work, background_device)
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Raise what went wrong with a checkpoint that was written beside other work.
+    def wait_until_written(self, *, wait: bool = True) -> None:
+        """Raise the error of a checkpoint that was written in the background.
 
-        Waits for one that is still being written, unless `wait` is False.
+        Wait for one that is still being written, unless `wait` is False.
         """
-        if not wait and self._beside.busy:
+        if not wait and self._background_writer.busy:
             return
         try:
-            self._beside.settle()
+            self._background_writer.wait_until_written()
         except BaseException:
-            if self._under_way is not None:  # else it was an interrupt, and nothing was ever written beside
-                homes, changed = self._under_way
-                homes.changed |= changed
+            if self._being_written is not None:  # otherwise an interrupt, and nothing was in the background
+                client_states, changed = self._being_written
+                client_states.changed |= changed
             raise
 
-    def abandon(self) -> None:
-        """Break off a checkpoint that is being written: the one before it counts."""
-        self._beside.abandon()
+    def cancel(self) -> None:
+        """Cancel a checkpoint that is being written; the one before it counts."""
+        self._background_writer.cancel()
         with suppress(Exception):
-            self.settle()
+            self.wait_until_written()
 
     def _write(
         self,
         round: int,
         tree: Any,
         tensors: Mapping[str, Tensor],
-        clients: set[int],
-        kept: Mapping[str, Tensor],
-        check: Callable[[], None],
+        client_ids: set[int],
+        client_tensors: Mapping[str, Tensor],
+        check_cancelled: Callable[[], None],
     ) -> None:
-        """A state in two parts, and what some clients keep; `check` may raise something to end it."""
-        digest = write_safetensors(self.folder / f"round-{round:06d}.safetensors", tensors, check=check)
-        if clients:
+        """Write a split state and some client states; `check_cancelled` may raise an error to cancel."""
+        digest = write_safetensors(
+            self.folder / f"round-{round:06d}.safetensors", tensors, check_cancelled=check_cancelled
+        )
+        if client_ids:
             name = f"clients-{round:06d}.safetensors"
-            self._digests[name] = write_safetensors(self.folder / name, kept, check=check)
-            self._sizes[name] = len(clients)
-            self._where.update(dict.fromkeys(clients, name))
-        files = sorted(set(self._where.values()))
+            self._digests[name] = write_safetensors(self.folder / name, client_tensors, check_cancelled=check_cancelled)
+            self._clients_per_file[name] = len(client_ids)
+            self._client_files.update(dict.fromkeys(client_ids, name))
+        files = sorted(set(self._client_files.values()))
         write_json(
             self.folder / f"round-{round:06d}.json",
             {
@@ -217,68 +236,67 @@ class Checkpoints:
                 "round": round,
                 "state": tree,
                 "digest": digest,
-                "clients": {str(client): name for client, name in sorted(self._where.items())},
-                "client_files": {name: [self._digests[name], self._sizes[name]] for name in files},
+                "clients": {str(client_id): name for client_id, name in sorted(self._client_files.items())},
+                "client_files": {name: [self._digests[name], self._clients_per_file[name]] for name in files},
             },
         )
-        self._sweep(round)
-        self._took = time.monotonic() - self._began
+        self._delete_old_files(round)
+        self._write_took = time.monotonic() - self._write_began
 
-    def _to_write(self, homes: ClientStates) -> set[int]:
-        """The clients that changed, or all, when too much of what is stored would be out of date."""
-        stored = sum(self._sizes[name] for name in set(self._where.values()))
-        every = stored + len(homes.changed) > 2 * len(homes)
-        return set(homes.clients()) if every else set(homes.changed)
+    def _client_ids_to_write(self, client_states: ClientStates) -> set[int]:
+        """Return the changed clients, or all if too much of the stored files would be out of date."""
+        stored = sum(self._clients_per_file[name] for name in set(self._client_files.values()))
+        every = stored + len(client_states.changed) > 2 * len(client_states)
+        return set(client_states.client_ids()) if every else set(client_states.changed)
 
-    def _sweep(self, newest: int) -> None:
-        """Delete what no kept checkpoint needs, in an order that leaves every one that remains whole.
+    def _delete_old_files(self, newest: int) -> None:
+        """Delete files that no kept checkpoint needs, in an order that keeps every remaining checkpoint complete.
 
-        Later rounds than the one just saved are there when they were damaged and the run went back: they must not
-        take the place of whole ones.
+        Rounds after `newest` exist if they were damaged and the run went back. They do not count as kept ones.
         """
         rounds = [round for round in self.rounds() if round <= newest]
-        for old in set(self.rounds()) - set(rounds[: self.keep]):
+        for old in set(self.rounds()) - set(rounds[: self.keep_checkpoints]):
             (self.folder / f"round-{old:06d}.json").unlink(missing_ok=True)
         needed = {path.name for path in self.folder.glob("round-*.json")}
-        for kept in rounds[: self.keep]:
+        for kept in rounds[: self.keep_checkpoints]:
             needed.add(f"round-{kept:06d}.safetensors")
             try:
                 needed.update(read_json(self.folder / f"round-{kept:06d}.json")["client_files"])
-            except InputError:  # a damaged older one: it needs nothing any more
+            except InputError:  # an older one that is damaged
                 continue
         for path in self.folder.iterdir():
             if path.name not in needed and not path.is_dir():
                 path.unlink(missing_ok=True)
 
-    def load_latest(self, homes: ClientStates) -> tuple[int, dict[str, Any]] | None:
-        """The newest whole checkpoint, (round, state), with `homes` filled from it; None when there is none at all.
+    def load_latest(self, client_states: ClientStates) -> tuple[int, dict[str, Any]] | None:
+        """Return (round, state) of the newest intact checkpoint and load `client_states`; None without checkpoints.
 
-        A damaged one is passed over for the one before: going on from there gives the same bits, only later.
+        A damaged one is skipped for the one before it: resuming from there gives the same bits, but takes longer.
         """
         for round in self.rounds():
             try:
-                return round, self._load(round, homes)
+                return round, self._load(round, client_states)
             except InputError as error:
                 self.damaged.append(str(error))
         if self.damaged:
             raise InputError(self.damaged[0])
         return None
 
-    def _load(self, round: int, homes: ClientStates) -> dict[str, Any]:
+    def _load(self, round: int, client_states: ClientStates) -> dict[str, Any]:
         path = self.folder / f"round-{round:06d}.json"
         record = read_json(path)
         if record.get("format") != FORMAT:
             raise InputError(f"{path} has format {record.get('format')!r}; this version of fedloom reads {FORMAT}.")
         tensors = read_safetensors(self.folder / f"round-{round:06d}.safetensors", record["digest"])
-        where = {int(client): name for client, name in record["clients"].items()}
+        client_files = {int(client_id): name for client_id, name in record["clients"].items()}
         files: dict[str, dict[str, Tensor]] = {
             name: read_safetensors(self.folder / name, digest) for name, (digest, _) in record["client_files"].items()
         }
-        for client, name in where.items():
-            homes.keep(client, {key: files[name][f"{client}/{key}"] for key in homes.shapes})
-        homes.changed.clear()
-        self._where = where
+        for client_id, name in client_files.items():
+            client_states.save(client_id, {key: files[name][f"{client_id}/{key}"] for key in client_states.shapes})
+        client_states.changed.clear()
+        self._client_files = client_files
         self._digests = {name: digest for name, (digest, _) in record["client_files"].items()}
-        self._sizes = {name: size for name, (_, size) in record["client_files"].items()}
-        state: dict[str, Any] = join_state_tensors(record["state"], tensors)
+        self._clients_per_file = {name: size for name, (_, size) in record["client_files"].items()}
+        state: dict[str, Any] = join_stored_tensors(record["state"], tensors)
         return state

@@ -1,11 +1,12 @@
-"""Comparing methods over seeds: the same clients, batches and initial models for all of them.
+"""Compare methods over seeds, with the same clients, batches and initial models for all methods.
 
-Grids of methods: every server with every local and every refiner, and a reason for each that cannot be run.
+A grid of methods combines each server with each client and each refiner. Combinations that cannot run are left out with
+a reason.
 
     fedavg,fedcross,scaffold x sgd,fedprox x none,dynafed
 
-`fedavg`, `sgd` and `none` are what a run has when no method brings the part: FedAvg's server, its plain local training,
-no refiner. Where a list has that name it is the baseline, else the first name is.
+`fedavg`, `sgd` and `none` are the defaults: FedAvg's server, its local training, and no refiner. The default is the
+baseline of a list that contains it; otherwise the first name is.
 """
 
 import re
@@ -34,15 +35,15 @@ from fedloom.report.effects import EffectCell, EffectFactor, EffectGrid
 from fedloom.runs.build import build_run
 from fedloom.runs.callback import Callback
 from fedloom.runs.concurrent import run_concurrently
-from fedloom.runs.directory import RunDirectory, claimed, is_run_directory, parse_run_path
+from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, parse_run_path
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.resolve import (
     UserObjects,
-    add_server_data,
     describe_user_objects,
     record_partition_hash,
     resolve_method,
     resolve_method_options,
+    resolve_server_data,
 )
 from fedloom.runs.result import RunResult
 from fedloom.training.context import Criterion
@@ -51,28 +52,28 @@ from fedloom.utils.storage import write_atomically
 
 Given = Mapping[str, Mapping[str, Any]]
 
-PLAIN = {"server": "fedavg", "local": "sgd", "refiner": "none"}
-"""The factors in their order, and the level of each that brings nothing."""
+PLAIN = {"server": "fedavg", "client": "sgd", "refiner": "none"}
+"""The factors in their order, each with its default level."""
 
 FITS: dict[str, Callable[[Method], bool]] = {
-    # SCAFFOLD's companion lives on the server: by it the method counts as one, though its mean is FedAvg's.
-    "server": lambda method: method.server is not None or method.companion is not None,
-    "local": lambda method: method.local is not None and method.server is None,
+    # SCAFFOLD's extras live on the server, so it counts as a server, although its mean is FedAvg's.
+    "server": lambda method: method.server is not None or method.extras is not None,
+    "client": lambda method: method.client is not None and method.server is None,
     "refiner": lambda method: method.refiner is not None and method.server is None,
 }
-"""Which methods may stand in which list."""
+"""Which methods each list accepts."""
 
 
-def _parse_grid(given: str | Sequence[Sequence[str]]) -> tuple[EffectFactor, ...]:
-    """The factors of a grid such as `fedavg,fedcross x sgd,fedprox`, as text or as a list of lists."""
-    if isinstance(given, str):
-        lists = [[name.strip() for name in text.split(",")] for text in re.split(r"\s+[x×]\s+", given.strip())]
+def _parse_grid(grid: str | Sequence[Sequence[str]]) -> tuple[EffectFactor, ...]:
+    """Parse a grid such as `fedavg,fedcross x sgd,fedprox`, given as text or as a list of lists."""
+    if isinstance(grid, str):
+        lists = [[name.strip() for name in text.split(",")] for text in re.split(r"\s+[x×]\s+", grid.strip())]
     else:
-        lists = [[names] if isinstance(names, str) else list(names) for names in given]
+        lists = [[names] if isinstance(names, str) else list(names) for names in grid]
     if not 2 <= len(lists) <= len(PLAIN):
         raise InputError(
-            "a grid is servers x locals or servers x locals x refiners, such as 'fedavg,fedcross x sgd,fedprox', "
-            f"not {given!r}."
+            "a grid is servers x clients or servers x clients x refiners, such as 'fedavg,fedcross x sgd,fedprox', "
+            f"not {grid!r}."
         )
     known = methods()
     factors = []
@@ -87,8 +88,8 @@ def _parse_grid(given: str | Sequence[Sequence[str]]) -> tuple[EffectFactor, ...
                 raise unknown_name_error(factor, name, {plain, *fitting})
             if not FITS[factor](known[name]):
                 raise InputError(
-                    f"{name} brings a {' and a '.join(known[name].parts)}, so it does not belong among the {factor}s "
-                    f"of a grid; the plain one there is {plain!r}."
+                    f"{name} provides a {' and a '.join(known[name].parts)}, so it cannot be one of the {factor}s of a "
+                    f"grid; the default there is {plain!r}."
                 )
         baseline = plain if plain in names else names[0]
         factors.append(EffectFactor(factor, (baseline, *(name for name in names if name != baseline))))
@@ -96,69 +97,76 @@ def _parse_grid(given: str | Sequence[Sequence[str]]) -> tuple[EffectFactor, ...
 
 
 def _make_grid(
-    given: str | Sequence[Sequence[str]],
+    grid: str | Sequence[Sequence[str]],
     config: Config,
     options: Given | None = None,
-    own: UserObjects | None = None,
+    user_objects: UserObjects | None = None,
     progress: Progress | None = None,
 ) -> EffectGrid:
-    """The grid on the task that `config` describes, with every combination that cannot be run named and explained.
+    """Build the grid for the data and network of `config`, with a reason for each combination that cannot run.
 
-    Refused are parts that clash, and parts that say themselves that they cannot work together or on this task. What
-    is wrong without any method (a data set that is not there, an option that no method has) is an error as always.
+    These are combinations of incompatible parts, and of parts that reject each other or this task. What is wrong with
+    any method (a missing data set, an unknown option) is an error as usual.
     """
-    factors = _parse_grid(given)
+    factors = _parse_grid(grid)
     known = methods()
     named = [known[name] for factor in factors for name in factor.levels if name in known]
-    config = add_server_data(
-        config, own or UserObjects(), [ComposedMethod("", tuple(named), {})]
-    )  # as all its runs have it
+    config = resolve_server_data(
+        config, user_objects or UserObjects(), [ComposedMethod("", tuple(named), {})]
+    )  # as in all its runs
     with build_run(
-        replace_config(config, method="fedavg", options={}, engine="plain"), own, progress
-    ).engine_closed() as e:
-        context = e.rounds.context
+        replace_config(config, method="fedavg", options={}, engine="sequential"), user_objects, progress
+    ).engine_closed() as built_run:
+        context = built_run.rounds.context
 
     def cell(levels: tuple[str, ...]) -> EffectCell:
         chosen = [name for factor, name in zip(factors, levels, strict=True) if name != PLAIN[factor.name]]
         method = "+".join(chosen) or "fedavg"
         try:
-            composition = compose(method)
+            composed_method = compose(method)
         except IncompatibleMethods as error:
             return EffectCell(levels, method, str(error))
-        composition = compose(method, _options_of_methods(composition, options or {}))
+        composed_method = compose(method, _options_of_methods(composed_method, options or {}))
         try:
-            parts = composition.build(context)
+            parts = composed_method.build(context)
             if config.clip_update is not None:
-                check_private_method(composition, parts, context.layout)
+                check_private_method(composed_method, parts, context.layout)
         except InputError as error:
             return EffectCell(levels, method, f"{method!r} cannot be run: {error}")
         return EffectCell(levels, method)
 
-    grid = EffectGrid(factors, tuple(cell(levels) for levels in product(*(factor.levels for factor in factors))))
-    if not grid.methods:
-        raise InputError(f"no combination of the grid can be run; the first: {grid.cells[0].refusal}")
-    return grid
+    effect_grid = EffectGrid(factors, tuple(cell(levels) for levels in product(*(factor.levels for factor in factors))))
+    if not effect_grid.methods:
+        raise InputError(f"no combination of the grid can be run; the first: {effect_grid.cells[0].refusal}")
+    return effect_grid
 
 
-def _options_of_methods(composition: ComposedMethod, options: Given) -> dict[str, dict[str, Any]]:
-    """Those of the options that are for methods that take part."""
-    return {name: dict(values) for name, values in options.items() if name in composition.stated()}
+def _options_of_methods(composed_method: ComposedMethod, options: Given) -> dict[str, dict[str, Any]]:
+    """Return the options of the methods that are part of `composed_method`."""
+    return {name: dict(values) for name, values in options.items() if name in composed_method.resolved_options()}
 
 
 MOST_SEEDS = 10_000
-"""More is a slip of the hand, and would be planned for minutes before anything is seen to happen."""
+"""More seeds are a typo; planning them would take minutes without any output."""
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """A finished comparison."""
+    """A finished comparison.
+
+    Example:
+        compared = fedloom.compare(["fedavg", "scaffold"], seeds=2, rounds=3)
+        print(compared.table.headline, compared.path / "report.html")
+    """
 
     path: Path
-    """The folder that holds the runs and `report.html`."""
+    """The folder with the runs and `report.html`."""
     runs: tuple[RunResult, ...]
+    """The runs: for each method one per seed."""
     table: ComparisonTable
+    """Means over the seeds and differences between the methods."""
     effects: GridEffects | None = None
-    """Which part of a grid helped how much."""
+    """The effect of each part of a grid; None without a grid."""
 
     def __repr__(self) -> str:
         return f"<{format_plural(len(self.runs), 'run')} in {self.path}: {self.table.headline}>"
@@ -176,71 +184,97 @@ def compare(
     out: Path | str | None = None,
     runs: Path | str = "runs",
     target: float | None = None,
-    at_once: int = 1,
-    watcher: Callback | None = None,
+    concurrent_runs: int = 1,
+    callback: Callback | None = None,
     report: bool = True,
     **settings: Any,
 ) -> ComparisonResult:
-    """Run each method with each of `seeds` seeds (from the setting `seed` on), and write one report.
+    """Run several methods with several seeds, and write one report.
 
-    `data`, `model`, `loss`, `options` and `settings` are those of `fedloom.run`; options of a method go to the runs it
-    takes part in. `target` is the accuracy whose reaching is timed. Everything is checked before the first run
-    starts.
+    All settings are checked before the first run starts. If `out` holds a stopped comparison, its finished runs stay
+    and the rest is run.
 
-    In place of `methods`, a `grid` such as "fedavg,fedcross x sgd,fedprox x none,dynafed" (or a list of lists) names
-    servers, locals and perhaps refiners, and all combinations are run; those that cannot be are left out with the
-    reason (`Compared.effects.grid.refused`). The report then shows which part helped how much.
+    Args:
+        methods: Names of methods, such as `["fedavg", "fedprox+swa"]`.
+        seeds: Number of seeds for each method, counted from the setting `seed`.
+        data: As in `run`.
+        model: As in `run`.
+        grid: Servers, clients and optional refiners to combine, in place of `methods`: a text such as
+            "fedavg,fedcross x sgd,fedprox x none,dynafed", or a list of lists. Combinations that cannot run are left
+            out; `effects.grid.refused` of the result has the reasons. The report shows the effect of each part.
+        loss: As in `run`.
+        options: Options by method, as in `run`. A run gets the options of its methods.
+        out: The folder of the comparison; by default a new one in `runs`.
+        runs: The parent of new folders.
+        target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best.
+        concurrent_runs: Number of runs that share a GPU at a time, if one alone does not fill it (`device="cuda"`).
+        callback: Watches and stops the runs.
+        report: Whether to write `report.html` for the comparison and for each run.
+        **settings: Fields of `Config`, the same for all runs.
 
-    `at_once` runs share a GPU at a time, where one alone does not fill it (`device="cuda"`).
+    Returns:
+        The runs, a table of their results and, for a grid, the effects of its parts.
 
-    With an `out` that holds a comparison already, finished runs are kept and the rest is done: a comparison
-    that was stopped goes on.
+    Raises:
+        InputError: An argument or a setting is invalid, or `out` holds runs with other settings.
+        RunStopped: The callback stopped the comparison. Call `compare` with the same `out` to continue.
+        FedloomError: A run failed.
+
+    Example:
+        compared = fedloom.compare(["fedavg", "scaffold"], seeds=3, data="digits", rounds=20, out="comparison")
+        print(compared.table.headline)
     """
     if isinstance(methods, str) or not all(isinstance(name, str) for name in methods or ()):
         raise InputError(f"methods must be a list of names, such as ['fedavg', 'scaffold'], not {methods!r}.")
-    for name, value, kind in (("seeds", seeds, int), ("at_once", at_once, int), ("target", target, int | float)):
+    for name, value, kind in (
+        ("seeds", seeds, int),
+        ("concurrent_runs", concurrent_runs, int),
+        ("target", target, int | float),
+    ):
         if not isinstance(value, kind) and (name, value) != ("target", None):
             raise InputError(f"{name} must be a {'whole ' if kind is int else ''}number, not {value!r}.")
     if not 1 <= seeds <= MOST_SEEDS:
         raise InputError(f"seeds must be from 1 to {MOST_SEEDS:,}, not {seeds}.")
-    if at_once < 1:
-        raise InputError(f"at_once must be 1 or more, not {at_once}.")
+    if concurrent_runs < 1:
+        raise InputError(f"concurrent_runs must be 1 or more, not {concurrent_runs}.")
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
     if (grid is None) == (not methods):
-        raise InputError("name the methods to compare, or a grid of them: one of the two.")
-    own, described = describe_user_objects(data, model, loss)
+        raise InputError("give either methods to compare or a grid, and not both.")
+    user_objects, described = describe_user_objects(data, model, loss)
     options = resolve_method_options(options)
     if grid is not None and not isinstance(grid, EffectGrid):
-        grid = plan_comparison_grid(grid, options, described | settings, own, watcher)
-    plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, own)
-    if at_once > 1 and plans[0][1].device == "cpu":
-        raise InputError(f"at_once is {at_once}, but runs share a GPU only: on a CPU one run keeps all cores busy.")
+        grid = plan_comparison_grid(grid, options, described | settings, user_objects, callback)
+    plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, user_objects)
+    if concurrent_runs > 1 and plans[0][1].device == "cpu":
+        raise InputError(
+            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
+        )
     place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{plans[0][1].data_name}"
-    with claimed(place, _refuse_run, numbered=out is None) as path:
-        done = _run_all(path, plans, own, grid, at_once, watcher, report)
-        records = [read_run_record(run.path) for run in done]
+    with claim_directory(place, _refuse_run, numbered=out is None) as path:
+        finished = _run_all(path, plans, user_objects, grid, concurrent_runs, callback, report)
+        records = [read_run_record(run.path) for run in finished]
         if report:
             write_report_page(records, path / "report.html", target=target, grid=grid)
     table = tabulate(records, target)
-    return ComparisonResult(path, tuple(done), table, analyze_effects(grid, table.groups) if grid else None)
+    return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
 
 
 def _refuse_run(path: Path) -> None:
     if is_run_directory(path):
-        raise InputError(f"{path} is a run, whose report would be written over; choose another --out.")
+        raise InputError(f"{path} is a run, and its report would be overwritten; choose another --out.")
 
 
 def _run_all(
     path: Path,
     plans: Sequence[tuple[str, Config]],
-    own: UserObjects,
+    user_objects: UserObjects,
     grid: EffectGrid | None,
-    at_once: int,
-    watcher: Callback | None,
+    concurrent_runs: int,
+    callback: Callback | None,
     report: bool,
 ) -> list[RunResult]:
-    """Carry out the runs of a comparison in its folder; those that have finished already are kept."""
+    """Run or resume all runs of a comparison in its folder; finished ones stay."""
     places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
     for place, config in places:
         if is_run_directory(place):
@@ -248,40 +282,49 @@ def _run_all(
     if grid is not None:
         write_atomically(path / GRID_FILE, grid.to_json().encode())
 
-    def run(place: Path, config: Config, eye: Callback | None) -> RunResult:
+    def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
         if is_run_directory(place):
-            return resume(place, data=own.data, model=own.model, loss=own.loss, watcher=eye, report=report)
-        return execute_run(config, own, out=place, watcher=eye, report=report)
+            return resume(
+                place,
+                data=user_objects.data,
+                model=user_objects.model,
+                loss=user_objects.loss,
+                callback=callback,
+                report=report,
+            )
+        return execute_run(config, user_objects, out=place, callback=callback, report=report)
 
-    done = []
+    finished = []
     try:
-        if at_once > 1:
-            jobs = [(place, config, partial(run, place, config)) for place, config in places]
-            return run_concurrently(jobs, min(at_once, len(jobs)), watcher, path)
+        if concurrent_runs > 1:
+            planned_runs = [(place, config, partial(run, place, config)) for place, config in places]
+            return run_concurrently(planned_runs, min(concurrent_runs, len(planned_runs)), callback, path)
         for place, config in places:
-            if watcher is not None and watcher.wants_stop():
+            if callback is not None and callback.should_stop():
                 raise RunStopped("stopped between two runs")
-            done.append(run(place, config, watcher))
+            finished.append(run(place, config, callback))
     except RunStopped:
-        raise RunStopped(f"stopped; go on with the same command and --out {path}") from None
-    return done
+        raise RunStopped(f"stopped; continue with the same command and --out {path}") from None
+    return finished
 
 
 def plan_comparison_grid(
-    given: str | Sequence[Sequence[str]],
+    grid: str | Sequence[Sequence[str]],
     options: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Any] | None = None,
-    own: UserObjects | None = None,
-    watcher: Callback | None = None,
+    user_objects: UserObjects | None = None,
+    callback: Callback | None = None,
 ) -> EffectGrid:
-    """The grid that `compare` would run with these options and settings; what is left out is told to the watcher."""
+    """Return the grid that `compare` would run, and tell the callback which combinations are left out."""
     for file in (settings or {}).get("imports", ()):
         import_file(file)
-    grid = _make_grid(given, make_config(settings or {}), options, own, watcher.download if watcher else None)
-    for reason in grid.refused.values():
-        if watcher is not None:
-            watcher.note(f"left out: {reason}")
-    return grid
+    effect_grid = _make_grid(
+        grid, make_config(settings or {}), options, user_objects, callback.on_download if callback else None
+    )
+    for reason in effect_grid.refused.values():
+        if callback is not None:
+            callback.on_message(f"left out: {reason}")
+    return effect_grid
 
 
 def _plans(
@@ -289,26 +332,26 @@ def _plans(
     seeds: int,
     options: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
-    own: UserObjects,
+    user_objects: UserObjects,
 ) -> list[tuple[str, Config]]:
-    """A config for each method and seed; options of a method go to the runs that it takes part in."""
+    """Return a config for each method and seed, with the options of the methods of that run."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
         raise InputError(f"{twice!r} is named twice; each method is compared once.")
     for file in settings.get("imports", ()):
         import_file(file)
     base = make_config(settings)
-    if base.init is not None and base.init_sha256 is None:  # one file for all runs, also for those still to come
+    if base.init is not None and base.init_sha256 is None:  # the same file for all runs, even if it changes meanwhile
         base = replace_config(base, init_sha256=initial_weights_sha256(Path(base.init)))
-    # What the server holds is missing at the clients: so that it is in all runs, if one needs it.
-    base = add_server_data(record_partition_hash(base), own, [compose(name) for name in names])
+    # The server's data are taken from the clients. If one run needs them, all runs get them, for a fair comparison.
+    base = resolve_server_data(record_partition_hash(base), user_objects, [compose(name) for name in names])
     used: set[str] = set()
     plans = []
     for name in names:
-        composition = compose(name)
-        used |= set(composition.stated())
-        config = replace_config(base, method=name, options=_options_of_methods(composition, options))
-        config = replace_config(config, options=resolve_method(config).stated())
+        composed_method = compose(name)
+        used |= set(composed_method.resolved_options())
+        config = replace_config(base, method=name, options=_options_of_methods(composed_method, options))
+        config = replace_config(config, options=resolve_method(config).resolved_options())
         plans += [(name, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
     for method in options:
         if method not in used:
@@ -320,7 +363,7 @@ def _plans(
 def _same_plan(place: Path, config: Config) -> None:
     before = RunDirectory.open(place).config.model_dump(exclude=EXECUTION_SETTINGS)
     now = config.model_dump(exclude=EXECUTION_SETTINGS)
-    if config.clients is None:  # the run has counted them
+    if config.clients is None:  # the run has recorded their number
         del now["clients"]
     for key, value in now.items():
         if before[key] != value:

@@ -1,8 +1,7 @@
-"""Several runs at once in one process, watched as one piece of work.
+"""Several concurrent runs on one GPU, in threads of one process.
 
-One run of a small network leaves most of a GPU idle, and kernels of different processes take turns instead of running
-side by side. So runs that are to share a GPU share a process: a thread each, whose work for the GPU overlaps with that
-of the others. Each run is what it would be alone.
+One run of a small network leaves most of a GPU idle. Kernels of different processes take turns, but kernels of threads
+in one process overlap. Each run gives the same result as alone. One callback watches all runs together.
 """
 
 import threading
@@ -13,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.config import Config
-from fedloom.devices.cuda_runtime import free_unused_memory, use_exclusive_stream
+from fedloom.devices.cuda_runtime import free_cuda_memory, use_exclusive_stream
 from fedloom.devices.selection import select_device
 from fedloom.errors import InsufficientMemoryError, RunStopped
 from fedloom.runs.callback import Callback, SilentCallback
 from fedloom.runs.result import RunResult
 
 THREADS = "fedloom-run"
-"""What the names of the threads begin with."""
+"""Prefix of the thread names."""
 
-Job = tuple[Path, Config, Callable[[Callback], RunResult]]
-"""A run's folder, its config, and what carries it out (or goes on with it) under a watcher."""
+PlannedRun = tuple[Path, Config, Callable[[Callback], RunResult]]
+"""A run's folder, its config, and the function that runs or resumes it with a callback."""
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """All runs as one plan."""
+    """Description of all runs together, for the display."""
 
     method: str
     data: str
@@ -38,136 +37,143 @@ class _Whole:
 
 
 class _Hub:
-    """What the watcher of all runs is told."""
+    """Pass the events of all runs to one callback."""
 
-    def __init__(self, watcher: Callback, jobs: Sequence[Job]) -> None:
-        self.watcher = watcher
+    def __init__(self, callback: Callback, planned_runs: Sequence[PlannedRun]) -> None:
+        self.callback = callback
         self.lock = threading.RLock()
         self.failed = False
         self.interrupted = threading.Event()
         self._rounds = 0
-        self._total = sum(config.rounds for _, config, _ in jobs)
+        self._total = sum(config.rounds for _, config, _ in planned_runs)
 
-    def count(self, rounds: int, record: Mapping[str, Any] | None = None) -> None:
-        """So many rounds have been played, the last with this record."""
+    def add_rounds(self, rounds: int, record: Mapping[str, Any] | None = None) -> None:
+        """Count finished rounds, the last with this record."""
         with self.lock:
             self._rounds += rounds
             if record is not None:
-                self.watcher.record({"round": min(self._rounds, self._total), "note": record.get("note")})
+                self.callback.on_round_end({"round": min(self._rounds, self._total), "note": record.get("note")})
 
 
 class _OneOf:
-    """The watcher of one of the runs."""
+    """The callback of a single run."""
 
     def __init__(self, hub: _Hub, name: str) -> None:
         self._hub, self._name = hub, name
         self._rounds = 0
 
-    def begin(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
+    def on_run_start(self, folder: Path, config: Any, history: list[dict[str, Any]]) -> None:
         done = max((record["round"] for record in history), default=0)
-        self._hub.count(done - self._rounds)  # it may begin again, from a round that was counted
+        self._hub.add_rounds(done - self._rounds)  # a restarted run repeats rounds that were counted
         self._rounds = done
 
-    def note(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         with self._hub.lock:
-            self._hub.watcher.note(f"{self._name}: {text}")
+            self._hub.callback.on_message(f"{self._name}: {text}")
 
-    def record(self, record: Mapping[str, Any]) -> None:
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
         if not record["round"]:  # the evaluation before the first round
             return
         self._rounds += 1
-        self._hub.count(1, {**record, "note": f"{self._name}: {record['note']}"} if record.get("note") else record)
+        self._hub.add_rounds(1, {**record, "note": f"{self._name}: {record['note']}"} if record.get("note") else record)
 
-    def download(self, name: str, done: int, total: int) -> None:
+    def on_download(self, name: str, done: int, total: int) -> None:
         with self._hub.lock:
-            self._hub.watcher.download(name, done, total)
+            self._hub.callback.on_download(name, done, total)
 
-    def work(self, what: str, done: int, total: int) -> None:
+    def on_server_progress(self, what: str, done: int, total: int) -> None:
         self.check()
         with self._hub.lock:
-            self._hub.watcher.work(f"{self._name}: {what}", done, total)
+            self._hub.callback.on_server_progress(f"{self._name}: {what}", done, total)
 
-    def wants_stop(self) -> bool:
-        return self._hub.failed or self._hub.interrupted.is_set() or self._hub.watcher.wants_stop()
+    def should_stop(self) -> bool:
+        return self._hub.failed or self._hub.interrupted.is_set() or self._hub.callback.should_stop()
 
     def check(self) -> None:
         if self._hub.interrupted.is_set():
             raise RunStopped("stopped within a round")
 
-    def end(self) -> None:
+    def on_run_end(self) -> None:
         return
 
 
-def run_concurrently(jobs: Sequence[Job], at_once: int, watcher: Callback | None, path: Path) -> list[RunResult]:
-    """Carry out all jobs, `at_once` at a time; results in the order of the jobs. One that fails stops the others.
+def run_concurrently(
+    planned_runs: Sequence[PlannedRun], concurrent_runs: int, callback: Callback | None, path: Path
+) -> list[RunResult]:
+    """Run all runs, `concurrent_runs` at a time, and return their results in order. A failed run stops the others.
 
-    One that finds no memory beside the others goes on alone after them.
+    A run that is out of memory continues alone after the others.
     """
-    watcher = watcher or SilentCallback()
-    hub = _Hub(watcher, jobs)
-    eyes = [_OneOf(hub, folder.name) for folder, _, _ in jobs]
-    first = jobs[0][1]
-    whole = _Whole(f"{len(jobs)} runs, {at_once} at once,", first.data, first.seed, hub._total, first.device)
-    watcher.begin(path, whole, [])  # type: ignore[arg-type]  # a display needs no more of a config than this
+    callback = callback or SilentCallback()
+    hub = _Hub(callback, planned_runs)
+    callbacks = [_OneOf(hub, folder.name) for folder, _, _ in planned_runs]
+    first = planned_runs[0][1]
+    whole = _Whole(
+        f"{len(planned_runs)} runs, {concurrent_runs} at once,", first.data, first.seed, hub._total, first.device
+    )
+    callback.on_run_start(path, whole, [])  # type: ignore[arg-type]  # a display needs only this much of a config
 
-    def one(job: Job, eye: _OneOf) -> RunResult:
-        _, config, run = job
-        if eye.wants_stop():
+    def one(planned_run: PlannedRun, callback: _OneOf) -> RunResult:
+        _, config, run = planned_run
+        if callback.should_stop():
             raise RunStopped("stopped between two runs")
         with use_exclusive_stream(select_device(config.device)):
-            return run(eye)
+            return run(callback)
 
-    def beside(job: Job, eye: _OneOf) -> RunResult | None:
-        """Beside others; None: it found no memory."""
+    def beside(planned_run: PlannedRun, callback: _OneOf) -> RunResult | None:
+        """Run beside others; None if it is out of memory."""
         try:
-            return one(job, eye)
+            return one(planned_run, callback)
         except InsufficientMemoryError as shortage:
-            eye.note(f"{shortage} Once the others are done there may be enough, so it goes on after them, alone.")
+            callback.on_message(f"{shortage} This run continues alone after the others, when there may be enough.")
         except BaseException:
             hub.failed = True
             raise
-        free_unused_memory()
+        free_cuda_memory()
         return None
 
-    numbers = iter(range(len(jobs)))
+    numbers = iter(range(len(planned_runs)))
     done: dict[int, RunResult | None] = {}
     errors: list[BaseException] = []
 
     def work() -> None:
         while (number := next(numbers, None)) is not None:
             try:
-                done[number] = beside(jobs[number], eyes[number])
-            except BaseException as error:  # raised below, by the thread that was asked for all this
+                done[number] = beside(planned_runs[number], callbacks[number])
+            except BaseException as error:  # raised below, in the calling thread
                 errors.append(error)
 
     try:
-        _work_in_threads(at_once, work, hub)
+        _work_in_threads(concurrent_runs, work, hub)
         for error in sorted(errors, key=lambda error: isinstance(error, RunStopped)):
-            raise error  # what failed, before what it stopped
-        return [done[number] or one(job, eye) for number, (job, eye) in enumerate(zip(jobs, eyes, strict=True))]
+            raise error  # the failed run first, then those that it stopped
+        return [
+            done[number] or one(planned_run, callback_of_run)
+            for number, (planned_run, callback_of_run) in enumerate(zip(planned_runs, callbacks, strict=True))
+        ]
     finally:
-        watcher.end()
+        callback.on_run_end()
 
 
-def _work_in_threads(number: int, work: Callable[[], None], hub: _Hub) -> None:
-    """Let so many threads work to their end.
+def _work_in_threads(num_threads: int, work: Callable[[], None], hub: _Hub) -> None:
+    """Run `work` in `num_threads` threads until all end.
 
-    Python tells Ctrl-C to the main thread alone. It tells the others, and waits until their runs have ended, unless
-    somebody wanted a stop before or presses Ctrl-C again: then the process ends without them.
+    Python raises Ctrl-C only in the main thread. It tells the others and waits for their runs to end. After an earlier
+    stop request, or at a second Ctrl-C, the process ends without waiting.
     """
-    threads = [threading.Thread(target=work, name=f"{THREADS}-{i}", daemon=True) for i in range(number)]
+    threads = [threading.Thread(target=work, name=f"{THREADS}-{i}", daemon=True) for i in range(num_threads)]
     try:
         for thread in threads:
             thread.start()
         _wait(threads)
     except KeyboardInterrupt:
         hub.interrupted.set()
-        if not hub.watcher.wants_stop():
+        if not hub.callback.should_stop():
             _wait(threads)
         raise
 
 
 def _wait(threads: Sequence[threading.Thread]) -> None:
-    """Wait until all have ended. `join`, once interrupted, may take a thread that goes on for one that has ended."""
+    """Wait for all threads. After an interrupt, `join` may report a running thread as ended."""
     while any(thread.ident is not None and thread in threading.enumerate() for thread in threads):
         time.sleep(0.02)

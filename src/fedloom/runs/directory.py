@@ -1,16 +1,16 @@
-"""A run is a folder: config, metrics as they happen, checkpoints, the deployed model, a report.
+"""RunDirectory: config, metrics, checkpoints, model and summary of a run on disk.
 
-config.toml       what the run is, complete, and what it was made with
-metrics.jsonl     one record a round, appended as it happens
-checkpoints/      the last ones (see checkpoints.py)
-draft/            long work of the server, half done (see utils/partial_results.py), until the run has finished
-partition.json    who holds how many samples of which class
-initial.json      what a run with --init took from its file, and
-initial.safetensors the start that came of it
-model.safetensors the deployed model, as named tensors
+config.toml       all settings, and the versions of the software
+metrics.jsonl     one record per round, appended after the round
+checkpoints/      the last checkpoints (see checkpoints.py)
+partial/          partial results of long server work (see utils/partial_results.py), until the run has finished
+partition.json    number of samples per client and class
+initial.json      what a run with --init took from its file
+initial.safetensors the initial weights that resulted
+model.safetensors the global model, as named tensors
 synthetic.safetensors the synthetic data set of a run that makes one
-summary.json      the totals, when the run has finished
-report.html       pictures of all that
+summary.json      the totals of a finished run
+report.html       the report with figures
 """
 
 import json
@@ -38,45 +38,45 @@ from fedloom.utils.storage import read_json, read_safetensors, write_atomically,
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # a module to mypy, which looks at Unix
+    fcntl = None  # type: ignore[assignment]  # mypy checks for Unix, where it is a module
 
-FORMAT = 1
+FORMAT = 2
 USE = "server_data_used_by"
-"""Where config.toml names the methods that use the server's data."""
+"""Key in config.toml for the methods that use the server's data."""
 PATIENCE = 30
 LOCK = ".lock"
 UNCOUNTED = (LOCK, ".config.toml.part", "flower")
-"""Files of a run that died before it wrote its config, and of sites that are up already."""
+"""Files of a run that was killed before it wrote its config, and of sites that run already."""
 
 
 class RunDirectory:
-    """The folder of one run."""
+    """The directory of one run."""
 
-    def __init__(self, path: Path, config: Config, own: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path, config: Config, python_objects: tuple[str, ...] = ()) -> None:
         self.path = path
         self.config = config
-        self.own = own
-        """What was given as a Python object and so must be given again: some of data, model, loss."""
+        self.python_objects = python_objects
+        """Which of data, model and loss were Python objects and must be passed again."""
         self.checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
 
     @classmethod
     def create(
-        cls, path: Path, config: Config, own: tuple[str, ...] = (), use_server_data: tuple[str, ...] = ()
+        cls, path: Path, config: Config, python_objects: tuple[str, ...] = (), use_server_data: tuple[str, ...] = ()
     ) -> "RunDirectory":
-        """Write the config of a new run into a folder that `claimed` gave.
+        """Write the config of a new run into a folder from `claim_directory`.
 
         `use_server_data` names the methods that use the server's data, for the report.
         """
-        folder = cls(path, config, own)
+        directory = cls(path, config, python_objects)
         text = settings_to_toml(
             {
                 "format": FORMAT,
-                "command": None if own else config_to_command(config),
-                "own": list(own),
+                "command": None if python_objects else config_to_command(config),
+                "python_objects": list(python_objects),
                 USE: list(use_server_data) or None,
                 **config.model_dump(mode="json", exclude={"options"}),
                 "options": config.options,
-                "made_with": {
+                "versions": {
                     "fedloom": __version__,
                     "torch": torch.__version__,
                     "numpy": np.__version__,
@@ -86,38 +86,38 @@ class RunDirectory:
             }
         )
         write_atomically(path / "config.toml", text.encode())
-        return folder
+        return directory
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """An existing run."""
+        """Open an existing run."""
         if not is_run_directory(path):
             raise InputError(f"{path} is not a run: there is no config.toml in it.")
         values = read_settings_toml(path / "config.toml")
         found = values.pop("format", None)
         if found != FORMAT:
-            made = values.get("made_with", {}).get("fedloom", "unknown")
+            made = values.get("versions", {}).get("fedloom", "unknown")
             raise InputError(
                 f"{path} is a run of format {found!r} (made by fedloom {made}); this is fedloom {__version__}, which "
                 f"reads format {FORMAT}."
             )
-        values.pop("made_with", None)
+        values.pop("versions", None)
         values.pop("command", None)
         values.pop(USE, None)
-        own = tuple(values.pop("own", ()))
+        python_objects = tuple(values.pop("python_objects", ()))
         try:
-            return cls(path, make_config(values), own)
+            return cls(path, make_config(values), python_objects)
         except InputError as error:
             raise InputError(f"{path / 'config.toml'}: {error}") from error
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Keep other processes from working on this run at the same time; the lock ends with this process."""
+    def lock(self) -> AbstractContextManager[None]:
+        """Lock this run against other processes; the lock ends with this process."""
         return lock_directory(self.path)
 
     # metrics
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Add one round's record to metrics.jsonl."""
+    def append_record(self, record: dict[str, Any]) -> None:
+        """Append the record of a round to metrics.jsonl."""
         try:
             with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(record) + "\n")
@@ -125,7 +125,7 @@ class RunDirectory:
             raise FedloomError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
 
     def history(self) -> list[dict[str, Any]]:
-        """The records so far; a last line that was cut off in writing does not count."""
+        """Return the records so far, without a truncated last line."""
         try:
             lines = (self.path / "metrics.jsonl").read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -133,7 +133,7 @@ class RunDirectory:
         except OSError as error:
             raise InputError(f"cannot read {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
         records = []
-        for number, line in enumerate(lines[:-1], start=1):  # a whole line ends with a newline
+        for number, line in enumerate(lines[:-1], start=1):  # a complete line ends with a newline
             try:
                 record = json.loads(line)
                 record["round"] + 0
@@ -145,34 +145,34 @@ class RunDirectory:
         return records
 
     def sync_metrics(self) -> None:
-        """Bring the records so far to the disk."""
+        """Flush the records to disk."""
         with (self.path / "metrics.jsonl").open("rb") as handle:
             os.fsync(handle.fileno())
 
     def rewind(self, round: int, last: dict[str, Any] | None = None) -> None:
-        """Forget the records after `round`: those rounds will be played again. `last` is the record of `round`."""
+        """Delete the records after `round`, because these rounds run again. `last` is the record of `round`."""
         kept = [record for record in self.history() if record["round"] <= round]
         if last is not None and (not kept or kept[-1]["round"] < round):
             kept.append(last)
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.path / "metrics.jsonl", text.encode())
 
-    # what is written beside them
+    # other files
 
-    def write_partition(self, counts: np.ndarray | None, class_names: tuple[str, ...]) -> None:
-        """Who holds how many samples of which class."""
-        if counts is None:
+    def write_partition(self, label_counts: np.ndarray | None, class_names: tuple[str, ...]) -> None:
+        """Write the number of samples per client and class."""
+        if label_counts is None:
             return
-        value = {"classes": counts.shape[1], "class_names": list(class_names), "counts": counts.tolist()}
+        value = {"classes": label_counts.shape[1], "class_names": list(class_names), "counts": label_counts.tolist()}
         write_atomically(self.path / "partition.json", json.dumps(value).encode())
 
-    def write_beginning(self, beginning: InitialWeights, start: Mapping[str, Tensor]) -> None:
-        """What was taken from a file, and the start that came of it, so that the run no longer needs the file."""
-        digest = write_safetensors(self.path / "initial.safetensors", start)
-        write_json(self.path / "initial.json", {**beginning.record(), "start_sha256": digest})
+    def write_initial_weights(self, initial_weights: InitialWeights, state_dict: Mapping[str, Tensor]) -> None:
+        """Write the initial weights and what was taken from the file, so that the run no longer needs it."""
+        digest = write_safetensors(self.path / "initial.safetensors", state_dict)
+        write_json(self.path / "initial.json", {**initial_weights.to_dict(), "start_sha256": digest})
 
-    def start(self) -> dict[str, Tensor] | None:
-        """The start that was taken from a file; None where none was, or where the run ended before it was written."""
+    def load_initial_weights(self) -> dict[str, Tensor] | None:
+        """Return the initial weights of a run with --init; None without, or if the run ended before it wrote them."""
         if self.config.init is None or not (self.path / "initial.json").is_file():
             return None
         return read_safetensors(
@@ -180,19 +180,19 @@ class RunDirectory:
         )
 
     def write_model(self, tensors: dict[str, Tensor]) -> None:
-        """The deployed model under the names of its state dict."""
+        """Write the global model, a state dict."""
         write_safetensors(self.path / "model.safetensors", tensors)
 
-    def write_exhibit(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Something that the method has made and a person may want to look at."""
+    def write_artifact(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors that the method made for users to look at."""
         write_safetensors(self.path / f"{name}.safetensors", tensors)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """The totals of a finished run."""
+        """Write the totals of a finished run."""
         write_atomically(self.path / "summary.json", (json.dumps(summary) + "\n").encode())
 
     def summary(self) -> dict[str, Any] | None:
-        """The totals, if the run has finished."""
+        """Return the totals; None if the run has not finished."""
         path = self.path / "summary.json"
         if not path.is_file():
             return None
@@ -205,12 +205,14 @@ class RunDirectory:
 
 
 @contextmanager
-def claimed(path: Path, refuse: Callable[[Path], None] | None = None, *, numbered: bool = False) -> Iterator[Path]:
-    """Make a folder and keep other processes out of it until the end.
+def claim_directory(
+    path: Path, refuse: Callable[[Path], None] | None = None, *, numbered: bool = False
+) -> Iterator[Path]:
+    """Create a folder and lock it until the end.
 
-    With `numbered` it is a new one: `path` followed by the first free number. `refuse` raises if the folder cannot be
-    used. It is called before anything is written, and again under the lock. A folder that was made here and is still
-    empty at the end is removed.
+    With `numbered` it is a new folder: `path` followed by the first free number. `refuse` raises an error if the folder
+    cannot be used. It is called before anything is written, and again under the lock. A new folder that is still empty
+    at the end is removed.
     """
     made: list[Path] = []
     if refuse is not None and not numbered:
@@ -224,7 +226,7 @@ def claimed(path: Path, refuse: Callable[[Path], None] | None = None, *, numbere
                     refuse(path)
                 yield path
             finally:
-                with suppress(OSError):  # it may be gone
+                with suppress(OSError):  # the folder may be gone
                     if [entry.name for entry in path.iterdir()] == [LOCK]:
                         (path / LOCK).unlink()
     finally:
@@ -234,29 +236,29 @@ def claimed(path: Path, refuse: Callable[[Path], None] | None = None, *, numbere
 
 
 def refuse_occupied(path: Path) -> None:
-    """Refuse a folder that already holds something."""
+    """Raise an InputError if a folder is not empty."""
     with _told(path):
         if path.exists() and any(entry.name not in UNCOUNTED for entry in path.iterdir()):
-            advice = f", or go on with: fedloom resume {path}" if is_run_directory(path) else "."
+            advice = f", or continue with: fedloom resume {path}" if is_run_directory(path) else "."
             raise InputError(f"{path} is not empty; choose another --out{advice}")
 
 
 @contextmanager
 def lock_directory(folder: Path) -> Iterator[None]:
-    """Keep other processes from working in `folder` at the same time; the lock ends with this process."""
+    """Lock `folder` against other processes; the lock ends with this process."""
     with _lock(folder, []):
         yield
 
 
 @contextmanager
 def _lock(folder: Path, made: list[Path]) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if need be; `made` receives the folders that were made."""
+    """Hold the lock of a folder. Create the folder if needed, and add created folders to `made`."""
     for attempt in range(PATIENCE):
         with _told(folder):
             handle = _try_lock(folder, made)
         if handle is not None:
             break
-        if attempt < PATIENCE - 1:  # the workers of a process that was just killed hold it a moment longer
+        if attempt < PATIENCE - 1:  # workers of a killed process hold the lock a moment longer
             time.sleep(0.1)
     else:
         raise InputError(f"another process is at work on {folder}; wait for it or stop it.")
@@ -264,12 +266,12 @@ def _lock(folder: Path, made: list[Path]) -> Iterator[None]:
         try:
             yield
         finally:
-            if fcntl is not None:  # not only closed: a process that was forked meanwhile has the file too
+            if fcntl is not None:  # closing is not enough: a forked process has the file too
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def _try_lock(folder: Path, made: list[Path]) -> IO[bytes] | None:
-    """The locked file; None if another process has it, or has just removed it together with the folder."""
+    """Return the locked file; None if another process holds it, or has just removed it with the folder."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     made.extend(missing)
@@ -288,7 +290,7 @@ def _try_lock(folder: Path, made: list[Path]) -> IO[bytes] | None:
 
 
 def _make_numbered(stem: Path, made: list[Path]) -> Path:
-    """Make `stem` with the first free number behind it. Of several processes each makes its own."""
+    """Create a folder named `stem` and the first free number. Concurrent processes get different ones."""
     with _told(stem.parent):
         made.extend(place for place in (stem.parent, *stem.parent.parents) if not place.exists())
         for number in range(1, 1_000_000):
@@ -298,12 +300,12 @@ def _make_numbered(stem: Path, made: list[Path]) -> Path:
                 path.mkdir()
                 made.insert(0, path)
                 return path
-    raise InputError(f"{stem.parent} holds too many folders called {stem.name}; name one with --out.")
+    raise InputError(f"{stem.parent} has too many folders named {stem.name}; choose one with --out.")
 
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Say in a sentence why a folder cannot be made or written."""
+    """Turn errors of creating or writing a folder into an InputError."""
     try:
         yield
     except (NotADirectoryError, FileExistsError) as error:
@@ -313,7 +315,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether there is a run in `path`."""
+    """Return whether `path` is a run directory."""
     try:
         return (path / "config.toml").is_file()
     except OSError as error:
@@ -321,12 +323,12 @@ def is_run_directory(path: Path) -> bool:
 
 
 def parse_run_path(out: Path | str) -> Path:
-    """The folder that somebody named; an empty name, as an unset variable leaves it, would be the folder we are in."""
+    """Return the folder `out`. Reject an empty name, as from an unset variable: it would be the current folder."""
     if not str(out) or "\0" in str(out):
         raise InputError(f"--out must be the name of a folder, not {str(out)!r}.")
     return Path(out)
 
 
-def name_of(config: Config) -> str:
-    """What a run's folder is called if nobody names it, without the number."""
+def directory_name(config: Config) -> str:
+    """Return the default name of a run directory, without its number."""
     return re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data_name}-seed{config.seed}")

@@ -1,10 +1,4 @@
-"""fedloom from Python: run, resume and verify runs.
-
-import fedloom
-run = fedloom.run(method="fedprox", data="digits", rounds=50)
-run.history            # a list of records, one a round: pandas.DataFrame(run.history)
-run.model()            # an ordinary nn.Module with the deployed weights
-"""
+"""Run, resume and verify runs."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -19,16 +13,16 @@ from fedloom.core.layout import model_digest
 from fedloom.data import FederatedDataset
 from fedloom.devices.selection import selects_only_gpus
 from fedloom.engines.base import RemoteEngineFactory
-from fedloom.engines.registry import find_launcher
+from fedloom.engines.registry import find_registered_launcher
 from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.callback import Callback, SilentCallback
-from fedloom.runs.directory import RunDirectory, claimed, name_of, parse_run_path, refuse_occupied
+from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, parse_run_path, refuse_occupied
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
 from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_method, resolve_method_options
-from fedloom.runs.result import RunResult, check_model_file
+from fedloom.runs.result import RunResult, check_result_model
 from fedloom.training.context import Criterion
 from fedloom.utils.storage import MODEL_FILE
 
@@ -42,96 +36,130 @@ def run(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: Path | str | None = None,
     runs: Path | str = "runs",
-    watcher: Callback | None = None,
+    callback: Callback | None = None,
     report: bool = True,
     **settings: Any,
 ) -> RunResult:
     """Run a method and return the finished run.
 
-    `data` and `model` are names or your own objects: a `Federation`, and a module (whose weights are the start) or
-    something that makes one. `loss(output, targets)` is cross-entropy unless you give one. `options` are those of
-    the methods, such as {"fedprox": {"mu": 0.1}}; `settings` are the fields of `Config`. The run's folder is `out`,
-    or a new one in `runs`.
+    Args:
+        method: A method, or several joined by `+`.
+        data: The name of a data set, or your own `FederatedDataset`.
+        model: The name of a network, your own module, whose weights are the initial ones, or a function that makes one.
+        loss: Called as `loss(output, targets)`; by default cross-entropy, and for a regression the mean squared error.
+        options: Options by method, such as `{"fedprox": {"mu": 0.1}}`.
+        out: The run directory; by default a new one in `runs`.
+        runs: The parent of new run directories.
+        callback: Watches and stops the run; by default none.
+        report: Whether to write `report.html`.
+        **settings: Fields of `Config`, such as `rounds=50`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        InputError: A setting or an object is invalid, or `out` is not empty. Nothing is written.
+        RunStopped: The callback stopped the run; `resume` continues it.
+        FedloomError: The run failed, for example because too few clients sent an update or memory ran out.
+
+    Example:
+        run = fedloom.run("fedprox", data="digits", rounds=50, options={"fedprox": {"mu": 0.1}})
+        print(run.accuracy, run.history[-1])
+        network = run.model()
     """
-    own, values = describe_user_objects(data, model, loss)
+    user_objects, values = describe_user_objects(data, model, loss)
     values |= {"method": method, "options": resolve_method_options(options), **settings}
-    return execute_run(make_config(values), own, out=out, runs=runs, watcher=watcher, report=report)
+    return execute_run(make_config(values), user_objects, out=out, runs=runs, callback=callback, report=report)
 
 
 def execute_run(
     config: Config,
-    own: UserObjects | None = None,
+    user_objects: UserObjects | None = None,
     *,
     out: Path | str | None = None,
     runs: Path | str = "runs",
-    watcher: Callback | None = None,
+    callback: Callback | None = None,
     report: bool = True,
-    start: Mapping[str, Tensor] | None = None,
-    sites: RemoteEngineFactory | None = None,
+    initial_weights: Mapping[str, Tensor] | None = None,
+    remote_engine: RemoteEngineFactory | None = None,
 ) -> RunResult:
-    """Run what a config says, in a folder that no other process uses meanwhile.
+    """Run a config in a folder that is locked against other processes.
 
-    If the config does not make sense, nothing is left behind. `start` takes the place of what `init` names. `sites`
-    take that of an engine on this machine.
+    An invalid config leaves no files behind. `initial_weights` replaces the file that `init` names. `remote_engine`
+    replaces the engine of this machine.
     """
-    config = replace_config(config, options=resolve_method(config).stated())
-    place = parse_run_path(out) if out is not None else Path(runs) / name_of(config)
-    with claimed(place, refuse_occupied, numbered=out is None) as path:
+    config = replace_config(config, options=resolve_method(config).resolved_options())
+    place = parse_run_path(out) if out is not None else Path(runs) / directory_name(config)
+    with claim_directory(place, refuse_occupied, numbered=out is None) as path:
         return execute_in(
-            path, config, own or UserObjects(), watcher or SilentCallback(), report=report, start=start, sites=sites
+            path,
+            config,
+            user_objects or UserObjects(),
+            callback or SilentCallback(),
+            report=report,
+            initial_weights=initial_weights,
+            remote_engine=remote_engine,
         )
 
 
 def execute_in(
     path: Path,
     config: Config,
-    own: UserObjects,
-    watcher: Callback,
+    user_objects: UserObjects,
+    callback: Callback,
     *,
     report: bool = True,
-    start: Mapping[str, Tensor] | None = None,
-    sites: RemoteEngineFactory | None = None,
+    initial_weights: Mapping[str, Tensor] | None = None,
+    remote_engine: RemoteEngineFactory | None = None,
 ) -> RunResult:
-    """Run what a config says in an empty folder that this process has claimed."""
+    """Run a config in an empty folder that this process has claimed."""
 
     def attempt(slots: int | None) -> None:
         if slots is None:
-            with _ready(config, own, path, watcher, start, sites) as experiment:
-                _start(experiment, path, own, watcher)
+            with _ready(config, user_objects, path, callback, initial_weights, remote_engine) as built_run:
+                _start(built_run, path, user_objects, callback)
         else:
-            folder = _changed(RunDirectory.open(path), {"slots": slots})
-            _go_on(folder, own, watcher, sites, start if start is not None else _start_of(folder, watcher))
+            directory = _changed(RunDirectory.open(path), {"slots": slots})
+            _go_on(
+                directory,
+                user_objects,
+                callback,
+                remote_engine,
+                initial_weights if initial_weights is not None else _start_of(directory, callback),
+            )
 
-    retry_with_fewer_slots(attempt, watcher)
-    return _finish(RunDirectory.open(path), own, report)
+    retry_with_fewer_slots(attempt, callback)
+    return _finish(RunDirectory.open(path), user_objects, report)
 
 
-def _start(experiment: BuiltRun, path: Path, own: UserObjects, watcher: Callback) -> None:
-    """Play a new run."""
-    config = experiment.config  # where the data say how many clients there are, it now says so too
-    if experiment.beginning is not None:
-        config = replace_config(config, init_sha256=experiment.beginning.sha256)
-    folder = RunDirectory.create(path, config, own.names, experiment.composition.use_server_data)
-    _begin(folder, experiment, watcher)
-    folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
-    run_rounds(folder, experiment, watcher, start=None)
+def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback: Callback) -> None:
+    """Start a new run."""
+    config = built_run.config  # with the number of clients, even if the data define it
+    if built_run.initial_weights is not None:
+        config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
+    directory = RunDirectory.create(path, config, user_objects.names, built_run.method.use_server_data)
+    _begin(directory, built_run, callback)
+    directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
+    run_rounds(directory, built_run, callback, first_round=None)
 
 
 @contextmanager
 def _ready(
     config: Config,
-    own: UserObjects,
+    user_objects: UserObjects,
     path: Path,
-    watcher: Callback,
-    start: Mapping[str, Tensor] | None,
-    sites: RemoteEngineFactory | None,
+    callback: Callback,
+    initial_weights: Mapping[str, Tensor] | None,
+    remote_engine: RemoteEngineFactory | None,
 ) -> Iterator[BuiltRun]:
-    """Everything a run needs, until it is over."""
-    with _reaching(sites, config, own, path) as there:
+    """Build a run, and close it at the end."""
+    with _reaching(remote_engine, config, user_objects, path) as reached_engine:
         with explain_out_of_memory(config.device):
-            experiment = build_run(config, own, watcher.download, start, watcher.work, there)
-        with experiment.engine_closed(), explain_out_of_memory(config.device, experiment.engine):
-            yield experiment
+            built_run = build_run(
+                config, user_objects, callback.on_download, initial_weights, callback.on_server_progress, reached_engine
+            )
+        with built_run.engine_closed(), explain_out_of_memory(config.device, built_run.engine):
+            yield built_run
 
 
 def resume(
@@ -140,83 +168,109 @@ def resume(
     data: FederatedDataset | None = None,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     loss: Criterion | None = None,
-    watcher: Callback | None = None,
+    callback: Callback | None = None,
     report: bool = True,
-    sites: RemoteEngineFactory | None = None,
+    remote_engine: RemoteEngineFactory | None = None,
     **changes: Any,
 ) -> RunResult:
-    """Go on with a run that was stopped or killed; the result has the same bits as if it had not been.
+    """Continue a run that was stopped or killed. The result has the same bits as without the interruption.
 
-    What the run was given as Python objects must be given again. `changes` may be settings that leave the result
-    alone: engine, workers, checkpoint_seconds, keep_checkpoints. A finished run is returned as it is; if its model's
-    file is gone, it is written again from the last checkpoint.
+    A finished run is returned as it is. If its model file is missing, it is written again from the last checkpoint.
+
+    Args:
+        path: The run directory.
+        data: The data, if the run was given an object.
+        model: The model, if the run was given an object.
+        loss: The loss, if the run was given one.
+        callback: Watches and stops the run; by default none.
+        report: Whether to write `report.html`.
+        remote_engine: Creates the engine if the clients are elsewhere, such as Flower sites.
+        **changes: Settings that do not change the result: `engine`, `workers`, `slots`, `nodes`, `deadline`,
+            `checkpoint_seconds`, `keep_checkpoints`, and `device` from GPUs to other GPUs of the same kind.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        InputError: `path` is not a run or is damaged, an object is missing, or a change would change the result.
+        RunStopped: The callback stopped the run again.
+        FedloomError: The run failed.
+
+    Example:
+        run = fedloom.resume("runs/fedprox-digits-seed0-001", workers=4)
     """
-    own, folder = UserObjects(data, model, loss), RunDirectory.open(Path(path))
-    finished = folder.summary() is not None and (folder.path / MODEL_FILE).is_file()
-    with nullcontext() if finished else folder.alone():  # a finished run may lie where nothing can be written
-        return resume_in(folder, own, watcher or SilentCallback(), report=report, sites=sites, **changes)
+    user_objects, directory = UserObjects(data, model, loss), RunDirectory.open(Path(path))
+    finished = directory.summary() is not None and (directory.path / MODEL_FILE).is_file()
+    with nullcontext() if finished else directory.lock():  # a finished run may be on a read-only disk
+        return resume_in(
+            directory, user_objects, callback or SilentCallback(), report=report, remote_engine=remote_engine, **changes
+        )
 
 
 def resume_in(
-    folder: RunDirectory,
-    own: UserObjects,
-    watcher: Callback,
+    directory: RunDirectory,
+    user_objects: UserObjects,
+    callback: Callback,
     *,
     report: bool = True,
-    sites: RemoteEngineFactory | None = None,
+    remote_engine: RemoteEngineFactory | None = None,
     **changes: Any,
 ) -> RunResult:
-    """Go on with a run whose folder this process has claimed."""
-    _same_objects(folder, own)
-    _refuse_changes(folder.config, changes)
-    _refuse_moving(folder, changes)
-    folder = _changed(folder, changes)
-    summary = folder.summary()
+    """Resume a run whose folder this process has claimed."""
+    _same_objects(directory, user_objects)
+    _refuse_changes(directory.config, changes)
+    _refuse_moving(directory, changes)
+    directory = _changed(directory, changes)
+    summary = directory.summary()
     if summary is not None:
-        if not (folder.path / MODEL_FILE).is_file():
-            _write_model_again(folder, own, summary["digest"], watcher, sites)
-        return _finish(folder, own, report and not (folder.path / "report.html").exists())
+        if not (directory.path / MODEL_FILE).is_file():
+            _write_model_again(directory, user_objects, summary["digest"], callback, remote_engine)
+        return _finish(directory, user_objects, report and not (directory.path / "report.html").exists())
 
     def attempt(slots: int | None) -> None:
-        changed = _changed(folder, {} if slots is None else {"slots": slots})
-        _go_on(changed, own, watcher, sites, _start_of(changed, watcher))
+        changed = _changed(directory, {} if slots is None else {"slots": slots})
+        _go_on(changed, user_objects, callback, remote_engine, _start_of(changed, callback))
 
-    retry_with_fewer_slots(attempt, watcher)
-    return _finish(folder, own, report)
+    retry_with_fewer_slots(attempt, callback)
+    return _finish(directory, user_objects, report)
 
 
-def _changed(folder: RunDirectory, changes: Mapping[str, Any]) -> RunDirectory:
-    """The same run, to be carried out in another way."""
+def _changed(directory: RunDirectory, changes: Mapping[str, Any]) -> RunDirectory:
+    """Return the same run with changed settings."""
     if not changes:
-        return folder
-    return RunDirectory(folder.path, make_config({**folder.config.model_dump(), **changes}), folder.own)
+        return directory
+    return RunDirectory(
+        directory.path, make_config({**directory.config.model_dump(), **changes}), directory.python_objects
+    )
 
 
 def _go_on(
-    folder: RunDirectory,
-    own: UserObjects,
-    watcher: Callback,
-    sites: RemoteEngineFactory | None,
-    taken: Mapping[str, Tensor] | None,
+    directory: RunDirectory,
+    user_objects: UserObjects,
+    callback: Callback,
+    remote_engine: RemoteEngineFactory | None,
+    initial_weights: Mapping[str, Tensor] | None,
 ) -> None:
-    """Play what is left of a run, from its last checkpoint on. `taken` is the start, where it came from a file."""
-    with _ready(folder.config, own, folder.path, watcher, taken, sites) as experiment:
-        _begin(folder, experiment, watcher)
-        latest = folder.checkpoints.load_latest(experiment.engine.homes)
-        for text in folder.checkpoints.damaged:
-            if not experiment.rounds.repeatable:
-                raise InputError(f"{text} Rounds played again with other noise would reveal more than was accounted.")
-            watcher.note(f"{text} Going on from the checkpoint before it.")
+    """Continue a run from its last checkpoint. `initial_weights` are those that it read from a file, if it did."""
+    with _ready(directory.config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
+        _begin(directory, built_run, callback)
+        latest = directory.checkpoints.load_latest(built_run.engine.client_states)
+        for text in directory.checkpoints.damaged:
+            if not built_run.rounds.repeatable:
+                raise InputError(
+                    f"{text} Rounds repeated with other noise would reveal more than epsilon accounts for."
+                )
+            callback.on_message(f"{text} Going on from the checkpoint before it.")
         if latest is None:
-            folder.write_partition(experiment.rounds.label_counts, experiment.class_names)
-            folder.rewind(-1)
-            run_rounds(folder, experiment, watcher, start=None)
+            directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
+            directory.rewind(-1)
+            run_rounds(directory, built_run, callback, first_round=None)
         else:
-            start, state = latest
-            experiment.load(state["parts"])
-            experiment.engine.load(state.get("engine", {}))
-            folder.rewind(start, state["record"])
-            run_rounds(folder, experiment, watcher, start=start)
+            first_round, state = latest
+            built_run.load_state_dict(state["parts"])
+            built_run.engine.load_state_dict(state.get("engine", {}))
+            directory.rewind(first_round, state["record"])
+            run_rounds(directory, built_run, callback, first_round=first_round)
 
 
 def verify(
@@ -225,109 +279,144 @@ def verify(
     data: FederatedDataset | None = None,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     loss: Criterion | None = None,
-    watcher: Callback | None = None,
+    callback: Callback | None = None,
     **changes: Any,
 ) -> tuple[str, str]:
-    """Run a finished run again from its config, elsewhere; returns (digest then, digest now).
+    """Repeat a finished run from its config in a temporary folder, and return both digests.
 
-    Where these agree, `model.safetensors` of the run is held against the new one too: it is what people deploy.
-    `changes` may be settings that leave the result alone, as in `resume`.
+    If the digests agree, `model.safetensors` is compared with the new one too, because it is what users deploy.
+
+    Args:
+        path: The run directory.
+        data: The data, if the run was given an object.
+        model: The model, if the run was given an object.
+        loss: The loss, if the run was given one.
+        callback: Watches and stops the repetition; by default none.
+        **changes: Settings that do not change the result, as in `resume`.
+
+    Returns:
+        The digest of the run and the digest of the repetition. They are equal if the result is the same.
+
+    Raises:
+        InputError: The run has not finished or lacks its model file, an object is missing, a change would change the
+            result, or the noise came from the operating system.
+        RunStopped: The callback stopped the repetition.
+        FedloomError: The digests agree, but `model.safetensors` is not the model of the run; or the repetition failed.
+
+    Example:
+        before, now = fedloom.verify("runs/fedprox-digits-seed0-001")
+        assert before == now
     """
-    folder, own = RunDirectory.open(Path(path)), UserObjects(data, model, loss)
-    _refuse_changes(folder.config, changes)
-    _same_objects(folder, own)
-    before = RunResult(folder, own).digest
-    check_model_file(folder.path)
-    held = initial_weights_sha256(folder.path / MODEL_FILE)
-    if folder.config.noise_source == "system":
-        raise InputError(f"{path} cannot be verified: its noise came from the system and is not drawn again.")
-    config = make_config({**folder.config.model_dump(), **changes})
-    start = _start_of(folder, watcher or SilentCallback())
+    directory, user_objects = RunDirectory.open(Path(path)), UserObjects(data, model, loss)
+    _refuse_changes(directory.config, changes)
+    _same_objects(directory, user_objects)
+    before = RunResult(directory, user_objects).digest
+    check_result_model(directory.path)
+    held = initial_weights_sha256(directory.path / MODEL_FILE)
+    if directory.config.noise_source == "system":
+        raise InputError(
+            f"{path} cannot be verified: its noise came from the operating system and cannot be drawn again."
+        )
+    config = make_config({**directory.config.model_dump(), **changes})
+    initial_weights = _start_of(directory, callback or SilentCallback())
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
-            again = execute_run(config, own, out=Path(place) / "run", watcher=watcher, report=False, start=start)
+            again = execute_run(
+                config,
+                user_objects,
+                out=Path(place) / "run",
+                callback=callback,
+                report=False,
+                initial_weights=initial_weights,
+            )
         except RunStopped:
             raise RunStopped(f"stopped; {path} was not verified.") from None
         if before == again.digest and held != initial_weights_sha256(again.path / MODEL_FILE):
             raise FedloomError(
-                f"{folder.path / MODEL_FILE} is not the model that the run made: run again, it gave the same digest, "
-                "but the file holds something else."
+                f"{directory.path / MODEL_FILE} is not the model of the run: the repeated run has the same "
+                "digest, but the file differs."
             )
         return before, again.digest
 
 
-def _begin(folder: RunDirectory, experiment: BuiltRun, watcher: Callback) -> None:
-    """Say what there is to know about the data, and note down what the start was taken from, if it was just now."""
-    for text in experiment.notes:
-        watcher.note(text)
-    if experiment.beginning is not None:
-        watcher.note(experiment.beginning.sentence())
-        folder.write_beginning(experiment.beginning, experiment.module.state_dict())
+def _begin(directory: RunDirectory, built_run: BuiltRun, callback: Callback) -> None:
+    """Report the notes of a run, and store its initial weights if they were read from a file just now."""
+    for text in built_run.notes:
+        callback.on_message(text)
+    if built_run.initial_weights is not None:
+        callback.on_message(built_run.initial_weights.describe())
+        directory.write_initial_weights(built_run.initial_weights, built_run.model.state_dict())
 
 
-def _start_of(folder: RunDirectory, watcher: Callback) -> Mapping[str, Tensor] | None:
-    """The start that a run took from a file; a word where that file has changed since, or is gone."""
-    start = folder.start()
-    if start is not None and folder.config.init is not None:
+def _start_of(directory: RunDirectory, callback: Callback) -> Mapping[str, Tensor] | None:
+    """Return the initial weights that a run read from a file. Tell the callback if the file has changed or is gone."""
+    initial_weights = directory.load_initial_weights()
+    if initial_weights is not None and directory.config.init is not None:
         try:
-            changed = initial_weights_sha256(Path(folder.config.init)) != folder.config.init_sha256
+            changed = initial_weights_sha256(Path(directory.config.init)) != directory.config.init_sha256
         except InputError:
             changed = True
         if changed:
-            watcher.note(
-                f"{folder.config.init} is gone or has changed since the run began; going on with the run's own copy of "
-                "what it started from."
+            callback.on_message(
+                f"{directory.config.init} is gone or has changed since the run started; the run uses its own copy "
+                "of the initial weights."
             )
-    return start
+    return initial_weights
 
 
 def _write_model_again(
-    folder: RunDirectory, own: UserObjects, expected: str, watcher: Callback, sites: RemoteEngineFactory | None
+    directory: RunDirectory,
+    user_objects: UserObjects,
+    expected_digest: str,
+    callback: Callback,
+    remote_engine: RemoteEngineFactory | None,
 ) -> None:
-    """The last checkpoint of a finished run holds the same model as the file that is gone."""
-    # Nobody is trained, so no sites are started, and one GPU of several is enough.
-    device = folder.config.device.split(",")[0]
-    file, config = folder.path / MODEL_FILE, replace_config(folder.config, engine="plain", device=device)
-    taken = _start_of(folder, watcher)
-    with _ready(config, own, folder.path, watcher, taken, sites) as experiment:
+    """Restore the missing model file of a finished run from its last checkpoint, which holds the same model."""
+    # There is no training, so no sites are started, and one GPU is enough.
+    device = directory.config.device.split(",")[0]
+    file, config = directory.path / MODEL_FILE, replace_config(directory.config, engine="sequential", device=device)
+    initial_weights = _start_of(directory, callback)
+    with _ready(config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
         try:
-            latest = folder.checkpoints.load_latest(experiment.engine.homes)
+            latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         except InputError:  # all of them are damaged
             latest = None
         if latest is not None:
-            experiment.load(latest[1]["parts"])
-        if latest is None or model_digest(experiment.rounds.deployed()) != expected:
+            built_run.load_state_dict(latest[1]["parts"])
+        if latest is None or model_digest(built_run.rounds.global_model()) != expected_digest:
             raise InputError(
-                f"{file} is gone, and so is the checkpoint after the last round, from which it could be written again; "
-                f"{folder.path / 'config.toml'} says how the run is made anew."
+                f"{file} is gone, and so is the checkpoint after the last round, which could restore it; "
+                f"run it again with the settings in {directory.path / 'config.toml'}."
             )
-        folder.write_model(experiment.deployed())
-    watcher.note(f"{file} was gone; it was written again from the last checkpoint.")
+        directory.write_model(built_run.global_state_dict())
+    callback.on_message(f"{file} was gone; it was written again from the last checkpoint.")
 
 
-def _refuse_moving(folder: RunDirectory, changes: Mapping[str, Any]) -> None:
-    """What clients keep lies with the sites in one case and in the checkpoints in the other."""
-    before, after = folder.config.engine, changes.get("engine", folder.config.engine)
+def _refuse_moving(directory: RunDirectory, changes: Mapping[str, Any]) -> None:
+    """Reject a change from or to Flower: its sites store the client states, other engines use checkpoints."""
+    before, after = directory.config.engine, changes.get("engine", directory.config.engine)
     if before != after and "flower" in (before, after):
-        raise InputError(f"a run of the engine {before!r} cannot go on with {after!r}: its clients are elsewhere.")
+        raise InputError(
+            f"a run with engine {before!r} cannot continue with {after!r}: its client states are elsewhere."
+        )
 
 
 @contextmanager
 def _reaching(
-    sites: RemoteEngineFactory | None, config: Config, own: UserObjects, path: Path
+    remote_engine: RemoteEngineFactory | None, config: Config, user_objects: UserObjects, path: Path
 ) -> Iterator[RemoteEngineFactory | None]:
-    """The sites of a run whose clients are elsewhere; where nobody brings any, they are started on this machine."""
-    launcher = find_launcher(config.engine) if sites is None else None
+    """Yield the remote engine. If the engine needs sites and none are given, start them on this machine."""
+    launcher = find_registered_launcher(config.engine) if remote_engine is None else None
     if launcher is None:
-        yield sites
+        yield remote_engine
         return
-    with launcher(config, own, path) as started:
+    with launcher(config, user_objects, path) as started:
         yield started
 
 
 def _refuse_changes(before: Config, changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
-        # GPUs of one kind give the same bits, whichever and however many they are; a CPU gives others.
+        # Any number of GPUs of one kind gives the same bits; a CPU gives others.
         if name in EXECUTION_SETTINGS or (
             name == "device" and selects_only_gpus(before.device) and selects_only_gpus(str(value))
         ):
@@ -336,20 +425,23 @@ def _refuse_changes(before: Config, changes: Mapping[str, Any]) -> None:
         raise InputError(f"{name} would change the result; only {free} may be changed, and one GPU for another.")
 
 
-def _same_objects(folder: RunDirectory, own: UserObjects) -> None:
-    missing = sorted(set(folder.own) - set(own.names))
+def _same_objects(directory: RunDirectory, user_objects: UserObjects) -> None:
+    missing = sorted(set(directory.python_objects) - set(user_objects.names))
     if missing:
         raise InputError(
-            f"{folder.path} was run from Python with {' and '.join(missing)} of its own; go on from Python too, with "
-            f"fedloom.resume or fedloom.verify({str(folder.path)!r}, {', '.join(f'{name}=...' for name in missing)})."
+            f"{directory.path} was run with {' and '.join(missing)} as Python objects; pass them again to "
+            f"fedloom.resume or fedloom.verify({str(directory.path)!r}, "
+            f"{', '.join(f'{name}=...' for name in missing)})."
         )
-    surplus = sorted(set(own.names) - set(folder.own))
+    surplus = sorted(set(user_objects.names) - set(directory.python_objects))
     if surplus:
-        raise InputError(f"{folder.path} was run without {' and '.join(surplus)} of its own, so none can be given now.")
+        raise InputError(
+            f"{directory.path} was run without {' and '.join(surplus)} as Python objects; do not pass them now."
+        )
 
 
-def _finish(folder: RunDirectory, own: UserObjects, report: bool) -> RunResult:
-    finished = RunResult(folder, own)
+def _finish(directory: RunDirectory, user_objects: UserObjects, report: bool) -> RunResult:
+    finished = RunResult(directory, user_objects)
     if report:
         finished.report()
     return finished

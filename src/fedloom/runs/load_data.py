@@ -1,4 +1,4 @@
-"""The data of a run: what the clients hold, and what the server holds."""
+"""Load the data of a run: those of the clients and those of the server."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,81 +17,99 @@ from fedloom.runs.resolve import UserObjects
 
 @dataclass(frozen=True)
 class _RunData:
-    """Everything that a run computes on."""
+    """The data of a run."""
 
-    federation: FederatedDataset
+    federated_data: FederatedDataset
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a person should know about the data."""
-    held: ServerDataSplit | None = None
-    """What the server holds."""
+    """What the user should know about the data."""
+    server_data: ServerDataSplit | None = None
+    """The data of the server."""
 
 
 def load_run_data(
-    config: Config, own: UserObjects, composition: ComposedMethod, streams: RngStreams, progress: Progress | None = None
+    config: Config,
+    user_objects: UserObjects,
+    composed_method: ComposedMethod,
+    rng_streams: RngStreams,
+    progress: Progress | None = None,
 ) -> _RunData:
-    """Read and spread the data that the config names, or take the user's own; `progress` follows downloads."""
-    if own.data is not None:
-        gathered = _brought(own.data, config, streams, progress)
+    """Load and partition the data that the config names, or take the user's own. `progress` reports downloads."""
+    if user_objects.data is not None:
+        run_data = _brought(user_objects.data, config, rng_streams, progress)
     else:
-        gathered = _named(config, streams, progress)
-    held = gathered.held
-    if held is None:
-        return gathered
-    _refuse_labels(held, gathered.federation, composition)
-    return replace(gathered, notes=(*gathered.notes, held.sentence(composition.use_server_data)))
+        run_data = _named(config, rng_streams, progress)
+    server_data = run_data.server_data
+    if server_data is None:
+        return run_data
+    _refuse_labels(server_data, run_data.federated_data, composed_method)
+    return replace(run_data, notes=(*run_data.notes, server_data.describe(composed_method.use_server_data)))
 
 
-def _brought(federation: FederatedDataset, config: Config, streams: RngStreams, progress: Progress | None) -> _RunData:
-    name, source = federation.name, config.server_data
+def _brought(
+    federated_data: FederatedDataset, config: Config, rng_streams: RngStreams, progress: Progress | None
+) -> _RunData:
+    name, source = federated_data.name, config.server_data
     if config.partition != "own":
-        raise InputError(f"the data {name!r} is spread over its clients already; leave partition out.")
+        raise InputError(f"the data {name!r} is already divided among its clients; leave out partition.")
     if config.classes is not None:
-        raise InputError(f"classes are picked from a data set known by name, and {name!r} is your own.")
+        raise InputError(f"classes needs a data set given by name, but {name!r} is your own.")
     if config.normalize != "default":
-        raise InputError(f"{name!r} is your own and says by `prepare` how it is normalised.")
+        raise InputError(f"normalize needs a data set given by name, but {name!r} is your own; set its `transform`.")
     if config.client_test:
-        raise InputError(f"client_test divides a data set known by name, and {name!r} is your own.")
+        raise InputError(f"client_test needs a data set given by name, but {name!r} is your own.")
     if source is None:
-        return _RunData(federation)
+        return _RunData(federated_data)
     if source == on_server.OWN or on_server.is_split_spec(source):
-        federation, held = on_server.take_server_split(federation, source, streams.numpy("server data"))
+        federated_data, server_data = on_server.take_server_split(
+            federated_data, source, rng_streams.numpy("server data")
+        )
     else:
-        held = on_server.load_server_split(federation, source, partial(datasets.load_dataset, progress=progress))
-    return _RunData(federation, held=held)
+        server_data = on_server.split_server_data(
+            federated_data, source, partial(datasets.load_dataset, progress=progress)
+        )
+    return _RunData(federated_data, server_data=server_data)
 
 
-def _named(config: Config, streams: RngStreams, progress: Progress | None) -> _RunData:
+def _named(config: Config, rng_streams: RngStreams, progress: Progress | None) -> _RunData:
     source = config.server_data
     if source == on_server.OWN:
-        raise InputError(f"server_data {source!r} is what data of your own bring along; {config.data!r} brings none.")
+        raise InputError(f"server_data {source!r} needs a FederatedDataset with server data; {config.data!r} has none.")
     dataset = datasets.select_classes(datasets.load_dataset(config.data, progress=progress), config.classes)
     dataset = datasets.with_normalization(dataset, config.normalize)
     if config.client_test:
         dataset = datasets.merge_train_and_test(dataset)
-    back = on_server.draw_server_split(source, len(dataset.train), streams.numpy("server data"))
-    pooled = datasets.partition_dataset(dataset, config.partition, config.clients, streams.numpy("partition"), back)
-    held = None
-    if source is not None and len(back):
-        held = ServerDataSplit(dataset.train.take(back), source, dataset.classes)
+    server_indices = on_server.draw_server_split(source, len(dataset.train), rng_streams.numpy("server data"))
+    federated_data = datasets.partition_dataset(
+        dataset, config.partition, config.clients, rng_streams.numpy("partition"), server_indices
+    )
+    server_data = None
+    if source is not None and len(server_indices):
+        server_data = ServerDataSplit(dataset.train.take(server_indices), source, dataset.classes)
     elif source is not None:
-        held = on_server.load_server_split(pooled, source, partial(datasets.load_dataset, progress=progress))
+        server_data = on_server.split_server_data(
+            federated_data, source, partial(datasets.load_dataset, progress=progress)
+        )
     if config.client_test:
-        pooled = datasets.split_client_tests(pooled, config.client_test, streams.numpy("client test"))
-    return _RunData(pooled, dataset.class_names, dataset.notes, held)
+        federated_data = datasets.split_client_tests(
+            federated_data, config.client_test, rng_streams.numpy("client test")
+        )
+    return _RunData(federated_data, dataset.class_names, dataset.notes, server_data)
 
 
-def _refuse_labels(held: ServerDataSplit, federation: FederatedDataset, composition: ComposedMethod) -> None:
-    """Refuse labels of the server's data that are not those of the clients, where a method uses them."""
-    users = [method.name for method in composition.methods if method.server_data == "labels"]
+def _refuse_labels(
+    server_data: ServerDataSplit, federated_data: FederatedDataset, composed_method: ComposedMethod
+) -> None:
+    """Raise an InputError if a method uses the labels of the server's data and they are not those of the clients."""
+    users = [method.name for method in composed_method.methods if method.server_data == "labels"]
     if not users:
         return
-    if held.classes != federation.classes:
+    if server_data.classes != federated_data.classes:
         raise InputError(
-            f"{users[0]} uses the labels of the server's data, but {held.source!r} has {held.classes} classes and "
-            f"{federation.name!r} {federation.classes}."
+            f"{users[0]} uses the labels of the server's data, but {server_data.source!r} has {server_data.classes} "
+            f"classes and {federated_data.name!r} {federated_data.classes}."
         )
-    y = held.samples.y
-    if held.classes and (y.min() < 0 or y.max() >= held.classes):
+    y = server_data.samples.y
+    if server_data.classes and (y.min() < 0 or y.max() >= server_data.classes):
         span = f"labels from {y.min()} to {y.max()}"
-        raise InputError(f"the server's data have {span}; expected labels from 0 to {held.classes - 1}.")
+        raise InputError(f"the server's data have {span}; expected labels from 0 to {server_data.classes - 1}.")

@@ -1,4 +1,4 @@
-"""The rounds of a run, one after the other: each is recorded, and saved when a checkpoint is due."""
+"""Run all rounds of a run, record each one, save checkpoints when due, and stop on request."""
 
 import time
 from contextlib import suppress
@@ -13,84 +13,86 @@ from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.metrics import summarize_run_metrics
-from fedloom.utils.storage import Rhythm
+from fedloom.utils.storage import CheckpointSchedule
 
 
-def run_rounds(folder: RunDirectory, experiment: BuiltRun, watcher: Callback, start: int | None) -> None:
-    """Play the rounds that are left, from `start` (None: from the very beginning), saving as they go."""
-    config, rounds = experiment.config, experiment.rounds
-    watcher.begin(folder.path, replace_config(config, rounds=rounds.total), folder.history())
+def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback, first_round: int | None) -> None:
+    """Run the remaining rounds from `first_round`, with checkpoints; None: a new run, which evaluates first."""
+    config, rounds = built_run.config, built_run.rounds
+    callback.on_run_start(directory.path, replace_config(config, rounds=rounds.total), directory.history())
     try:
-        if start is None:
-            _record(folder, watcher, rounds.initial_record())
-        rhythm, checkpoints = Rhythm(config.checkpoint_seconds), folder.checkpoints
-        go_on = f"go on with: fedloom resume {folder.path}"
-        # What cannot be played again is saved before anybody is sent it, or it would be revealed twice.
-        always = experiment.engine.saves_every_round or not rounds.repeatable
-        wants_stop = _never if always else watcher.wants_stop
-        rounds.context.drafts.keep_in(folder.path / "draft", config.checkpoint_seconds, wants_stop, go_on)
-        rounds.check = watcher.check
-        shown: set[str] = set()
-        for round in range(start or 0, rounds.total):
-            record = rounds.play(round)
+        if first_round is None:
+            _record(directory, callback, rounds.initial_record())
+        schedule, checkpoints = CheckpointSchedule(config.checkpoint_seconds), directory.checkpoints
+        go_on = f"continue with: fedloom resume {directory.path}"
+        # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
+        always = built_run.engine.checkpoint_every_round or not rounds.repeatable
+        should_stop = _never if always else callback.should_stop
+        rounds.context.partial_results.keep_in(
+            directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
+        )
+        rounds.check = callback.check
+        written_artifacts: set[str] = set()
+        for round in range(first_round or 0, rounds.total):
+            record = rounds.run_round(round)
             began = time.perf_counter()
-            for name, tensors in experiment.exhibits().items():
-                if name not in shown:
-                    folder.write_exhibit(name, tensors)
-                    shown.add(name)
+            for name, tensors in built_run.artifacts().items():
+                if name not in written_artifacts:
+                    directory.write_artifact(name, tensors)
+                    written_artifacts.add(name)
             last = round + 1 == rounds.total
-            stop = watcher.wants_stop()
-            checkpoints.settle(wait=False)
-            if last or stop or always or rhythm.due(checkpoints.seconds):
-                # The record is in the checkpoint too: if we die in between, metrics.jsonl gets it when the run goes on.
-                folder.sync_metrics()
-                state = {"parts": experiment.state(), "record": record, "engine": experiment.engine.state()}
-                beside = None if last or stop or always else _beside(experiment)
-                checkpoints.save(round + 1, state, experiment.engine.homes, beside=beside)
-                rhythm.saved()
+            stop = callback.should_stop()
+            checkpoints.wait_until_written(wait=False)
+            if last or stop or always or schedule.due(checkpoints.write_seconds):
+                # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
+                directory.sync_metrics()
+                state = {"parts": built_run.state_dict(), "record": record, "engine": built_run.engine.state_dict()}
+                background_device = None if last or stop or always else _beside(built_run)
+                checkpoints.save(round + 1, state, built_run.engine.client_states, background_device=background_device)
+                schedule.saved()
                 _spent(record, time.perf_counter() - began)
-            _record(folder, watcher, record)
+            _record(directory, callback, record)
             if stop and not last:
                 raise RunStopped(f"stopped after round {round + 1}; {go_on}")
-        deployed = rounds.deployed()
-        folder.write_model(experiment.deployed())
+        global_model = rounds.global_model()
+        directory.write_model(built_run.global_state_dict())
         summary = {
             "method": config.method,
             "data": config.data,
             "seed": config.seed,
-            **summarize_run_metrics(folder.history()),
-            "run": str(folder.path),
-            "digest": model_digest(deployed),
+            **summarize_run_metrics(directory.history()),
+            "run": str(directory.path),
+            "digest": model_digest(global_model),
         }
-        rounds.context.drafts.clear()
-        folder.write_summary(summary)
+        rounds.context.partial_results.clear()
+        directory.write_summary(summary)
     except KeyboardInterrupt:
-        folder.checkpoints.abandon()
+        directory.checkpoints.cancel()
         raise
     finally:
         try:
-            with suppress(Exception):  # a run that goes on has settled it; one that failed has told of another reason
-                folder.checkpoints.settle()
+            with suppress(Exception):  # a finished run has no error here; a failed one reports its own
+                directory.checkpoints.wait_until_written()
         finally:
-            watcher.end()
+            callback.on_run_end()
 
 
-def _beside(experiment: BuiltRun) -> torch.device | None:
-    """Where a checkpoint is copied to be written beside the next rounds: on a GPU, which leaves a processor to spare.
+def _beside(built_run: BuiltRun) -> torch.device | None:
+    """Return the device for background checkpoints: a GPU, because it leaves the CPU free; otherwise None.
 
-    Models that lie in a `cache_dir` are not copied, and may be written over by the next rounds.
+    Models in a `cache_dir` are not copied, and the next rounds may overwrite them.
     """
-    device = experiment.engine.device
-    return device if device.type == "cuda" and not experiment.config.cache_dir else None
+    device = built_run.engine.device
+    return device if device.type == "cuda" and not built_run.config.cache_dir else None
 
 
 def _never() -> bool:
     return False
 
 
-def _record(folder: RunDirectory, watcher: Callback, record: dict[str, Any]) -> None:
-    folder.append(record)
-    watcher.record(record)
+def _record(directory: RunDirectory, callback: Callback, record: dict[str, Any]) -> None:
+    directory.append_record(record)
+    callback.on_round_end(record)
 
 
 def _spent(record: dict[str, Any], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What is measured in a round, and what the numbers mean."""
+"""Metrics of a run: time per round, accuracy of the clients, and the summary."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,46 +13,46 @@ from fedloom.core.evaluation import EvaluationResult
 
 
 def client_accuracy_metrics(
-    score: EvaluationResult, counts: np.ndarray | None, owners: NDArray[np.int64] | None = None
+    result: EvaluationResult, label_counts: np.ndarray | None, test_owners: NDArray[np.int64] | None = None
 ) -> tuple[float, float] | None:
-    """How clients fare with the deployed model: (mean over clients, mean over the worst 10 % of them).
+    """Return the accuracy of the global model for clients: (mean, mean over the worst 10 % of the clients).
 
-    Where `owners` says whose each test sample is, a client's accuracy is that on its own; a client without any is left
-    out. Otherwise it is that of each class on the test set, weighted by how often the client has the class: what the
-    client may expect on new samples of its own mixture of classes. None when the mixtures are not known.
+    If `test_owners` names the client of each test sample, a client's accuracy is that on its own samples; clients
+    without any are left out. Otherwise it is the accuracy per class on the test set, weighted by the client's classes:
+    the expected accuracy on new samples of that client. None if the classes of the clients are not known.
     """
-    if owners is not None:
-        if not score.seen.sum():
+    if test_owners is not None:
+        if not result.count_per_class.sum():
             return None
-        own = np.bincount(owners)
-        right = np.bincount(owners[score.right], minlength=len(own))
-        return mean_and_worst_decile(right[own > 0] / own[own > 0])
-    if counts is None or not score.seen.sum():
+        num_tested = np.bincount(test_owners)
+        num_correct = np.bincount(test_owners[result.is_correct], minlength=len(num_tested))
+        return mean_and_worst_decile(num_correct[num_tested > 0] / num_tested[num_tested > 0])
+    if label_counts is None or not result.count_per_class.sum():
         return None
-    tested = score.seen > 0
-    by_class = score.hits[tested] / score.seen[tested]
-    held = counts[:, tested].astype(np.float64)
+    tested = result.count_per_class > 0
+    by_class = result.correct_per_class[tested] / result.count_per_class[tested]
+    held = label_counts[:, tested].astype(np.float64)
     totals = held.sum(axis=1)
     accuracies = (held @ by_class)[totals > 0] / totals[totals > 0]
     return mean_and_worst_decile(accuracies) if len(accuracies) else None
 
 
 def mean_and_worst_decile(accuracies: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
-    """The mean over clients, and the mean over the worst 10 % of them, rounded up."""
+    """Return the mean over clients, and the mean over the worst 10 % of them (their number rounded up)."""
     ordered = np.sort(accuracies)
     return float(ordered.mean()), float(ordered[: ceil(len(ordered) / 10)].mean())
 
 
-class RoundTimer:
-    """Seconds spent in each part of a round."""
+class RoundMetricsTimer:
+    """Measure the seconds spent in each part of a round."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
+    def measure(self, name: str) -> Iterator[None]:
+        """Measure the time inside the `with` block."""
         start = time.perf_counter()
         try:
             yield
@@ -60,11 +60,11 @@ class RoundTimer:
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Time that was taken elsewhere."""
+        """Add seconds that were measured elsewhere."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def waiting(self, source: Iterator[Any], name: str) -> Iterator[Any]:
-        """The items of `source`; the time it takes to make them counts as `name`."""
+    def measure_iterator(self, source: Iterator[Any], name: str) -> Iterator[Any]:
+        """Yield the items of `source`; the time to produce them counts as `name`."""
         while True:
             start = time.perf_counter()
             try:
@@ -79,12 +79,12 @@ class RoundTimer:
         return time.perf_counter() - self._start
 
     def report(self) -> dict[str, float]:
-        """All parts and the total, rounded to microseconds."""
+        """Return the seconds of all parts and the total, rounded to microseconds."""
         return {name: round(value, 6) for name, value in {**self.seconds, "total": self.total()}.items()}
 
 
 def summarize_run_metrics(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The totals of a run from its rounds: accuracy and loss of the last evaluation, bytes, seconds."""
+    """Return the totals of a run: accuracy and loss of the last evaluation, bytes, seconds."""
     trained = [record for record in history if record["round"] > 0]
     scored = [record for record in history if "loss" in record]
     accuracies = [record["accuracy"] for record in scored if record.get("accuracy") is not None]
@@ -102,7 +102,7 @@ def summarize_run_metrics(history: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes_down": sum(record["bytes_down"] for record in trained),
         "models_up": sum(record["models_up"] for record in trained),
         "models_down": sum(record["models_down"] for record in trained),
-        "lost": sum(record["lost"] for record in trained),
+        "failed": sum(record["failed"] for record in trained),
         "seconds": round(sum(record["seconds"]["total"] for record in history), 3),
         **{name: trained[-1][name] for name in ("epsilon", "delta") if trained and name in trained[-1]},
     }

@@ -1,14 +1,14 @@
-"""Where memory ends: in a sentence, and on a GPU with fewer clients at once where that may help.
+"""Explain out-of-memory errors, and on a GPU retry with fewer clients at once.
 
-A client's training that finds no memory costs a slot and nothing else (engines/cuda.py). What the server does cannot be
-done again, for it may have come half way; but a run that goes on from its last checkpoint has the same bits, whatever
-the number of slots.
+If the training of a client is out of memory, the CUDA engine continues with one slot fewer (engines/cuda/). Work of the
+server cannot be repeated, because it may be half done. But a run that resumes from its last checkpoint gives the same
+bits with any number of slots.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fedloom.devices.cuda_runtime import free_unused_memory, is_out_of_memory_error
+from fedloom.devices.cuda_runtime import free_cuda_memory, is_cuda_memory_error
 from fedloom.engines.base import Engine
 from fedloom.errors import InsufficientMemoryError
 from fedloom.runs.callback import Callback
@@ -18,38 +18,38 @@ SERVER = "for the work of the server; use a smaller network, or a method or opti
 
 
 @contextmanager
-def explain_out_of_memory(device: str, engine: Engine | None = None, what: str = SERVER) -> Iterator[None]:
-    """Say so in a sentence where `device` or this machine has no memory for `what` is done inside."""
+def explain_out_of_memory(device: str, engine: Engine | None = None, work: str = SERVER) -> Iterator[None]:
+    """Raise an InsufficientMemoryError if `device` or this machine runs out of memory for `work` in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory_error(error):
+        if is_cuda_memory_error(error):
             place, other = device, ", or --device cpu"
         elif isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             place, other = "this machine", ""
         else:
             raise
         raise InsufficientMemoryError(
-            f"{place} has not enough memory {what}{other}.",
-            at_once=engine.at_once if engine is not None and place == device else 1,
+            f"{place} has not enough memory {work}{other}.",
+            concurrency=engine.concurrency if engine is not None and place == device else 1,
         ) from error
 
 
-def retry_with_fewer_slots(attempt: Callable[[int | None], None], watcher: Callback) -> None:
-    """Carry a run through. `attempt` plays it: at first with None, and from its last checkpoint with so many slots."""
+def retry_with_fewer_slots(attempt: Callable[[int | None], None], callback: Callback) -> None:
+    """Call `attempt(None)` to start a run, and `attempt(slots)` to resume it with fewer slots if out of memory."""
     slots = None
     while True:
         try:
             attempt(slots)
         except InsufficientMemoryError as shortage:
-            if shortage.at_once < 2:
+            if shortage.concurrency < 2:
                 raise
-            before, slots = shortage.at_once, shortage.at_once // 2
+            before, slots = shortage.concurrency, shortage.concurrency // 2
         else:
             return
-        # Not within that clause: as long as the error is there, so is all that the run had on the GPU.
-        watcher.note(
-            f"the GPU has not enough memory for the work of the server beside {before} clients; going on from the last "
-            f"checkpoint with {format_plural(slots, 'client')} at once, which changes nothing else."
+        # Outside the except clause, because the error keeps the GPU memory of the run alive.
+        callback.on_message(
+            f"the GPU has not enough memory for the work of the server beside {before} clients; the run continues from "
+            f"the last checkpoint with {format_plural(slots, 'client')} at once, with the same result."
         )
-        free_unused_memory()
+        free_cuda_memory()

@@ -1,8 +1,7 @@
-"""Ordinary training on one data set, to make the model that a federation starts from.
+"""Pretraining: ordinary training on one data set, to make the initial weights of federated runs.
 
-It is one client with all the samples at the plain engine, an epoch in place of a round; only that its optimiser lives
-on from epoch to epoch, as in ordinary training. So it is exact as runs are: the same seed gives the same bits, and so
-does a pretraining that was killed and went on.
+The sequential engine trains one client with all samples, one epoch per round. The optimizer keeps its state from epoch
+to epoch, as in ordinary training. The same seed gives the same bits, also after a crash and a restart.
 """
 
 import json
@@ -32,7 +31,7 @@ from fedloom.models.initial_weights import initial_weights_sha256, read_initial_
 from fedloom.runs.callback import RunDescription, SilentCallback
 from fedloom.runs.check_model import check_channels_last, check_forward_pass, make_checked_model
 from fedloom.runs.checkpoints import Checkpoints
-from fedloom.runs.directory import claimed
+from fedloom.runs.directory import claim_directory
 from fedloom.runs.out_of_memory import explain_out_of_memory
 from fedloom.training.batches import Batch
 from fedloom.training.context import TrainingContext
@@ -40,7 +39,7 @@ from fedloom.training.local_training import ClientStates, EngineContext
 from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 from fedloom.utils.settings import validate_settings
-from fedloom.utils.storage import Rhythm, write_safetensors
+from fedloom.utils.storage import CheckpointSchedule, write_safetensors
 from fedloom.utils.system import available_cpu_count
 
 NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
@@ -48,71 +47,96 @@ NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
 
 @dataclass(frozen=True)
 class PretrainResult:
-    """A finished pretraining."""
+    """A finished pretraining.
+
+    Example:
+        made = fedloom.pretrain("digits", "start.safetensors", epochs=3)
+        print(made.accuracy, made.metadata["command"])
+        run = fedloom.run("fedavg", init=str(made.path), init_sha256=made.sha256)
+    """
 
     path: Path
-    """The safetensors file: what `init` takes."""
-    about: dict[str, Any]
-    """What the file says about itself: network, data, classes, settings, accuracy, digest, command."""
+    """The safetensors file, for the setting `init`."""
+    metadata: dict[str, Any]
+    """Content of the file's header: network, data, classes, settings, accuracy, digest, command."""
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
 
     @property
     def accuracy(self) -> float:
-        """Test accuracy after the last epoch."""
-        return float(self.about["accuracy"])
+        """Return the test accuracy after the last epoch."""
+        return float(self.metadata["accuracy"])
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the model's row."""
-        return str(self.about["digest"])
+        """Return the SHA-256 of the model's row."""
+        return str(self.metadata["digest"])
 
 
 class _PretrainCallback(Protocol):
-    """Someone who watches a pretraining; `fedloom.runs.callback.Callback` says what each call means."""
+    """Watch a pretraining; `fedloom.runs.callback.Callback` explains the methods. Rounds are epochs."""
 
-    def begin(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def record(self, record: Mapping[str, Any]) -> None: ...
-    def download(self, name: str, done: int, total: int) -> None: ...
-    def wants_stop(self) -> bool: ...
-    def end(self) -> None: ...
+    def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None: ...
+    def on_message(self, text: str) -> None: ...
+    def on_round_end(self, record: Mapping[str, Any]) -> None: ...
+    def on_download(self, name: str, done: int, total: int) -> None: ...
+    def should_stop(self) -> bool: ...
+    def on_run_end(self) -> None: ...
 
 
 def pretrain(
-    data: str, out: Path | str, model: str = "mlp", *, watcher: _PretrainCallback | None = None, **settings: Any
+    data: str, out: Path | str, model: str = "mlp", *, callback: _PretrainCallback | None = None, **settings: Any
 ) -> PretrainResult:
-    """Train `model` on the data set `data` in the ordinary way; writes the file `out`, for `init` to start from.
+    """Train a network on one data set in the ordinary way, and write it to a file for the setting `init`.
 
-    `settings` are the fields of `Pretraining`. Called again with the same settings it goes on where it was stopped, or
-    returns what is there; a file that something else made is never written over.
+    A second call with the same settings continues a stopped pretraining, or returns the finished one. Other files are
+    never overwritten.
+
+    Args:
+        data: The name of a data set.
+        out: The safetensors file to write.
+        model: The name of a network.
+        callback: Watches and stops the pretraining; by default none.
+        **settings: Fields of `PretrainConfig`, such as `epochs=20`.
+
+    Returns:
+        The finished pretraining.
+
+    Raises:
+        InputError: A setting is invalid, or `out` exists and was not made with these settings.
+        RunStopped: The callback stopped the pretraining; the same call continues it.
+        FedloomError: The training failed, for example because the model is not finite.
+
+    Example:
+        made = fedloom.pretrain("digits", "start.safetensors", classes="0-4", epochs=3)
+        run = fedloom.run("fedavg", classes="5-9", init="start.safetensors", new_head=True)
     """
-    plan = validate_settings(PretrainConfig, {"data": data, "model": model, **settings})
-    path, watcher = Path(out), watcher or SilentCallback()
-    found = _finished(path, plan)
+    config = validate_settings(PretrainConfig, {"data": data, "model": model, **settings})
+    path, callback = Path(out), callback or SilentCallback()
+    result = _finished(path, config)
     work = path.with_name(f"{path.name}.unfinished")
-    if found is None:
-        with claimed(work):
-            found = _finished(path, plan) or _train(path, work, plan, watcher)  # another process may have made it
+    if result is None:
+        with claim_directory(work):
+            result = _finished(path, config) or _train(path, work, config, callback)  # another process may have made it
     shutil.rmtree(work, ignore_errors=True)
-    return found
+    return result
 
 
-def _train(path: Path, work: Path, plan: PretrainConfig, watcher: _PretrainCallback) -> PretrainResult:
-    """Train to the end and write the file; checkpoints go to the folder `work`."""
-    with explain_out_of_memory(plan.device, what=NO_ROOM):
-        course = _Pretrainer(plan, watcher)
+def _train(path: Path, work: Path, config: PretrainConfig, callback: _PretrainCallback) -> PretrainResult:
+    """Train and write the file; checkpoints go to the folder `work`."""
+    with explain_out_of_memory(config.device, work=NO_ROOM):
+        pretrainer = _Pretrainer(config, callback)
     try:
-        with explain_out_of_memory(plan.device, what=NO_ROOM):
-            about = course.train(Checkpoints(work / "checkpoints"), path)
-            write_safetensors(path, course.tensors(), {"fedloom": json.dumps(about, sort_keys=True)})
+        with explain_out_of_memory(config.device, work=NO_ROOM):
+            metadata = pretrainer.train(Checkpoints(work / "checkpoints"), path)
+            write_safetensors(path, pretrainer.state_dict(), {"fedloom": json.dumps(metadata, sort_keys=True)})
     finally:
-        course.close()
-    return PretrainResult(path, about, initial_weights_sha256(path))
+        pretrainer.close()
+    return PretrainResult(path, metadata, initial_weights_sha256(path))
 
 
-def _finished(path: Path, plan: PretrainConfig) -> PretrainResult | None:
-    """The pretraining that is at `path` already; what was not made with the same settings is refused."""
+def _finished(path: Path, config: PretrainConfig) -> PretrainResult | None:
+    """Return the finished pretraining at `path`, if any. Raise an InputError for other files or settings."""
     try:
         if path.is_dir():
             raise InputError(f"{path} is a folder; --out names the file to write.")
@@ -121,18 +145,18 @@ def _finished(path: Path, plan: PretrainConfig) -> PretrainResult | None:
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
     try:
-        source = read_initial_weights(path)
-        before = source.about.get("settings")
+        weights_file = read_initial_weights(path)
+        before = weights_file.metadata.get("settings")
     except InputError:
         before = None
     if not isinstance(before, dict):
         raise InputError(f"{path} is there already and was not made by fedloom pretrain; choose another --out.")
-    _same(before, plan, path)
-    return PretrainResult(path, source.about, source.sha256)
+    _same(before, config, path)
+    return PretrainResult(path, weights_file.metadata, weights_file.sha256)
 
 
-def _same(before: Mapping[str, Any], plan: PretrainConfig, where: Path) -> None:
-    for name, value in plan.stated().items():
+def _same(before: Mapping[str, Any], config: PretrainConfig, where: Path) -> None:
+    for name, value in config.result_settings().items():
         if before.get(name) != value:
             raise InputError(
                 f"{where} is a pretraining with {name} {before.get(name)!r}, not {value!r}; choose another --out."
@@ -140,77 +164,83 @@ def _same(before: Mapping[str, Any], plan: PretrainConfig, where: Path) -> None:
 
 
 class _Pretrainer:
-    """Everything put together and tried; the engine must be closed."""
+    """Model, data, optimizer and engine of a pretraining. The caller must close it."""
 
-    def __init__(self, plan: PretrainConfig, watcher: _PretrainCallback) -> None:
-        self.plan, self.watcher = plan, watcher
-        device, streams, training = select_device(plan.device), RngStreams(plan.seed), plan.training()
-        set_precision(device, "tf32", deterministic=True)  # the command in the file makes the same file again
-        loaded = datasets.load_dataset(plan.data, progress=watcher.download)
-        self.dataset = datasets.with_normalization(datasets.select_classes(loaded, plan.classes), plan.normalize)
-        federation = _one_client(self.dataset)
-        self.module = make_checked_model(plan.model, None, federation, streams, shared=True)
+    def __init__(self, config: PretrainConfig, callback: _PretrainCallback) -> None:
+        self.config, self.callback = config, callback
+        device, rng_streams, training_config = (
+            select_device(config.device),
+            RngStreams(config.seed),
+            config.training_config(),
+        )
+        set_precision(device, "tf32", deterministic=True)  # so the command in the file reproduces the file
+        loaded = datasets.load_dataset(config.data, progress=callback.on_download)
+        self.dataset = datasets.with_normalization(datasets.select_classes(loaded, config.classes), config.normalize)
+        federated_data = _one_client(self.dataset)
+        self.model = make_checked_model(config.model, None, federated_data, rng_streams, share_frozen=True)
         choose_cudnn_heuristic(
-            self.module, device, "tf32", deterministic=True
-        )  # a run before may have, and then this says so
-        images, spoilt = len(self.dataset.shape) == 3, check_channels_last(self.module)
-        channels_last = plan.channels_last and images and (device.type != "cpu" or spoilt is None)
-        self.layout = Layout.of(self.module, channels_last=channels_last)
-        workshop = TrainingContext(
-            module=self.module,
+            self.model, device, "tf32", deterministic=True
+        )  # warns if an earlier run in this process has already chosen
+        images, spoilt = len(self.dataset.shape) == 3, check_channels_last(self.model)
+        channels_last = config.channels_last and images and (device.type != "cpu" or spoilt is None)
+        self.layout = Layout.of(self.model, channels_last=channels_last)
+        training_context = TrainingContext(
+            model=self.model,
             layout=self.layout,
             criterion=F.cross_entropy,
-            prepare=federation.prepare,
-            training=training,
-            streams=streams,
-            classes=federation.classes,
+            transform=federated_data.transform,
+            config=training_config,
+            rng_streams=rng_streams,
+            classes=federated_data.classes,
             channels_last=channels_last,
-            augment=datasets.make_augment(plan.augment),
+            augment=datasets.make_augment(config.augment),
         )
-        check_forward_pass(workshop, federation)
-        self.row = self.layout.read(self.module, device)
-        self.optimizer: Optimizer = make_optimizer(training)
-        self.homes = ClientStates({}, self.layout.dtype)
+        check_forward_pass(training_context, federated_data)
+        self.row = self.layout.read(self.model, device)
+        self.optimizer: Optimizer = make_optimizer(training_config)
+        self.client_states = ClientStates({}, self.layout.dtype)
         self.history: list[dict[str, Any]] = []
-        self.engine = SequentialEngine(EngineContext(workshop, federation, self._epoch, self.homes), device)
-        torch.set_num_threads(plan.threads or available_cpu_count())
+        self.engine = SequentialEngine(
+            EngineContext(training_context, federated_data, self._epoch, self.client_states), device
+        )
+        torch.set_num_threads(config.threads or available_cpu_count())
 
     def close(self) -> None:
         self.engine.close()
 
     def train(self, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
-        """Train to the end, from the last checkpoint if there is one; returns what the file shall say about itself."""
-        self._load(checkpoints, path)
-        self.watcher.begin(path, self.plan, [{"round": record["epoch"]} for record in self.history])
+        """Train from the last checkpoint, if any, to the end. Return the metadata of the file."""
+        self._load_checkpoint(checkpoints, path)
+        self.callback.on_run_start(path, self.config, [{"round": record["epoch"]} for record in self.history])
         try:
-            rhythm = Rhythm(self.plan.checkpoint_seconds)
-            for epoch in range(len(self.history), self.plan.epochs):
+            schedule = CheckpointSchedule(self.config.checkpoint_seconds)
+            for epoch in range(len(self.history), self.config.epochs):
                 record = self._train_epoch(epoch)
                 self.history.append(record)
-                self.watcher.record({"round": epoch + 1, **record})
-                last, stop = epoch + 1 == self.plan.epochs, self.watcher.wants_stop()
-                if not last and (stop or rhythm.due(checkpoints.seconds)):
-                    checkpoints.save(epoch + 1, self._state(), self.homes)
-                    rhythm.saved()
+                self.callback.on_round_end({"round": epoch + 1, **record})
+                last, stop = epoch + 1 == self.config.epochs, self.callback.should_stop()
+                if not last and (stop or schedule.due(checkpoints.write_seconds)):
+                    checkpoints.save(epoch + 1, self._checkpoint_state(), self.client_states)
+                    schedule.saved()
                 if stop and not last:
-                    raise RunStopped(f"stopped after epoch {epoch + 1}; go on with the same command.")
+                    raise RunStopped(f"stopped after epoch {epoch + 1}; continue with the same command.")
         finally:
-            self.watcher.end()
-        return self._about(path)
+            self.callback.on_run_end()
+        return self._metadata(path)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The model as a state dict, with frozen weights and all."""
-        frozen = {k: v.detach().cpu().clone() for k, v in self.module.state_dict().items() if k in self.layout.frozen}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model as a state dict, with the frozen weights."""
+        frozen = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items() if k in self.layout.frozen}
         return self.layout.state_dict(self.row.cpu()) | frozen
 
-    def _epoch(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        """One epoch, with the optimiser of the epochs before."""
-        bench.optimizer = self.optimizer
+    def _epoch(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        """Train one epoch with the optimizer of the earlier epochs."""
+        trainer.optimizer = self.optimizer
 
-        def step(bench: LocalTrainer, batch: Batch) -> Tensor:
-            loss = bench.loss(batch)
-            bench.backward(loss)
-            bench.descend()
+        def step(trainer: LocalTrainer, batch: Batch) -> Tensor:
+            loss = trainer.loss(batch)
+            trainer.backward(loss)
+            trainer.optimizer_step()
             return loss
 
         yield LocalSteps(step, epochs=1)
@@ -222,55 +252,55 @@ class _Pretrainer:
         if not self.layout.is_finite(answer.row):
             raise FedloomError(f"the model is not finite after epoch {epoch + 1}; try a smaller lr, or clip.")
         self.row.copy_(answer.row)
-        score = self.engine.score(self.row)
-        assert score is not None, "every data set that is known by name has a test set"
-        return {"epoch": epoch + 1, "train_loss": answer.loss, "accuracy": score.accuracy, "loss": score.loss}
+        result = self.engine.evaluate(self.row)
+        assert result is not None, "every data set that is known by name has a test set"
+        return {"epoch": epoch + 1, "train_loss": answer.loss, "accuracy": result.accuracy, "loss": result.loss}
 
-    def _state(self) -> dict[str, Any]:
-        settings = self.plan.stated()
+    def _checkpoint_state(self) -> dict[str, Any]:
+        settings = self.config.result_settings()
         return {"settings": settings, "row": self.row, "optimizer": vars(self.optimizer), "history": self.history}
 
-    def _load(self, checkpoints: Checkpoints, path: Path) -> None:
-        latest = checkpoints.load_latest(self.homes)
+    def _load_checkpoint(self, checkpoints: Checkpoints, path: Path) -> None:
+        latest = checkpoints.load_latest(self.client_states)
         for text in checkpoints.damaged:
-            self.watcher.note(f"{text} Going on from the checkpoint before it.")
+            self.callback.on_message(f"{text} Going on from the checkpoint before it.")
         if latest is None:
             return
         _, state = latest
-        _same(state["settings"], self.plan, checkpoints.folder.parent)
+        _same(state["settings"], self.config, checkpoints.folder.parent)
         self.row.copy_(state["row"])
         for name, value in state["optimizer"].items():
             setattr(self.optimizer, name, value.to(self.row.device) if isinstance(value, Tensor) else value)
         self.history = state["history"]
 
-    def _about(self, path: Path) -> dict[str, Any]:
+    def _metadata(self, path: Path) -> dict[str, Any]:
         last = self.history[-1]
         return {
-            "made_with": {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__},
-            "model": self.plan.model,
+            "versions": {"fedloom": __version__, "torch": torch.__version__, "numpy": np.__version__},
+            "model": self.config.model,
             "shape": list(self.dataset.shape),
             "classes": self.dataset.classes,
             "class_names": list(self.dataset.class_names),
-            "data": self.plan.data,
-            "seed": self.plan.seed,
+            "data": self.config.data,
+            "seed": self.config.seed,
             "accuracy": last["accuracy"],
             "loss": last["loss"],
             "history": self.history,
             "digest": model_digest(self.row),
-            "command": self.plan.command(path.name),
-            "settings": self.plan.stated(),
+            "command": self.config.to_command(path.name),
+            "settings": self.config.result_settings(),
         }
 
 
 def _one_client(dataset: Dataset) -> PartitionedDataset:
-    """All training samples at one client."""
+    """Return a federated data set with all training samples at one client."""
     everything = [np.arange(len(dataset.train))]
     return PartitionedDataset(
         dataset.train,
         everything,
         classes=dataset.classes,
         shape=dataset.shape,
-        prepare=dataset.prepare,
+        transform=dataset.transform,
         test=dataset.test,
         name=dataset.name,
     )

@@ -1,4 +1,4 @@
-"""What is asked of a run: a config that names things that exist and leaves nothing open, and what a user brings."""
+"""Resolve the config of a run and the Python objects of the user."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,14 @@ from fedloom.data import splits as on_server
 from fedloom.errors import InputError
 from fedloom.methods import compose, import_file
 from fedloom.methods.composition import ComposedMethod
-from fedloom.privacy import compose_with_privacy
+from fedloom.privacy import compose_privacy_compatible
 from fedloom.training.context import Criterion
 from fedloom.utils.formatting import short_repr
 
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What a user brings as Python objects instead of names."""
+    """Python objects that a user passes instead of names."""
 
     data: FederatedDataset | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
@@ -32,14 +32,14 @@ class UserObjects:
 
 
 def resolve_method(config: Config) -> ComposedMethod:
-    """Find out whether a config names things that exist, before anything is written."""
+    """Compose the method of a config. Raise an InputError for unknown names, before anything is written."""
     for path in config.imports:
         import_file(path)
-    return (compose if config.clip_update is None else compose_with_privacy)(config.method, config.options)
+    return (compose if config.clip_update is None else compose_privacy_compatible)(config.method, config.options)
 
 
 def record_partition_hash(config: Config) -> Config:
-    """The config with the checksum of the file that its partition is read from, if it is; another file is refused."""
+    """Add the SHA-256 of the partition file, if any, to a config. Raise an InputError if the file has changed."""
     path = config.partition_file
     if path is None:
         return config
@@ -48,20 +48,22 @@ def record_partition_hash(config: Config) -> Config:
     except OSError as error:
         raise InputError(f"cannot read the partition {path}: {error.strerror or error}.") from None
     if config.partition_sha256 not in (None, found):
-        raise InputError(f"{path} is another partition than the one with the SHA-256 {config.partition_sha256}.")
+        raise InputError(f"{path} is not the expected partition: its SHA-256 is not {config.partition_sha256}.")
     return replace_config(config, partition_sha256=found)
 
 
-def add_server_data(config: Config, own: UserObjects, compositions: Sequence[ComposedMethod]) -> Config:
-    """The config with data for the server, where one of these methods needs some and nobody has said which."""
-    if config.server_data is not None or not any(one.use_server_data for one in compositions):
+def resolve_server_data(
+    config: Config, user_objects: UserObjects, composed_methods: Sequence[ComposedMethod]
+) -> Config:
+    """Add default server data to a config without any, if one of these methods needs them."""
+    if config.server_data is not None or not any(one.use_server_data for one in composed_methods):
         return config
-    brought = own.data is not None and own.data.server_data is not None
+    brought = user_objects.data is not None and user_objects.data.server_data is not None
     return replace_config(config, server_data=on_server.OWN if brought else on_server.DEFAULT)
 
 
 def resolve_method_options(options: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """Options as a dict of their own; `{"mu": 0.1}` without a method is refused."""
+    """Copy options into a new dict. Raise an InputError for `{"mu": 0.1}` without a method."""
     given: Any = options or {}
     if not isinstance(given, Mapping) or not all(isinstance(of_one, Mapping) for of_one in given.values()):
         raise InputError(f'options are given by method, such as {{"fedprox": {{"mu": 0.1}}}}, not {short_repr(given)}.')
@@ -71,25 +73,27 @@ def resolve_method_options(options: Mapping[str, Mapping[str, Any]] | None) -> d
 def describe_user_objects(
     data: str | FederatedDataset, model: str | nn.Module | Callable[[], nn.Module], loss: Criterion | None
 ) -> tuple[UserObjects, dict[str, Any]]:
-    """What a user brings as objects, and the settings that follow from it."""
+    """Return the user's Python objects, and the settings that follow from them."""
     if not isinstance(data, str | FederatedDataset):
         raise InputError(
-            "data must be the name of a data set or a Federation, which Federation.from_arrays makes of arrays, not "
+            "data must be the name of a data set or a FederatedDataset (see FederatedDataset.from_arrays), not "
             f"{short_repr(data)}."
         )
     if not isinstance(model, str) and not callable(model):
-        raise InputError(f"the model must be a name, an nn.Module or what makes one, not {type(model).__name__}.")
+        raise InputError(
+            f"the model must be a name, an nn.Module or a function that returns one, not {type(model).__name__}."
+        )
     if loss is not None and not callable(loss):
         raise InputError(f"the loss must be a function of outputs and targets, not {short_repr(loss)}.")
-    own = UserObjects(
+    user_objects = UserObjects(
         data if isinstance(data, FederatedDataset) else None,
         None if isinstance(model, str) else model,
         loss,
     )
     values: dict[str, Any] = {"model": model if isinstance(model, str) else _name_of(model)}
     if isinstance(data, FederatedDataset):
-        return own, values | {"data": data.name, "partition": "own", "clients": len(data)}
-    return own, values | {"data": data}
+        return user_objects, values | {"data": data.name, "partition": "own", "clients": len(data)}
+    return user_objects, values | {"data": data}
 
 
 def _name_of(model: nn.Module | Callable[[], nn.Module]) -> str:

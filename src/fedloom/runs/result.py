@@ -1,4 +1,4 @@
-"""A run that has finished: its records, its numbers, and the model that came of it."""
+"""RunResult: the history, accuracy and model of a finished run."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -15,24 +15,35 @@ from fedloom.runs.resolve import UserObjects
 from fedloom.utils.storage import MODEL_FILE, read_safetensors
 
 ANYWHERE: dict[str, Any] = {
-    "engine": "plain", "device": "cpu", "precision": "tf32", "channels_last": None,
+    "engine": "sequential", "device": "cpu", "precision": "tf32", "channels_last": None,
     "init": None, "init_sha256": None, "new_head": False,
 }  # fmt: skip
-"""Settings with which the network of any run can be built on any machine; a file gives it its weights."""
+"""Settings that build the network of any run on any machine; its weights come from a file."""
 
 
 class RunResult:
-    """A finished run."""
+    """A finished run.
 
-    def __init__(self, folder: RunDirectory, own: UserObjects) -> None:
-        self._folder = folder
-        self._own = own
-        self.path = folder.path
-        self.config = folder.config
-        summary = folder.summary()
+    Attributes:
+        path: The run directory.
+        config: The settings.
+        summary: The totals in `summary.json`.
+
+    Example:
+        run = fedloom.run("fedavg", rounds=5)
+        print(run.accuracy, run.history[-1]["train_loss"])
+        network = run.model()
+    """
+
+    def __init__(self, directory: RunDirectory, user_objects: UserObjects) -> None:
+        self._directory = directory
+        self._user_objects = user_objects
+        self.path = directory.path
+        self.config = directory.config
+        summary = directory.summary()
         if summary is None:
-            raise InputError(f"{folder.path} has not finished; go on with: fedloom resume {folder.path}")
-        self.summary = {**summary, "run": str(folder.path)}  # it may have been moved since
+            raise InputError(f"{directory.path} has not finished; continue with: fedloom resume {directory.path}")
+        self.summary = {**summary, "run": str(directory.path)}  # the directory may have moved
 
     def __repr__(self) -> str:
         accuracy = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}"
@@ -41,49 +52,63 @@ class RunResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record a round, from round 0, the initial model, on."""
-        return self._folder.history()
+        """Return one record per round, from round 0 (the initial model). `pandas.DataFrame(run.history)` works."""
+        return self._directory.history()
 
     @property
     def accuracy(self) -> float | None:
-        """Test accuracy of the deployed model."""
+        """Return the test accuracy of the global model; None without classes or test samples."""
         value = self.summary["accuracy"]
         return None if value is None else float(value)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the deployed model's row."""
+        """Return the SHA-256 of the global model's row."""
         return str(self.summary["digest"])
 
     def model(self) -> nn.Module:
-        """The deployed model as an ordinary module, in evaluation mode."""
-        check_model_file(self.path)
+        """Return the global model.
+
+        Returns:
+            An ordinary module with its own memory, on the CPU and in evaluation mode.
+
+        Raises:
+            InputError: The model file is missing or damaged.
+        """
+        check_result_model(self.path)
         tensors = read_safetensors(self.path / MODEL_FILE)
-        if isinstance(self._own.model, nn.Module):
-            module = self._own.model
+        if isinstance(self._user_objects.model, nn.Module):
+            model = self._user_objects.model
         else:
-            experiment = build_run(replace_config(self.config, **ANYWHERE), self._own)
-            experiment.engine.close()
-            module = experiment.module
-        # The tensors of a module that has trained are views into some row: give the result memory of its own.
-        module = deepcopy(module).cpu()
-        module.load_state_dict(tensors)
-        return module.eval()
+            built_run = build_run(replace_config(self.config, **ANYWHERE), self._user_objects)
+            built_run.engine.close()
+            model = built_run.model
+        # A trained module's tensors are views into a row, so the result gets a copy.
+        model = deepcopy(model).cpu()
+        model.load_state_dict(tensors)
+        return model.eval()
 
     def report(self, path: Path | str | None = None) -> Path:
-        """Write the HTML report; by default into the run's folder."""
+        """Write the HTML report.
+
+        Args:
+            path: The file; by default `report.html` in the run directory.
+
+        Returns:
+            The file.
+        """
         target = Path(path) if path is not None else self.path / "report.html"
         write_report_page([read_run_record(self.path)], target)
         return target
 
 
-def check_model_file(path: Path) -> None:
-    """Say how a finished run gets its model's file back, where it is gone."""
+def check_result_model(path: Path) -> None:
+    """Raise an InputError if the model file of a finished run is missing, and say how to restore it."""
     if not (path / MODEL_FILE).exists():
         raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
 
 
-def count_failed_clients(path: Path | str) -> int:
-    """How many answers of clients a run has lost, not counting those that it was asked to lose."""
-    folder = RunDirectory.open(Path(path))
-    return 0 if folder.config.lost else sum(int(record.get("lost", 0)) for record in folder.history())
+def count_failures_in_result(path: Path | str) -> int:
+    """Return how many updates of clients failed in a run; 0 if it simulates failures."""
+    directory = RunDirectory.open(Path(path))
+    return 0 if directory.config.failure_rate else sum(int(record.get("failed", 0)) for record in directory.history())

@@ -1,13 +1,13 @@
-"""The rounds: the heart of the program.
+"""Run one round: sample clients, dispatch, train, aggregate, refine, evaluate.
 
-    clients = server.select(round)                 # whom to ask
-    jobs    = server.dispatch(round, clients)      # a model (and extras) for each of them
-    updates = engine.train(jobs)                   # answers come as clients finish
-    server.collect(round, updates)                 # new state of the server
-    refine(server)                                 # optional
-    record(score(server.deploy()))                 # metrics, and the clients' own models where they have some
+    client_ids = server.sample_clients(round)      # sample the clients of this round
+    tasks = server.dispatch(round, client_ids)     # a model (and extras) for each client
+    updates = engine.train(round, tasks)           # updates, while clients finish
+    server.aggregate(round, updates)               # new models of the server
+    refiner.refine(round, server)                  # optional
+    engine.evaluate(server.global_model())         # metrics, also of personal models
 
-Rounds count from 0 inside, and a record says after how many rounds it was taken.
+`round` counts from 0. The `round` of a record is the number of finished rounds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,35 +25,35 @@ from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
 from fedloom.methods.base import MethodContext, MethodPart
 from fedloom.methods.composition import MethodParts
-from fedloom.privacy.mechanism import PrivacyMechanism, common_base_model
-from fedloom.runs.metrics import RoundTimer, client_accuracy_metrics, mean_and_worst_decile
+from fedloom.privacy.mechanism import PrivacyMechanism, mechanism_base_model
+from fedloom.runs.metrics import RoundMetricsTimer, client_accuracy_metrics, mean_and_worst_decile
 from fedloom.training.context import PERSONAL_KEY
 
 MOST_PERSONAL = 100
-"""Clients whose own models are scored in one evaluation; where there are more, as many are drawn once for the run."""
+"""Maximum number of personal models to evaluate. With more clients, a sample is drawn once for the run."""
 
 
 @dataclass
 class _RoundStatistics:
-    """What happened to the jobs of one round."""
+    """What happened to the tasks of one round."""
 
     accepted: int = 0
-    samples: int = 0
+    num_examples: int = 0
     loss_sum: float = 0.0
     bytes_up: int = 0
     idle: int = 0
-    """Clients that have no samples: they are asked, and have nothing to say."""
-    lost: dict[int, str] = field(default_factory=dict)
-    """Clients that did not answer or whose answer was refused, and why."""
-    for_good: int = 0
-    """How many of these will not answer in this round, however often it is played."""
-    unreached: list[ClientTask] = field(default_factory=list)
-    """What was never sent, because nobody was there."""
+    """Clients without training samples."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Clients that did not answer or whose update was refused, and why."""
+    num_permanent: int = 0
+    """How many of them cannot answer, even if the round is repeated."""
+    unsent_tasks: list[ClientTask] = field(default_factory=list)
+    """Tasks that were never sent, because the client was not there."""
 
 
 @dataclass
 class RoundRunner:
-    """One run's rounds, one after the other."""
+    """Run the rounds of one run."""
 
     config: Config
     context: MethodContext
@@ -61,208 +61,215 @@ class RoundRunner:
     engine: Engine
     label_counts: np.ndarray | None
     privacy: PrivacyMechanism | None = None
-    """Where the server sees a private mean of the answers alone."""
+    """If set, the server sees only a private mean of the updates."""
     check: Callable[[], None] = lambda: None
-    """Called after each client's answer; an error that it raises ends the round."""
+    """Called after each client's answer. It may raise an error to end the round."""
 
     @property
     def total(self) -> int:
-        """How many rounds there will be: those that were asked for, or as many as privacy allows."""
+        """Return the number of rounds: as set, or fewer if the privacy budget allows no more."""
         return self.context.rounds
 
     @property
     def repeatable(self) -> bool:
-        """Whether a round that is played again gives the same bits."""
+        """Return whether a repeated round gives the same bits."""
         return self.privacy is None or self.privacy.repeatable
 
     def initial_record(self) -> dict[str, Any]:
-        """The record of the model before any training, round 0."""
-        clock = RoundTimer()
+        """Return the record of round 0: the initial model before any training."""
+        timer = RoundMetricsTimer()
         record = {"round": 0, **(self.privacy.spent(0) if self.privacy else {})}
-        return self._score(record, clock) | {"seconds": clock.report()}
+        return self._evaluate(record, timer) | {"seconds": timer.report()}
 
-    def play(self, round: int) -> dict[str, Any]:
-        """Play one round; returns its record."""
-        server, companion, refiner = self.parts.server, self.parts.companion, self.parts.refiner
-        clock, tally = RoundTimer(), _RoundStatistics()
-        with clock.part("select"):
-            clients = self._select(round)
-        with clock.part("dispatch"):
-            jobs = list(server.dispatch(round, clients))
-            if companion is not None:
-                jobs = [replace(j, extras={**j.extras, **companion.send(round, j.client)}) for j in jobs]
-            self._refuse_repeats(round, jobs)
-        with clock.part("collect"):
-            answers = self._answers(round, jobs, clock, tally)
+    def run_round(self, round: int) -> dict[str, Any]:
+        """Run one round and return its record."""
+        server, extras, refiner = self.parts.server, self.parts.extras, self.parts.refiner
+        timer, statistics = RoundMetricsTimer(), _RoundStatistics()
+        with timer.measure("sample_clients"):
+            client_ids = self._sample_clients(round)
+        with timer.measure("dispatch"):
+            tasks = list(server.dispatch(round, client_ids))
+            if extras is not None:
+                tasks = [
+                    replace(task, extras={**task.extras, **extras.send_to_client(round, task.client_id)})
+                    for task in tasks
+                ]
+            self._check_no_repeats(round, tasks)
+        with timer.measure("aggregate"):
+            answers = self._valid_updates(round, tasks, timer, statistics)
             if self.privacy is not None:
-                answers = self.privacy.mean(round, common_base_model(jobs, server.models()), answers)
-            server.collect(round, self._shown(round, answers))
-            if companion is not None:
-                companion.finish(round)
-        clock.add("collect", -clock.seconds.get("train", 0.0))  # collecting waits for training inside
+                answers = self.privacy.mean(round, mechanism_base_model(tasks, server.models()), answers)
+            server.aggregate(round, self._observed_updates(round, answers))
+            if extras is not None:
+                extras.end_round(round)
+        timer.add("aggregate", -timer.seconds.get("train", 0.0))  # aggregation waits for training inside
         if refiner is not None:
-            with clock.part("refine"):
+            with timer.measure("refine"):
                 refiner.refine(round, server)
 
         size = self.context.layout.nbytes
-        sent = sum(job.nbytes for job in jobs) - sum(job.nbytes for job in tally.unreached)
-        bytes_down = sent - self._bytes_at_home() * (len(jobs) - len(tally.unreached))
+        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in statistics.unsent_tasks)
+        bytes_down = sent - self._personal_bytes() * (len(tasks) - len(statistics.unsent_tasks))
         record: dict[str, Any] = {
             "round": round + 1,
-            "train_loss": tally.loss_sum / tally.samples if tally.samples else None,
+            "train_loss": statistics.loss_sum / statistics.num_examples if statistics.num_examples else None,
             "bytes_down": bytes_down,
-            "bytes_up": tally.bytes_up,
+            "bytes_up": statistics.bytes_up,
             "models_down": bytes_down / size,
-            "models_up": tally.bytes_up / size,
-            "clients": len(jobs),
-            "idle": tally.idle,
-            "lost": len(tally.lost),
-            "lost_clients": {str(client): reason for client, reason in tally.lost.items()},
+            "models_up": statistics.bytes_up / size,
+            "clients": len(tasks),
+            "idle": statistics.idle,
+            "failed": len(statistics.failed),
+            "failed_clients": {str(client): reason for client, reason in statistics.failed.items()},
         }
         if self.privacy is not None:
             record |= self.privacy.spent(round + 1)
-        elif not tally.accepted:
+        elif not statistics.accepted:
             record["note"] = "no client answered, so the model was kept as it was"
-        speaking: list[tuple[str, MethodPart[Any] | Engine]] = [*self.parts.items(), ("engine", self.engine)]
-        numbers = {f"{name}.{key}": value for name, part in speaking for key, value in part.diagnostics().items()}
+        reporting: list[tuple[str, MethodPart[Any] | Engine]] = [*self.parts.items(), ("engine", self.engine)]
+        numbers = {f"{name}.{key}": value for name, part in reporting for key, value in part.diagnostics().items()}
         if numbers:
             record["diagnostics"] = numbers
         if (round + 1) % self.config.eval_every == 0 or round + 1 == self.total:
-            record = self._score(record, clock)
-        return record | {"seconds": clock.report()}
+            record = self._evaluate(record, timer)
+        return record | {"seconds": timer.report()}
 
-    def _answers(
-        self, round: int, jobs: list[ClientTask], clock: RoundTimer, tally: _RoundStatistics
+    def _valid_updates(
+        self, round: int, tasks: list[ClientTask], timer: RoundMetricsTimer, statistics: _RoundStatistics
     ) -> Iterator[ClientUpdate]:
-        """The answers that are fit to be used. Everything else is counted and named."""
+        """Yield the valid updates. Count the others, and record the reasons."""
         asked = []
-        for job in jobs:
-            if self._goes_missing(round, job):
-                tally.lost[job.client] = "did not answer (simulated)"
+        for task in tasks:
+            if self._simulates_failure(round, task):
+                statistics.failed[task.client_id] = "did not answer (simulated)"
             else:
-                asked.append(job)
-        at_home, uploads = self._bytes_at_home(), self.parts.local.uploads(self.context.layout)
-        for answer in clock.waiting(self.engine.train(round, asked), "train"):
+                asked.append(task)
+        personal_bytes, upload_shapes = self._personal_bytes(), self.parts.client.upload_shapes(self.context.layout)
+        for answer in timer.measure_iterator(self.engine.train(round, asked), "train"):
             self.check()
             if isinstance(answer, ClientFailure):
-                tally.lost[answer.job.client] = answer.reason
-                tally.for_good += answer.for_good
-                if not answer.reached:
-                    tally.unreached.append(answer.job)
+                statistics.failed[answer.task.client_id] = answer.reason
+                statistics.num_permanent += answer.permanent
+                if not answer.was_sent:
+                    statistics.unsent_tasks.append(answer.task)
                 continue
-            tally.bytes_up += answer.nbytes - at_home
-            if fault := _find_update_fault(answer, self.context.layout, uploads):
-                tally.lost[answer.client] = f"refused: {fault}"
-            elif answer.samples == 0:
-                tally.idle += 1
+            statistics.bytes_up += answer.nbytes - personal_bytes
+            if fault := _find_update_fault(answer, self.context.layout, upload_shapes):
+                statistics.failed[answer.client_id] = f"refused: {fault}"
+            elif answer.num_examples == 0:
+                statistics.idle += 1
             else:
-                tally.accepted += 1
+                statistics.accepted += 1
                 if np.isfinite(answer.loss):
-                    tally.samples += answer.samples
-                    tally.loss_sum += answer.samples * answer.loss
-                self.engine.accept(answer)
+                    statistics.num_examples += answer.num_examples
+                    statistics.loss_sum += answer.num_examples * answer.loss
+                self.engine.commit_update(answer)
                 yield answer
-        # A round in which there can never be enough answers any more would hold up the run for ever.
-        fewest = self._fewest_answers(len(jobs))
-        hopeless = tally.for_good and len(jobs) - tally.for_good < fewest
-        if tally.accepted < fewest and not hopeless:
-            reasons = "; ".join(f"client {client}: {reason}" for client, reason in list(tally.lost.items())[:3])
+        # If enough clients can never answer, an error here would block the run forever.
+        min_clients = self._min_clients(len(tasks))
+        hopeless = statistics.num_permanent and len(tasks) - statistics.num_permanent < min_clients
+        if statistics.accepted < min_clients and not hopeless:
+            reasons = "; ".join(
+                f"client {client_id}: {reason}" for client_id, reason in list(statistics.failed.items())[:3]
+            )
             raise FedloomError(
-                f"round {round + 1}: {tally.accepted} of {len(jobs)} clients answered, but min_clients is {fewest}"
-                f"{' by default' if self.config.min_clients is None else ''} "
+                f"round {round + 1}: {statistics.accepted} of {len(tasks)} clients answered, but min_clients is "
+                f"{min_clients}{' by default' if self.config.min_clients is None else ''} "
                 f"({reasons or 'the others have no samples'})."
             )
 
-    def _fewest_answers(self, asked: int) -> int:
-        """How many of the clients asked in a round must answer, or else the run ends."""
+    def _min_clients(self, num_clients: int) -> int:
+        """Return how many clients of a round must answer; with fewer the run ends."""
         if self.config.min_clients is not None:
             return self.config.min_clients
-        # A guarantee of privacy does not cover that a run ends, so one must ask for it.
-        return 0 if self.privacy is not None and self.privacy.noise else self.engine.fewest_answers(asked)
+        # The privacy guarantee does not cover the end of a run, so it ends early only if `min_clients` is set.
+        return 0 if self.privacy is not None and self.privacy.noise else self.engine.default_min_clients(num_clients)
 
-    def _select(self, round: int) -> list[int]:
+    def _sample_clients(self, round: int) -> list[int]:
         if self.privacy is not None and self.privacy.noise:
-            return self.privacy.select(round)
-        return self.parts.server.select(round)
+            return self.privacy.sample_clients(round)
+        return self.parts.server.sample_clients(round)
 
-    def _shown(self, round: int, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
-        """The updates on their way to the server, which companion and refiner see first."""
+    def _observed_updates(self, round: int, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
+        """Yield the updates after extras and refiner have seen them."""
         for update in updates:
-            for part in (self.parts.companion, self.parts.refiner):
+            for part in (self.parts.extras, self.parts.refiner):
                 if part is not None:
-                    part.take(round, update)
+                    part.receive_update(round, update)
             yield update
 
-    def _refuse_repeats(self, round: int, jobs: list[ClientTask]) -> None:
-        """What a client keeps changes once a round: a second job would begin with what the first left, or without."""
-        clients = [job.client for job in jobs]
-        if self.engine.homes.shapes and len(set(clients)) < len(clients):
-            twice = next(client for client in clients if clients.count(client) > 1)
+    def _check_no_repeats(self, round: int, tasks: list[ClientTask]) -> None:
+        """Reject two tasks for a client with state: engines differ in whether the second one sees the new state."""
+        client_ids = [task.client_id for task in tasks]
+        if self.engine.client_states.shapes and len(set(client_ids)) < len(client_ids):
+            twice = next(client_id for client_id in client_ids if client_ids.count(client_id) > 1)
             raise FedloomError(
-                f"round {round + 1}: the server asks client {twice} more than once, and clients of this method keep "
-                "something between rounds; a server that draws a client twice must ask it once and count it twice."
+                f"round {round + 1}: the server sends client {twice} several tasks, but clients of this method keep "
+                "state between rounds; send one task to a client that is drawn twice, and count its update twice."
             )
 
-    def _bytes_at_home(self) -> int:
-        """The part of every model that does not travel."""
+    def _personal_bytes(self) -> int:
+        """Return the bytes of the personal columns, which never travel."""
         layout = self.context.layout
-        columns: int = sum(part.stop - part.start for part in self.parts.local.stays_home(layout))
+        columns: int = sum(part.stop - part.start for part in self.parts.client.personal_columns(layout))
         return columns * layout.dtype.itemsize
 
-    def _goes_missing(self, round: int, job: ClientTask) -> bool:
-        chance = self.config.lost
-        return bool(chance and self.context.streams.numpy("lost", round, job.client).random() < chance)
+    def _simulates_failure(self, round: int, task: ClientTask) -> bool:
+        chance = self.config.failure_rate
+        return bool(chance and self.context.rng_streams.numpy("lost", round, task.client_id).random() < chance)
 
-    def deployed(self) -> Tensor:
-        """The model that would be deployed now. What stays with the clients is the mean, by samples, of theirs.
+    def global_model(self) -> Tensor:
+        """Return the global model. Its personal columns are the mean of the clients' own, weighted by samples.
 
-        Without that a network would be deployed with columns that nobody ever trained. It is a simulation's privilege
-        to look at them; nothing of it is sent to anybody.
+        Otherwise the model would have columns that were never trained. This is only possible in simulation; these
+        columns are not sent to anybody.
         """
-        row, layout, homes = self.parts.server.deploy(), self.context.layout, self.engine.homes
-        stays = self.parts.local.stays_home(layout)
-        if not stays or not len(homes):
+        row, layout, client_states = self.parts.server.global_model(), self.context.layout, self.engine.client_states
+        personal_columns = self.parts.client.personal_columns(layout)
+        if not personal_columns or not len(client_states):
             return row
         mean, theirs, total = row.clone(), row.clone(), 0
-        for client in homes.clients():
-            count = self.context.samples(client)
-            total += count
-            scatter_columns(theirs, stays, homes.get(client)[PERSONAL_KEY])
-            for columns in stays if count else ():
+        for client_id in client_states.client_ids():
+            num_examples = self.context.num_examples(client_id)
+            total += num_examples
+            scatter_columns(theirs, personal_columns, client_states.get(client_id)[PERSONAL_KEY])
+            for columns in personal_columns if num_examples else ():
                 floats = slice(columns.start, min(columns.stop, layout.floats))
-                mean[floats].lerp_(theirs[floats], count / total)
+                mean[floats].lerp_(theirs[floats], num_examples / total)
             for counters, others in zip(*map(layout.integers, (mean, theirs)), strict=True):
                 torch.maximum(counters, others, out=counters)
         return mean
 
-    def _score(self, record: dict[str, Any], clock: RoundTimer) -> dict[str, Any]:
-        with clock.part("evaluate"):
-            row = self.deployed()
-            score = self.engine.score(row)
-        if score is None:
+    def _evaluate(self, record: dict[str, Any], timer: RoundMetricsTimer) -> dict[str, Any]:
+        with timer.measure("evaluate"):
+            row = self.global_model()
+            result = self.engine.evaluate(row)
+        if result is None:
             return record
-        # A loss may overflow where the model is finite; JSON has no number for that.
-        record = {**record, "accuracy": score.accuracy, "loss": score.loss if np.isfinite(score.loss) else None}
-        owners = self.engine.shop.federation.test_owners
-        if among_clients := client_accuracy_metrics(score, self.label_counts, owners):
+        # The loss of a finite model may overflow, and JSON cannot store that.
+        record = {**record, "accuracy": result.accuracy, "loss": result.loss if np.isfinite(result.loss) else None}
+        test_owners = self.engine.context.federated_data.test_owners
+        if among_clients := client_accuracy_metrics(result, self.label_counts, test_owners):
             record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
-        if self.engine.shop.personal is not None and self.context.classes:
-            with clock.part("evaluate"):
-                record.update(self._score_personal(record["round"], row))
+        if self.engine.context.personalize is not None and self.context.classes:
+            with timer.measure("evaluate"):
+                record.update(self._evaluate_personal_models(record["round"], row))
         return record
 
-    def _score_personal(self, played: int, row: Tensor) -> dict[str, Any]:
-        """How clients fare with models of their own; the same clients at every evaluation."""
-        count = self.context.clients
-        clients: Sequence[int] = range(count)
-        if count > MOST_PERSONAL:
-            draw = self.context.streams.numpy("personal")
-            clients = sorted(int(c) for c in draw.choice(count, MOST_PERSONAL, replace=False))
+    def _evaluate_personal_models(self, played: int, row: Tensor) -> dict[str, Any]:
+        """Evaluate the personal models, of the same clients every time."""
+        num_clients = self.context.num_clients
+        client_ids: Sequence[int] = range(num_clients)
+        if num_clients > MOST_PERSONAL:
+            rng = self.context.rng_streams.numpy("personal")
+            client_ids = sorted(int(c) for c in rng.choice(num_clients, MOST_PERSONAL, replace=False))
         server, rows = self.parts.server, dict[int, Tensor]()
-        for client in clients:
-            own = server.own_model(client)
-            rows[client] = row if own is None else own
-        accuracies = self.engine.score_clients(played, [ClientTask(client, rows[client]) for client in clients])
+        for client_id in client_ids:
+            personal_model = server.personal_model(client_id)
+            rows[client_id] = row if personal_model is None else personal_model
+        accuracies = self.engine.evaluate_clients(
+            played, [ClientTask(client_id, rows[client_id]) for client_id in client_ids]
+        )
         known = [accuracy for accuracy in accuracies if accuracy is not None]
         if not known:
             return {}
@@ -270,22 +277,22 @@ class RoundRunner:
         return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
 
 
-def _find_update_fault(update: ClientUpdate, layout: Layout, uploads: Shapes) -> str | None:
-    """Why an update must not reach a model, or None. What comes from outside is checked before it is used."""
+def _find_update_fault(update: ClientUpdate, layout: Layout, upload_shapes: Shapes) -> str | None:
+    """Validate an update before it reaches a model. Return what is wrong with it, or None."""
     if update.row.shape != (layout.size,) or update.row.dtype is not layout.dtype:
         return f"its model has {tuple(update.row.shape)} numbers, not {layout.size}"
     if not update.finite and not layout.is_finite(update.row):
         return "its model is not finite"
-    if update.extras.keys() != uploads.keys():
-        return f"it sent {sorted(update.extras)} beside its model, not {sorted(uploads)}"
+    if update.extras.keys() != upload_shapes.keys():
+        return f"it sent {sorted(update.extras)} beside its model, not {sorted(upload_shapes)}"
     for name, tensor in update.extras.items():
-        if tuple(tensor.shape) != tuple(uploads[name]):
-            return f"its {name} has shape {tuple(tensor.shape)}, not {tuple(uploads[name])}"
+        if tuple(tensor.shape) != tuple(upload_shapes[name]):
+            return f"its {name} has shape {tuple(tensor.shape)}, not {tuple(upload_shapes[name])}"
         if not update.finite and not all_finite(tensor):
             return f"its {name} is not finite"
-    for name, tensor in update.home.items():
+    for name, tensor in update.client_state.items():
         if not update.finite and not all_finite(tensor):
-            return f"the {name.removeprefix('@')} that it keeps is not finite"
-    if update.samples < 0:
-        return f"it claims {update.samples} samples"
+            return f"its client state {name.removeprefix('@')} is not finite"
+    if update.num_examples < 0:
+        return f"it claims {update.num_examples} samples"
     return None

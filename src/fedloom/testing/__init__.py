@@ -1,4 +1,4 @@
-"""What tests of own methods need: `check_method`, small federations, small runs."""
+"""Tests for your own methods: `check_method`, a small federated data set and small runs."""
 
 from fedloom.testing.fixtures import (
     SmallFederatedDataset,

@@ -1,10 +1,10 @@
-"""The contract of a method, as a suite that anyone can run on a method of their own.
+"""`check_method`: the tests that every method must pass.
 
-    from fedloom.testing.method_checks import check_method
+    from fedloom.testing import check_method
     check_method("my_method")
 
-Each check is a function `(method, options) -> None` that raises AssertionError; `CHECKS` lists them by name, so that a
-test runner can show them one by one. They run for seconds, on a part of the embedded digits.
+Each check is a function `(method, options) -> None` that raises AssertionError. Together the checks take seconds, on a
+part of scikit-learn's digits.
 """
 
 import re
@@ -40,9 +40,17 @@ Check = Callable[[str, Given], None]
 
 
 def check_method(name: str, options: Given | None = None) -> None:
-    """Check that a method, or a composition such as `fedcross+fedprox`, keeps the contract.
+    """Run all checks of `CHECKS` on a method.
 
-    `options` are set for all checks, by method and key. The first broken promise raises AssertionError.
+    Args:
+        name: A registered method or a combination, such as "fedcross+fedprox".
+        options: Options for all checks, by method and name.
+
+    Raises:
+        AssertionError: If a check fails; the message names the method and the check.
+
+    Example:
+        check_method("my-momentum", {"my-momentum": {"beta": 0.5}})
     """
     compose(name, options)
     for title, check in CHECKS.items():
@@ -52,168 +60,172 @@ def check_method(name: str, options: Given | None = None) -> None:
             raise AssertionError(f"{name}: {title}: {error}") from error
 
 
-# Rounds with made-up answers
+# Rounds with made-up updates
 
 
 def _run_made_up_round(
-    experiment: BuiltRun, order: Callable[[list[ClientUpdate]], list[ClientUpdate]], change: float = 0.01
+    built_run: BuiltRun, order: Callable[[list[ClientUpdate]], list[ClientUpdate]], change: float = 0.01
 ) -> Tensor:
-    """One round with made-up answers, handed to the server in some order; the deployed row."""
-    parts, layout = experiment.rounds.parts, experiment.layout
-    jobs = list(parts.server.dispatch(0, parts.server.select(0)))
-    updates = order([_answer(experiment, job, change) for job in jobs])
-    if parts.companion is not None:
+    """Run one round with made-up updates in the given order, and return the global model."""
+    parts, layout = built_run.rounds.parts, built_run.layout
+    tasks = list(parts.server.dispatch(0, parts.server.sample_clients(0)))
+    updates = order([_answer(built_run, task, change) for task in tasks])
+    if parts.extras is not None:
         for update in updates:
-            parts.companion.take(0, update)
-    parts.server.collect(0, iter(updates))
-    if parts.companion is not None:
-        parts.companion.finish(0)
-    assert layout.is_finite(parts.server.deploy()), "the deployed model is not finite"
-    return parts.server.deploy().clone()
+            parts.extras.receive_update(0, update)
+    parts.server.aggregate(0, iter(updates))
+    if parts.extras is not None:
+        parts.extras.end_round(0)
+    assert layout.is_finite(parts.server.global_model()), "the global model is not finite"
+    return parts.server.global_model().clone()
 
 
-def _answer(experiment: BuiltRun, job: ClientTask, change: float) -> ClientUpdate:
-    layout, row = experiment.layout, job.row.clone()
-    generator = torch.Generator().manual_seed(job.client)
+def _answer(built_run: BuiltRun, task: ClientTask, change: float) -> ClientUpdate:
+    layout, row = built_run.layout, task.row.clone()
+    generator = torch.Generator().manual_seed(task.client_id)
     if change:
         row[: layout.floats] += change * torch.randn(layout.floats, generator=generator).abs()
     for counter in layout.views(row, TensorKind.INTEGER):
-        counter += 1 + 10 * job.client**2  # so that a mean of some of them is none of them
-    uploads = experiment.rounds.parts.local.uploads(layout)
-    extras = {name: change * torch.randn(shape, generator=generator) for name, shape in uploads.items()}
-    return ClientUpdate(job, row, samples=3 + job.client, loss=1.0, steps=2, extras=extras)
+        counter += 1 + 10 * task.client_id**2  # no mean of these values is one of them
+    upload_shapes = built_run.rounds.parts.client.upload_shapes(layout)
+    extras = {name: change * torch.randn(shape, generator=generator) for name, shape in upload_shapes.items()}
+    return ClientUpdate(task, row, num_examples=3 + task.client_id, loss=1.0, steps=2, extras=extras)
 
 
 # The checks
 
 
 def _equals_fedavg_when_neutral(method: str, options: Given) -> None:
-    """With its neutral options a method is FedAvg, bit for bit."""
-    composition = compose(method, options)
-    if any(part.neutral is None for part in composition.methods):
+    """With its neutral options a method equals FedAvg bit for bit."""
+    composed_method = compose(method, options)
+    if any(part.neutral is None for part in composed_method.methods):
         return
-    neutral = {part.name: {**options.get(part.name, {}), **(part.neutral or {})} for part in composition.methods}
+    neutral = {part.name: {**options.get(part.name, {}), **(part.neutral or {})} for part in composed_method.methods}
     fedavg = dict(options.get("fedavg", {}))
-    for part in composition.methods:  # what the method sets for FedAvg's server, FedAvg must be told as well
+    for part in composed_method.methods:  # FedAvg needs the method's defaults for it too
         fedavg = {k.partition(".")[2]: v for k, v in part.defaults.items() if k.startswith("fedavg.")} | fedavg
     expected = small_run("fedavg", {"fedavg": fedavg}).digest
     if "fedavg" in options:
         neutral["fedavg"] = dict(options["fedavg"])
-    assert small_run(method, neutral).digest == expected, "its neutral options do not give FedAvg's model"
+    assert small_run(method, neutral).digest == expected, "with its neutral options, the model differs from FedAvg's"
 
 
 def _order_of_clients_does_not_matter(method: str, options: Given) -> None:
-    """The server makes the same of the answers in whatever order they come."""
+    """The result does not depend on the order of the updates."""
     rows = []
     for order in (lambda updates: updates, lambda updates: updates[::-1]):
-        with build_small_run(method, options).engine_closed() as experiment:
-            rows.append(_run_made_up_round(experiment, order))
-            floats = experiment.layout.floats
+        with build_small_run(method, options).engine_closed() as built_run:
+            rows.append(_run_made_up_round(built_run, order))
+            floats = built_run.layout.floats
     close = torch.allclose(rows[0][:floats], rows[1][:floats], rtol=1e-5, atol=1e-6)
-    assert close, "answers in another order give another model"
-    assert torch.equal(rows[0][floats:], rows[1][floats:]), "answers in another order give other integer buffers"
+    assert close, "the model depends on the order of the updates"
+    assert torch.equal(rows[0][floats:], rows[1][floats:]), "the integer buffers depend on the order of the updates"
 
 
 def _weights_sum_to_one(method: str, options: Given) -> None:
-    """Clients that return what they received leave the deployed model as it was (or scaled, if a method says so)."""
-    with build_small_run(method, options).engine_closed() as experiment:
-        floats, trainable = experiment.layout.floats, experiment.layout.trainable
-        before = experiment.rounds.parts.server.deploy().clone()
-        after = _run_made_up_round(experiment, lambda updates: updates, change=0.0)
-        server = experiment.composition.owner("server")
-    if server is not None and server.rescales:  # then it is a multiple of what it was
+    """Clients that return what they received do not change the global model, or only scale it with `rescales`."""
+    with build_small_run(method, options).engine_closed() as built_run:
+        floats, trainable = built_run.layout.floats, built_run.layout.trainable
+        before = built_run.rounds.parts.server.global_model().clone()
+        after = _run_made_up_round(built_run, lambda updates: updates, change=0.0)
+        server = built_run.method.owner("server")
+    if server is not None and server.rescales:  # the model may be a multiple of the old one
         factor = (before[:trainable] @ after[:trainable]) / before[:trainable].square().sum()
-        assert factor > 0, "the factor on the mean is not positive"
+        assert factor > 0, "the server scales the mean by a factor that is not positive"
         after[:trainable] /= factor
     assert torch.allclose(before[:floats], after[:floats], rtol=1e-5, atol=1e-7), "the weights do not sum to one"
 
 
 def _buffers_follow_their_rules(method: str, options: Given) -> None:
-    """Deployed float buffers lie between those of the clients; integers are not averaged and keep their type."""
-    with build_small_run(method, options).engine_closed() as experiment:
-        layout = experiment.layout
-        server = experiment.rounds.parts.server
-        selected = server.select(0)
-        rows = [_answer(experiment, job, 0.01).row for job in server.dispatch(0, selected)]
-        rows += [experiment.rounds.context.initial]
-        deployed = _run_made_up_round(experiment, lambda updates: updates)
+    """Global float buffers lie between those of the clients; integer buffers are not averaged and keep their dtype."""
+    with build_small_run(method, options).engine_closed() as built_run:
+        layout = built_run.layout
+        server = built_run.rounds.parts.server
+        client_ids = server.sample_clients(0)
+        rows = [_answer(built_run, task, 0.01).row for task in server.dispatch(0, client_ids)]
+        rows += [built_run.rounds.context.initial]
+        deployed = _run_made_up_round(built_run, lambda updates: updates)
         for entry in layout.entries:
             values = torch.stack([entry.view(row) for row in rows])
             mine = entry.view(deployed)
             if entry.kind is TensorKind.BUFFER:
                 low, high = values.min(dim=0).values - 1e-5, values.max(dim=0).values + 1e-5
-                assert bool(((mine >= low) & (mine <= high)).all()), f"{entry.name} lies outside what the clients have"
+                assert bool(((mine >= low) & (mine <= high)).all()), (
+                    f"{entry.name} is outside the range of the clients' values"
+                )
             if entry.kind is TensorKind.INTEGER:
-                assert mine.dtype is entry.dtype, f"{entry.name} changed its type"
+                assert mine.dtype is entry.dtype, f"{entry.name} changed its dtype"
                 assert bool((values == mine).any(dim=0).all()), f"{entry.name} is a value that no client has"
 
 
-def _copes_with_tiny_clients(method: str, options: Given) -> None:
-    """Clients with no sample or one are no trouble, and an empty client changes nothing."""
-    federation = SmallFederatedDataset(sizes={0: 0, 1: 1, 2: 2})
-    finished = small_run(method, options, federation=federation, per_round=8)
-    assert not any(record["lost"] for record in finished.records), "a client with few samples was lost"
+def _handles_tiny_clients(method: str, options: Given) -> None:
+    """Clients with no, one or two samples do not fail, and the model stays finite."""
+    federated_data = SmallFederatedDataset(sizes={0: 0, 1: 1, 2: 2})
+    finished = small_run(method, options, federated_data=federated_data, clients_per_round=8)
+    assert not any(record["failed"] for record in finished.records), "a client with few samples failed"
     assert isfinite(finished.loss), "the model is not finite"
 
 
-def _copes_with_lost_clients(method: str, options: Given) -> None:
-    """Rounds go on without clients that do not answer, and a round without any answer keeps the model."""
-    finished = small_run(method, options, lost=0.5, rounds=6)
-    assert sum(record["lost"] for record in finished.records) > 0, "no client was lost in this check"
-    assert isfinite(finished.loss), "the model is not finite after clients were lost"
-    with build_small_run(method, options).engine_closed() as experiment:
-        before = experiment.rounds.parts.server.deploy().clone()
-        after = _run_made_up_round(experiment, lambda updates: [])
-        assert torch.equal(before, after), "a round without an answer changed the model"
+def _handles_failed_clients(method: str, options: Given) -> None:
+    """Rounds continue without failed clients, and a round without updates keeps the model."""
+    finished = small_run(method, options, failure_rate=0.5, rounds=6)
+    assert sum(record["failed"] for record in finished.records) > 0, "no client failed in this check"
+    assert isfinite(finished.loss), "the model is not finite after clients failed"
+    with build_small_run(method, options).engine_closed() as built_run:
+        before = built_run.rounds.parts.server.global_model().clone()
+        after = _run_made_up_round(built_run, lambda updates: [])
+        assert torch.equal(before, after), "a round without updates changed the model"
 
 
 def _refuses_what_is_not_finite(method: str, options: Given) -> None:
-    """An update that is not finite is refused and named whenever its client is asked, and never reaches the model."""
-    rounds, federation = 16, SmallFederatedDataset(poisoned=3)  # some servers ask a client only now and then
-    made = build_small_run(method, options, federation=federation, per_round=8, rounds=rounds)
-    with made.engine_closed() as experiment:
-        train, asked = experiment.engine.train, list[bool]()
+    """An update that is not finite is refused and recorded whenever its client is sampled; it never reaches a model."""
+    rounds, federated_data = 16, SmallFederatedDataset(poisoned=3)  # some servers sample a client rarely
+    made = build_small_run(method, options, federated_data=federated_data, clients_per_round=8, rounds=rounds)
+    with made.engine_closed() as built_run:
+        train, asked = built_run.engine.train, list[bool]()
 
-        def noted(round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-            asked.append(any(job.client == 3 for job in jobs))
-            return train(round, jobs)
+        def noted(round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+            asked.append(any(task.client_id == 3 for task in tasks))
+            return train(round, tasks)
 
-        experiment.engine.train = noted  # type: ignore[method-assign]  # to see whom it is given
+        built_run.engine.train = noted  # type: ignore[method-assign]  # to see which clients it gets
         for round in range(rounds):
-            reason = experiment.rounds.play(round)["lost_clients"].get("3", "")
+            reason = built_run.rounds.run_round(round)["failed_clients"].get("3", "")
             assert "refused" in reason or not asked[-1], "an update that is not finite was not refused"
             if sum(asked) == 4:
                 break
-        assert any(asked), f"client 3 of 8 was not asked in {len(asked)} rounds"
-        score = experiment.engine.score(experiment.rounds.deployed())
-        assert score is None or isfinite(score.loss), "an update that is not finite reached the model"
+        assert any(asked), f"client 3 of 8 was not sampled in {len(asked)} rounds"
+        result = built_run.engine.evaluate(built_run.rounds.global_model())
+        assert result is None or isfinite(result.loss), "an update that is not finite reached the model"
 
 
 def _resumes_exactly(method: str, options: Given) -> None:
-    """A run that was stopped after any round and resumed gives the same bits as one that was not."""
+    """A run that is stopped and resumed gives the same bits as one without a stop."""
     whole = small_run(method, options, checkpoint_seconds=0).digest
     for rounds in (1, 3):
         with tempfile.TemporaryDirectory() as place:
-            out, federation = Path(place) / "run", SmallFederatedDataset()
+            out, federated_data = Path(place) / "run", SmallFederatedDataset()
             values: dict[str, Any] = {"options": options, "out": out, "report": False, **SETTINGS}
             try:
-                run(method, federation, batch_norm_network, watcher=_StopAfter(rounds), **values)
+                run(method, federated_data, batch_norm_network, callback=_StopAfter(rounds), **values)
                 raise AssertionError("the run was not stopped")
             except RunStopped:
-                finished = resume(out, data=federation, model=batch_norm_network, report=False)
-            assert finished.digest == whole, f"stopped after round {rounds} and resumed, it gives another model"
+                finished = resume(out, data=federated_data, model=batch_norm_network, report=False)
+            assert finished.digest == whole, f"the model differs after a stop in round {rounds} and a resume"
 
 
 def _engines_agree(method: str, options: Given) -> None:
-    """One worker, several workers and the plain engine give the same bits."""
+    """One worker, several workers and the sequential engine give the same bits."""
     plain = small_run(method, options).digest
     for workers in (1, 3):
-        host = small_run(method, options, engine="host", workers=workers).digest
-        assert host == plain, f"{workers} worker(s) of the host engine give another model than the plain engine"
+        host = small_run(method, options, engine="multiprocess", workers=workers).digest
+        assert host == plain, (
+            f"the model of the multiprocess engine with {workers} worker(s) differs from the sequential engine's"
+        )
 
 
 def _sends_what_it_says(method: str, options: Given) -> None:
-    """The models sent in a round are as many as the method's description says."""
+    """The number of models sent in a round is what `models_sent` says."""
     stated = [method_.models_sent for method_ in compose(method, options).methods]
     matches = [re.fullmatch(r"(\d+)K", text) for text in stated]
     if not all(matches):
@@ -221,37 +233,43 @@ def _sends_what_it_says(method: str, options: Given) -> None:
     expected = 2 + sum(int(match[1]) - 2 for match in matches if match)
     for record in small_run(method, options, model=simple_network).records:
         sent = record["models_down"] + record["models_up"]
-        assert sent == expected * record["clients"], f"it says {stated}, but {sent / record['clients']:g}K were sent"
+        assert sent == expected * record["clients"], (
+            f"models_sent is {stated}, but {sent / record['clients']:g}K models were sent"
+        )
 
 
 def _leaves_inputs_alone(method: str, options: Given) -> None:
-    """Neither the samples, nor the user's module, nor the models handed to clients are changed."""
-    federation, module = SmallFederatedDataset(), batch_norm_network()
-    before, weights = federation.content(), {k: v.clone() for k, v in module.state_dict().items()}
-    small_run(method, options, federation=federation, model=module)
-    assert federation.content() == before, "it changed the samples"
-    assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items()), "it changed the user's module"
-    with build_small_run(method, options).engine_closed() as experiment:
-        server, companion = experiment.rounds.parts.server, experiment.rounds.parts.companion
-        extras = companion.send(0, 0) if companion is not None else {}
-        asked = server.dispatch(0, server.select(0))
-        jobs = [ClientTask(job.client, job.row, job.slot, {**job.extras, **extras}) for job in asked]
-        sent = [tensor for job in jobs for tensor in (job.row, *job.extras.values())]
+    """A run does not change the samples, the user's module or the models sent to clients."""
+    federated_data, model = SmallFederatedDataset(), batch_norm_network()
+    before, weights = federated_data.fingerprint(), {k: v.clone() for k, v in model.state_dict().items()}
+    small_run(method, options, federated_data=federated_data, model=model)
+    assert federated_data.fingerprint() == before, "the method changed the samples"
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items()), (
+        "the method changed the user's module"
+    )
+    with build_small_run(method, options).engine_closed() as built_run:
+        server, extras_part = built_run.rounds.parts.server, built_run.rounds.parts.extras
+        extras = extras_part.send_to_client(0, 0) if extras_part is not None else {}
+        requested = server.dispatch(0, server.sample_clients(0))
+        tasks = [
+            ClientTask(task.client_id, task.row, task.model_index, {**task.extras, **extras}) for task in requested
+        ]
+        sent = [tensor for task in tasks for tensor in (task.row, *task.extras.values())]
         rows = [model_digest(tensor) for tensor in sent]
-        assert sum(1 for _ in experiment.engine.train(0, jobs)) == len(jobs)
+        assert sum(1 for _ in built_run.engine.train(0, tasks)) == len(tasks)
         now = [model_digest(tensor) for tensor in sent]
-        assert rows == now, "training changed what the server had sent"
+        assert rows == now, "training changed the tensors that the server sent"
 
 
 def _needs_no_more_than_it_says(method: str, options: Given) -> None:
-    """A server that says that a mean is all it needs makes the same of the answers and of copies of their mean."""
+    """If a method declares that it needs only the mean, copies of the mean give the same state as the updates."""
     if not all(part.needs_mean_only for part in compose(method, options).methods):
         return
     of_each, of_mean = (
-        state_after_rounds(method, options, _answers, shown) for shown in (_keep_updates, server_sees_only_mean)
+        _state_after_rounds(method, options, _answers, shown) for shown in (_keep_updates, _server_sees_only_mean)
     )
-    assert states_agree(of_each, of_mean), (
-        "its server makes something else of the mean of the answers than of the answers"
+    assert _states_agree(of_each, of_mean), (
+        "the method declares that it needs only the mean of the updates, but copies of the mean give another state"
     )
 
 
@@ -259,60 +277,60 @@ Answers = Callable[[BuiltRun, list[ClientTask]], list[ClientUpdate]]
 Shown = Callable[[list[ClientUpdate], Layout], list[ClientUpdate]]
 
 
-def state_after_rounds(method: str, options: Given, answer: Answers, shown: Shown) -> dict[str, Any]:
-    """The state of all parts after some rounds with made-up answers, of which they are shown what `shown` makes."""
-    with build_small_run(method, options).engine_closed() as experiment:
-        parts = experiment.rounds.parts
-        companion, refiner = parts.companion, parts.refiner
+def _state_after_rounds(method: str, options: Given, make_updates: Answers, transform_updates: Shown) -> dict[str, Any]:
+    """Return the state of all parts after three rounds with updates from `make_updates` and `transform_updates`."""
+    with build_small_run(method, options).engine_closed() as built_run:
+        parts = built_run.rounds.parts
+        extras_part, refiner = parts.extras, parts.refiner
         for turn in range(3):
-            jobs = list(parts.server.dispatch(turn, parts.server.select(turn)))
-            updates = shown(answer(experiment, jobs), experiment.layout)
+            tasks = list(parts.server.dispatch(turn, parts.server.sample_clients(turn)))
+            updates = transform_updates(make_updates(built_run, tasks), built_run.layout)
             for update in updates:
-                if companion is not None:
-                    companion.take(turn, update)
+                if extras_part is not None:
+                    extras_part.receive_update(turn, update)
                 if refiner is not None:
-                    refiner.take(turn, update)
-            parts.server.collect(turn, iter(updates))
-            if companion is not None:
-                companion.finish(turn)
+                    refiner.receive_update(turn, update)
+            parts.server.aggregate(turn, iter(updates))
+            if extras_part is not None:
+                extras_part.end_round(turn)
             if refiner is not None:
                 refiner.refine(turn, parts.server)
-        return {**experiment.state(), "deployed": parts.server.deploy().clone()}
+        return {**built_run.state_dict(), "deployed": parts.server.global_model().clone()}
 
 
-def _answers(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate]:
-    return [replace(_answer(experiment, job, 0.01), samples=5) for job in jobs]
+def _answers(built_run: BuiltRun, tasks: list[ClientTask]) -> list[ClientUpdate]:
+    return [replace(_answer(built_run, task, 0.01), num_examples=5) for task in tasks]
 
 
 def _keep_updates(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]:
-    """The updates."""
+    """Return the updates unchanged."""
     return updates
 
 
-def server_sees_only_mean(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]:
-    """As many copies of the mean of all, extras included."""
+def _server_sees_only_mean(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]:
+    """Replace each update by the mean of all, extras included."""
     mean, row = WeightedMean(layout), updates[0].row.clone()
     for update in updates:
         mean.add(update.row)
-    mean.into(row)
+    mean.write_to(row)
     names = updates[0].extras
     extras = {name: torch.stack([update.extras[name] for update in updates]).mean(0) for name in names}
     return [replace(update, row=row, extras=extras) for update in updates]
 
 
-def states_agree(one: Any, other: Any) -> bool:
-    """Whether two states agree to rounding."""
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(states_agree(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(states_agree, one, other))
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6)
-    return bool(one == other)
+def _states_agree(first: Any, second: Any) -> bool:
+    """Return whether two states agree up to rounding."""
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(_states_agree(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_states_agree, first, second))
+    if isinstance(first, Tensor):
+        return first.shape == second.shape and torch.allclose(first.double(), second.double(), rtol=1e-4, atol=1e-6)
+    return bool(first == second)
 
 
 def _documents_its_options(method: str, options: Given) -> None:
-    """Every option has a help text and a default."""
+    """Every option has a help text and a default value."""
     for name in method.split("+"):
         for option, field in methods()[name].options.model_fields.items():
             assert field.description, f"the option {name}.{option} has no docstring below it"
@@ -326,8 +344,8 @@ CHECKS: dict[str, Check] = {
         _order_of_clients_does_not_matter,
         _weights_sum_to_one,
         _buffers_follow_their_rules,
-        _copes_with_tiny_clients,
-        _copes_with_lost_clients,
+        _handles_tiny_clients,
+        _handles_failed_clients,
         _refuses_what_is_not_finite,
         _resumes_exactly,
         _engines_agree,
@@ -337,16 +355,23 @@ CHECKS: dict[str, Check] = {
         _documents_its_options,
     )
 }
+"""All checks by name. Use them to show each check as a test of its own.
+
+Example:
+    @pytest.mark.parametrize("title", CHECKS)
+    def test_my_method(title):
+        CHECKS[title]("my_method", {})
+"""
 
 
 class _StopAfter(SilentCallback):
-    """Asks a run to stop after some round."""
+    """Stop a run after a number of rounds."""
 
     def __init__(self, rounds: int) -> None:
-        self.left = rounds
+        self.rounds_left = rounds
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        self.left -= record["round"] > 0
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
+        self.rounds_left -= record["round"] > 0
 
-    def wants_stop(self) -> bool:
-        return self.left <= 1
+    def should_stop(self) -> bool:
+        return self.rounds_left <= 1

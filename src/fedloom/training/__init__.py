@@ -1,1 +1,1 @@
-"""How one client trains: batches, optimizers, the trainer."""
+"""Local training of one client: trainer, batches, optimizers, buffers, mixed precision."""

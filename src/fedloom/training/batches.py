@@ -1,4 +1,4 @@
-"""Batches: what one holds, and how an epoch is cut into them."""
+"""Mini-batches, and how an epoch is split into them."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Positions = NDArray[np.int64]
-"""Which samples, by number."""
+"""Indices of samples."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One prepared mini-batch."""
+    """A mini-batch, transformed and on the device. `len(batch)` is its number of samples."""
 
     x: Tensor
+    """Inputs of the network."""
     y: Tensor
+    """Labels or targets."""
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -23,7 +25,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """A batch as a piece of the order in which an epoch sees the samples."""
+    """A batch as a range of the order in which an epoch visits the samples."""
 
     order: Positions
     low: int
@@ -33,26 +35,26 @@ class BatchSlice:
         return self.high - self.low
 
     @property
-    def positions(self) -> Positions:
+    def sample_indices(self) -> Positions:
         return self.order[self.low : self.high]
 
     @property
-    def first(self) -> bool:
-        """Whether an epoch begins with it."""
+    def starts_epoch(self) -> bool:
+        """Return whether it is the first batch of an epoch."""
         return self.low == 0
 
 
 class EpochBatches:
-    """Every sample once, in `order`, in batches of `size`; the last holds what is left."""
+    """Split `order` into batches of `size`; `LocalTrainer` draws the order. The last batch may be smaller."""
 
     def __init__(self, order: Positions, size: int) -> None:
         self._order, self._size, self._at = order, size, 0
 
     @property
-    def over(self) -> bool:
+    def exhausted(self) -> bool:
         return self._at >= len(self._order)
 
     def next(self) -> BatchSlice:
-        """The next batch; there must be one left."""
+        """Return the next batch. There must be one left."""
         low, self._at = self._at, self._at + self._size
         return BatchSlice(self._order, low, min(self._at, len(self._order)))

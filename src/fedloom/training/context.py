@@ -1,4 +1,4 @@
-"""What all benches of a run have in common, and the passes that a `Local` asks for."""
+"""What all trainers of a run share: the network, the loss, the settings, and the types of a step and a loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,45 +20,45 @@ if TYPE_CHECKING:
 
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""A loss: (output of the network, targets) -> mean over the batch."""
+"""A loss: (outputs of the network, targets) -> mean over the batch."""
 
-PERSONAL_KEY = "@stays"
-"""The name under which a client keeps the columns of the model that stay with it."""
+PERSONAL_KEY = "@personal"
+"""The key of the personal columns of the model in the client state."""
 
 OPTIMIZER_PREFIX = "@optimizer "
-"""How the names begin under which a client keeps what its optimiser knows."""
+"""The prefix of the optimizer state's keys in the client state."""
 
 
 Step = Callable[["LocalTrainer", Batch], Tensor]
-"""One step of local training: returns the loss."""
+"""A training step: (trainer, batch) -> loss."""
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """What all benches of a run have in common."""
+    """What all trainers of a run share."""
 
-    module: nn.Module
+    model: nn.Module
     layout: Layout
     criterion: Criterion
-    prepare: InputTransform
-    training: TrainingConfig
-    streams: RngStreams
+    transform: InputTransform
+    config: TrainingConfig
+    rng_streams: RngStreams
     classes: int = 0
     channels_last: bool = False
     augment: Augment | None = None
-    uploads: Shapes = field(default_factory=dict)
-    """Tensors that clients send up beside their model."""
-    home: Shapes = field(default_factory=dict)
+    upload_shapes: Shapes = field(default_factory=dict)
+    """Tensors that clients send with their model."""
+    state_shapes: Shapes = field(default_factory=dict)
     """Tensors that each client keeps between rounds."""
     autocast: torch.dtype | None = None
-    """The type in which networks compute while they train, where it is not that of the models."""
-    fewest: int = 1
-    """Samples that a client must have where nobody else is to see one of them, for what it sends beside its model."""
-    stays_home: Sequence[slice] = ()
-    """Columns of the model that do not travel; each client keeps its own, as the tensor STAYS of its home."""
-    fresh: Mapping[str, Tensor] | None = None
-    """The buffers that are no part of the model, as the network was built, which it is when this is made."""
+    """The dtype in which networks compute in training, if it is not that of the models."""
+    min_examples: int = 1
+    """Samples that a client needs before its uploads are safe to share; real sites with fewer do not train."""
+    personal_columns: Sequence[slice] = ()
+    """Columns of the model that are never sent. Each client keeps its own in the client state, under `PERSONAL_KEY`."""
+    initial_buffers: Mapping[str, Tensor] | None = None
+    """Initial values of non-persistent buffers; by default those that `model` has now."""
 
     def __post_init__(self) -> None:
-        if self.fresh is None:
-            object.__setattr__(self, "fresh", copy_non_persistent_buffers(self.module))
+        if self.initial_buffers is None:
+            object.__setattr__(self, "initial_buffers", copy_non_persistent_buffers(self.model))

@@ -1,8 +1,8 @@
-"""Networks that compute in a lower precision than that of their models while they train.
+"""Mixed precision: networks that compute in a lower precision while they train.
 
-Autocast would cast every weight by itself, and its gradient back: two kernels for each, most of them on a few numbers.
-Here the weights of all dense and convolutional layers are cast together, and so are their gradients; a round of the
-CNN took 87 ms instead of 93 (docs/engines.md). The numbers are the same: each is rounded once, on the same way.
+Autocast casts every weight and its gradient with a kernel each, most of them small. Here one kernel casts the weights
+of all dense and convolutional layers, and one their gradients. The result is the same, because each number is rounded
+once, at the same point.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fedloom.devices.cuda_runtime import foreach_copy_
+from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 
 CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weights autocast casts, always and all of them."""
+"""Layers whose weights autocast always casts."""
 
 
 def apply_mixed_precision(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The module; where a type is given it computes in it while it trains, and its output has the usual type."""
-    if dtype is not None:  # no closure: a copy of the module must compute with its own weights
+    """Let the module compute in `dtype` in training mode, with float32 outputs. Return the module."""
+    if dtype is not None:  # no closure: a deep copy must compute with its own weights
         module.forward = partial(_forward, module, module.forward, device.type, dtype)
     return module
 
@@ -36,12 +36,12 @@ def _forward(
         result = forward(*inputs, **named)
     if isinstance(result, Tensor):
         return result.float()
-    # Several outputs, such as a layer's beside the last, are used in losses like one.
+    # Losses use each of several outputs, such as features beside the logits.
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, result)
 
 
 class _Cast(torch.autograd.Function):
-    """Many tensors in another type, and their gradients back."""
+    """Cast many tensors to another dtype, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -55,13 +55,13 @@ class _Cast(torch.autograd.Function):
 
 def _in_type(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     cast = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
-    foreach_copy_(cast, tensors)
+    cuda_foreach_copy_(cast, tensors)
     return cast
 
 
 @contextmanager
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the layers' trainable weights have this type; gradients go through to those that they have outside."""
+    """Replace the layers' trainable weights by casts inside. Gradients reach the original weights."""
     places = [
         (layer, name, weight)
         for layer in module.modules()

@@ -1,9 +1,8 @@
-"""The buffers of a network that trains, whichever way it writes them.
+"""Keep the buffers of a network in its row, and reset non-persistent buffers for each client.
 
-A network may change a buffer in place, or put a new tensor in its place (`self.mean = 0.9 * self.mean + ...`), which
-lies outside the row that the model is until it is gathered. And it may have buffers that are no part of its state
-(`persistent=False`): they are in no row, so each client begins with them as the network was built, or what one client
-left there would reach another, and which one would depend on the engine.
+A network may change a buffer in place, or assign a new tensor (`self.mean = 0.9 * self.mean + ...`). The new tensor is
+outside the row until `gather` copies it. Buffers with `persistent=False` are in no row, so each client starts with
+their initial values. Otherwise values of one client would reach another, and which one would depend on the engine.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,13 +17,13 @@ from fedloom.errors import FedloomError
 
 
 class _BufferSlot(NamedTuple):
-    """Where a network looks for one of its buffers."""
+    """The place where a network stores one of its buffers."""
 
     name: str
     buffers: dict[str, Tensor | None]
-    """Those of the module that has it."""
+    """The buffers of the module that owns it."""
     leaf: str
-    """Its name there."""
+    """Its name in that module."""
     persistent: bool
 
     @property
@@ -33,28 +32,30 @@ class _BufferSlot(NamedTuple):
 
 
 def copy_non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that are no part of the module's state, by their names."""
+    """Return copies of the non-persistent buffers, by name."""
     found = [(place.name, place.tensor) for place in _places(module) if not place.persistent]
     return {name: tensor.detach().clone() for name, tensor in found if tensor is not None}
 
 
 class ModuleBuffers:
-    """Keeps the buffers of one network where they belong."""
+    """Keep the buffers of one network in the row that it is bound to."""
 
-    def __init__(self, module: nn.Module, layout: Layout, fresh: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, initial_buffers: Mapping[str, Tensor], device: torch.device
+    ) -> None:
         names = {name for entry in layout.entries if entry.kind is not TensorKind.PARAMETER for name in entry.names}
         self._in_rows = [place for place in _places(module) if place.name in names]
-        self._aside = _held(place for place in _places(module) if place.name in fresh)
-        self._fresh = [fresh[place.name].to(device) for place, _ in self._aside]
-        self._held = self._aside
+        self._non_persistent = _held(place for place in _places(module) if place.name in initial_buffers)
+        self._initial = [initial_buffers[place.name].to(device) for place, _ in self._non_persistent]
+        self._held = self._non_persistent
 
     def hold(self) -> None:
-        """The network was bound to a row: this is where its buffers belong from now on."""
-        self._held = _held(self._in_rows) + self._aside
+        """Remember the present buffers as the right ones, after the network was bound to a row."""
+        self._held = _held(self._in_rows) + self._non_persistent
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Put what the network has put in the place of its buffers into them."""
+        """Copy tensors that the network assigned to its buffers into the row."""
         for place, held in self._held:
             written = place.tensor
             if written is held:
@@ -62,34 +63,34 @@ class ModuleBuffers:
             if written is not None and written.shape == held.shape:
                 held.copy_(written.detach())
             elif not place.persistent:
-                continue  # what it makes anew for inputs of another length, say
+                continue  # for example a mask for inputs of another length
             else:
-                now = "none" if written is None else f"one of shape {tuple(written.shape)}"
-                has = f"its buffer {place.name}, which has shape {tuple(held.shape)}"
-                raise FedloomError(f"the network put {now} in the place of {has}; buffers keep their shape.")
+                now = "None" if written is None else f"a tensor of shape {tuple(written.shape)}"
+                has = f"its buffer {place.name} of shape {tuple(held.shape)}"
+                raise FedloomError(f"the network assigned {now} to {has}; buffers must keep their shape.")
             place.buffers[place.leaf] = held
 
     def forget(self) -> None:
-        """Let the network look where its buffers belong: what it has put in their place is another client's."""
+        """Drop tensors that the network assigned to its buffers: they belong to another client."""
         for place, held in self._held:
             place.buffers[place.leaf] = held
 
     def renew(self) -> None:
-        """Let the buffers that are no part of the state be as the network was built."""
-        for (place, held), fresh in zip(self._aside, self._fresh, strict=True):
+        """Reset non-persistent buffers to their initial values."""
+        for (place, held), fresh in zip(self._non_persistent, self._initial, strict=True):
             place.buffers[place.leaf] = held.copy_(fresh)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Inside, the network computes as it was built; what it puts in the place of a buffer there is forgotten."""
-        kept = [(place, place.tensor, held.clone()) for place, held in self._aside]
+        """Use initial non-persistent buffers inside, and drop tensors that the network assigns to buffers."""
+        kept = [(place, place.tensor, held.clone()) for place, held in self._non_persistent]
         self.renew()
         try:
             yield
         finally:
             for place, held in self._held:
                 place.buffers[place.leaf] = held
-            for (place, tensor, value), (_, held) in zip(kept, self._aside, strict=True):
+            for (place, tensor, value), (_, held) in zip(kept, self._non_persistent, strict=True):
                 held.copy_(value)
                 place.buffers[place.leaf] = tensor
 

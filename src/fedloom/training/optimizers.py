@@ -1,8 +1,8 @@
-"""Optimisers over one flat row.
+"""SGD and Adam on one flat row.
 
-The same arithmetic as `torch.optim` (the tests compare bit for bit), on one vector instead of a list of tensors and
-without its bookkeeping per step, which costs a tenth of the time of the MLP
-(benchmarks/choices.py). State is rows too. On a GPU it is that of `torch.optim` with `fused=True`: one kernel a step.
+The arithmetic is that of `torch.optim`, and the tests compare the bits. One vector replaces the list of tensors and
+the bookkeeping per step: a step of the MLP takes 11 % longer with `torch.optim` (results/choices.json). On a GPU the
+arithmetic is that of `torch.optim` with `fused=True`, which is one kernel per step.
 """
 
 from collections.abc import Mapping
@@ -14,33 +14,36 @@ from torch import Tensor
 from fedloom.config import TrainingConfig
 
 MOST_PIECES = {2: 64, 3: 48, 4: 36}
-"""Tensors that torch's fused optimisers take in one kernel, by how many lists of them there are."""
+"""Tensors that torch's fused optimizers take in one kernel, by the number of lists of tensors."""
 
 
 class Optimizer(Protocol):
-    """One step down `gradient`, which may be overwritten."""
+    """Any object with a `step`; assign your own to `trainer.optimizer`."""
 
-    def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None: ...
+    def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
+        """Update `weights` in place. `gradient` may be overwritten."""
 
 
 class StatefulOptimizer(Optimizer, Protocol):
-    """An optimiser whose state can be made before its first step and stays where it is: such steps can be recorded once
-    and replayed. The learning rate is then a tensor, so that it may change between replays."""
+    """An optimizer whose state can be allocated before the first step and stays in place.
 
-    def settle(self, weights: Tensor) -> None:
-        """Make the state, all zeros."""
+    Its steps can be captured once and replayed. The learning rate is then a tensor, so it may change between replays.
+    """
+
+    def allocate_state(self, weights: Tensor) -> None:
+        """Allocate the state, all zeros."""
 
     def reset(self) -> None:
-        """Forget what was learned, in place."""
+        """Set the state to zero in place."""
 
-    def remembers(self, size: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what it knows after a step, for `size` weights."""
+    def state_shapes(self, size: int) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the state after a step, for `size` weights."""
 
-    def known(self, weights: Tensor) -> dict[str, Tensor]:
-        """What it knows now, zeros where that is nothing yet."""
+    def state_dict(self, weights: Tensor) -> dict[str, Tensor]:
+        """Return the present state; zeros if there is none yet."""
 
-    def recall(self, known: Mapping[str, Tensor]) -> None:
-        """Go on with what another one knew."""
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue with the state of another optimizer."""
 
 
 class SGD:
@@ -52,24 +55,24 @@ class SGD:
         self.weight_decay = weight_decay
         self.velocity: Tensor | None = None
 
-    def settle(self, weights: Tensor) -> None:
+    def allocate_state(self, weights: Tensor) -> None:
         self.velocity = torch.zeros_like(weights) if self.momentum else None
 
     def reset(self) -> None:
         if self.velocity is not None:
             self.velocity.zero_()
 
-    def remembers(self, size: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, size: int) -> dict[str, tuple[int, ...]]:
         return {"velocity": (size,)} if self.momentum else {}
 
-    def known(self, weights: Tensor) -> dict[str, Tensor]:
+    def state_dict(self, weights: Tensor) -> dict[str, Tensor]:
         if not self.momentum:
             return {}
         return {"velocity": torch.zeros_like(weights) if self.velocity is None else self.velocity}
 
-    def recall(self, known: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         if self.momentum:
-            self.velocity = _taken(self.velocity, known["velocity"])
+            self.velocity = _taken(self.velocity, state_dict["velocity"])
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if isinstance(lr, Tensor) and _can_fuse_step(weights) and (self.velocity is not None or not self.momentum):
@@ -99,7 +102,7 @@ class SGD:
 
 
 class Adam:
-    """Adam; weight decay is added to the gradient, as in `torch.optim.Adam`."""
+    """Adam. Weight decay is added to the gradient, as in `torch.optim.Adam`."""
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         self.betas = betas
@@ -109,7 +112,7 @@ class Adam:
         self.mean: Tensor | None = None
         self.square: Tensor | None = None
 
-    def settle(self, weights: Tensor) -> None:
+    def allocate_state(self, weights: Tensor) -> None:
         self.mean, self.square = torch.zeros_like(weights), torch.zeros_like(weights)
         kind = torch.float32 if _can_fuse_step(weights) else torch.float64
         self.steps = torch.zeros((), dtype=kind, device=weights.device)
@@ -119,18 +122,20 @@ class Adam:
             if isinstance(state, Tensor):
                 state.zero_()
 
-    def remembers(self, size: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, size: int) -> dict[str, tuple[int, ...]]:
         return {"mean": (size,), "square": (size,), "steps": ()}
 
-    def known(self, weights: Tensor) -> dict[str, Tensor]:
+    def state_dict(self, weights: Tensor) -> dict[str, Tensor]:
         steps = torch.as_tensor(self.steps, dtype=weights.dtype, device=weights.device)
         if self.mean is None or self.square is None:
             return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "steps": steps}
         return {"mean": self.mean, "square": self.square, "steps": steps}
 
-    def recall(self, known: Mapping[str, Tensor]) -> None:
-        self.mean, self.square = _taken(self.mean, known["mean"]), _taken(self.square, known["square"])
-        self.steps = self.steps.copy_(known["steps"]) if isinstance(self.steps, Tensor) else int(known["steps"])
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        self.mean, self.square = _taken(self.mean, state_dict["mean"]), _taken(self.square, state_dict["square"])
+        self.steps = (
+            self.steps.copy_(state_dict["steps"]) if isinstance(self.steps, Tensor) else int(state_dict["steps"])
+        )
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float | Tensor) -> None:
         if self.mean is None or self.square is None:
@@ -161,29 +166,31 @@ class Adam:
 
 
 def make_optimizer(config: TrainingConfig) -> StatefulOptimizer:
-    """A new optimiser as these settings ask for."""
+    """Create the optimizer of these settings."""
     if config.optimizer == "adam":
         return Adam(weight_decay=config.weight_decay)
     return SGD(config.momentum, config.nesterov, config.weight_decay)
 
 
 def _taken(place: Tensor | None, value: Tensor) -> Tensor:
-    """The value, in the place where there is one."""
+    """Return the value, copied into `place` if there is one."""
     return value.clone() if place is None else place.copy_(value)
 
 
 def _can_fuse_step(weights: Tensor) -> bool:
-    """Whether a step is one kernel here, with a learning rate that lies on the device."""
+    """Return whether torch's fused kernels support these weights, with a learning rate on the device."""
     return weights.is_cuda and weights.dtype is torch.float32
 
 
-def split_row_for_foreach(row: Tensor, lists: int) -> tuple[Tensor, ...]:
-    """A row in pieces, for a kernel that takes so many rows: it gives each tensor, or each 65536 numbers of it, to one
-    processor of the GPU."""
-    return torch.split(row, max(2, -(-len(row) // (1024 * MOST_PIECES[lists]))) * 1024)
+def split_row_for_foreach(row: Tensor, num_lists: int) -> tuple[Tensor, ...]:
+    """Split a row into tensors for a kernel that takes `num_lists` lists of them.
+
+    The kernel gives each tensor, or each 65536 elements of it, to one processor of the GPU.
+    """
+    return torch.split(row, max(2, -(-len(row) // (1024 * MOST_PIECES[num_lists]))) * 1024)
 
 
-def clip_gradient_(gradient: Tensor, largest: float) -> None:
-    """Scale `gradient` down to the norm `largest` where it is longer, as `torch.nn.utils.clip_grad_norm_` does."""
-    scale = largest / (torch.linalg.vector_norm(gradient) + 1e-6)
+def clip_gradient_(gradient: Tensor, max_norm: float) -> None:
+    """Scale `gradient` in place to at most the norm `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    scale = max_norm / (torch.linalg.vector_norm(gradient) + 1e-6)
     gradient.mul_(scale.clamp_(max=1.0))

@@ -1,7 +1,7 @@
-"""The bench a client works at: its row, its gradient, its samples, and how to take a step.
+"""The trainer of a client: its model, gradient and samples, and how to run training steps.
 
-A `Local` (see methods/base.py) works on these and yields `Pass`es, "run these epochs with this step"; an engine owns
-the benches and runs the passes. Nothing here knows methods or processes.
+A `Client` (methods/base.py) works with the trainer and yields `LocalSteps`. An engine owns the trainers and runs these
+steps. Nothing here depends on methods or processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from fedloom.config import TrainingConfig
 from fedloom.core.evaluation import EVALUATION_BATCH_SIZE, EvaluationResult, evaluation_slices
 from fedloom.core.layout import TensorKind, scatter_columns
 from fedloom.data import Samples
-from fedloom.devices.cuda_runtime import foreach_copy_
+from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.devices.precision import set_autotune
 from fedloom.models.layers.recurrent import split_recurrent_layers
 from fedloom.training.batches import Batch, BatchSlice, EpochBatches, Positions
@@ -30,62 +30,85 @@ from fedloom.training.optimizers import Optimizer, StatefulOptimizer, clip_gradi
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """A stretch of local training: these epochs or steps (by default the run's own) with this step.
+    """Training steps for the engine to run; `Client.train` yields them.
 
-    Epochs begin anew; steps go on in the epoch that the steps before them left, so that a training may be cut into
-    passes of some steps and see the same batches.
-    `step(bench, batch)` returns the loss. It works only on what lies on the bench, so that an engine may
-    interleave many clients, or record the step once and replay it.
+    Without `epochs` or `steps`, the settings of the run decide. With `steps`, training continues in the current epoch,
+    so the batches are the same however you split the training. Otherwise a new epoch starts.
+
+    Example:
+        yield LocalSteps(self.training_step)
+        yield LocalSteps(self.distillation_step, steps=10)
     """
 
     step: "Step"
+    """Called as `step(trainer, batch)`; returns the loss. It must use only tensors of the trainer, because an engine
+    may interleave clients, or capture the step once and replay it."""
     epochs: int | None = None
+    """Number of epochs."""
     steps: int | None = None
+    """Number of steps; it takes precedence over `epochs`."""
 
 
 __all__ = ["Batch", "Criterion", "LocalSteps", "LocalTrainer", "Step", "TrainingContext"]
 
 CHUNK_BYTES = 8 << 20
-"""How much input is gathered and normalised in one go: whole epochs of small clients, so that the cost of doing so
-is not paid by every batch, and never the whole of a large one."""
+"""Bytes of input to gather and normalize at once: whole epochs of small clients, so that not every batch pays the
+overhead, and a part of the epoch of large ones."""
 
 
 class LocalTrainer:
-    """One client's place of work. `begin` lays out the work of one client; the rest is for `Local`s."""
+    """Everything that belongs to one client in training; the methods of a `Client` get it as `trainer`.
+
+    An engine calls `start_task`, `run_steps` and `finish_task`; the rest is for clients.
+
+    Attributes:
+        layout: The layout of the models.
+        config: The settings of local training; change them with `use_config`.
+        device: The device of all tensors here.
+        module: The network, whose tensors are views into the bound row.
+        round: The present round, from 0.
+        client_id: The client.
+        first_visit: Whether this client trains for the first time.
+        steps: Number of steps since the start or the last `restart`.
+
+    Example:
+        def adjust_gradient(self, trainer: LocalTrainer) -> None:
+            trainer.gradient.add_(trainer.weights - trainer.received[: trainer.layout.trainable], alpha=0.01)
+    """
 
     row: Tensor
-    """The model being trained; it is what the client sends back."""
+    """The model in training, which the client returns."""
     weights: Tensor
-    """Its trainable part, a view."""
+    """The trainable parameters, a view of `row`."""
     gradient: Tensor
-    """The gradient of the weights at the last `backward`, flat."""
+    """The flat gradient of the trainable parameters after `backward`."""
     received: Tensor
-    """The model as it came. Not to be changed."""
+    """The model as received. Do not change it."""
     extras: Mapping[str, Tensor]
-    """What came beside the model. Not to be changed."""
-    home: dict[str, Tensor]
-    """What this client keeps between rounds, zeros at first; change it in place."""
+    """Tensors received with the model. Do not change them."""
+    client_state: dict[str, Tensor]
+    """Tensors that this client keeps between rounds, zeros at first. Change them in place."""
     uploads: dict[str, Tensor]
-    """What goes back beside the model, zeros at first; fill it in place."""
+    """Tensors that the client returns with the model, zeros at first. Fill them in place."""
     scratch: dict[str, Any]
-    """Room for what a `Local` needs between its steps; empty for each client."""
+    """Values that a `Client` needs between steps; empty for each client."""
     optimizer: Optimizer
-    """What `descend` steps with; a `Local` may put its own here."""
-    _steady: StatefulOptimizer
-    """The one that was made here last."""
+    """The optimizer of `optimizer_step`; a `Client` may assign its own."""
+    _stateful_optimizer: StatefulOptimizer
+    """The last optimizer that `new_optimizer` created."""
     validation: Samples
-    """What is held out of this client's training, the same in every round; empty unless the run or method asks."""
+    """Samples held out from training, the same in every round; empty unless the run or the method needs them."""
 
-    def __init__(self, shop: TrainingContext, device: torch.device | str = "cpu") -> None:
-        self.layout = shop.layout
-        self.training = shop.training
+    def __init__(self, context: TrainingContext, device: torch.device | str = "cpu") -> None:
+        self.layout = context.layout
+        self.config = context.config
         self.device = torch.device(device)
-        self._shop = shop
+        self._context = context
         self.module = apply_mixed_precision(
-            split_recurrent_layers(shop.module.to(self.device), self.device), self.device, shop.autocast
+            split_recurrent_layers(context.model.to(self.device), self.device), self.device, context.autocast
         )
-        self.network_buffers = ModuleBuffers(self.module, shop.layout, shop.fresh or {}, self.device)
-        self._augment = shop.augment
+        self.module_buffers = ModuleBuffers(self.module, context.layout, context.initial_buffers or {}, self.device)
+        self._augment = context.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
@@ -96,107 +119,117 @@ class LocalTrainer:
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._parameters = [named[e.name] for e in self.layout.entries if e.kind is TensorKind.PARAMETER]
 
-    def begin(
+    def start_task(
         self,
         round: int,
-        client: int,
+        client_id: int,
         samples: Samples,
         row: Tensor,
         received: Tensor,
         extras: Mapping[str, Tensor],
-        home: dict[str, Tensor],
+        client_state: dict[str, Tensor],
         uploads: dict[str, Tensor],
         first_visit: bool,
     ) -> None:
-        """Lay out the work of one client; `row` becomes the model it trains, starting at `received`."""
-        self.round, self.client, self.first_visit = round, client, first_visit
-        self.training = self._shop.training
-        self._set_rate(self.training.lr_at(round))
-        self.row, self.received, self.extras, self.home, self.uploads = row, received, extras, home, uploads
+        """Start the training of one client: `row` becomes its model, with the values of `received`."""
+        self.round, self.client_id, self.first_visit = round, client_id, first_visit
+        self.config = self._context.config
+        self._set_lr(self.config.lr_at(round))
+        self.row, self.received, self.extras, self.client_state, self.uploads = (
+            row,
+            received,
+            extras,
+            client_state,
+            uploads,
+        )
         self.weights = row[: self.layout.trainable]
         self.scratch = {}
-        self._bring(samples)
+        self._load_samples(samples)
         self.restart()
 
-    def _bring(self, samples: Samples) -> None:
-        """Have the client's samples at hand, those to train on and those that are held out."""
+    def _load_samples(self, samples: Samples) -> None:
+        """Load the client's samples and split off those for validation."""
         samples = Samples(samples.x.to(self.device), samples.y.to(self.device))
         used, held = self._split(len(samples))
-        self._brought, self.validation = (
+        self._samples, self.validation = (
             (samples.take(used), samples.take(held)) if len(held) else (samples, samples[:0])
         )
 
     def _split(self, count: int) -> tuple[Positions, Positions]:
-        """Which samples are trained on and which are held out. One at least is left to train on."""
-        held = min(int(self.training.validation * count + 0.5), max(0, count - 1))
+        """Return the indices of samples for training, at least one, and for validation."""
+        held = min(int(self.config.validation * count + 0.5), max(0, count - 1))
         if not held:
             return np.arange(count), np.arange(0)
-        order = self._shop.streams.numpy("validation", client=self.client).permutation(count)
+        order = self._context.rng_streams.numpy("validation", client_id=self.client_id).permutation(count)
         return np.sort(order[held:]), np.sort(order[:held])
 
     def restart(self) -> None:
-        """Go back to the received model, with a new optimiser and the same batches to come."""
-        streams = self._shop.streams
+        """Go back to the received model, with a new optimizer and the same batches again."""
+        rng_streams = self._context.rng_streams
         self.steps = 0
-        self._order = streams.numpy("batches", self.round, self.client)
+        self._order = rng_streams.numpy("batches", self.round, self.client_id)
         self._epoch: EpochBatches | None = None
         self._chunk: tuple[Positions, int, Batch] | None = None
         if self._augment:
             self._noise = self._new_noise()
         self._losses: list[tuple[Tensor, int]] = []
-        self.network_buffers.forget()  # or it would be gathered below, into the model that has just come
+        self.module_buffers.forget()  # otherwise `bind` gathers old buffers into the new model
         self.row.copy_(self.received)
-        if self._shop.stays_home and not self.first_visit:
-            scatter_columns(self.row, self._shop.stays_home, self.home[PERSONAL_KEY])
+        if self._context.personal_columns and not self.first_visit:
+            scatter_columns(self.row, self._context.personal_columns, self.client_state[PERSONAL_KEY])
         self.bind(self.row)
-        self.network_buffers.renew()
+        self.module_buffers.renew()
         self.module.train()
         self.new_optimizer()
-        self.recall_optimizer()
+        self.load_optimizer_state()
 
     def _new_noise(self) -> torch.Generator:
-        """What augmentation draws from, for this client and round."""
-        return self._shop.streams.pytorch("augment", self.round, self.client, self.device)
+        """Return the generator of augmentation for this client and round."""
+        return self._context.rng_streams.pytorch("augment", self.round, self.client_id, self.device)
 
-    def finish(self) -> None:
-        """The training is over: estimate statistics if the run asks for it, and keep at home what stays there."""
-        self.network_buffers.gather()  # the last word may have been said between passes
-        if self.training.statistics == "estimated":
-            self.estimate_statistics()
-        self.keep_optimizer()
-        if self._shop.stays_home:
-            self.home[PERSONAL_KEY].copy_(torch.cat([self.row[columns] for columns in self._shop.stays_home]))
-            for columns in self._shop.stays_home:
+    def finish_task(self) -> None:
+        """End the training: estimate batch-norm statistics if set, and store optimizer state and personal columns."""
+        self.module_buffers.gather()  # code after the last step may have assigned buffers
+        if self.config.statistics == "estimated":
+            self.update_batch_norm_statistics()
+        self.save_optimizer_state()
+        if self._context.personal_columns:
+            self.client_state[PERSONAL_KEY].copy_(
+                torch.cat([self.row[columns] for columns in self._context.personal_columns])
+            )
+            for columns in self._context.personal_columns:
                 self.row[columns] = self.received[columns]
 
-    def keep_optimizer(self) -> None:
-        """Keep at home what the optimiser knows now, where the run asks for it."""
-        if self._shop.training.keep_optimizer:
-            known = self._steady.known(self.weights)
-            for name in self._remembered() & known.keys():  # with other settings at last it may know less
-                self.home[f"{OPTIMIZER_PREFIX}{name}"].copy_(known[name])
+    def save_optimizer_state(self) -> None:
+        """Store the optimizer state in the client state, if the settings say so."""
+        if self._context.config.keep_optimizer:
+            state = self._stateful_optimizer.state_dict(self.weights)
+            for name in self._optimizer_state_names() & state.keys():  # other settings may have less state
+                self.client_state[f"{OPTIMIZER_PREFIX}{name}"].copy_(state[name])
 
-    def recall_optimizer(self) -> None:
-        """Go on with what was kept there: a new optimiser with the run's own settings begins so."""
-        if self._shop.training.keep_optimizer:
-            self._steady.recall({name: self.home[f"{OPTIMIZER_PREFIX}{name}"] for name in self._remembered()})
+    def load_optimizer_state(self) -> None:
+        """Load the optimizer state from the client state, if the settings say so."""
+        if self._context.config.keep_optimizer:
+            self._stateful_optimizer.load_state_dict(
+                {name: self.client_state[f"{OPTIMIZER_PREFIX}{name}"] for name in self._optimizer_state_names()}
+            )
 
-    def _remembered(self) -> set[str]:
-        return set(make_optimizer(self._shop.training).remembers(0))
+    def _optimizer_state_names(self) -> set[str]:
+        return set(make_optimizer(self._context.config).state_shapes(0))
 
     @property
-    def samples(self) -> int:
-        """How many samples this client trains on."""
+    def num_examples(self) -> int:
+        """Return the number of training samples of this client."""
         return len(self._data)
 
     @property
     def _data(self) -> Samples:
-        """What this client trains on."""
-        return self._brought
+        """Return the training samples of this client."""
+        return self._samples
 
     @property
     def mean_loss(self) -> float:
-        """Mean training loss over the last epoch that was run; NaN when none was."""
+        """Return the mean training loss over the last epoch; NaN if there was no step."""
         if not self._losses:
             return float("nan")
         losses, sizes = zip(*self._losses, strict=True)
@@ -204,45 +237,58 @@ class LocalTrainer:
         return float(torch.stack(losses) @ weights) / float(sum(sizes))
 
     def bind(self, row: Tensor) -> None:
-        """Let the module compute with the model in `row`."""
-        self.network_buffers.gather()
+        """Let `module` compute with another model. Bind `trainer.row` again before the next step.
+
+        Args:
+            row: A model in flat form, on this device.
+        """
+        self.module_buffers.gather()
         self.layout.bind(self.module, row)
-        self.network_buffers.hold()
+        self.module_buffers.hold()
         self._bound = row
 
     def new_optimizer(self) -> None:
-        """Forget momentum and moments."""
-        made = make_optimizer(self.training)
+        """Create a new optimizer from the settings, without momentum of earlier steps."""
+        made = make_optimizer(self.config)
         if self.device.type != "cpu":
-            made.settle(self.weights)  # as steps that are recorded need it: all engines on a GPU round alike
-        self.optimizer = self._steady = made
+            made.allocate_state(self.weights)  # as captured steps need it: all engines on a GPU round alike
+        self.optimizer = self._stateful_optimizer = made
 
-    def adopt(self, training: TrainingConfig) -> None:
-        """Train this client from here on with other settings, and a new optimiser."""
-        self.training = training
-        self._set_rate(training.lr_at(self.round))
+    def use_config(self, config: TrainingConfig) -> None:
+        """Continue with other training settings, a new optimizer and a new epoch.
+
+        Args:
+            config: The settings, for example `trainer.config.model_copy(update={"lr": 0.1})`.
+        """
+        self.config = config
+        self._set_lr(config.lr_at(self.round))
         self._epoch = None
         self.new_optimizer()
 
     @property
     def lr(self) -> float:
-        """The learning rate; a `Local` may change it between passes."""
+        """The learning rate of this round; a `Client` may change it between `LocalSteps`."""
         return self._lr
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        self._set_rate(lr)
+        self._set_lr(lr)
 
-    def _set_rate(self, lr: float) -> None:
+    def _set_lr(self, lr: float) -> None:
         self._lr = lr
         self._rate: float | Tensor = lr
-        if self.device.type != "cpu":  # a tensor, as in steps that are recorded: all engines on a GPU round alike
+        if self.device.type != "cpu":  # a tensor, as captured steps need it: all engines on a GPU round alike
             self._rate = torch.tensor(lr, dtype=self.layout.dtype, device=self.device)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
-        """Room for a tensor that steps use, in the model's type; it holds what the last client left there.
+        """Return a tensor for use in steps, with the dtype of the model.
 
-        It is the same memory for every client, so that an engine can record a step once and replay it.
+        All clients share its memory, so that an engine can capture a step once and replay it. It holds the values of
+        the last client; they are zeros only in a new tensor.
+
+        Args:
+            name: The name of the tensor; the same name and shape give the same memory.
+            shape: Its shape.
         """
         kept = self._buffers.get(name)
         if kept is None or kept.shape != shape:
@@ -250,104 +296,111 @@ class LocalTrainer:
         return kept
 
     def loss(self, batch: Batch) -> Tensor:
-        """The loss of the bound model on a batch."""
-        return self._shop.criterion(self.module(batch.x), batch.y)
+        """Return the loss of the bound model on a batch."""
+        return self._context.criterion(self.module(batch.x), batch.y)
 
     def backward(self, loss: Tensor) -> None:
-        """Put the gradient of `loss` with respect to the bound model's weights into `gradient`."""
+        """Write the gradient of `loss` with respect to the bound model's parameters into `gradient`.
+
+        Args:
+            loss: A scalar. Parameters that it does not depend on get a gradient of zero.
+        """
         parts = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         if all(part is not None for part in parts):
             if self.device.type == "cpu":
                 torch._foreach_copy_(self._slices, parts)
             else:
-                foreach_copy_(self._flat, self._in_row(parts))  # the same, but better spread over a GPU
+                cuda_foreach_copy_(self._flat, self._in_row(parts))  # same result, faster on a GPU
             return
-        for target, part in zip(self._slices, parts, strict=True):  # a layer that took no part has no gradient
+        for target, part in zip(self._slices, parts, strict=True):  # None for a layer that the loss does not depend on
             target.zero_() if part is None else target.copy_(part)
 
     def _in_row(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters' gradients as they lie in a row, one after the other."""
+        """Return the gradients of the parameters in the order and memory format of a row."""
         orders = (entry.channels_last for entry in self.layout.entries if entry.kind is TensorKind.PARAMETER)
         both = zip(parts, orders, strict=True)
         return [(part.permute(0, 2, 3, 1) if last else part).reshape(-1) for part, last in both]
 
-    def descend(self) -> None:
-        """Clip `gradient` if asked to, and take the optimiser's step with it on `weights`."""
-        if self.training.clip is not None:
-            clip_gradient_(self.gradient, self.training.clip)
+    def optimizer_step(self) -> None:
+        """Clip `gradient` if `--clip` is set, and let the optimizer change `weights`."""
+        if self.config.clip is not None:
+            clip_gradient_(self.gradient, self.config.clip)
         self.optimizer.step(self.weights, self.gradient, self._rate)
 
-    def run(self, piece: LocalSteps) -> None:
-        """Run one pass. Batches are drawn from the stream of (seed, round, client)."""
-        for cut in self._cuts(piece):
-            if cut.first:
+    def run_steps(self, local_steps: LocalSteps) -> None:
+        """Run these steps. Batches are drawn from the stream of (seed, round, client)."""
+        for batch_slice in self._batch_slices(local_steps):
+            if batch_slice.starts_epoch:
                 self._losses.clear()
-            loss = self._step(piece.step, self._fetch(cut))
+            loss = self._step(local_steps.step, self._load_batch(batch_slice))
             self.steps += 1
-            self._losses.append((loss.detach(), len(cut)))
+            self._losses.append((loss.detach(), len(batch_slice)))
 
     def _step(self, step: Step, batch: Batch) -> Tensor:
-        set_autotune(len(batch) == self.training.batch_size)
-        # Batch norm cannot take statistics of one sample: it uses those it has.
+        set_autotune(len(batch) == self.config.batch_size)
+        # Batch norm has no statistics of one sample, so it uses its running statistics.
         resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
         for norm in resting:
             norm.eval()
         try:
             return step(self, batch)
-        finally:  # a step that could not be recorded is done again, and so are others after it
-            self.network_buffers.gather()
+        finally:  # a failed capture is followed by an eager step
+            self.module_buffers.gather()
             for norm in resting:
                 norm.train()
 
-    def length(self, piece: LocalSteps) -> int:
-        """How many steps a pass takes on this client."""
-        if not self.samples:
+    def num_steps(self, local_steps: LocalSteps) -> int:
+        """Return how many steps these `LocalSteps` take on this client."""
+        if not self.num_examples:
             return 0
-        epochs, steps = piece.epochs, piece.steps
+        epochs, steps = local_steps.epochs, local_steps.steps
         if epochs is None and steps is None:
-            epochs, steps = self.training.epochs, self.training.steps
-        return steps if steps is not None else ceil(self.samples / self._batch_size()) * (epochs or 0)
+            epochs, steps = self.config.epochs, self.config.steps
+        return steps if steps is not None else ceil(self.num_examples / self._batch_size()) * (epochs or 0)
 
     def _batch_size(self) -> int:
-        return min(self.training.batch_size or self.samples, self.samples)
+        return min(self.config.batch_size or self.num_examples, self.num_examples)
 
-    def _cuts(self, piece: LocalSteps) -> Iterator[BatchSlice]:
-        """The batches of a pass, as positions of samples."""
-        if piece.steps is None:
+    def _batch_slices(self, local_steps: LocalSteps) -> Iterator[BatchSlice]:
+        """Yield the batches of these `LocalSteps`, as indices of samples."""
+        if local_steps.steps is None:
             self._epoch = None
-        for _ in range(self.length(piece)):
-            if self._epoch is None or self._epoch.over:
-                self._epoch = EpochBatches(self._order.permutation(self.samples), self._batch_size())
+        for _ in range(self.num_steps(local_steps)):
+            if self._epoch is None or self._epoch.exhausted:
+                self._epoch = EpochBatches(self._order.permutation(self.num_examples), self._batch_size())
             yield self._epoch.next()
 
-    def _fetch(self, cut: BatchSlice) -> Batch:
-        """The samples of a batch, prepared; they are gathered some batches at a time."""
+    def _load_batch(self, batch_slice: BatchSlice) -> Batch:
+        """Return a batch. Several batches are gathered and transformed at once."""
         size = self._batch_size()
         sample_bytes = self._data.x[:1].numel() * 4
-        # Augmentation draws batch by batch, so that its draws do not depend on how much is prepared at once.
+        # Augmentation runs batch by batch, so that its draws do not depend on the size of a chunk.
         chunk = size * (1 if self._augment else max(1, CHUNK_BYTES // max(1, size * sample_bytes)))
-        start = cut.low - cut.low % chunk
-        if self._chunk is None or self._chunk[0] is not cut.order or self._chunk[1] != start:
-            taken = torch.from_numpy(cut.order[start : start + chunk]).to(self.device)
-            self._chunk = (cut.order, start, self._prepared(self._data.take(taken)))
+        start = batch_slice.low - batch_slice.low % chunk
+        if self._chunk is None or self._chunk[0] is not batch_slice.order or self._chunk[1] != start:
+            taken = torch.from_numpy(batch_slice.order[start : start + chunk]).to(self.device)
+            self._chunk = (batch_slice.order, start, self._transformed(self._data.take(taken)))
         batch = self._chunk[2]
-        return Batch(batch.x[cut.low - start : cut.high - start], batch.y[cut.low - start : cut.high - start])
+        return Batch(
+            batch.x[batch_slice.low - start : batch_slice.high - start],
+            batch.y[batch_slice.low - start : batch_slice.high - start],
+        )
 
-    def _prepared(self, samples: Samples) -> Batch:
+    def _transformed(self, samples: Samples) -> Batch:
         x = samples.x
         if self._augment is not None:
             x = self._augment(x, self._noise)
-        return Batch(self._shop.prepare(x, channels_last=self._shop.channels_last), samples.y)
+        return Batch(self._context.transform(x, channels_last=self._context.channels_last), samples.y)
 
     @torch.no_grad()
-    def estimate_statistics(self) -> None:
-        """Estimate batch norm's running statistics of `row` anew, from this client's samples as they are.
+    def update_batch_norm_statistics(self) -> None:
+        """Estimate the running statistics of batch norm in `row` from this client's training samples.
 
-        They become the mean, weighted by samples, of the statistics of a few batches of about equal size; all other
-        modules compute as in a test. With fewer than two samples there is nothing to estimate from.
+        The result is the mean of the statistics of a few batches of about equal size, weighted by their samples. All
+        other modules are in evaluation mode, and there is no augmentation. With fewer than two samples nothing changes.
         """
         norms = [norm for norm in self._norms if norm.running_mean is not None]
-        if not norms or self.samples < 2:
+        if not norms or self.num_examples < 2:
             return
         before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(self.row)
@@ -356,55 +409,67 @@ class LocalTrainer:
         self.module.eval()
         for norm in norms:
             norm.train()
-        # Shuffled: clients often hold their samples by class, and a batch of one class has too small a variance.
-        order = self._shop.streams.numpy("statistics", self.round, self.client).permutation(self.samples)
+        # Shuffled: samples are often sorted by class, and a batch of one class has too small a variance.
+        order = self._context.rng_streams.numpy("statistics", self.round, self.client_id).permutation(self.num_examples)
         seen = 0
         try:
-            for part in np.array_split(order, ceil(self.samples / EVALUATION_BATCH_SIZE)):
+            for part in np.array_split(order, ceil(self.num_examples / EVALUATION_BATCH_SIZE)):
                 seen += len(part)
                 for norm in norms:
-                    norm.momentum = len(part) / seen  # 1 for the first, which so replaces what was there
+                    norm.momentum = len(part) / seen  # 1 for the first batch, which replaces the old statistics
                 x = self._data.take(torch.from_numpy(part).to(self.device)).x
-                self.module(self._shop.prepare(x, channels_last=self._shop.channels_last))
-        finally:  # a network that raises is used again, for the next client
+                self.module(self._context.transform(x, channels_last=self._context.channels_last))
+        finally:  # after an error the next client uses the same network
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-        for counter, count in zip(counters, counts, strict=True):  # they count batches of training
+        for counter, count in zip(counters, counts, strict=True):  # they count training batches
             counter.copy_(count)
         self._resume(*before)
 
     def _resume(self, row: Tensor | None, modes: list[tuple[nn.Module, bool]]) -> None:
-        """Go back to training as it was before."""
+        """Restore the bound row and the training modes."""
         if row is not None:
             self.bind(row)
         for module, training in modes:
             module.training = training
 
     @torch.no_grad()
-    def score(self, row: Tensor, samples: Samples) -> EvaluationResult:
-        """Evaluate the model in `row` on at most EVALUATION_BATCH_SIZE samples. Training may go on afterwards."""
+    def evaluate(self, row: Tensor, samples: Samples) -> EvaluationResult:
+        """Evaluate a model on at most `EVALUATION_BATCH_SIZE` samples. Training may continue afterwards.
+
+        Args:
+            row: A model in flat form.
+            samples: Samples as they are stored.
+        """
         before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(row)
         self.module.eval()
-        x = self._shop.prepare(samples.x.to(self.device), channels_last=self._shop.channels_last)
+        x = self._context.transform(samples.x.to(self.device), channels_last=self._context.channels_last)
         y = samples.y.to(self.device)
-        with self.network_buffers.untouched():
+        with self.module_buffers.untouched():
             output = self.module(x)
-        loss = float(self._shop.criterion(output, y)) * len(samples)
-        classes = self._shop.classes
-        hits = np.zeros(classes, dtype=np.int64)
-        seen = np.zeros(classes, dtype=np.int64)
-        right = torch.zeros(0, dtype=torch.bool)
+        loss = float(self._context.criterion(output, y)) * len(samples)
+        classes = self._context.classes
+        correct_per_class = np.zeros(classes, dtype=np.int64)
+        count_per_class = np.zeros(classes, dtype=np.int64)
+        is_correct = torch.zeros(0, dtype=torch.bool)
         if classes:
-            right = output.argmax(dim=1) == y
-            seen = torch.bincount(y, minlength=classes).cpu().numpy()
-            hits = torch.bincount(y[right], minlength=classes).cpu().numpy()
+            is_correct = output.argmax(dim=1) == y
+            count_per_class = torch.bincount(y, minlength=classes).cpu().numpy()
+            correct_per_class = torch.bincount(y[is_correct], minlength=classes).cpu().numpy()
         self._resume(*before)
-        return EvaluationResult(loss, len(samples), hits, seen, right.cpu().numpy())
+        return EvaluationResult(loss, len(samples), correct_per_class, count_per_class, is_correct.cpu().numpy())
 
     def validate(self, row: Tensor) -> EvaluationResult:
-        """How the model in `row` does on the validation samples, or on the training ones where none are held out."""
+        """Evaluate a model on the validation samples, or on the training samples if there are none.
+
+        Args:
+            row: A model in flat form.
+
+        Returns:
+            The result; its `loss` and `accuracy` are means over the samples.
+        """
         samples = self.validation if len(self.validation) else self._data
-        nothing = np.zeros(self._shop.classes, dtype=np.int64)
-        pieces = (self.score(row, samples[chunk]) for chunk in evaluation_slices(samples))
+        nothing = np.zeros(self._context.classes, dtype=np.int64)
+        pieces = (self.evaluate(row, samples[chunk]) for chunk in evaluation_slices(samples))
         return sum(pieces, start=EvaluationResult(0.0, 0, nothing, nothing))

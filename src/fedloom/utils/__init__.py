@@ -1,1 +1,1 @@
-"""General helpers that know nothing of learning."""
+"""General helpers: files, settings, formatting, processes."""

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Format numbers, sizes, times and lists for users."""
 
 from collections.abc import Sequence
 
 
 def format_bytes(count: float | None) -> str:
-    """`count` bytes in decimal units, three digits: 1.23 MB."""
+    """Format `count` bytes in decimal units with three digits: 1.23 MB."""
     if count is None:
         return "–"
     units = ["B", "kB", "MB", "GB", "TB", "PB"]
@@ -16,7 +16,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """A time span: 0.42 s, 12.3 s, 4 min 10 s, 2 h 05 min, 3 d 4 h."""
+    """Format a time span: 0.42 s, 12.3 s, 4 min 10 s, 2 h 05 min, 3 d 4 h."""
     if seconds is None:
         return "–"
     if seconds < 59.95:
@@ -32,7 +32,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_signed(value: float, digits: int = 2) -> str:
-    """`value` with its sign, a true minus, and no sign on a zero."""
+    """Format `value` with its sign, as a true minus, and without a sign for zero."""
     text = f"{abs(value):.{digits}f}"
     return text if float(text) == 0 else ("+" if value > 0 else "−") + text
 
@@ -42,14 +42,14 @@ def format_plural(count: int, noun: str) -> str:
 
 
 def format_list(names: Sequence[str]) -> str:
-    """One, two and three; a long list ends in how many more there are."""
+    """Join names as "one, two and three". A list of more than six names ends with the number of the others."""
     if len(names) > 6:
         names = [*names[:5], f"{len(names) - 5} more"]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def short_repr(value: object) -> str:
-    """A value that somebody gave, for a sentence: as Python writes it where that is short, else its type."""
+    """Return the repr of a value for use in a message, or only its type if the repr is long."""
     text = repr(value)
     return text if len(text) <= 60 and text.isprintable() else f"a {type(value).__name__}"
 
@@ -59,7 +59,7 @@ def format_percent(value: float | None) -> str:
 
 
 def format_value(value: object) -> str:
-    """A TOML value as a reader would write it."""
+    """Format a TOML value for readers."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Work on the server that takes much longer than a round, kept half done, so that a run goes on from there."""
+"""Partial results of server work that takes much longer than a round, from which a run continues."""
 
 import hashlib
 import shutil
@@ -9,90 +9,104 @@ from typing import Any
 
 from fedloom.errors import InputError, RunStopped
 from fedloom.utils.storage import (
-    Rhythm,
-    join_state_tensors,
+    CheckpointSchedule,
+    join_stored_tensors,
     read_json,
     read_safetensors,
-    split_state_tensors,
+    split_stored_tensors,
     write_json,
     write_safetensors,
 )
 
 PATIENCE = 5.0
-"""Seconds between two drafts at least, and for which someone who wants the run to stop waits for its round to end."""
+"""Minimum seconds between two partial results. Also how long a stop request waits for the round to end."""
 
 
 class PartialResults:
-    """The last draft of each piece of work. Nothing is kept before `keep_in` says where."""
+    """Store the last partial result of each piece of work. Nothing is stored before `keep_in` names a folder."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._asked: float | None = None
+        self._stop_asked_at: float | None = None
         self._offered: dict[str, float] = {}
 
-    def keep_in(self, folder: Path, seconds: float, wants_stop: Callable[[], bool], how_to_go_on: str) -> None:
-        """Keep drafts in a folder of the run, `seconds` apart."""
-        self._folder, self._wants_stop, self._how_to_go_on = folder, wants_stop, how_to_go_on
-        self._rhythm, self._took = Rhythm(max(seconds, PATIENCE)), 0.0
+    def keep_in(self, folder: Path, seconds: float, should_stop: Callable[[], bool], how_to_go_on: str) -> None:
+        """Store partial results in `folder`, at least `seconds` apart.
 
-    def find(self, mark: str) -> Mapping[str, Any] | None:
-        """The last draft of the work that `mark` stands for, a text that tells it from all other work; None: no draft.
+        `should_stop` says whether the user wants the run to stop, and `how_to_go_on` ends the message if it does.
+        """
+        self._folder, self._should_stop, self._how_to_go_on = folder, should_stop, how_to_go_on
+        self._schedule, self._write_seconds = CheckpointSchedule(max(seconds, PATIENCE)), 0.0
 
-        Its tensors may lie on another device.
+    def load_partial(self, mark: str) -> Mapping[str, Any] | None:
+        """Return the last partial result of a piece of work, or None.
+
+        Args:
+            mark: A string that identifies the work. It contains all that the result depends on.
+
+        Returns:
+            What `make_partial` returned, or None if there is nothing or it is damaged. Tensors may
+            be on another device.
         """
         if self._folder is None:
             return None
         try:
             kept = read_json(self._folder / f"{_name(mark)}.json")
             tensors = read_safetensors(self._folder / kept["tensors"], kept["digest"])
-        except InputError:  # there is none, or a damaged one: the work begins again
+        except InputError:  # missing or damaged: the work starts again
             return None
-        found: Mapping[str, Any] | None = join_state_tensors(kept["draft"], tensors) if kept["mark"] == mark else None
+        found: Mapping[str, Any] | None = (
+            join_stored_tensors(kept["partial"], tensors) if kept["mark"] == mark else None
+        )
         return found
 
-    def offer(self, mark: str, done: int, draft: Callable[[], Mapping[str, Any]]) -> None:
-        """After `done` steps; `draft` gives tensors, numbers, strings, and lists and dicts of them, if it is asked for.
+    def save_partial_if_due(self, mark: str, done: int, make_partial: Callable[[], Mapping[str, Any]]) -> None:
+        """Save a partial result if it is time. Cheap enough to call in every step.
 
-        Costs nothing to call often. May end the run, whose next start finds this draft.
+        Args:
+            mark: A string that identifies the work, as for `load_partial`.
+            done: How many steps are done.
+            make_partial: Returns tensors, numbers, strings, and lists and dicts of them. Called only if it is time.
+
+        Raises:
+            RunStopped: If the user wants the run to stop. The resumed run finds this partial result.
         """
         if self._folder is None:
             return
         stop = self._waited(mark)
-        if stop or self._rhythm.due(self._took):
+        if stop or self._schedule.due(self._write_seconds):
             began = time.monotonic()
-            self._write(self._folder, mark, done, draft())
-            self._took = time.monotonic() - began
-            self._rhythm.saved()
+            self._write(self._folder, mark, done, make_partial())
+            self._write_seconds = time.monotonic() - began
+            self._schedule.saved()
         if stop:
-            raise RunStopped(
-                f"stopped within a round, in work of the server that goes on from here; {self._how_to_go_on}"
-            )
+            raise RunStopped(f"stopped within a round, with the server's partial results saved; {self._how_to_go_on}")
 
-    def _write(self, folder: Path, mark: str, done: int, draft: Mapping[str, Any]) -> None:
-        """The tensors, then the JSON that names their file: until that is written the draft before counts."""
-        tree, tensors = split_state_tensors(draft)
+    def _write(self, folder: Path, mark: str, done: int, partial: Mapping[str, Any]) -> None:
+        """Write the tensors, then the JSON that names their file. Until then the previous partial result is valid."""
+        tree, tensors = split_stored_tensors(partial)
         name = f"{_name(mark)}-{done:06d}.safetensors"
         digest = write_safetensors(folder / name, tensors)
-        write_json(folder / f"{_name(mark)}.json", {"mark": mark, "draft": tree, "tensors": name, "digest": digest})
-        for path in folder.glob(f"*{_name(mark)}-*"):  # also of a write that was cut off
+        write_json(folder / f"{_name(mark)}.json", {"mark": mark, "partial": tree, "tensors": name, "digest": digest})
+        for path in folder.glob(f"*{_name(mark)}-*"):  # also of an interrupted write
             if path.name != name:
                 path.unlink()
 
     def _waited(self, mark: str) -> bool:
-        """Whether somebody wants the run to stop, and has waited for long enough, or would until the next draft."""
+        """Return whether a stop request has waited for `PATIENCE` seconds, or would until the next call."""
         now = time.monotonic()
         step = now - self._offered.get(mark, now)
         self._offered[mark] = now
-        if self._asked is None and self._wants_stop():
-            self._asked = now
-        return self._asked is not None and max(now - self._asked, step) >= PATIENCE
+        if self._stop_asked_at is None and self._should_stop():
+            self._stop_asked_at = now
+        return self._stop_asked_at is not None and max(now - self._stop_asked_at, step) >= PATIENCE
 
     def clear(self) -> None:
-        """The work is done, and what came of it is kept elsewhere."""
+        """Delete all partial results: the work is done and its result is stored elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _name(mark: str) -> str:
-    """What the files of a piece of work are called."""
+    """Return the stem of the file names for a piece of work."""
     return hashlib.sha256(mark.encode()).hexdigest()[:16]

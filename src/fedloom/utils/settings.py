@@ -1,4 +1,4 @@
-"""What a person may set, and how mistakes in it are explained."""
+"""The base of all settings, with TOML files and messages about invalid values."""
 
 import tomllib
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fedloom.errors import InputError, unknown_name_error
 
 MAX_COUNT = 1_000_000_000
-"""Of anything that is counted: more is a slip of the hand, and would be begun and never come to an end."""
+"""Upper limit of every count. A larger value is a typing error, and the run would never end."""
 MAX_CONCURRENCY = 1024
-"""Of what one machine does at once: each of them takes memory before anything is computed."""
+"""Upper limit of what one machine does at once: each worker or slot takes memory before it computes."""
 
 
 class Settings(BaseModel):
-    """Base of everything a person may set: frozen, no unknown names, documented where it is defined."""
+    """Base of all settings: frozen, without unknown names, with help texts in docstrings below the fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
@@ -27,19 +27,19 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=Settings)
 
 
-def validate_settings(kind: type[S], values: Mapping[str, Any]) -> S:
-    """Settings of this kind; what is wrong with the values is said in one sentence."""
+def validate_settings(settings_class: type[S], values: Mapping[str, Any]) -> S:
+    """Create settings from `values`, or raise an InputError of one sentence about the first mistake."""
     for key in values:
-        if key not in kind.model_fields:
-            raise unknown_name_error("setting", key, kind.model_fields)
+        if key not in settings_class.model_fields:
+            raise unknown_name_error("setting", key, settings_class.model_fields)
     try:
-        return kind(**values)
+        return settings_class(**values)
     except ValidationError as error:
         raise InputError(explain_settings_error(error)) from error
 
 
 def explain_settings_error(error: ValidationError) -> str:
-    """The first of pydantic's complaints as one sentence: what, what was expected, what was given."""
+    """Return pydantic's first error as one sentence: the setting, what was expected, what was given."""
     first = error.errors()[0]
     places = (str(place) for place in first["loc"])
     key = ".".join(place if place.isprintable() else repr(place) for place in places)
@@ -55,7 +55,7 @@ def explain_settings_error(error: ValidationError) -> str:
 
 
 def settings_to_toml(values: Mapping[str, Any]) -> str:
-    """Plain values as TOML, without those that are None (TOML has no such value)."""
+    """Return plain values as TOML, without those that are None, which TOML does not have."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def settings_to_toml(values: Mapping[str, Any]) -> str:
 
 
 def read_settings_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values."""
+    """Read the values of a TOML file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -77,9 +77,9 @@ def read_settings_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not TOML: {error}.") from error
 
 
-def flatten_settings(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested settings by one name each, as Flower hands them to an app."""
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to dotted names, as Flower passes them to an app."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flatten_settings(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+        found |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found

@@ -1,7 +1,8 @@
-"""Saving state so that a crash at any instant loses nothing, and so that what is read back is what was written.
+"""Write and read files safely: atomic writes, safetensors and JSON with checksums, and the tree of a state.
 
 A state is a tree of dicts, lists, tensors and plain values. Its tensors go into one safetensors file, the rest into
-JSON. Files appear under their names only when whole and on the disk; nothing read here can execute code.
+JSON. A file appears under its name only when it is complete and on disk, so a crash at any time loses nothing. Reading
+never executes code.
 """
 
 import hashlib
@@ -25,12 +26,12 @@ from fedloom.errors import FedloomError, InputError
 Plain = bool | int | float | str | None
 Piece = bytes | memoryview
 SMALL, LARGE = 1 << 18, 1 << 25
-"""Bytes of a piece of a file: those that take longer to hand to a thread than to hash, and those at most at once."""
+"""Bytes of a piece of a file. Hashing less than SMALL in a thread does not pay off; no piece is larger than LARGE."""
 
 LARGEST_SHARE = 0.02
-"""The share of a run's time that its checkpoints may take."""
+"""The share of the run time that checkpoints may take."""
 
-# By their names in a safetensors file, in the order in which its own writer sorts them.
+# Their names in a safetensors file, in the order in which the library's own writer sorts them.
 DTYPES = {
     torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
     torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
@@ -40,7 +41,7 @@ DTYPES = {
 
 
 def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
-    """Put `content`, whole or in pieces, at `path`: all of it or nothing, even if the machine dies in between."""
+    """Write `content`, whole or in pieces, to `path`: all of it or nothing, even if the machine crashes."""
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
             os.fsync(handle.fileno())
         part.replace(path)
         _sync_folder(path.parent)
-    except BaseException as error:  # pieces are made as they are written, and that may fail too
+    except BaseException as error:  # producing the pieces may fail too
         with suppress(OSError):
             part.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -63,13 +64,13 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
 
 
 def _begin_to_store(handle: int) -> None:
-    """Have the disk take what was written so far, without waiting for it, and not all of it in the end."""
-    with suppress(AttributeError, OSError):  # advice that a system does not know, or a disk does not take
+    """Start writing to disk without waiting, so that not everything is left for the end."""
+    with suppress(AttributeError, OSError):  # not every system and disk supports it
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last."""
+    """Flush a folder to disk, so that a rename in it survives a crash."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,23 +81,23 @@ def _sync_folder(folder: Path) -> None:
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, Tensor],
-    about: Mapping[str, str] | None = None,
-    check: Callable[[], None] = lambda: None,
+    metadata: Mapping[str, str] | None = None,
+    check_cancelled: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write tensors as safetensors; returns the SHA-256 of the file.
+    """Write tensors as safetensors and return the SHA-256 of the file.
 
-    `about` goes into the file's header. `check` is called again and again, and may raise something to end it.
+    `metadata` goes into the header. `check_cancelled` is called before each piece and may raise an error to cancel.
     """
     digest = hashlib.sha256()
-    write_atomically(path, _hashed(_safetensors_pieces(tensors, about), digest, check))
+    write_atomically(path, _hashed(_safetensors_pieces(tensors, metadata), digest, check_cancelled))
     return digest.hexdigest()
 
 
-def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash", check: Callable[[], None]) -> Iterator[Piece]:
-    """The same pieces, added to `digest`: all but small ones on another core, while they are written."""
+def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash", check_cancelled: Callable[[], None]) -> Iterator[Piece]:
+    """Yield the same pieces and add them to `digest`, large ones in a thread while they are written."""
     with ThreadPoolExecutor(1) as other:
         for piece in pieces:
-            check()
+            check_cancelled()
             if len(piece) < SMALL:
                 digest.update(piece)
                 yield piece
@@ -106,18 +107,18 @@ def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash", check: Callable[[]
                 added.result()
 
 
-def _safetensors_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
-    """The bytes of a safetensors file, one tensor after the other: the same that the library's `save` gives.
+def _safetensors_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[Piece]:
+    """Yield the bytes of a safetensors file, one tensor after the other, equal to those of the library's `save`.
 
-    That one makes two more copies of everything on the way, which takes longer than the disk; and the state of a server
-    may be as large as half the memory.
+    The library makes two more copies of everything. That takes longer than the disk, and the state of a server may fill
+    half of the memory.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise FedloomError(f"{name} cannot be stored: safetensors files have no numbers of type {tensor.dtype}.")
     rank = {dtype: place for place, dtype in enumerate(DTYPES)}
     names = sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
-    header: dict[str, Any] = {} if about is None else {"__metadata__": dict(about)}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -131,12 +132,12 @@ def _safetensors_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] 
 
 
 def _on_host(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, each piece good until the next is asked for."""
+    """Yield the bytes of a tensor. Each piece is valid until the next one is read."""
     dense = tensor.contiguous()
-    # One number or none may be called dense with any stride, and is not seen as bytes with it.
+    # A tensor of one element or none counts as contiguous with any stride, which a view as bytes does not accept.
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     if content.is_cuda and len(content) >= LARGE:
-        # A GPU writes into pinned memory some forty times as fast as into new pages, and a little of that is enough.
+        # A GPU copies faster to pinned memory than to new pages, and a small buffer is enough.
         pinned = torch.empty(LARGE, dtype=torch.uint8, pin_memory=True)
         for start in range(0, len(content), LARGE):
             part = content[start : start + LARGE]
@@ -148,10 +149,10 @@ def _on_host(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def read_safetensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
-    """Read tensors back; a file that is not what was written is refused.
+    """Read tensors, and raise an InputError if the file is damaged or does not have this digest.
 
-    Each has memory of its own, as if it had been computed here. In a file they lie on any 8 bytes, and matrix products
-    may round by where their numbers lie: a run that goes on would not have the same bits.
+    Each tensor is copied to memory of its own. In the file a tensor starts at any multiple of 8 bytes. Matrix products
+    may round differently at such addresses, and a resumed run would not give the same bits.
     """
     try:
         content = path.read_bytes()
@@ -165,12 +166,12 @@ def read_safetensors(path: Path, digest: str | None = None) -> dict[str, Tensor]
         raise InputError(f"{path} is not a whole safetensors file: {error}.") from error
 
 
-def split_state_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state as JSON values that refer to tensors by name, and these tensors."""
+def split_stored_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return a state as JSON values that refer to tensors by name, and these tensors."""
     tensors: dict[str, Tensor] = {}
 
     def named(tensor: Tensor, path: str) -> str:
-        name = f"{len(tensors)}{path}"  # a path alone may be met twice: {1: ...} and {"1": ...}
+        name = f"{len(tensors)}{path}"  # a path alone is not unique: {1: ...} and {"1": ...}
         tensors[name] = tensor
         return name
 
@@ -193,8 +194,8 @@ def split_state_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return plain(state, ""), tensors
 
 
-def join_state_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `split` took apart."""
+def join_stored_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that `split_stored_tensors` took apart."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, dict):
@@ -211,14 +212,14 @@ def join_state_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON that carries its own checksum (key `sha256`)."""
+    """Write JSON with its own checksum (key `sha256`)."""
     text = json.dumps(value, sort_keys=True)
     sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), **value}
     write_atomically(path, (json.dumps(sealed, sort_keys=True) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read JSON written by `write_json`; refused when it was changed or cut."""
+    """Read JSON written by `write_json`, and raise an InputError if it was changed or truncated."""
     try:
         value = json.loads(path.read_text())
         seal = value.pop("sha256")
@@ -231,10 +232,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-class Rhythm:
-    """When the next checkpoint is due: `seconds` after the last, and later where they take long; with 0 always.
+class CheckpointSchedule:
+    """Decide when the next checkpoint is due: `seconds` after the last one, always if that is 0.
 
-    A server that caches many models may need seconds for one, while a machine hardly ever dies within minutes.
+    The interval grows if checkpoints take long, for example because the server keeps many models.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -242,29 +243,29 @@ class Rhythm:
         self._saved_at = time.monotonic()
 
     def due(self, took: float) -> bool:
-        """Whether it is now, where the last one took so many seconds (so far, if it is still being written)."""
+        """Return whether it is due. The last one took `took` seconds (so far, if it is still being written)."""
         pause = max(self._seconds, took / LARGEST_SHARE) if self._seconds else 0.0
         return time.monotonic() - self._saved_at >= pause
 
     def saved(self) -> None:
-        """A checkpoint was just written, or will be from now on."""
+        """Restart the interval: a checkpoint was written, or its writing starts now."""
         self._saved_at = time.monotonic()
 
 
 def parse_json_file(path: Path) -> Any:
-    """A JSON file's content."""
+    """Read a JSON file."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
     except RecursionError:
         raise InputError(f"{path} is nested too deeply.") from None
-    except ValueError as error:  # of which bytes that are no text are one kind
+    except ValueError as error:  # includes UnicodeDecodeError
         raise InputError(f"{path} is truncated, or not JSON: {error}.") from error
 
 
 def list_files_recursively(folder: Path) -> list[Path]:
-    """All files below `folder`, in order; a link to a folder is followed, but not in a circle."""
+    """Return all files below `folder`, sorted, without hidden ones. Links to folders are followed, once each."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
 
@@ -290,4 +291,4 @@ def list_files_recursively(folder: Path) -> list[Path]:
 
 
 MODEL_FILE = "model.safetensors"
-"""What a run folder calls its deployed model; so do the checkpoints of transformers."""
+"""The file of the global model in a run directory; checkpoints of transformers use the same name."""

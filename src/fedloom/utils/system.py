@@ -1,4 +1,4 @@
-"""Process helpers, paths, ports, and running a user's Python file. Imports nothing heavy."""
+"""Helpers for processes, paths, ports and a user's Python file. Imports nothing heavy."""
 
 import ctypes
 import importlib
@@ -14,30 +14,30 @@ from types import ModuleType
 from fedloom.errors import FedloomError, InputError
 
 
-def run_user_file(path: Path, name: str) -> ModuleType:
-    """Run the file at `path` as the module `name`; the same file again is not run twice."""
+def run_user_file(path: Path, module_name: str) -> ModuleType:
+    """Import the file at `path` as the module `module_name`, only once."""
     file = path.resolve()
-    loaded = sys.modules.get(name)
+    loaded = sys.modules.get(module_name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return loaded
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise InputError(f"'{path}' is not a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except FedloomError:
-        del sys.modules[name]
+        del sys.modules[module_name]
         raise
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        del sys.modules[module_name]
         raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}.") from error
     return module
 
 
 def die_with_parent() -> None:
-    """End with the process that started this one: whoever is killed outright must not leave others behind."""
+    """Let the kernel kill this process when its parent dies, so that a killed parent leaves no workers behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
@@ -45,8 +45,7 @@ def die_with_parent() -> None:
 def keep_freed_memory() -> None:
     """Let malloc reuse the memory of large activations instead of giving it back to the kernel at every step.
 
-    Otherwise a step may fault the same pages in again: between nothing and an eighth of the time of McMahan's CNN was
-    seen (benchmarks/choices.py).
+    Otherwise each step may fault the same pages in again (benchmarks/choices.py measures the effect on a machine).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; musl has none
@@ -56,7 +55,7 @@ def keep_freed_memory() -> None:
 
 
 def expand_user_path(text: str) -> Path:
-    """A path in which ~ is the user's folder; of a user who does not exist it stays as it is."""
+    """Expand ~ in a path. The path of an unknown user stays as it is."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -64,12 +63,12 @@ def expand_user_path(text: str) -> Path:
 
 
 def available_cpu_count() -> int:
-    """The cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now."""
+    """Return ports that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -78,7 +77,7 @@ def find_free_ports(count: int) -> list[int]:
 
 
 def make_private_directory(folder: Path) -> None:
-    """Make a folder that only its owner can look into."""
+    """Create a folder that only its owner can read."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)

@@ -213,7 +213,7 @@ def test_build_shares_a_data_set() -> None:
     digits = load_dataset("digits")
     federation = partition_dataset(digits, "dirichlet:0.5", 10, rng())
     assert len(federation) == 10
-    assert sum(federation.samples(k) for k in range(10)) == len(digits.train)
+    assert sum(federation.num_examples(k) for k in range(10)) == len(digits.train)
     assert (federation.name, federation.classes, federation.shape) == ("digits", 10, (1, 8, 8))
     assert federation.test is digits.test
-    assert federation.prepare(federation.client(3).x).shape == (federation.samples(3), 1, 8, 8)
+    assert federation.transform(federation.client_samples(3).x).shape == (federation.num_examples(3), 1, 8, 8)

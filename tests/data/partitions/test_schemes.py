@@ -298,7 +298,7 @@ def test_the_config_knows_which_partitions_bring_their_clients() -> None:
     from fedloom.config import PARTITIONS_WITH_CLIENTS, _default_client_count
 
     assert {
-        info.spec.partition(":")[0].partition("[")[0] for info in available_partitions() if info.brings_clients
+        info.spec.partition(":")[0].partition("[")[0] for info in available_partitions() if info.determines_num_clients
     } == set(PARTITIONS_WITH_CLIENTS)
     assert [_default_client_count(spec) for spec in ("natural,min=3", "domain", "file:a,b", "iid", "naturals")] == [
         *(None, None, None),

@@ -56,7 +56,7 @@ def test_distances_are_those_of_all_pairs(clients: int, classes: int, seed: int)
 def test_numbers_to_predict_have_no_label_skew() -> None:
     found = compute_partition_statistics([np.arange(5), np.arange(5, 10)], np.linspace(0, 1, 10), 0)
     assert found.labels is None
-    assert [name for name, _ in found.rows()] == ["clients", "samples", "samples of a client", "mean ± std, Gini"]
+    assert [name for name, _ in found.table_rows()] == ["clients", "samples", "samples of a client", "mean ± std, Gini"]
 
 
 def test_a_partition_without_samples() -> None:
@@ -66,7 +66,7 @@ def test_a_partition_without_samples() -> None:
 
 def test_the_table_says_what_is_unusual() -> None:
     labels = np.arange(10) % 2
-    rows = dict(compute_partition_statistics([np.arange(6), np.arange(6, 6)], labels, 2).rows())
+    rows = dict(compute_partition_statistics([np.arange(6), np.arange(6, 6)], labels, 2).table_rows())
     assert rows["clients"] == "2, 1 of them empty"
     assert rows["samples"] == "6; 4 are left out"
-    assert dict(compute_partition_statistics([np.arange(10)], labels, 2).rows())["samples"] == "10"
+    assert dict(compute_partition_statistics([np.arange(10)], labels, 2).table_rows())["samples"] == "10"

@@ -83,7 +83,7 @@ def test_images_by_split(tmp_path: Path, channels: int) -> None:
     assert np.array_equal(data.train.x.numpy(), parts["train"].reshape(4, 6, 5, channels))
     assert np.array_equal(data.test.x.numpy(), parts["test"].reshape(2, 6, 5, channels))
     assert (data.train.y.tolist(), data.test.y.tolist()) == (labels["train"], labels["test"])
-    assert data.prepare(data.train.x).max() <= 1
+    assert data.transform(data.train.x).max() <= 1
     assert load_dataset(f"hf:{tmp_path},size=8").shape == (channels, 8, 8)
 
 
@@ -99,7 +99,7 @@ def test_text_and_owners_in_parquet_shards(tmp_path: Path) -> None:
     parquet(tmp_path / "data" / "validation-00000-of-00001.parquet", rows)
     data = load_dataset(f"hf:{tmp_path},owner=user,length=4")
     assert data.train.x.tolist() == [[1, 0, 3, 3], [1, 2, 3, 3], [0, 0, 3, 3]] * 2
-    assert data.tokens == 4
+    assert data.vocabulary_size == 4
     assert data.owner_names == ("ann", "bob")
     assert data.owners is not None
     assert data.owners.tolist() == [0, 1, 0] * 2
@@ -124,7 +124,7 @@ def test_lists_are_tokens_or_features(tmp_path: Path) -> None:
     tokens = load_dataset(f"hf:{tmp_path},input=input_ids")
     assert tokens.train.x.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
     assert tokens.train.are_tokens
-    assert tokens.tokens == 9
+    assert tokens.vocabulary_size == 9
     assert load_dataset(f"hf:{tmp_path},input=vector").train.x.tolist() == [[0.5, 1.0]] * 3
 
 
@@ -269,4 +269,4 @@ def test_damaged_arrow_files_are_refused_or_consistent(tmp_path: Path, data: st.
     except InputError:
         return
     assert len(found.train) == len(found.train.y) >= 1
-    assert int(found.train.x.max()) < found.tokens or not found.train.are_tokens
+    assert int(found.train.x.max()) < found.vocabulary_size or not found.train.are_tokens

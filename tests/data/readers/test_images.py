@@ -53,7 +53,7 @@ def test_a_folder_a_class(photos: Path) -> None:
     kept = [i for i in (*range(7), *range(100, 106)) if i not in held_out]
     assert np.array_equal(data.train.x.numpy(), [picture(i) for i in kept])
     assert np.array_equal(data.test.x.numpy(), [picture(i) for i in held_out])
-    assert float(data.prepare(data.train.x).max()) <= 1
+    assert float(data.transform(data.train.x).max()) <= 1
 
 
 @pytest.mark.parametrize("name", ["test", "val", "valid"])

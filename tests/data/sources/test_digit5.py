@@ -294,7 +294,7 @@ def test_a_published_count_means_the_published_file(tmp_path: Path, monkeypatch:
 
 
 FUZZED = {
-    "npz": (lambda: npz(x=images(4, 8, 3), y=labels(4).astype(np.uint8)), digit5_files.read_npz_pair),
+    "npz": (lambda: npz(x=images(4, 8, 3), y=labels(4).astype(np.uint8)), digit5_files.read_digit5_npz_pair),
     "mat": (lambda: svhn(4), digit5_files.read_digit5_svhn_mat),
     "cells": (
         lambda: mat(dataset=cells(planes(4), labels(4)[:, None], planes(4), labels(4)[:, None])),

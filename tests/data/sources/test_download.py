@@ -176,7 +176,7 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
         content = gzip.compress(head + np.arange(np.prod(shape)).astype(np.uint8).tobytes())
         server.files[f"{name}.gz"] = content
         checksums[name] = (count, digest, hashlib.md5(content).hexdigest())
-    monkeypatch.setitem(DATASET_SOURCES, "mnist", replace(MNIST, home=server.home, checksums=checksums))
+    monkeypatch.setitem(DATASET_SOURCES, "mnist", replace(MNIST, base_url=server.home, checksums=checksums))
     with pytest.raises(InputError, match="'mnist' is not on this machine; allow its download or put train-images"):
         registry.load_dataset("mnist", download=False)
     seen = []
@@ -184,7 +184,7 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
     assert loaded.train.y.tolist() == loaded.test.y.tolist() == [0, 1, 2, 3]
     assert set(seen) == {f"{name}.gz" for name in checksums}
     info = next(info for info in registry.available_datasets() if info.name == "mnist")
-    assert (info.state, info.found) == ("at hand", empty_machine / "mnist")
+    assert (info.state, info.folder) == ("at hand", empty_machine / "mnist")
     assert len(registry.load_dataset("mnist", download=False).train) == 4
     assert len(server.ranges) == 4
 
@@ -194,7 +194,7 @@ def test_without_a_network_the_error_says_what_to_do(empty_machine: Path, monkey
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         home = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setitem(DATASET_SOURCES, "mnist", replace(MNIST, home=home))
+        monkeypatch.setitem(DATASET_SOURCES, "mnist", replace(MNIST, base_url=home))
         with pytest.raises(InputError) as caught:
             registry.load_dataset("mnist")
     message = str(caught.value)
@@ -247,10 +247,10 @@ def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Pat
     assert isinstance(source, CifarSource)
     content = archive({f"cifar-10-batches-bin/{name}": bytes(30_730_000) for name in source.files})
     server.files[source.archive] = content
-    local = replace(source, home=server.home, md5=hashlib.md5(content).hexdigest())
-    assert not local.complete(tmp_path)
+    local = replace(source, base_url=server.home, md5=hashlib.md5(content).hexdigest())
+    assert not local.is_complete(tmp_path)
     local.download(tmp_path, None)
-    assert local.complete(tmp_path)
+    assert local.is_complete(tmp_path)
     assert names(tmp_path) == sorted(source.files)
     with pytest.raises(InputError, match="not the published file"):
         local.read(tmp_path)
@@ -259,10 +259,10 @@ def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Pat
 def test_files_of_different_sizes_come_out_of_one_archive(server: Server, tmp_path: Path) -> None:
     source = DATASET_SOURCES["cifar100"]
     assert isinstance(source, CifarSource)
-    records = replace(source.records, train={"train.bin": (5, "")}, test={"test.bin": (2, "")})
+    records = replace(source.records, train_files={"train.bin": (5, "")}, test_files={"test.bin": (2, "")})
     content = archive({"cifar-100-binary/train.bin": bytes(5 * 3074), "cifar-100-binary/test.bin": bytes(2 * 3074)})
     server.files[source.archive] = content
-    local = replace(source, home=server.home, md5=hashlib.md5(content).hexdigest(), records=records)
+    local = replace(source, base_url=server.home, md5=hashlib.md5(content).hexdigest(), records=records)
     local.download(tmp_path, None)
     assert [(tmp_path / name).stat().st_size for name in source.files] == [5 * 3074, 2 * 3074]
     assert names(tmp_path) == ["test.bin", "train.bin"]
@@ -280,7 +280,7 @@ def test_three_domains_of_digit5_can_be_downloaded(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(f"fedloom.data.sources.{module}.download_to_cache", pretend)
     source = DATASET_SOURCES["digit5"]
     source.download(tmp_path, None)
-    assert source.complete(tmp_path)
-    assert source.missing(tmp_path) == ("mnist-m", "synth-digits")
+    assert source.is_complete(tmp_path)
+    assert source.missing_parts(tmp_path) == ("mnist-m", "synth-digits")
     assert len(asked) == 8
     assert all(re.fullmatch(r"https?://[^ ]+", url) and re.fullmatch("[0-9a-f]{32}", asked[url]) for url in asked)

@@ -108,7 +108,7 @@ def test_what_is_wrong_is_said(root: Path, part: str, edit: Callable[[dict[str, 
 
 def test_it_must_be_fetched_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
-    with pytest.raises(InputError, match=r"'femnist' must be fetched by hand: clone .*leaf and run .*preprocess.sh"):
+    with pytest.raises(InputError, match=r"'femnist' must be downloaded by hand: clone .*leaf and run .*preprocess.sh"):
         load_dataset("femnist")
 
 

@@ -35,7 +35,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Root:
 @pytest.fixture
 def cinic(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two images of every class in every part, where CINIC-10 has 9,000."""
-    monkeypatch.setitem(DATASET_SOURCES, "cinic10", replace(CINIC10, train=20, test=20))
+    monkeypatch.setitem(DATASET_SOURCES, "cinic10", replace(CINIC10, num_train_examples=20, num_test_examples=20))
     for number, part in enumerate(("train", "valid", "test")):
         for label, name in enumerate(CINIC10.class_names):
             folder = root / "CINIC-10" / part / name
@@ -151,7 +151,7 @@ def packed(**changes: np.ndarray) -> bytes:
         "offset": np.cumsum([0, *map(len, files)]).astype(np.int32),
         "y": (np.arange(12) // 4).astype(np.uint8),
         "domain": (np.arange(12) % 4).astype(np.uint8),
-        "domains": np.array(PACS.domains),
+        "domains": np.array(PACS.domain_names),
         "classes": np.array(PACS.class_names),
     }
     buffer = io.BytesIO()
@@ -161,7 +161,7 @@ def packed(**changes: np.ndarray) -> bytes:
 
 @pytest.fixture
 def pacs(root: Root, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(DATASET_SOURCES, "pacs", replace(PACS, counts=(3, 3, 3, 3)))
+    monkeypatch.setitem(DATASET_SOURCES, "pacs", replace(PACS, images_per_domain=(3, 3, 3, 3)))
     (root / "pacs64").mkdir()
     return root / "pacs64" / "pacs64.npz"
 
@@ -170,7 +170,7 @@ def test_pacs_in_one_file(pacs: Path) -> None:
     labels = np.repeat(np.arange(3), 4).astype(np.uint8)
     pacs.write_bytes(packed(y=np.zeros_like(labels)))
     data = load_dataset("pacs")
-    assert data.domain_names == PACS.domains
+    assert data.domain_names == PACS.domain_names
     assert data.domains is not None
     assert np.bincount(data.domains).tolist() == [2, 2, 2, 2]
     assert (len(data.test), data.shape) == (4, (3, 64, 64))
@@ -216,8 +216,8 @@ def test_broken_packed_files_are_refused_in_one_sentence(pacs: Path, change: Cal
 
 @pytest.mark.parametrize("inside", ["", "kfold"])
 def test_pacs_as_folders(root: Root, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
-    monkeypatch.setitem(DATASET_SOURCES, "pacs", replace(PACS, counts=(21,) * 4))
-    for domain in PACS.domains:
+    monkeypatch.setitem(DATASET_SOURCES, "pacs", replace(PACS, images_per_domain=(21,) * 4))
+    for domain in PACS.domain_names:
         for name in PACS.class_names:
             folder = root / "PACS" / inside / domain / name
             folder.mkdir(parents=True)
@@ -233,9 +233,9 @@ def test_pacs_as_folders(root: Root, monkeypatch: pytest.MonkeyPatch, inside: st
 def test_what_must_be_fetched_by_hand_says_how(root: Root) -> None:
     infos = {info.name: info for info in registry.available_datasets()}
     for name in ("cinic10", "femnist", "domainnet", "pacs"):
-        assert infos[name].state == "must be fetched by hand"
-        assert "https://" in infos[name].get or "http://" in infos[name].get
-        with pytest.raises(InputError, match=f"{name!r} must be fetched by hand: .*FEDLOOM_DATA"):
+        assert infos[name].state == "must be downloaded by hand"
+        assert "https://" in infos[name].manual_steps or "http://" in infos[name].manual_steps
+        with pytest.raises(InputError, match=f"{name!r} must be downloaded by hand: .*FEDLOOM_DATA"):
             load_dataset(name)
     assert infos["digit5"].state == "can be downloaded"
     assert infos["folder:PATH"].state == "your own"
@@ -244,10 +244,10 @@ def test_what_must_be_fetched_by_hand_says_how(root: Root) -> None:
 @pytest.mark.data("pacs64")
 def test_the_real_pacs() -> None:
     data = load_dataset("pacs", download=False)
-    assert (len(data.train), len(data.test)) == (PACS.train, PACS.test)
+    assert (len(data.train), len(data.test)) == (PACS.num_train_examples, PACS.num_test_examples)
     assert data.domains is not None
     # Four fifths of each domain, up to one image for each of its seven classes.
-    assert np.bincount(data.domains) == pytest.approx(0.8 * np.array(PACS.counts), abs=7)
+    assert np.bincount(data.domains) == pytest.approx(0.8 * np.array(PACS.images_per_domain), abs=7)
     assert data.shape == (3, 64, 64)
     assert load_dataset("pacs:size=32", download=False).shape == (3, 32, 32)
 

@@ -150,8 +150,8 @@ def test_both_labels_of_cifar100_are_checked(wrong: tuple[int, int]) -> None:
 
 
 def test_cifar_labels_are_checked() -> None:
-    content = np.zeros(2 * cifar.TEN.length, np.uint8)
-    content[cifar.TEN.length] = 10
+    content = np.zeros(2 * cifar.TEN.record_size, np.uint8)
+    content[cifar.TEN.record_size] = 10
     with pytest.raises(InputError, match="batch holds the label 10"):
         cifar.TEN.decode(content, Path("batch"))
 
@@ -160,7 +160,7 @@ def test_cifar_labels_are_checked() -> None:
     ("size", "message"),
     [
         (30_729_999, "truncated: 30729999 bytes found, 30730000 expected"),
-        (30_730_000 - cifar.TEN.length, "truncated"),
+        (30_730_000 - cifar.TEN.record_size, "truncated"),
         (30_730_001, "too long: 30730001 bytes found"),
         (30_730_000, "not the published file"),
     ],
@@ -170,9 +170,9 @@ def test_cifar_files_must_be_the_published_ones(tmp_path: Path, size: int, messa
     with path.open("wb") as file:
         file.truncate(size)
     with pytest.raises(InputError, match=message):
-        cifar.TEN.content(path, *cifar.TEN.train[path.name])
+        cifar.TEN.read_file(path, *cifar.TEN.train_files[path.name])
 
 
 def test_a_missing_cifar_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*test_batch.bin: No such file"):
-        cifar.TEN.read(tmp_path, cifar.TEN.test)
+        cifar.TEN.read(tmp_path, cifar.TEN.test_files)

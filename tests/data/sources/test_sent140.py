@@ -69,21 +69,21 @@ def test_by_name(folder: Path) -> None:
     assert data.test_owners.tolist() == [0, NO_OWNER]
     assert data.train.y.tolist() == [1, 0, 1]
     words = ["happy", "so", "!", ",", "sad", "today"]
-    assert data.tokens == len(words) + 1
+    assert data.vocabulary_size == len(words) + 1
     assert (data.shape, data.classes, data.class_names) == ((25,), 2, ("negative", "positive"))
     assert data.train.x[0, :5].tolist() == [1, 0, 5, 2, 6]
     assert data.test.x[0].tolist() == [6] * 25
-    assert data.prepare(data.train.x).dtype == torch.int64
+    assert data.transform(data.train.x).dtype == torch.int64
     assert "6 words in the vocabulary, token 6 for all others; 0 words" in data.notes[0]
 
 
 def test_options(folder: Path, tmp_path: Path) -> None:
     data = load_dataset("sent140:words=2,length=3,lower=yes,min=3")
     assert data.owner_names == ("ann",)
-    assert (data.shape, data.tokens, len(data.test)) == ((3,), 3, 1)
+    assert (data.shape, data.vocabulary_size, len(data.test)) == ((3,), 3, 1)
     (tmp_path / "words.txt").write_text("sad 0.1 0.2\nhappy 0.3 0.4\nsad 9 9\n", encoding="utf-8")
     given = load_dataset(f"sent140:vocabulary={tmp_path / 'words.txt'}")
-    assert given.tokens == 3
+    assert given.vocabulary_size == 3
     assert given.train.x[0, :4].tolist() == [2, 1, 2, 2]
     with pytest.raises(InputError, match="length of 'sent140' is 99999; expected at most"):
         load_dataset("sent140:length=99999")
@@ -93,7 +93,7 @@ def test_files_that_are_not_split_yet(tmp_path: Path) -> None:
     put(tmp_path / "all_data" / "all_data.json", {"ann": [("a", 1)] * 4 + [("b", 0)]})
     content = SENT140.read(tmp_path)
     assert (content.train.y.tolist(), content.test.y.tolist()) == ([1, 1, 1, 1], [0])
-    assert content.tokens == 2  # of the training texts alone
+    assert content.vocabulary_size == 2  # of the training texts alone
 
 
 @pytest.mark.parametrize(

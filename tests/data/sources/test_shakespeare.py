@@ -48,7 +48,7 @@ def decode(codes: torch.Tensor) -> str:
 
 
 def test_text_by_role(tmp_path: Path) -> None:
-    content = _read_shakespeare(by_role(tmp_path), share=0.2)
+    content = _read_shakespeare(by_role(tmp_path), test_share=0.2)
     assert content.owner_names == ("HAMLET", "GHOST")
     assert content.owners is not None
     whole = "".join(f"{speech}\n" for speech in SAID["HAMLET"])
@@ -62,7 +62,7 @@ def test_text_by_role(tmp_path: Path) -> None:
     second = len(SAID["HAMLET"][0]) + 1
     assert decode(content.train.x[own][second]) == window("")  # a speech knows nothing of the one before
     assert content.train.x.dtype == torch.uint8
-    assert content.tokens == len(content.class_names) == 80
+    assert content.vocabulary_size == len(content.class_names) == 80
     assert content.notes == ()
 
 
@@ -99,19 +99,19 @@ def test_leaf_files_that_are_not_split_yet(tmp_path: Path) -> None:
         tmp_path / "data" / "all_data" / "all_data.json",
         leaf({"A": ([window(text[:i]) for i in range(10)], list(text))}),
     )
-    content = _read_shakespeare(tmp_path, share=0.3)
+    content = _read_shakespeare(tmp_path, test_share=0.3)
     assert (decode(content.train.y), decode(content.test.y)) == (text[:7], text[7:])
 
 
 def test_roles_with_few_characters_are_left_out_of_both_parts(tmp_path: Path) -> None:
-    assert _read_shakespeare(by_role(tmp_path), least=10).owner_names == ("HAMLET",)
+    assert _read_shakespeare(by_role(tmp_path), min_characters=10).owner_names == ("HAMLET",)
     put(tmp_path / "train" / "a.json", leaf({"A": ([window("")] * 3, ["c"] * 3), "B": ([window("")], ["c"])}))
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("")], ["c"]), "B": ([window("")], ["c"])}))
-    content = _read_shakespeare(tmp_path, least=4)
+    content = _read_shakespeare(tmp_path, min_characters=4)
     assert content.owner_names == ("A",)
     assert (len(content.train), len(content.test)) == (3, 1)
     with pytest.raises(InputError, match="leaves no characters to train or to test with, when roles have 5 or more"):
-        _read_shakespeare(tmp_path, least=5)
+        _read_shakespeare(tmp_path, min_characters=5)
 
 
 def test_by_name_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_by_name_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (len(thin.train), len(thin.test)) == (10, 11)
     again = load_dataset("shakespeare:every=2,min=10,test=0.5")  # from the cache
     assert torch.equal(again.train.x, thin.train.x)
-    assert (again.tokens, again.owner_names, again.shape) == (80, ("HAMLET",), (80,))
+    assert (again.vocabulary_size, again.owner_names, again.shape) == (80, ("HAMLET",), (80,))
     assert load_dataset("shakespeare:file=play.txt").owner_names == ("KING",)
     with pytest.raises(InputError, match="unknown option of 'shakespeare' 'mim'; did you mean 'min'"):
         load_dataset("shakespeare:mim=3")

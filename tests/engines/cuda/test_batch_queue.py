@@ -46,7 +46,7 @@ def test_batches_come_in_order_as_they_would_be_prepared_one_by_one(
 def check_batches(batches: list[list[int]], batch_size: int, held: BatchQueue, channels_last: bool) -> None:
     store = images(40)
     largest = max(map(len, batches))
-    room = held.prepare(store, largest, batch_size if batch_size >= largest else 0)
+    room = held.allocate(store, largest, batch_size if batch_size >= largest else 0)
     assert room >= 1
     for low in range(0, len(batches), room):
         part = [np.array(batch) for batch in batches[low : low + room]]
@@ -54,7 +54,7 @@ def check_batches(batches: list[list[int]], batch_size: int, held: BatchQueue, c
         number = low
         for size, alike in groupby(part, key=len):
             stretch = list(alike)
-            turns, losses = held.turns(len(stretch)), []
+            turns, losses = held.queue_indices(len(stretch)), []
             for positions, batch in zip(stretch, held.take(size, turns), strict=True):
                 wanted = HALF(store.x[torch.from_numpy(positions)], channels_last=channels_last)
                 assert torch.equal(batch.x, wanted)
@@ -63,40 +63,40 @@ def check_batches(batches: list[list[int]], batch_size: int, held: BatchQueue, c
                 assert batch.y.tolist() == positions.tolist()
                 losses.append(torch.tensor(float(number)))
                 number += 1
-            held.note(turns, losses)
+            held.record_losses(turns, losses)
         assert held.losses(0, len(part)).tolist() == [float(low + number) for number in range(len(part))]
 
 
 def test_one_room_serves_clients_of_all_sizes() -> None:
     """A recording knows addresses and widths, so these must not change from client to client."""
     store, held = images(40), make()
-    held.prepare(store, 8, 8)
-    before = [(place.data_ptr(), place.shape, place.stride()) for place in held.places]
+    held.allocate(store, 8, 8)
+    before = [(place.data_ptr(), place.shape, place.stride()) for place in held.graph_tensors]
     for largest in (3, 8, 1):
-        held.prepare(store, largest, 8)
+        held.allocate(store, largest, 8)
         held.fill(store, [np.arange(largest)])
-        assert [(place.data_ptr(), place.shape, place.stride()) for place in held.places] == before
+        assert [(place.data_ptr(), place.shape, place.stride()) for place in held.graph_tensors] == before
 
 
 def test_whole_clients_as_batches_share_the_memory() -> None:
     store, held = images(40), make()
-    held.prepare(store, 30, 0)
-    before = held.places[0].data_ptr()
-    held.prepare(store, 7, 0)
-    assert held.places[0].data_ptr() == before
+    held.allocate(store, 30, 0)
+    before = held.graph_tensors[0].data_ptr()
+    held.allocate(store, 7, 0)
+    assert held.graph_tensors[0].data_ptr() == before
     held.fill(store, [np.arange(7), np.arange(7, 14)])
-    first = next(held.take(7, held.turns(1)))
-    held.note(held.turns(1), [torch.zeros(())])
+    first = next(held.take(7, held.queue_indices(1)))
+    held.record_losses(held.queue_indices(1), [torch.zeros(())])
     assert first.y.tolist() == list(range(7))
-    assert next(held.take(7, held.turns(1))).y.tolist() == list(range(7, 14))
+    assert next(held.take(7, held.queue_indices(1))).y.tolist() == list(range(7, 14))
 
 
 def test_a_batch_that_is_larger_than_the_room_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_queue, "STOCK_BYTES", 200)
     store, held = images(40), make()
-    assert held.prepare(store, 40, 0) == 1
+    assert held.allocate(store, 40, 0) == 1
     held.fill(store, [np.arange(40)])
-    assert torch.equal(next(held.take(40, held.turns(1))).x, HALF(store.x))
+    assert torch.equal(next(held.take(40, held.queue_indices(1))).x, HALF(store.x))
 
 
 def test_a_loss_is_kept_as_it_was() -> None:
@@ -112,7 +112,7 @@ def test_a_loss_is_kept_as_it_was() -> None:
 
 def test_little_room_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_queue, "STOCK_BYTES", 4 * 5 * 24 * 3)
-    assert make().prepare(images(40), 5, 5) == 3
+    assert make().allocate(images(40), 5, 5) == 3
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=60), st.sampled_from([1, 2, 3, 8]))
@@ -135,10 +135,10 @@ def test_stretches_are_all_steps_in_order(sizes: list[int], longest: int) -> Non
 
 def test_clients_may_have_targets_of_different_shapes() -> None:
     """They are brought where the last client's were, unless they are of another sort."""
-    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
-        bench = slot.CudaSlot(plain.engine.shop.workshop, CPU)
+    with build_small_run("fedavg", {}, engine="sequential").engine_closed() as plain:
+        bench = slot.CudaSlot(plain.engine.context.training_context, CPU)
         for shape in ((4, 3), (4, 1), (4,), (2, 3)):
             samples = Samples(torch.randn(shape[0], 64), torch.randn(shape))
-            brought = bench.bring(samples)
+            brought = bench.copy_samples(samples)
             assert torch.equal(brought.x[: shape[0]], samples.x)
             assert torch.equal(brought.y[: shape[0]], samples.y)

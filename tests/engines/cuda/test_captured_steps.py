@@ -1,4 +1,4 @@
-"""Steps that keep something on the host: replayed or not, they do what the plain engine does."""
+"""Steps that keep something on the host: replayed or not, they do what the sequential engine does."""
 
 import copy
 import random
@@ -34,66 +34,66 @@ class Scaling:
 
 
 class OwnStep(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield LocalSteps(Scaling(0.1 * (1 + bench.client)).step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(Scaling(0.1 * (1 + trainer.client_id)).step)
 
 
 class OwnObject(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.scratch["scaling"] = Scaling(0.1 * (1 + bench.client))
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.scratch["scaling"] = Scaling(0.1 * (1 + trainer.client_id))
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, bench.scratch["scaling"].factor)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, trainer.scratch["scaling"].factor)
 
 
 class OwnNumber(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.scratch["factor"] = np.float32(0.1 * (1 + bench.client))
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.scratch["factor"] = np.float32(0.1 * (1 + trainer.client_id))
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, float(bench.scratch["factor"]))
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, float(trainer.scratch["factor"]))
 
 
 class OwnNetwork(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.scratch["other"] = copy.deepcopy(bench.module).requires_grad_(False)
-        for weight in bench.scratch["other"].parameters():
-            weight.mul_(1 + 0.1 * bench.client)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.scratch["other"] = copy.deepcopy(trainer.module).requires_grad_(False)
+        for weight in trainer.scratch["other"].parameters():
+            weight.mul_(1 + 0.1 * trainer.client_id)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        apart = bench.module(batch.x) - bench.scratch["other"](batch.x)
-        loss = bench.loss(batch) + apart.square().mean()
-        bench.backward(loss)
-        bench.descend()
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        apart = trainer.module(batch.x) - trainer.scratch["other"](batch.x)
+        loss = trainer.loss(batch) + apart.square().mean()
+        trainer.backward(loss)
+        trainer.optimizer_step()
         return loss
 
 
 class OwnRound(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        self.factor = 0.1 * (1 + bench.round)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        self.factor = 0.1 * (1 + trainer.round)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, self.factor)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, self.factor)
 
 
 class OwnCount(Client[Options]):
     """Every ninth step is another one, which a look at the first replay does not show."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         self.count = 0
-        yield LocalSteps(self.step)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
         self.count += 1
-        return scaled(bench, batch, 1.0 if self.count % 9 else -1.0)
+        return scaled(trainer, batch, 1.0 if self.count % 9 else -1.0)
 
 
 class OwnFunction(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         count = 0
 
         def step(bench: LocalTrainer, batch: Batch) -> Tensor:
@@ -107,18 +107,18 @@ class OwnFunction(Client[Options]):
 class OwnOptimizer(Client[Options]):
     """It makes its state when it takes its first step."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.optimizer = SGD(momentum=0.9)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.optimizer = SGD(momentum=0.9)
+        yield LocalSteps(self.training_step)
 
 
 class OwnDraws(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.scratch["draw"] = np.random.default_rng(bench.client)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.scratch["draw"] = np.random.default_rng(trainer.client_id)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, -1.0 if bench.scratch["draw"].random() < 0.04 else 1.0)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, -1.0 if trainer.scratch["draw"].random() < 0.04 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -133,21 +133,21 @@ def plain_step(bench: LocalTrainer, batch: Batch) -> Tensor:
 
 
 class PlainFunction(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         yield LocalSteps(plain_step)
         yield LocalSteps(plain_step)
 
 
 def test_a_step_that_is_a_plain_function_is_recorded_for_all_clients() -> None:
-    tape = as_plain(PlainFunction).slots[0].tape
-    assert tape.replayed > 4 * tape.recorded > 0
+    tape = as_plain(PlainFunction).slots[0].graph_runner
+    assert tape.replayed > 4 * tape.captured > 0
 
 
 class Enclosed(Client[Options]):
     """A step that is made anew for each client, in `train`."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        factor = 0.1 * (1 + bench.client)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        factor = 0.1 * (1 + trainer.client_id)
 
         def step(bench: LocalTrainer, batch: Batch) -> Tensor:
             return scaled(bench, batch, factor)
@@ -167,28 +167,31 @@ def test_a_step_that_is_not_recorded_is_told_once(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("WARNING", "fedloom"):
         as_plain(OwnCount)
     assert [record.getMessage() for record in caplog.records] == [
-        "the step OwnCount.step is not recorded but done anew each time: it keeps count of something on the host"
+        "the step OwnCount.training_step is not captured and runs eagerly each time: "
+        "it keeps count of something on the host"
     ]
 
 
 class Validating(Client[Options]):
     """Takes validation samples into its steps, which lie elsewhere for every client."""
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        held = bench.validation
-        loss = bench.loss(batch) + bench.loss(Batch(held.x[:3], held.y[:3]))
-        bench.backward(loss)
-        bench.descend()
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        held = trainer.validation
+        loss = trainer.loss(batch) + trainer.loss(Batch(held.x[:3], held.y[:3]))
+        trainer.backward(loss)
+        trainer.optimizer_step()
         return loss
 
 
 class Adopting(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.adopt(bench.training.model_copy(update={"lr_decay": 0.1 * (1 + bench.client), "lr": 0.1 + bench.round}))
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.use_config(
+            trainer.config.model_copy(update={"lr_decay": 0.1 * (1 + trainer.client_id), "lr": 0.1 + trainer.round})
+        )
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, bench.training.lr_decay)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, trainer.config.lr_decay)
 
 
 @pytest.mark.parametrize("local", [Validating, Adopting])
@@ -198,12 +201,12 @@ def test_what_a_step_reads_on_the_bench_is_that_of_its_client(local: type[Client
 
 def test_settings_that_a_step_does_not_read_need_no_recording_of_their_own() -> None:
     class Quicker(Client[Options]):
-        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-            bench.adopt(bench.training.model_copy(update={"lr": 0.01 * (1 + bench.client)}))
-            yield LocalSteps(self.step, steps=4)
+        def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+            trainer.use_config(trainer.config.model_copy(update={"lr": 0.01 * (1 + trainer.client_id)}))
+            yield LocalSteps(self.training_step, steps=4)
 
     (slot,) = as_plain(Quicker).slots
-    assert slot.tape.recorded == 2, "one of a single step, and one of three"
+    assert slot.graph_runner.captured == 2, "one of a single step, and one of three"
 
 
 class Dropping(Client[Options]):
@@ -211,13 +214,13 @@ class Dropping(Client[Options]):
 
     draw: Callable[[], float]
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        random.seed(bench.client)
-        np.random.seed(bench.client)  # noqa: NPY002 - as many do
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        random.seed(trainer.client_id)
+        np.random.seed(trainer.client_id)  # noqa: NPY002 - as many do
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, -1.0 if type(self).draw() < 0.04 else 1.0)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, -1.0 if type(self).draw() < 0.04 else 1.0)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.random])
@@ -235,12 +238,12 @@ def test_a_batch_of_one_that_cannot_be_recorded_leaves_batch_norm_as_it_was(monk
     capture, recording = FakeGraphTape.capture, list[bool]()
 
     class Asking(Client[Options]):
-        def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-            loss = bench.loss(batch)
+        def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+            loss = trainer.loss(batch)
             if recording:
                 raise RuntimeError("it asks the device for a number")
-            bench.backward(loss)
-            bench.descend()
+            trainer.backward(loss)
+            trainer.optimizer_step()
             return loss
 
     def failing(self: FakeGraphTape, *given: Any) -> Any:
@@ -251,17 +254,17 @@ def test_a_batch_of_one_that_cannot_be_recorded_leaves_batch_norm_as_it_was(monk
             recording.clear()
 
     monkeypatch.setattr(FakeGraphTape, "capture", failing)
-    samples = len(SmallFederatedDataset().client(1))
+    samples = len(SmallFederatedDataset().client_samples(1))
     as_plain(Asking, [1], batch_size=samples - 1, steps=6, model=batch_norm_network)
 
 
 def test_a_local_may_ask_for_the_mean_loss_between_its_passes() -> None:
     class Asking(Client[Options]):
-        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-            assert np.isnan(bench.mean_loss)
-            yield LocalSteps(self.step, epochs=1)
-            bench.lr = 0.1 * bench.mean_loss
-            yield LocalSteps(self.step, epochs=1)
+        def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+            assert np.isnan(trainer.mean_loss)
+            yield LocalSteps(self.training_step, epochs=1)
+            trainer.lr = 0.1 * trainer.mean_loss
+            yield LocalSteps(self.training_step, epochs=1)
 
     as_plain(Asking)
 
@@ -283,9 +286,9 @@ class Network(nn.Module):
 
 
 class Setting(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.module.factor = 1.0 + bench.round  # type: ignore[assignment]
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.module.factor = 1.0 + trainer.round  # type: ignore[assignment]
+        yield LocalSteps(self.training_step)
 
 
 @pytest.mark.parametrize("given", [(False,), (True,), (False, True)], ids=["set", "counted", "on the device"])
@@ -297,4 +300,4 @@ def test_numbers_of_the_network_are_those_of_the_moment(given: tuple[bool, ...])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_buffers_are_those_of_the_client_however_a_network_writes_them(write: str, persistent: bool) -> None:
     engine = as_plain(Client, model=partial(Counting, write, persistent))
-    assert sum(slot.tape.replayed for slot in engine.slots) > 0
+    assert sum(slot.graph_runner.replayed for slot in engine.slots) > 0

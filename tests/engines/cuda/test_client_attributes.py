@@ -20,25 +20,25 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
 
 
 class OnItself(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        self.factor = 1.0 + bench.client
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        self.factor = 1.0 + trainer.client_id
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, self.factor)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, self.factor)
 
 
 class InADict(Client[Options]):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.kept = dict[str, float]()
+        self.factors = dict[str, float]()
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        self.kept["factor"] = 1.0 + bench.client
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        self.factors["factor"] = 1.0 + trainer.client_id
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, self.kept["factor"])
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, self.factors["factor"])
 
 
 class Chosen(OnItself):
@@ -48,10 +48,10 @@ class Chosen(OnItself):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.chosen = self.step
+        self.chosen = self.training_step
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        for _ in super().train(bench):
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        for _ in super().train(trainer):
             yield LocalSteps(self.chosen)
 
 
@@ -62,18 +62,18 @@ class Taught(Client[Options]):
         super().__init__(*given)
         self.teacher = nn.Linear(64, 10)
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         with torch.no_grad():
-            self.teacher.weight.fill_(0.01 * bench.client)
-            self.teacher.bias.copy_(torch.arange(10) * bench.client)
-        yield LocalSteps(self.step)
+            self.teacher.weight.fill_(0.01 * trainer.client_id)
+            self.teacher.bias.copy_(torch.arange(10) * trainer.client_id)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
         with torch.no_grad():
             wanted = self.teacher(batch.x.flatten(1)).softmax(1)
-        loss = F.cross_entropy(bench.module(batch.x), wanted)
-        bench.backward(loss)
-        bench.descend()
+        loss = F.cross_entropy(trainer.module(batch.x), wanted)
+        trainer.backward(loss)
+        trainer.optimizer_step()
         return loss
 
 
@@ -84,7 +84,7 @@ def test_what_a_local_keeps_is_not_anothers(local: type[Client[Options]], slots:
 
 
 def test_what_all_parts_have_in_common_is_not_copied() -> None:
-    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="sequential").engine_closed() as plain:
         local = Taught(plain.rounds.context, Options())
         local.initial = plain.rounds.context.initial
         other: Any = _copy_client(local)
@@ -94,7 +94,7 @@ def test_what_all_parts_have_in_common_is_not_copied() -> None:
 
 
 def test_a_local_with_something_unique_is_shared() -> None:
-    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="sequential").engine_closed() as plain:
         local = Client(plain.rounds.context, Options())
         local.running = (number for number in range(3))
         assert _copy_client(local) is local
@@ -115,7 +115,7 @@ class InPlace(nn.Module):
 
 
 def test_a_network_may_change_its_batch() -> None:
-    tape = as_plain(Client, model=InPlace, batch_size=0).slots[0].tape
+    tape = as_plain(Client, model=InPlace, batch_size=0).slots[0].graph_runner
     assert tape.replayed > 0
 
 
@@ -134,8 +134,8 @@ def test_frozen_weights_are_shared_where_they_stay(make: Callable[[], nn.Module]
             y: Tensor = self.out(x.flatten(1))
             return y
 
-    with build_small_run("fedavg", {}, engine="plain", model=Network).engine_closed() as plain:
-        shop = plain.engine.shop.workshop
-        ours, theirs = dict(shop.module.named_parameters()), dict(copy_slot_context(shop).module.named_parameters())
+    with build_small_run("fedavg", {}, engine="sequential", model=Network).engine_closed() as plain:
+        shop = plain.engine.context.training_context
+        ours, theirs = dict(shop.model.named_parameters()), dict(copy_slot_context(shop).model.named_parameters())
         for name, weight in ours.items():
             assert (theirs[name] is weight) is (shared and "frozen" in name)

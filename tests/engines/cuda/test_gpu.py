@@ -74,10 +74,10 @@ def test_the_same_seed_gives_the_same_bits(method: str) -> None:
 def test_a_round_agrees_with_the_cpu(method: str) -> None:
     rows = []
     for device in ("cpu", "cuda"):
-        given = {"device": device, "engine": "plain", "precision": "fp32"}
+        given = {"device": device, "engine": "sequential", "precision": "fp32"}
         with build_small_run(method, {}, **given).engine_closed() as experiment:
-            experiment.rounds.play(0)
-            rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].cpu())
+            experiment.rounds.run_round(0)
+            rows.append(experiment.rounds.parts.server.global_model()[: experiment.layout.floats].cpu())
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
 
 
@@ -103,13 +103,13 @@ def test_pretraining_makes_the_same_file_twice(tmp_path: Path) -> None:
 def test_workers_are_not_forked_from_a_process_that_has_trained_beside_a_gpu() -> None:
     torch.zeros((), device="cuda", requires_grad=True).backward()
     with (
-        build_small_run("fedavg", {}, engine="host").engine_closed() as host,
-        pytest.raises(FedloomError, match="use the plain engine"),
+        build_small_run("fedavg", {}, engine="multiprocess").engine_closed() as host,
+        pytest.raises(FedloomError, match="use the sequential engine"),
     ):
-        host.rounds.play(0)
+        host.rounds.run_round(0)
 
 
-# Against a plain loop, and against the plain engine
+# Against a plain loop, and against the sequential engine
 
 
 @pytest.mark.parametrize("model", NETWORKS)
@@ -155,15 +155,15 @@ def dense(dropout: float = 0.0) -> nn.Module:
 def both(method: str, rounds: int = 3, **settings: Any) -> tuple[list[Tensor], int]:
     """The models that both engines deploy after some rounds, in full precision, and the steps that were replayed."""
     rows = []
-    for engine in ("plain", "cuda"):
+    for engine in ("sequential", "cuda"):
         given = {"device": "cuda", "precision": "fp32", "engine": engine, "model": dense, "momentum": 0.5, **settings}
         with build_small_run(method, {}, **given).engine_closed() as experiment:
             for round in range(rounds):
-                record = experiment.rounds.play(round)
-                assert not record["lost_clients"]
-            rows.append(experiment.rounds.parts.server.deploy()[: experiment.layout.floats].clone())
+                record = experiment.rounds.run_round(round)
+                assert not record["failed_clients"]
+            rows.append(experiment.rounds.parts.server.global_model()[: experiment.layout.floats].clone())
             used = experiment.engine
-            replayed = sum(slot.tape.replayed for slot in used.slots) if isinstance(used, CudaEngine) else 0
+            replayed = sum(slot.graph_runner.replayed for slot in used.slots) if isinstance(used, CudaEngine) else 0
     return rows, replayed
 
 
@@ -215,18 +215,18 @@ def test_the_cuda_engine_gives_the_same_bits_twice(method: str) -> None:
 class Looking(Client[Options]):
     """Its step asks the device for a number, which cannot be recorded."""
 
-    def correct(self, bench: LocalTrainer) -> None:
-        if float(bench.gradient.sum()) > 0:
-            bench.gradient.mul_(0.5)
+    def adjust_gradient(self, trainer: LocalTrainer) -> None:
+        if float(trainer.gradient.sum()) > 0:
+            trainer.gradient.mul_(0.5)
 
 
 class Rated(Client[Options]):
     """Its step uses the learning rate as a number, which a recording would keep."""
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        loss = bench.loss(batch)
-        bench.backward(loss)
-        bench.weights.sub_(bench.gradient, alpha=bench.lr)
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        loss = trainer.loss(batch)
+        trainer.backward(loss)
+        trainer.weights.sub_(trainer.gradient, alpha=trainer.lr)
         return loss
 
 
@@ -236,7 +236,7 @@ def test_what_cannot_be_recorded_is_done_all_the_same(
     local: type[Client[Options]], replayed: bool, dropout: float
 ) -> None:
     """Also where it draws: a generator must not be left believing that it is being recorded."""
-    register(Method("special", "", "", local=local))
+    register(Method("special", "", "", client=local))
     rows, number = both("special", rounds=4, lr_decay=0.5, model=lambda: dense(dropout))
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
     assert (number > 0) is replayed
@@ -250,7 +250,7 @@ OWN = (
 
 @pytest.mark.parametrize("local", OWN)
 def test_steps_of_ones_own_do_what_is_written(local: type[Client[Options]]) -> None:
-    register(Method("special", "", "", local=local))
+    register(Method("special", "", "", client=local))
     rows, _ = both("special", rounds=4, momentum=0.9, lr=0.02, batch_size=3)
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-5, atol=1e-6)
 
@@ -289,11 +289,11 @@ class Asking(nn.Module):
 def test_a_score_that_cannot_be_recorded_leaves_everyones_generator_alone() -> None:
     given = {"device": "cuda", "engine": "cuda", "model": Asking}
     with build_small_run("fedavg", {}, **given).engine_closed() as experiment:
-        row = experiment.rounds.parts.server.deploy()
+        row = experiment.rounds.parts.server.global_model()
         for _ in range(3):
-            assert experiment.engine.score(row) is not None
+            assert experiment.engine.evaluate(row) is not None
         torch.rand(2, device="cuda")
-        assert not experiment.rounds.play(0)["lost_clients"]
+        assert not experiment.rounds.run_round(0)["failed_clients"]
         torch.rand(2, device="cuda")
 
 
@@ -312,7 +312,7 @@ def test_lower_precision_learns_too() -> None:
         given = {"device": "cuda", "engine": "cuda", "precision": precision, "rounds": 10}
         with build_small_run("fedavg", {}, **given).engine_closed() as experiment:
             for round in range(10):
-                found = experiment.rounds.play(round)
+                found = experiment.rounds.run_round(round)
             accuracy[precision] = found["accuracy"]
     assert accuracy["bf16"] > accuracy["fp32"] - 0.1
 
@@ -362,7 +362,7 @@ def test_optimisers_step_as_torchs_fused_ones_do(ours: StatefulOptimizer, theirs
     lr = torch.tensor(0.03, device="cuda")
     optimizer = theirs([twin], fused=True)
     optimizer.param_groups[0]["lr"] = lr  # on the device, as ours has it
-    ours.settle(weights)
+    ours.allocate_state(weights)
     for _ in range(6):
         twin.grad = torch.randn(size, generator=draw, device="cuda")
         ours.step(weights, twin.grad.clone(), lr)
@@ -385,7 +385,7 @@ def test_every_first_replay_is_checked_to_the_bit(
 def test_runs_side_by_side_are_what_they_are_alone(tmp_path: Path) -> None:
     given = {"rounds": 3, "device": "cuda", "report": False, "model": "lenet:padding=2", "eval_every": 1}
     found = [
-        fedloom.compare(["fedavg", "scaffold"], seeds=2, out=tmp_path / str(at_once), at_once=at_once, **given)
+        fedloom.compare(["fedavg", "scaffold"], seeds=2, out=tmp_path / str(at_once), concurrent_runs=at_once, **given)
         for at_once in (1, 4)
     ]
     assert [run.digest for run in found[0].runs] == [run.digest for run in found[1].runs]
@@ -394,7 +394,7 @@ def test_runs_side_by_side_are_what_they_are_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
 def test_the_number_of_gpus_does_not_change_a_bit() -> None:
     with experiment_of("cnn", "cuda:0", double=False).engine_closed() as experiment:
-        jobs, shop = jobs_of(experiment), experiment.engine.shop
+        jobs, shop = jobs_of(experiment), experiment.engine.context
         rows = []
         for devices in (["cuda:0"], ["cuda:0", "cuda:1"]):
             with CudaEngine(shop, devices) as engine:

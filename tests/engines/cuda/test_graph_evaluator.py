@@ -29,10 +29,10 @@ def test_a_recording_has_no_hold_of_everyones_generator(monkeypatch: pytest.Monk
     monkeypatch.setattr("fedloom.engines.cuda.graph_evaluator.make_graph_runner", fake_tape)
     monkeypatch.setattr("fedloom.engines.cuda.graph_evaluator.use_generator", lending)
     monkeypatch.setattr(FakeGraphTape, "capture", noted)
-    with build_small_run("fedavg", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="sequential").engine_closed() as plain:
         engine, (job,) = cuda_of(plain), jobs_for(plain, [0])
-        scores = [engine.score(job.row) for _ in range(4)]
-        expected = plain.engine.score(job.row)
+        scores = [engine.evaluate(job.row) for _ in range(4)]
+        expected = plain.engine.evaluate(job.row)
     assert inside == [True]
     assert expected is not None
     for score in scores:

@@ -22,7 +22,7 @@ from tests.support.cuda_engine import answers, assert_alike, cuda_of, jobs_for, 
 
 @contextmanager
 def experiment(**settings: Any) -> Iterator[BuiltRun]:
-    with build_small_run("fedavg", {}, engine="plain", **settings).engine_closed() as plain:
+    with build_small_run("fedavg", {}, engine="sequential", **settings).engine_closed() as plain:
         yield plain
 
 
@@ -46,9 +46,9 @@ def test_samples_that_do_not_fit_come_with_their_clients(
 
     with experiment() as plain, caplog.at_level("WARNING", "fedloom"):
         jobs = jobs_for(plain, [4, 0, 1, 2])
-        expected, shop = answers(plain.engine, jobs), pooled(plain.engine.shop)
+        expected, shop = answers(plain.engine, jobs), pooled(plain.engine.context)
         if where == "at first":
-            moved, to = shop.federation.pool, torch.Tensor.to  # type: ignore[attr-defined]
+            moved, to = shop.federated_data.pool, torch.Tensor.to  # type: ignore[attr-defined]
 
             def no_room(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
                 if self is moved.x:
@@ -60,7 +60,7 @@ def test_samples_that_do_not_fit_come_with_their_clients(
         if where == "for a slot":
             monkeypatch.setattr("fedloom.engines.cuda.device.CudaSlot", short(has_pool, CudaSlot))
         elif where == "for a step":
-            monkeypatch.setattr(CudaSlot, "_take", short(has_pool, CudaSlot._take))
+            monkeypatch.setattr(CudaSlot, "_take_steps", short(has_pool, CudaSlot._take_steps))
         assert_alike(answers(engine, jobs), expected)
         assert len(engine.slots) == (1 if where == "for a step" else 2)
         assert engine.gpus[0]._pool is None
@@ -82,7 +82,7 @@ def test_answers_wait_in_as_many_places_as_there_is_room_for(monkeypatch: pytest
         for clients in ([0, 1], list(range(8))):
             jobs = jobs_for(plain, clients)
             assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
-        assert engine.gpus[0].make_room(8) == 2
+        assert engine.gpus[0].allocate_results(8) == 2
     assert counts[:8] == [1, 2, 1, 8, 4, 2, 1, 8]
 
 
@@ -96,9 +96,9 @@ def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch)
         assert_alike(answers(engine, jobs), expected)
         if room < 0:
             with pytest.raises(FedloomError, match="not enough memory to score a model"):
-                engine.score(jobs[0].row)
+                engine.evaluate(jobs[0].row)
             return
-        ours, theirs = engine.score(jobs[0].row), plain.engine.score(jobs[0].row)
+        ours, theirs = engine.evaluate(jobs[0].row), plain.engine.evaluate(jobs[0].row)
         assert ours is not None
         assert theirs is not None
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
@@ -107,12 +107,12 @@ def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    with build_small_run("fedrep", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedrep", {}, engine="sequential").engine_closed() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
         list(engine.train(0, jobs))
-        expected = plain.engine.score_clients(1, jobs)
-        monkeypatch.setattr(LocalTrainer, "score", short(lambda: len(engine.slots) > 1, LocalTrainer.score))
-        assert engine.score_clients(1, jobs) == expected
+        expected = plain.engine.evaluate_clients(1, jobs)
+        monkeypatch.setattr(LocalTrainer, "evaluate", short(lambda: len(engine.slots) > 1, LocalTrainer.evaluate))
+        assert engine.evaluate_clients(1, jobs) == expected
         assert len(engine.slots) == 1
 
 
@@ -129,35 +129,35 @@ SHORT = (
 def test_slots_make_room_for_scoring_however_it_is_said(
     error: Exception, clients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with build_small_run("fedrep", {}, engine="plain").engine_closed() as plain:
+    with build_small_run("fedrep", {}, engine="sequential").engine_closed() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
         list(engine.train(0, jobs))
-        expected, score = plain.engine.score_clients(1, jobs), LocalTrainer.score
+        expected, score = plain.engine.evaluate_clients(1, jobs), LocalTrainer.evaluate
 
         def tried(*given: Any) -> Any:
             if len(engine.slots) > 1:
                 raise error
             return score(*given)
 
-        monkeypatch.setattr(LocalTrainer, "score", tried)
-        monkeypatch.setattr(GraphEvaluator, "score", lambda self, row: tried(self._bench, row, self._test[:50]))
+        monkeypatch.setattr(LocalTrainer, "evaluate", tried)
+        monkeypatch.setattr(GraphEvaluator, "evaluate", lambda self, row: tried(self._trainer, row, self._test[:50]))
         if clients:
-            assert engine.score_clients(1, jobs) == expected
+            assert engine.evaluate_clients(1, jobs) == expected
         else:
-            assert engine.score(jobs[0].row) is not None
+            assert engine.evaluate(jobs[0].row) is not None
         assert len(engine.slots) == 1
 
 
 @pytest.mark.parametrize("error", SHORT)
 def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = CudaSlot._take
+    take = CudaSlot._take_steps
 
     def tried(*given: Any) -> None:
         if len(engine.slots) > 2:
             raise error
         take(*given)
 
-    monkeypatch.setattr(CudaSlot, "_take", tried)
+    monkeypatch.setattr(CudaSlot, "_take_steps", tried)
     with experiment() as plain:
         engine, jobs = cuda_of(plain, 4), jobs_for(plain, list(range(5)))
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
@@ -166,15 +166,15 @@ def test_libraries_say_otherwise_that_there_is_no_memory(error: Exception, monke
 
 def test_slots_that_are_left_cool_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had no memory may have been forgotten, and cannot be loaded while a step is being recorded."""
-    cooled, cool_down = list[EagerRunner](), EagerRunner.cool_down
-    monkeypatch.setattr(EagerRunner, "cool_down", lambda tape: (cooled.append(tape), cool_down(tape))[1])
-    monkeypatch.setattr(CudaSlot, "_take", short(lambda: len(engine.slots) > 2, CudaSlot._take))
+    cooled, reset_warmup = list[EagerRunner](), EagerRunner.reset_warmup
+    monkeypatch.setattr(EagerRunner, "reset_warmup", lambda tape: (cooled.append(tape), reset_warmup(tape))[1])
+    monkeypatch.setattr(CudaSlot, "_take_steps", short(lambda: len(engine.slots) > 2, CudaSlot._take_steps))
     with experiment() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
-        assert engine.score(jobs[0].row) is not None
+        assert engine.evaluate(jobs[0].row) is not None
         assert_alike(answers(engine, jobs), answers(plain.engine, jobs))
-        assert engine._judge is None, "whatever it keeps is memory as well"
-        assert {id(slot.tape) for slot in engine.slots} <= {id(tape) for tape in cooled}
+        assert engine._evaluator is None, "whatever it keeps is memory as well"
+        assert {id(slot.graph_runner) for slot in engine.slots} <= {id(tape) for tape in cooled}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +187,6 @@ def test_the_plain_engine_does_not_lose_clients_for_want_of_memory(
         raise error
 
     with experiment() as plain:
-        monkeypatch.setattr(LocalTrainer, "run", fail)
+        monkeypatch.setattr(LocalTrainer, "run_steps", fail)
         with pytest.raises(FedloomError, match="not enough memory to train one client"):
-            plain.rounds.play(0)
+            plain.rounds.run_round(0)

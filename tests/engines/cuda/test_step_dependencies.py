@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
 class InnerFunction(Client[Options]):
     """The number is two functions away."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         count = 0
 
         def factor() -> float:
@@ -53,7 +53,7 @@ class InnerFunction(Client[Options]):
 
 
 class GivenArgument(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         yield LocalSteps(partial(self.counting, counter={"count": 0}))
 
     def counting(self, bench: LocalTrainer, batch: Batch, counter: dict[str, int]) -> Tensor:
@@ -62,8 +62,8 @@ class GivenArgument(Client[Options]):
 
 
 class GivenNumber(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        yield LocalSteps(partial(scaled, factor=0.1 * (1 + bench.client)))
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(partial(scaled, factor=0.1 * (1 + trainer.client_id)))
 
 
 class Slotted:
@@ -123,23 +123,23 @@ class Masked(nn.Module):
 
 
 class Masking(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         mask = torch.ones(10)
-        mask[bench.client] = 0.3
-        bench.module.mask = mask
-        yield LocalSteps(self.step)
+        mask[trainer.client_id] = 0.3
+        trainer.module.mask = mask
+        yield LocalSteps(self.training_step)
 
 
 class Numbering(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.module.numbers["factor"] = 1 + 0.3 * bench.client  # type: ignore[index, operator]
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.module.numbers["factor"] = 1 + 0.3 * trainer.client_id  # type: ignore[index, operator]
+        yield LocalSteps(self.training_step)
 
 
 class Lending(Client[Options]):
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.module.draw = random.Random(bench.client)  # type: ignore[assignment]
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.module.draw = random.Random(trainer.client_id)  # type: ignore[assignment]
+        yield LocalSteps(self.training_step)
 
 
 @pytest.mark.parametrize("local", [Masking, Numbering, Lending])
@@ -152,7 +152,7 @@ def test_a_step_that_is_made_for_each_client_is_not_kept() -> None:
     made = list[weakref.ref[Any]]()
 
     class Enclosing(Client[Options]):
-        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
             other = nn.Linear(2, 2)
             made.append(weakref.ref(other))
 
@@ -187,26 +187,26 @@ class Positions(nn.Module):
 
 
 def test_what_a_step_makes_the_first_time_it_has_from_then_on() -> None:
-    tape = as_plain(Client, model=Positions).slots[0].tape
-    assert tape.replayed > tape.recorded > 0
+    tape = as_plain(Client, model=Positions).slots[0].graph_runner
+    assert tape.replayed > tape.captured > 0
 
 
 class Fading(Client[Options]):
     """A number for each client and round: there is no end to recordings."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
-        bench.scratch["factor"] = 0.9 ** (10 * bench.round + bench.client)
-        yield LocalSteps(self.step)
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        trainer.scratch["factor"] = 0.9 ** (10 * trainer.round + trainer.client_id)
+        yield LocalSteps(self.training_step)
 
-    def step(self, bench: LocalTrainer, batch: Batch) -> Tensor:
-        return scaled(bench, batch, bench.scratch["factor"])
+    def training_step(self, trainer: LocalTrainer, batch: Batch) -> Tensor:
+        return scaled(trainer, batch, trainer.scratch["factor"])
 
 
 def test_what_steps_depended_on_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.cuda.slot.MAX_GRAPHS", 3)
     (slot,) = as_plain(Fading).slots
     assert len(slot._tokens) == 3
-    assert slot.tape.replayed > slot.tape.recorded > 3
+    assert slot.graph_runner.replayed > slot.graph_runner.captured > 3
 
 
 class Odd(nn.Module):
@@ -266,17 +266,20 @@ def test_whatever_a_network_or_a_local_holds_clients_train(odd: str) -> None:
     """They were lost for it, or no step was recorded."""
 
     class Holding(Client[Options]):
-        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
             vars(self).setdefault("odd", ODD[odd]())
-            yield LocalSteps(self.step)
+            yield LocalSteps(self.training_step)
 
-    for tape in (as_plain(Client, model=partial(Odd, ODD[odd])).slots[0].tape, as_plain(Holding).slots[0].tape):
-        assert tape.replayed > tape.recorded > 0
+    for tape in (
+        as_plain(Client, model=partial(Odd, ODD[odd])).slots[0].graph_runner,
+        as_plain(Holding).slots[0].graph_runner,
+    ):
+        assert tape.replayed > tape.captured > 0
 
 
 def test_a_network_with_a_sparse_matrix_is_recorded() -> None:
-    tape = as_plain(Client, model=Graph).slots[0].tape
-    assert tape.replayed > tape.recorded > 0
+    tape = as_plain(Client, model=Graph).slots[0].graph_runner
+    assert tape.replayed > tape.captured > 0
 
 
 def test_steps_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,16 +287,16 @@ def test_steps_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fedloom.devices.cuda_graphs.MAX_GRAPHS", 4)
 
     class Enclosing(Client[Options]):
-        def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+        def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
             def step(bench: LocalTrainer, batch: Batch) -> Tensor:
                 return scaled(bench, batch, 1.0)
 
             yield LocalSteps(step)
 
     (slot,) = as_plain(Enclosing).slots
-    assert isinstance(slot.tape, FakeGraphTape)
-    assert slot.tape.recorded >= 18, "a recording for each client and round"
-    assert all(len(kinds) <= 4 for kinds in (slot.tape._warm, slot.tape._checked, slot._begun))
+    assert isinstance(slot.graph_runner, FakeGraphTape)
+    assert slot.graph_runner.captured >= 18, "a recording for each client and round"
+    assert all(len(kinds) <= 4 for kinds in (slot.graph_runner._warm, slot.graph_runner._checked, slot._kinds_begun))
 
 
 def test_large_arrays_are_seen_but_not_kept() -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
 def test_a_replay_that_is_looked_at_is_taken_back_wherever_it_has_written(local: type[Client[Options]]) -> None:
     """Or the step would have been done twice there."""
     (slot,) = as_plain(local).slots
-    assert slot.tape.replayed > slot.tape.recorded > 0
+    assert slot.graph_runner.replayed > slot.graph_runner.captured > 0
 
 
 @pytest.mark.parametrize("local", [Buffered, Reshaped])
@@ -43,25 +43,25 @@ def test_a_step_that_makes_buffers_is_done_as_it_is_written(local: type[Client[O
 
 def test_where_a_buffer_lies_is_part_of_what_is_recorded() -> None:
     (slot,) = as_plain(Moving).slots
-    assert slot.tape.replayed > slot.tape.recorded > 0
+    assert slot.graph_runner.replayed > slot.graph_runner.captured > 0
 
 
 @pytest.mark.parametrize("way", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.001}])
 @pytest.mark.parametrize("local", [InTurn, Anew])
 def test_a_new_optimiser_leaves_the_old_one_to_who_holds_it(local: type[Client[Options]], way: dict[str, Any]) -> None:
     (slot,) = as_plain(local, **way).slots
-    assert slot.tape.replayed > slot.tape.recorded > 0
+    assert slot.graph_runner.replayed > slot.graph_runner.captured > 0
     if local is Anew:
-        assert slot.tape.recorded <= 4, "it lies where the old one lay"
+        assert slot.graph_runner.captured <= 4, "it lies where the old one lay"
 
 
 class Between(Client[Options]):
     """Asks for a loss between its passes and after them, in the mode of training."""
 
-    def train(self, bench: LocalTrainer) -> Iterator[LocalSteps]:
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         for _ in range(2):
-            yield LocalSteps(self.step, steps=5)
-            bench.loss(Batch(torch.ones(2, 64), torch.arange(2)))
+            yield LocalSteps(self.training_step, steps=5)
+            trainer.loss(Batch(torch.ones(2, 64), torch.arange(2)))
 
 
 @pytest.mark.parametrize("write", ["in place", "anew"])
@@ -69,9 +69,9 @@ class Between(Client[Options]):
 def test_buffers_that_are_written_between_passes_are_the_clients_own(write: str, persistent: bool) -> None:
     """Every client counts its ten steps and the two losses, and no other's."""
     engine = as_plain(Between, model=partial(Counting, write, persistent))
-    assert sum(slot.tape.replayed for slot in engine.slots) > 0
-    for one in (CudaEngine(engine.shop, "cpu", 1), SequentialEngine(engine.shop)):
-        layout = engine.shop.workshop.layout
+    assert sum(slot.graph_runner.replayed for slot in engine.slots) > 0
+    for one in (CudaEngine(engine.context, "cpu", 1), SequentialEngine(engine.context)):
+        layout = engine.context.training_context.layout
         start = torch.zeros(layout.size)
         for update in one.train(0, [ClientTask(client, start) for client in (3, 4)]):
             assert isinstance(update, ClientUpdate)

@@ -6,7 +6,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from tests.support.relay_fixtures import STAGES, World, assert_all_or_nothing, in_process, owners
 
 COUNT = 4
@@ -107,7 +107,7 @@ def test_sites_are_not_deceived(seed: int, tricks: list[tuple[object, ...]], mix
     outcome = world.run()
     assert_all_or_nothing(world, outcome)
     if outcome.attempts > 1:
-        assert world.said or outcome.lost, "whoever did not go on has said why"
+        assert world.said or outcome.failed, "whoever did not go on has said why"
     if outcome.attempts == 1 and outcome.models:
         assert outcome.models == in_process(world, list(range(COUNT)))
 
@@ -124,8 +124,8 @@ def test_nor_is_the_server_where_the_way_to_it_is_bad(seed: int, tricks: list[tu
     for number in range(2):
         held = [whose[number] for whose in found.values()]
         assert len(set(held)) == len(held), "twice"
-    assert outcome.models.keys() | outcome.lost.keys() == world.layers.keys()
-    assert not outcome.models.keys() & outcome.lost.keys()
-    assert all(outcome.lost.values())
-    if not outcome.lost:
+    assert outcome.models.keys() | outcome.failed.keys() == world.layers.keys()
+    assert not outcome.models.keys() & outcome.failed.keys()
+    assert all(outcome.failed.values())
+    if not outcome.failed:
         assert_all_or_nothing(world, outcome)

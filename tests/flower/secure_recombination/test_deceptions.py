@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.flower.secure_recombination.crypto import ExchangeRejected, KeyExchangeHello
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.crypto import CryptoHello, CryptoRejected
 from fedloom.flower.secure_recombination.relay import RelayOutcome
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from tests.support.relay_fixtures import World, assert_all_or_nothing, changed, identity
 
 Trick = Callable[[World, RelayMessage], RelayMessage]
@@ -31,8 +31,8 @@ def told(stage: str, victim: int, trick: Trick) -> tuple[World, RelayOutcome]:
     return world, outcome
 
 
-def hello_of(note: RelayMessage, slot: int) -> KeyExchangeHello:
-    return KeyExchangeHello.decode(note.parts[f"hello/{slot}"])
+def hello_of(note: RelayMessage, slot: int) -> CryptoHello:
+    return CryptoHello.decode(note.parts[f"hello/{slot}"])
 
 
 def in_the_middle(world: World, note: RelayMessage) -> RelayMessage:
@@ -117,23 +117,23 @@ def something_of_a_stranger(world: World, note: RelayMessage) -> RelayMessage:
 @pytest.mark.parametrize(
     ("stage", "trick", "words"),
     [
-        ("offer", in_the_middle, "the hello of site-1 is not signed by its key: somebody sits in the middle"),
+        ("offer", in_the_middle, "the hello of site-1 is not signed by its key: somebody may have replaced it"),
         ("offer", in_the_name_of_another, "the hello of site-1 is not signed by its key"),
         ("offer", of_a_stranger, "'site-9' takes part, but this site's roster has no such site"),
-        ("offer", of_another_round, "the hello of site-1 is from another exchange (attempt 0 of round 1 of run abab"),
-        ("offer", of_another_run, "the hello of site-1 is from another exchange (attempt 0 of round 2 of run cdcd"),
+        ("offer", of_another_round, "the hello of site-1 is for another exchange: attempt 0 of round 1 of run abab"),
+        ("offer", of_another_run, "the hello of site-1 is for another exchange: attempt 0 of round 2 of run cdcd"),
         ("offer", on_other_terms, "site-1 exchanges on other terms"),
         ("offer", without_me, "the hello of site-0#0 itself is missing"),
-        ("offer", with_an_older_me, "the hello of site-0#0 itself is missing or another one"),
-        ("offer", twice_the_same_slot, "not in the order of their slots, each once"),
-        ("offer", with_a_key_that_is_none, "the fresh key of site-1 is none"),
+        ("offer", with_an_older_me, "the hello of site-0#0 itself is missing or was replaced"),
+        ("offer", twice_the_same_slot, "not in the order of their model indices, each once"),
+        ("offer", with_a_key_that_is_none, "the fresh key of site-1 is invalid"),
         ("answer", reflected, "the offer of site-1#1 is not what it sent to site-0#0"),
         ("answer", meant_for_another, "the offer of site-1#1 is not what it sent to site-0#0"),
         ("lock", of_another_stage, "the answer of site-1#1 is not what it sent to site-0#0"),
         ("lock", another_board, "the board of site-1#1 is not the one that its hello names"),
         ("lock", no_board, "there are 1 boards of other sites, not 2"),
         ("commit", nothing_of_one, "the lock of site-1#1 is missing"),
-        ("commit", something_of_a_stranger, "there is a message at lock from slot 7, which does not take part"),
+        ("commit", something_of_a_stranger, "model 7 does not take part, but sent a message at lock"),
     ],
 )
 def test_what_happened_is_named(stage: str, trick: Trick, words: str) -> None:
@@ -151,9 +151,9 @@ def test_a_relay_that_shows_different_people_to_different_sites_is_found_out() -
     sites = World(4).sites
     hellos = [site.hello(0)[0] for site in sites.values()]
     offers = {slot: site.offer(0, hellos if slot in (0, 3) else hellos[:3]) for slot, site in sites.items()}
-    with pytest.raises(ExchangeRejected, match="the offer of site-1#1 is not what it sent to site-0#0"):
+    with pytest.raises(CryptoRejected, match="the offer of site-1#1 is not what it sent to site-0#0"):
         sites[0].answer(0, 0, {slot: offers[slot].get(0, b"") for slot in (1, 2, 3)})
-    with pytest.raises(ExchangeRejected, match="the offer of site-0#0 is not what it sent to site-1#1"):
+    with pytest.raises(CryptoRejected, match="the offer of site-0#0 is not what it sent to site-1#1"):
         sites[1].answer(0, 0, {slot: offers[slot][1] for slot in (0, 2)})
 
 
@@ -172,6 +172,6 @@ def test_messages_of_an_earlier_attempt_are_refused_in_the_next() -> None:
     world.down = down
     outcome = world.run()
     assert any("is not what it sent to site-1#1 in attempt 1" in reason for reason in world.said)
-    assert outcome.lost[0] == "late"
+    assert outcome.failed[0] == "late"
     assert sorted(outcome.models) == [1, 2], "in the third"
     assert_all_or_nothing(world, outcome)

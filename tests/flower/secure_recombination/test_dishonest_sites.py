@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fedloom.flower.secure_recombination.crypto import KEY
-from fedloom.flower.secure_recombination.messages import RelayMessage
 from fedloom.flower.secure_recombination.participant import ExchangeParticipant, Sealed, _deed
-from fedloom.methods._support.layer_exchange import ExchangedLayer
+from fedloom.flower.secure_recombination.relay_message import RelayMessage
+from fedloom.methods._support.layer_exchange import LayerExchangeMessage
 from tests.support.relay_fixtures import World, assert_all_or_nothing
 
 
@@ -16,16 +16,16 @@ class Rogue(ExchangeParticipant):
     """Adds messages to a stage, or leaves its own out."""
 
     stage = ""
-    added: Sequence[ExchangedLayer] = ()
+    added: Sequence[LayerExchangeMessage] = ()
     silent = False
 
-    def _sealed(self, now: Any, stage: str, messages: Sequence[ExchangedLayer]) -> Sealed:
+    def _sealed(self, now: Any, stage: str, messages: Sequence[LayerExchangeMessage]) -> Sealed:
         if stage == self.stage:
             messages = list(self.added) if self.silent else [*messages, *self.added]
         return super()._sealed(now, stage, messages)
 
 
-def with_rogue(stage: str, *added: ExchangedLayer, chance: float, silent: bool = False) -> World:
+def with_rogue(stage: str, *added: LayerExchangeMessage, chance: float, silent: bool = False) -> World:
     world = World(3, (32, 64), chance=chance)
     site = world.sites[1]
     site.__class__ = Rogue
@@ -34,9 +34,9 @@ def with_rogue(stage: str, *added: ExchangedLayer, chance: float, silent: bool =
     return world
 
 
-def deed(origin: int, layer: int = 0, back: bool = False) -> ExchangedLayer:
+def deed(origin: int, layer: int = 0, back: bool = False) -> LayerExchangeMessage:
     """A deed for site 0, with a key that opens nothing."""
-    return ExchangedLayer(1, 0, layer, _deed(origin, bytes(KEY)), back)
+    return LayerExchangeMessage(1, 0, layer, _deed(origin, bytes(KEY)), back)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def deed(origin: int, layer: int = 0, back: bool = False) -> ExchangedLayer:
     [
         (with_rogue("answer", deed(1, back=True), chance=0.0), "site-1#1 returns layer 0, which was not sent to it"),
         (with_rogue("offer", deed(2), chance=0.0), "site-1#1 offers a layer that is not its own"),
-        (with_rogue("offer", deed(9), chance=0.0), "passes on a layer of somebody who does not take part"),
-        (with_rogue("offer", deed(1), chance=0.0), "layer 0 of site-1#1 does not open with the key that was passed on"),
+        (with_rogue("offer", deed(9), chance=0.0), "passes on a layer of a model that does not take part"),
+        (with_rogue("offer", deed(1), chance=0.0), "the key that was passed on does not open layer 0 of site-1#1"),
         (with_rogue("answer", chance=1.0, silent=True), "the layers do not add up: client"),
     ],
 )
@@ -71,7 +71,7 @@ def test_answers_that_are_not_what_they_must_be(name: str) -> None:
     world.up = up
     outcome = world.run()
     assert done
-    assert outcome.lost[1].startswith("refused: ")
+    assert outcome.failed[1].startswith("refused: ")
     assert outcome.models.keys() == {0, 2}
     if name != "model":
         assert_all_or_nothing(world, outcome)
@@ -81,7 +81,7 @@ def test_answers_that_are_not_what_they_must_be(name: str) -> None:
         "model": "does not open with the key",
         "offer/0": "it did not write to everybody at offer",
     }
-    assert reasons[name] in outcome.lost[1]
+    assert reasons[name] in outcome.failed[1]
 
 
 def test_a_model_that_is_locked_but_has_another_size() -> None:
@@ -94,14 +94,14 @@ def test_a_model_that_is_locked_but_has_another_size() -> None:
 
     world.sites[1].__class__ = Short
     outcome = world.run()
-    assert "the model of site-1#1 has" in outcome.lost[1]
+    assert "the model of site-1#1 has" in outcome.failed[1]
     assert outcome.models.keys() == {0, 2}
 
 
 def test_a_hello_for_another_slot_is_not_passed_on() -> None:
     world = World(3, (32, 64))
-    world.sites[1].slot = 2
+    world.sites[1].model_index = 2
     outcome = world.run()
-    assert outcome.lost == {1: "refused: its hello is for another exchange."}
+    assert outcome.failed == {1: "refused: its hello is for another exchange."}
     assert outcome.models.keys() == {0, 2}
     assert outcome.attempts == 1

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedloom.core.rng import RngStreams
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
-from fedloom.flower.secure_recombination.participant import system_random_source
+from fedloom.flower.secure_recombination.participant import participant_random_source
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from fedloom.methods._support.layer_exchange import MOST_ATTEMPTS, exchange_model_layers
 from tests.support.relay_fixtures import Gone, World, assert_all_or_nothing, in_process, owners
 
@@ -30,7 +30,7 @@ def test_it_comes_to_the_same_as_the_exchange_in_one_process(
     world = World(count, sizes, seed, chance, round=round)
     outcome = world.run()
     assert outcome.models == in_process(world, list(range(count)))
-    assert not outcome.lost
+    assert not outcome.failed
     assert (outcome.attempts, outcome.exchanges) == (1, 1)
     assert_all_or_nothing(world, outcome)
 
@@ -39,7 +39,7 @@ def test_with_choices_that_nobody_knows() -> None:
     """As sites do it by themselves: every layer once, and another outcome each time."""
     outcomes = []
     for _ in range(6):
-        world = World(4, (32,) * 6, draws=lambda slot: system_random_source)
+        world = World(4, (32,) * 6, draws=lambda slot: participant_random_source)
         outcome = world.run()
         assert_all_or_nothing(world, outcome)
         outcomes.append(str(owners(world, outcome)))
@@ -53,7 +53,7 @@ def test_mixed_goes_on_until_no_model_is_what_one_client_trained(count: int, lay
     world = World(count, (32,) * layers, seed, mixed=True)
     outcome = world.run()
     models = {slot: [torch.tensor([slot]) for _ in range(layers)] for slot in range(count)}
-    found = exchange_model_layers(models, partial(RngStreams(seed).numpy, round=world.round), 0.5, mixed=True)
+    found = exchange_model_layers(models, partial(RngStreams(seed).numpy, round=world.round), 0.5, until_mixed=True)
     if outcome.models:
         assert outcome.models == in_process(world, list(range(count)), outcome.attempts - 1)
         assert all(len(set(whose)) > 1 for whose in owners(world, outcome).values())
@@ -76,7 +76,7 @@ def test_where_nothing_is_ever_sent_models_that_must_be_mixed_are_not_handed_ove
     world = World(3, chance=0.0, mixed=True)
     outcome = world.run()
     assert not outcome.models
-    assert "still a model that one client trained" in outcome.lost[0]
+    assert "still a model that one client trained" in outcome.failed[0]
 
 
 # Drop-outs
@@ -108,7 +108,7 @@ def test_who_drops_out_early_leaves_the_others_to_begin_anew(stage: str, heard: 
     Gone(world, {2: (stage, 0, heard)})
     outcome = world.run()
     assert sorted(outcome.models) == [0, 1, 3]
-    assert outcome.lost == {2: "did not answer within 1 s"}
+    assert outcome.failed == {2: "did not answer within 1 s"}
     assert outcome.attempts == (1 if stage == "hello" else 2)
     assert outcome.models == in_process(world, [0, 1, 3], attempt=outcome.attempts - 1)
 
@@ -119,7 +119,7 @@ def test_who_drops_out_at_release_has_its_model_handed_over_by_the_others() -> N
         Gone(world, dict.fromkeys((0, 1, 3), ("release", 0, heard)))
         outcome = world.run()
         assert outcome.models == in_process(world, [0, 1, 2, 3])
-        assert not outcome.lost
+        assert not outcome.failed
 
 
 def test_a_commit_that_is_lost_once_is_asked_for_again() -> None:
@@ -150,8 +150,8 @@ def test_who_stays_away_at_commit_takes_the_round_with_it_and_no_model_is_shown(
         world.down = lambda stage, slot, note: MissingRelayMessage("gone") if (stage, slot) == ("commit", 1) else note
     outcome = world.run()
     assert not outcome.models
-    assert outcome.lost.keys() == {0, 1, 2}
-    assert "has committed itself in round 1 and does not begin again" in outcome.lost[0]
+    assert outcome.failed.keys() == {0, 1, 2}
+    assert "has committed in round 1, so it does not begin again" in outcome.failed[0]
     assert not [stage for _, stage, _, _ in world.seen if stage == "release"]
 
 
@@ -160,7 +160,7 @@ def test_where_nobody_releases_nothing_is_known() -> None:
     world.down = lambda stage, slot, note: MissingRelayMessage("gone") if stage == "release" else note
     outcome = world.run()
     assert not outcome.models
-    assert set(outcome.lost.values()) == {"refused: no site released the key to its model."}
+    assert set(outcome.failed.values()) == {"refused: no site released the key to its model."}
 
 
 def test_releases_that_are_lost_are_asked_for_again() -> None:
@@ -182,7 +182,7 @@ def test_one_site_alone_keeps_its_model_to_itself() -> None:
     Gone(world, {1: ("offer", 0, False), 2: ("answer", 0, True)})
     outcome = world.run()
     assert not outcome.models
-    assert outcome.lost[0].startswith("1 of at least 2 sites were left for the exchange: slot")
+    assert outcome.failed[0].startswith("1 of at least 2 required sites were left for the exchange: model")
     assert outcome.attempts == 3
 
 
@@ -191,7 +191,7 @@ def test_a_site_may_want_more_company_than_the_server() -> None:
     Gone(world, {1: ("offer", 0, False)})
     outcome = world.run()
     assert not outcome.models
-    assert "2 sites take part, but site-0 wants 3 at least" in outcome.lost[0]
+    assert "2 sites take part, but site-0 needs at least 3" in outcome.failed[0]
     assert outcome.attempts == MOST_ATTEMPTS
 
 
@@ -201,7 +201,7 @@ def test_many_attempts_end() -> None:
         MissingRelayMessage("no", refused=True) if (stage, slot) == ("offer", 0) else note
     )
     outcome = world.run()
-    assert outcome.lost == dict.fromkeys(range(5), "the exchange was given up after 4 attempts: no")
+    assert outcome.failed == dict.fromkeys(range(5), "the exchange was given up after 4 attempts: no")
 
 
 # What it costs, and what lengths tell

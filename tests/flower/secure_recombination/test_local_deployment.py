@@ -71,7 +71,7 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
     Numbers that training leaves as they were, such as those of a dead unit, are in many models, and in their mean.
     """
     found: list[tuple[int, int, set[bytes]]] = []
-    with build_run(replace_config(config, engine="plain")).engine_closed() as experiment:
+    with build_run(replace_config(config, engine="sequential")).engine_closed() as experiment:
         server: Any = experiment.rounds.parts.server
         known = experiment.rounds.context.initial.numpy().tobytes()
         train = experiment.engine.train
@@ -79,12 +79,12 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
         def listen(round: int, jobs: Any) -> Any:
             for answer in train(round, jobs):
                 assert isinstance(answer, ClientUpdate)
-                found.append((round, answer.client, pieces(answer.row, server.layers)))
+                found.append((round, answer.client_id, pieces(answer.row, server.layers)))
                 yield answer
 
         experiment.engine.train = listen  # type: ignore[method-assign]
         for round in range(config.rounds):
-            experiment.rounds.play(round)
+            experiment.rounds.run_round(round)
     times = Counter(piece for _, _, some in found for piece in some)
     return [(round, client, {p for p in some if times[p] == 1 and p not in known}) for round, client, some in found]
 
@@ -102,12 +102,12 @@ from fedloom.runs.callback import SilentCallback
 from fedloom.config import Config, make_config
 
 class Waiting(SilentCallback):
-    def record(self, record):
+    def on_round_end(self, record):
         print(record["round"], flush=True)
         sys.stdin.readline()
 
-done = execute_run(make_config(json.loads(sys.argv[1])), out=sys.argv[2], watcher=Waiting())
-print(done.summary["digest"], done.summary["lost"], flush=True)
+done = execute_run(make_config(json.loads(sys.argv[1])), out=sys.argv[2], callback=Waiting())
+print(done.summary["digest"], done.summary["failed"], flush=True)
 """
 SITES = ("supernode", "site_process", "clientapp", "site-")
 
@@ -116,7 +116,7 @@ SITES = ("supernode", "site_process", "clientapp", "site-")
 def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path) -> None:
     """Five sites in a round, and a look into every process after it. Only that which plays the rounds opens models."""
     settings = {
-        "method": "fedmr", "clients": 5, "per_round": 5, "rounds": 1, "seed": 3, "epochs": 1, "nodes": 5,
+        "method": "fedmr", "clients": 5, "clients_per_round": 5, "rounds": 1, "seed": 3, "epochs": 1, "nodes": 5,
         "partition": "dirichlet:0.5", "options": {"fedmr": {"secure": True, "mixed": True}}, "engine": "flower",
     }  # fmt: skip
     config = make_config(settings)
@@ -131,7 +131,7 @@ def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path
         assert server.stdout is not None
         for line in server.stdout:
             if not line.strip().isdigit():
-                digest, lost = line.split()
+                digest, failed = line.split()
                 break
             if line.strip() == "1":
                 at_server = among(memory_of(server.pid), secret)
@@ -145,7 +145,7 @@ def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path
                 at_sites = [memory_of(pid) for pid in site_processes(out)]
             server.stdin.write("\n")
             server.stdin.flush()
-    assert lost == "0"
+    assert failed == "0"
     assert len(processes) >= 2, "the SuperLink and what it started"
     # The search finds what is there: the server opens models at the end, and a site has what its client trained.
     assert at_server
@@ -158,23 +158,23 @@ def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path
     logs = [path for path in out.rglob("*.log") if not path.name.startswith("site-")]
     assert len(logs) >= 2
     assert not among(b"".join(path.read_bytes() for path in logs), secret)
-    host = execute_run(replace_config(config, engine="plain"), out=tmp_path / "host")
+    host = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "host")
     assert digest == host.summary["digest"]
     costs = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["diagnostics"]
     assert costs["engine.exchange_attempts"] == 1
-    size = build_run(replace_config(config, engine="plain")).layout.nbytes
+    size = build_run(replace_config(config, engine="sequential")).layout.nbytes
     assert costs["engine.exchange_bytes_up"] > 2 * 5 * size, "a board and a model from each"
 
 
 def test_a_run_that_was_stopped_goes_on_with_sites_that_are_started_anew(tmp_path: Path) -> None:
     settings = {
-        "method": "fedmr", "clients": 3, "per_round": 3, "rounds": 3, "seed": 1, "epochs": 1, "nodes": 3,
+        "method": "fedmr", "clients": 3, "clients_per_round": 3, "rounds": 3, "seed": 1, "epochs": 1, "nodes": 3,
         "options": {"fedmr": {"secure": True}}, "engine": "flower",
     }  # fmt: skip
     config, out = make_config(settings), tmp_path / "run"
     with pytest.raises(RunStopped):
-        execute_run(config, out=out, watcher=Two())
+        execute_run(config, out=out, callback=Two())
     finished = resume(out)
-    assert finished.summary["lost"] == 0
-    host = execute_run(replace_config(config, engine="plain"), out=tmp_path / "host")
+    assert finished.summary["failed"] == 0
+    host = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "host")
     assert finished.summary["digest"] == host.summary["digest"]

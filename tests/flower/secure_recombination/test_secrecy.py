@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage
 from tests.support.relay_fixtures import World, traces
 
 
@@ -43,6 +43,6 @@ def test_other_sites_cannot_read_a_layer_either() -> None:
         now = site._now
         assert now is not None
         for own in range(3):
-            if own != site.slot:
+            if own != site.model_index:
                 held = b"".join(site._model(now))
                 assert not any(piece in held for layer in world.layers[own] for piece in traces(layer))

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from fedloom.flower.secure_recombination.crypto import ExchangeRejected, KeyExchangeHello
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.crypto import CryptoHello, CryptoRejected
 from fedloom.flower.secure_recombination.participant import ExchangeParticipant
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from fedloom.flower.trust.identity import SiteKeys
 from tests.support.relay_fixtures import RUN, STAGES, World, changed, identity, roster
 
@@ -41,7 +41,7 @@ def test_keys_are_not_released_before_everybody_has_committed(missing: str) -> N
     assert isinstance(answer, MissingRelayMessage), (
         "a site that was asked in vain does not answer any more in this attempt"
     )
-    assert ask("release", 1, asked["release"][1]).by_slot("key").keys() == {0, 1, 2}, "but the others do"
+    assert ask("release", 1, asked["release"][1]).by_model_index("key").keys() == {0, 1, 2}, "but the others do"
 
 
 def test_there_is_one_recombination_a_round() -> None:
@@ -52,7 +52,7 @@ def test_there_is_one_recombination_a_round() -> None:
         for attempt in (1, 2, 3):
             answer = world.served("hello", slot, RelayMessage({"attempt": attempt}))
             assert isinstance(answer, MissingRelayMessage)
-            assert "has committed itself in round 1 and does not begin again" in answer.reason
+            assert "has committed in round 1, so it does not begin again" in answer.reason
 
 
 def test_the_same_question_has_the_same_answer_and_another_has_none() -> None:
@@ -68,7 +68,7 @@ def test_the_same_question_has_the_same_answer_and_another_has_none() -> None:
         other = replace(question, parts={**question.parts, name: bytes(len(question.parts[name]))})
         answer = world.served(stage, 0, other)
         assert isinstance(answer, MissingRelayMessage)
-        assert f"has done {stage} in attempt 0 of round 1 of run abababab, and then on something else" in answer.reason
+        assert f"has done {stage} in attempt 0 of round 1 of run abababab for another request" in answer.reason
     board = asked["lock"][0]
     answer = world.served("lock", 0, changed(board, board__1=bytes(10)))
     assert isinstance(answer, MissingRelayMessage)
@@ -80,13 +80,13 @@ def test_after_a_refusal_only_a_new_attempt_goes_on() -> None:
     hellos = [site.hello(0)[0] for site in sites.values()]
     for site in sites.values():
         site.offer(0, hellos)
-    with pytest.raises(ExchangeRejected, match="the offer of site-1#1 is missing"):
+    with pytest.raises(CryptoRejected, match="the offer of site-1#1 is missing"):
         sites[0].answer(0, 0, {})
-    with pytest.raises(ExchangeRejected, match="is over for site-0#0: the offer of site-1#1 is missing"):
+    with pytest.raises(CryptoRejected, match="is over for site-0#0: the offer of site-1#1 is missing"):
         sites[0].lock(0, 0, {}, {})
-    with pytest.raises(ExchangeRejected, match="does not begin attempt 0 of round 1: 1 is next"):
+    with pytest.raises(CryptoRejected, match="does not begin attempt 0 of round 1: 1 is next"):
         sites[0].hello(0)
-    assert KeyExchangeHello.decode(sites[0].hello(1)[0]).session.attempt == 1
+    assert CryptoHello.decode(sites[0].hello(1)[0]).session.attempt == 1
 
 
 @pytest.mark.parametrize("stage", ["answer", "lock", "commit", "release"])
@@ -116,8 +116,8 @@ def test_nonsense_is_refused(stage: str, header: dict[str, int | str], words: st
 
 
 def test_refusals_are_errors_a_person_can_read() -> None:
-    with pytest.raises(ExchangeRejected, match=r"cut off\.$"):
-        KeyExchangeHello.decode(b"\0\0\0\7abc")
+    with pytest.raises(CryptoRejected, match=r"cut off\.$"):
+        CryptoHello.decode(b"\0\0\0\7abc")
 
 
 def test_a_site_that_hands_over_another_s_layer_twice_is_seen_by_the_server() -> None:
@@ -133,7 +133,7 @@ def test_a_site_that_hands_over_another_s_layer_twice_is_seen_by_the_server() ->
     world.sites[1].__class__ = Copier
     outcome = world.run()
     assert not outcome.models
-    assert "slots 0 and 1 have handed over the same layer 0" in outcome.lost[2]
+    assert "models 0 and 1 have handed over the same layer 0" in outcome.failed[2]
 
 
 def test_a_site_must_be_in_its_own_roster() -> None:

@@ -27,39 +27,39 @@ def bad(says: str) -> Callable[[Callable[[SiteMessage, SiteMessage | None], Site
     return note
 
 
-def with_blocks(answer: SiteMessage, **blocks: MessageArray) -> SiteMessage:
-    return SiteMessage(answer.kind, answer.header, {**answer.blocks, **blocks})
+def with_arrays(answer: SiteMessage, **arrays: MessageArray) -> SiteMessage:
+    return SiteMessage(answer.kind, answer.header, {**answer.arrays, **arrays})
 
 
 def with_header(answer: SiteMessage, **header: Any) -> SiteMessage:
-    return SiteMessage(answer.kind, {**answer.header, **header}, answer.blocks)
+    return SiteMessage(answer.kind, {**answer.header, **header}, answer.arrays)
 
 
 @bad("refused: its model is not finite")
 def nan(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    size = answer.blocks["row"].shape[0]
-    return with_blocks(answer, row=MessageArray("float32", (size,), torch.full((size,), torch.nan).numpy().tobytes()))
+    size = answer.arrays["model"].shape[0]
+    return with_arrays(answer, model=MessageArray("float32", (size,), torch.full((size,), torch.nan).numpy().tobytes()))
 
 
 @bad("refused: its model is float32 of shape (3,), not")
 def short(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    return with_blocks(answer, row=MessageArray("float32", (3,), bytes(12)))
+    return with_arrays(answer, model=MessageArray("float32", (3,), bytes(12)))
 
 
 @bad("refused: its model is float32 of shape (8000000,), not")
 def huge(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    return with_blocks(answer, row=MessageArray("float32", (8_000_000,), bytes(32_000_000)))
+    return with_arrays(answer, model=MessageArray("float32", (8_000_000,), bytes(32_000_000)))
 
 
 @bad("refused: its model is float64")
 def wide(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    size = answer.blocks["row"].shape[0]
-    return with_blocks(answer, row=MessageArray("float64", (size,), bytes(8 * size)))
+    size = answer.arrays["model"].shape[0]
+    return with_arrays(answer, model=MessageArray("float64", (size,), bytes(8 * size)))
 
 
-@bad("refused: it sent more, row, not row")
+@bad("refused: it sent model, more, not model")
 def more(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    return with_blocks(answer, more=MessageArray.raw(b"x"))
+    return with_arrays(answer, more=MessageArray.raw(b"x"))
 
 
 @bad("refused: its answer has the round '0', not 1")
@@ -74,9 +74,9 @@ def replayed(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(before, round=1)
 
 
-@bad("refused: its answer has the client '0', not 2")
+@bad("refused: its answer has the client_id '0', not 2")
 def another_clients(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    return with_header(answer, client=0)
+    return with_header(answer, client_id=0)
 
 
 @bad("refused: its answer has the run")
@@ -86,17 +86,17 @@ def another_runs(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage
 
 @bad("refused: it says that it trained on 999999 samples, but it registered")
 def boastful(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    return with_header(answer, samples=999_999)
+    return with_header(answer, num_examples=999_999)
 
 
-@bad("refused: it does not say how it trained")
+@bad("refused: it sent no valid num_examples, steps and loss")
 def silent(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, loss="low")
 
 
-@bad("refused: it sent 'scored', not a trained model")
+@bad("refused: it sent 'evaluated', not a trained model")
 def another_kind(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
-    return SiteMessage("scored", answer.header, answer.blocks)
+    return SiteMessage("evaluated", answer.header, answer.arrays)
 
 
 @bad("out of order")
@@ -112,7 +112,7 @@ def test_a_bad_answer_is_refused_named_and_harms_nobody(fault: str, tmp_path: Pa
     before: dict[int, SiteMessage] = {}
 
     def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
-        if question.kind != "train" or question.header["client"] != 2:
+        if question.kind != "train" or question.header["client_id"] != 2:
             return answer
         if question.header["round"] == 1:
             return change(answer, before.get(0))
@@ -121,11 +121,11 @@ def test_a_bad_answer_is_refused_named_and_harms_nobody(fault: str, tmp_path: Pa
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    reasons = [r["lost_clients"] for r in run.history[1:]]
+    reasons = [r["failed_clients"] for r in run.history[1:]]
     assert reasons[0] == reasons[2] == {}
     assert list(reasons[1]) == ["2"]
     assert reasons[1]["2"].startswith(says), reasons[1]
-    assert run.digest == plainly(config, tmp_path, sites=LosingSites(frozenset({(1, 2)}))).digest
+    assert run.digest == plainly(config, tmp_path, remote_engine=LosingSites(frozenset({(1, 2)}))).digest
 
 
 def test_an_answer_from_another_node_is_refused(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_answer_from_another_node_is_refused(tmp_path: Path) -> None:
     def swapped(tickets: Sequence[str]) -> list[Any]:
         found = receive(tickets)
         swap = {101: 102, 102: 101}
-        trained = [a.parcel is not None and a.parcel.kind == "trained" for a in found]
+        trained = [a.message is not None and a.message.kind == "trained" for a in found]
         return [
             replace(a, node=swap.get(a.node, a.node)) if is_trained else a
             for a, is_trained in zip(found, trained, strict=True)
@@ -144,7 +144,7 @@ def test_an_answer_from_another_node_is_refused(tmp_path: Path) -> None:
 
     link.receive = swapped  # type: ignore[method-assign]
     run, _ = play(config, tmp_path, link)
-    assert run.history[1]["lost_clients"] == {
+    assert run.history[1]["failed_clients"] == {
         "1": "refused: its answer came from node 102, and node 101 was asked",
         "2": "refused: its answer came from node 101, and node 102 was asked",
     }
@@ -157,6 +157,6 @@ def test_a_site_with_another_network_is_not_asked(tmp_path: Path) -> None:
     odd = make_sites(replace_config(config, model="cnn"), tmp_path / "other")
     link.sites[104] = odd[104]
     run, _ = play(config, tmp_path, link)
-    assert list(run.history[1]["lost_clients"]) == ["4"]
-    assert "its network is another one than the server's" in run.history[1]["lost_clients"]["4"]
-    assert not [p for p in link.asked if p.kind == "train" and p.header["client"] == 4]
+    assert list(run.history[1]["failed_clients"]) == ["4"]
+    assert "its network differs from the server's" in run.history[1]["failed_clients"]["4"]
+    assert not [p for p in link.asked if p.kind == "train" and p.header["client_id"] == 4]

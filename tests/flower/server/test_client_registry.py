@@ -11,7 +11,7 @@ from tests.support.fake_nodes import Town, site
 
 
 def places(roster: ClientRegistry) -> dict[int, int]:
-    return {c: node for c in range(roster.clients) if (node := roster.node_of(c)) is not None}
+    return {c: node for c in range(roster.num_clients) if (node := roster.node_of(c)) is not None}
 
 
 def test_sites_are_where_they_say(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_sites_are_where_they_say(tmp_path: Path) -> None:
     roster = ClientRegistry(3)
     roster.join(town, 1)
     assert places(roster) == {0: 8, 1: 8, 2: 7}
-    assert [roster.samples(client) for client in range(3)] == [3, 3, 10]
+    assert [roster.num_examples(client) for client in range(3)] == [3, 3, 10]
     roster.refresh(town)
     assert len(town.asked) == 2  # nobody is asked twice
 
@@ -47,7 +47,7 @@ def test_a_third_site_is_one_too_many() -> None:
     roster.join(town, 1)
     roster.refresh(town)
     assert places(roster) == {0: 7, 1: 8}
-    assert "all 2 clients have their sites already" in roster.troubles[9]
+    assert "all 2 clients have a site already" in roster.troubles[9]
 
 
 def test_two_nodes_cannot_be_one_client_unless_the_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_two_nodes_cannot_be_one_client_unless_the_first_is_gone(monkeypatch: py
     del town.says[8]
     roster.refresh(town)
     assert places(roster) == {0: 7}
-    assert roster.missing() == [1]
+    assert roster.missing_client_ids() == [1]
     monkeypatch.setattr("fedloom.flower.server.client_registry.AGAIN_SECONDS", 0.0)
     del town.says[9]
     roster.refresh(town)
@@ -79,7 +79,7 @@ def test_a_client_has_the_same_samples_throughout() -> None:
     town.says = {8: site("a", 0, samples=11)}
     roster.refresh(town)
     assert places(roster) == {}
-    assert roster.troubles[8] == "client 0 had 10 samples and now has 11; a run has the same throughout"
+    assert roster.troubles[8] == "client 0 had 10 samples and now has 11; this must not change during a run"
 
 
 @pytest.mark.parametrize(

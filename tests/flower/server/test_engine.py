@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_gives_the_same_bits_as_the_plain_engine(method: str, tmp_path: Path) -> None:
-    config = make_run(method=method, options=METHODS[method], per_round=4)
+    config = make_run(method=method, options=METHODS[method], clients_per_round=4)
     run, _ = play(config, tmp_path)
     plain = plainly(config, tmp_path)
     assert run.digest == plain.digest
@@ -50,9 +50,11 @@ def test_what_stays_home_does_not_travel(tmp_path: Path) -> None:
     assert [r.get("personal_accuracy_mean") for r in run.history] == [
         r.get("personal_accuracy_mean") for r in plain.history
     ]
-    rows = [p.blocks["row"].shape[0] for p in (*link.asked, *link.answered) if "row" in p.blocks]
+    rows = [p.arrays["model"].shape[0] for p in (*link.asked, *link.answered) if "model" in p.arrays]
     layout = next(iter(link.sites.values())).layout
-    head = sum(part.stop - part.start for part in next(iter(link.sites.values())).shop.workshop.stays_home)
+    head = sum(
+        part.stop - part.start for part in next(iter(link.sites.values())).context.training_context.personal_columns
+    )
     assert set(rows) == {layout.size - head}
     assert run.history[-1]["bytes_up"] == 5 * (layout.size - head) * 4
 
@@ -62,16 +64,16 @@ def test_the_server_learns_counts_and_no_samples(tmp_path: Path) -> None:
     run, link = play(config, tmp_path)
     hellos = [p for p in link.answered if p.kind == "hello"]
     assert len(hellos) == 5
-    assert all(not p.blocks for p in hellos)
+    assert all(not p.arrays for p in hellos)
     plain = plainly(config, tmp_path)
     assert run.digest == plain.digest
-    server = SiteDataServerView(link.sites[100].shop.federation, 5, lambda k: 3)
+    server = SiteDataServerView(link.sites[100].context.federated_data, 5, lambda k: 3)
     with pytest.raises(FedloomError, match="at its site, not here"):
-        server.client(0)
+        server.client_samples(0)
     saved = read_json(tmp_path / "flower" / "sites.json")["clients"]
     for client, (_, samples, trains) in saved.items():
-        federation = link.sites[100 + int(client)].shop.federation
-        assert samples == federation.samples(int(client))
+        federation = link.sites[100 + int(client)].context.federated_data
+        assert samples == federation.num_examples(int(client))
         assert trains == samples - min(int(0.25 * samples + 0.5), samples - 1)
 
 
@@ -79,7 +81,7 @@ def test_a_run_does_not_move_between_sites_and_this_machine(tmp_path: Path) -> N
     config = make_run(rounds=1)
     play(config, tmp_path)
     plainly(config, tmp_path)
-    with pytest.raises(InputError, match="cannot go on with 'host'"):
-        resume(tmp_path / "flower", engine="host")
-    with pytest.raises(InputError, match="cannot go on with 'flower'"):
-        resume(tmp_path / "plain", engine="flower")
+    with pytest.raises(InputError, match="cannot continue with 'multiprocess'"):
+        resume(tmp_path / "flower", engine="multiprocess")
+    with pytest.raises(InputError, match="cannot continue with 'flower'"):
+        resume(tmp_path / "sequential", engine="flower")

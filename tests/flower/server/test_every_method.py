@@ -1,4 +1,4 @@
-"""Every method of the catalogue over sites: the same model, to the bit, as with the plain engine."""
+"""Every method of the catalogue over sites: the same model, to the bit, as with the sequential engine."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -15,6 +15,7 @@ from fedloom.methods import methods
 from fedloom.runs.execute import execute_run
 from fedloom.runs.result import RunResult
 from fedloom.utils.storage import read_safetensors
+from tests.support.core_methods import CORE_METHODS
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedgen": {"steps": 10},
 }
 """Options that save time, or let a method do in two rounds what it does later."""
-SAID_ALIKE = ("train_loss", "bytes_down", "bytes_up", "lost", "personal_accuracy_mean", "personal_accuracy_worst10")
+SAID_ALIKE = ("train_loss", "bytes_down", "bytes_up", "failed", "personal_accuracy_mean", "personal_accuracy_worst10")
 """What the records of both must say, whatever the server knows of the clients' own columns."""
 UNKNOWN_TO_THE_SERVER = ("fedrep", "fedbn with batch norms")
 """Where clients train columns that never travel, a server of real sites has the initial ones: docs/deploy.md."""
@@ -39,16 +40,16 @@ NORMED = "cnn:norm=batch"
 
 def make(method: str, **settings: Any) -> Config:
     options = {method: QUICK[method]} if method in QUICK else {}
-    usual = {"clients": 4, "per_round": 3, "rounds": 2, "batch_size": 32}
+    usual = {"clients": 4, "clients_per_round": 3, "rounds": 2, "batch_size": 32}
     return make_run(method=method, options=options, **{**usual, **settings})
 
 
 def both(config: Config, folder: Path) -> tuple[RunResult, RunResult, FakeLink]:
     """The run over sites, the plain one, and the link of the first."""
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
-    run = execute_run(config, out=out, report=False, sites=reach(link, config, out))
-    plain = execute_run(replace_config(config, engine="plain"), out=folder / "plain", report=False)
-    assert run.summary["lost"] == 0
+    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out))
+    plain = execute_run(replace_config(config, engine="sequential"), out=folder / "sequential", report=False)
+    assert run.summary["failed"] == 0
     assert len(run.history) == len(plain.history) == 1 + config.rounds
     return run, plain, link
 
@@ -57,15 +58,16 @@ def said(run: RunResult, *names: str) -> list[list[Any]]:
     return [[record.get(name) for name in names] for record in run.history]
 
 
+@pytest.mark.quick_if(method=CORE_METHODS)
 @pytest.mark.parametrize("method", sorted(set(methods()) - set(UNKNOWN_TO_THE_SERVER)))
 def test_a_method_gives_the_same_bits_over_sites(method: str, tmp_path: Path) -> None:
     """Three of four clients in a round, so that some come later than others."""
     run, plain, link = both(make(method), tmp_path)
     assert run.digest == plain.digest
     assert said(run, "accuracy", "loss", *SAID_ALIKE) == said(plain, "accuracy", "loss", *SAID_ALIKE)
-    trained = [p.header["client"] for p in link.asked if p.kind == "train"]
+    trained = [p.header["client_id"] for p in link.asked if p.kind == "train"]
     assert trained, "the clients were asked over the link"
-    assert all(link.sites[100 + client].clients == (client,) for client in trained)
+    assert all(link.sites[100 + client].client_ids == (client,) for client in trained)
 
 
 @pytest.mark.parametrize("method", sorted(name for name, each in methods().items() if each.server_data))
@@ -82,25 +84,32 @@ def test_no_site_has_what_the_server_holds(method: str, tmp_path: Path) -> None:
 
 
 def samples_at(sites: dict[int, SiteHandler]) -> int:
-    return sum(site.shop.federation.samples(client) for site in sites.values() for client in site.clients)
+    return sum(
+        site.context.federated_data.num_examples(client) for site in sites.values() for client in site.client_ids
+    )
 
 
 @pytest.mark.parametrize("named", UNKNOWN_TO_THE_SERVER)
 def test_where_clients_keep_columns_the_server_has_the_initial_ones(named: str, tmp_path: Path) -> None:
-    """The rest has the same bits, and clients fare as they do with the plain engine."""
+    """The rest has the same bits, and clients fare as they do with the sequential engine."""
     method, _, normed = named.partition(" with ")
-    config = make(method, per_round=4, **({"model": NORMED} if normed else {}))
+    config = make(method, clients_per_round=4, **({"model": NORMED} if normed else {}))
     run, plain, link = both(config, tmp_path)
     assert said(run, *SAID_ALIKE) == said(plain, *SAID_ALIKE)
     assert run.history[-1]["personal_clients"] == plain.history[-1]["personal_clients"] == 4
     site = link.sites[100]
     ours, theirs = (read_safetensors(each.path / "model.safetensors") for each in (run, plain))
-    initial, home = site.layout.state_dict(site.initial), names_at_home(site.layout, site.shop.workshop.stays_home)
+    initial, home = (
+        site.layout.state_dict(site.initial),
+        names_at_home(site.layout, site.context.training_context.personal_columns),
+    )
     assert home
     assert home < ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], (initial if name in home else theirs)[name]), name
-    assert any(not torch.equal(theirs[name], initial[name]) for name in home), "the plain engine knows the clients' own"
+    assert any(not torch.equal(theirs[name], initial[name]) for name in home), (
+        "the sequential engine knows the clients' own"
+    )
     assert run.digest != plain.digest
 
 
@@ -113,7 +122,11 @@ def names_at_home(layout: Layout, stays_home: Sequence[slice]) -> set[str]:
 def test_all_batch_norms_of_the_network_stay_at_home(tmp_path: Path) -> None:
     site = make_sites(make("fedbn", model=NORMED), tmp_path)[100]
     site.build()
-    norms = {name for name, module in site.shop.workshop.module.named_modules() if "BatchNorm" in type(module).__name__}
+    norms = {
+        name
+        for name, module in site.context.training_context.model.named_modules()
+        if "BatchNorm" in type(module).__name__
+    }
     assert norms
-    kept = names_at_home(site.layout, site.shop.workshop.stays_home)
-    assert kept == {entry.name for entry in site.layout.entries if entry.unit in norms}
+    kept = names_at_home(site.layout, site.context.training_context.personal_columns)
+    assert kept == {entry.name for entry in site.layout.entries if entry.layer in norms}

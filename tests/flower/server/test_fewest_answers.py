@@ -15,7 +15,7 @@ def without(link: FakeLink, clients: set[int], from_round: int = 0) -> FakeLink:
     """A link on which the updates of these clients never arrive."""
 
     def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
-        gone = question.kind == "train" and question.header["client"] in clients
+        gone = question.kind == "train" and question.header["client_id"] in clients
         return None if gone and question.header["round"] >= from_round else answer
 
     link.meddle = meddle
@@ -24,9 +24,9 @@ def without(link: FakeLink, clients: set[int], from_round: int = 0) -> FakeLink:
 
 @pytest.mark.parametrize(("asked", "needed"), [(5, 3), (4, 3), (2, 2), (1, 1)])
 def test_more_than_half_must_answer(asked: int, needed: int, tmp_path: Path) -> None:
-    config = make_run(clients=asked, per_round=asked, rounds=1, deadline=0.05, min_clients=None)
+    config = make_run(clients=asked, clients_per_round=asked, rounds=1, deadline=0.05, min_clients=None)
     enough = without(FakeLink(make_sites(config, tmp_path)), set(range(asked - needed)))
-    assert play(config, tmp_path, enough)[0].summary["lost"] == asked - needed
+    assert play(config, tmp_path, enough)[0].summary["failed"] == asked - needed
     (tmp_path / "again").mkdir()
     too_few = without(FakeLink(make_sites(config, tmp_path / "again")), set(range(asked - needed + 1)))
     says = rf"round 1: {needed - 1} of {asked} clients answered, but min_clients is {needed} by default \(client 0: no"
@@ -37,18 +37,18 @@ def test_more_than_half_must_answer(asked: int, needed: int, tmp_path: Path) -> 
 def test_an_explicit_0_goes_on_with_whoever_answers(tmp_path: Path) -> None:
     config = make_run(rounds=2, deadline=0.05, min_clients=0)
     link = without(FakeLink(make_sites(config, tmp_path)), {0, 1, 2, 3, 4}, from_round=1)
-    assert play(config, tmp_path, link)[0].summary["lost"] == 5
+    assert play(config, tmp_path, link)[0].summary["failed"] == 5
 
 
 def test_simulations_go_on_with_whoever_answers(tmp_path: Path) -> None:
-    config = make_run(rounds=3, lost=0.9, min_clients=None)
-    assert min(record.get("lost", 5) for record in plainly(config, tmp_path).history) >= 3
+    config = make_run(rounds=3, failure_rate=0.9, min_clients=None)
+    assert min(record.get("failed", 5) for record in plainly(config, tmp_path).history) >= 3
 
 
 def test_rounds_with_noise_go_on_with_whoever_answers(tmp_path: Path) -> None:
     """That a run ends when few answer would tell who took part, which the guarantee does not cover."""
     pytest.importorskip("dp_accounting")
-    config = make_run(rounds=2, deadline=0.05, min_clients=None, clip_update=0.5, noise=1.0, per_round=3)
+    config = make_run(rounds=2, deadline=0.05, min_clients=None, clip_update=0.5, noise=1.0, clients_per_round=3)
     link = without(FakeLink(make_sites(config, tmp_path)), {0, 1, 2, 3, 4})
     run, _ = play(config, tmp_path, link)
     assert len(run.history) == 3
@@ -59,7 +59,7 @@ def test_a_run_that_ended_so_goes_on_by_the_same_rule(tmp_path: Path) -> None:
     link = without(FakeLink(make_sites(config, tmp_path)), {0, 1, 2}, from_round=1)
     for _ in range(2):
         with pytest.raises(FedloomError, match="round 2: 2 of 5 clients answered, but min_clients is 3 by default"):
-            play(config, tmp_path, link) if not out.exists() else resume(out, sites=reach(link, config, out))
+            play(config, tmp_path, link) if not out.exists() else resume(out, remote_engine=reach(link, config, out))
     assert "min_clients" not in (out / "config.toml").read_text()
     without(link, set())
-    assert resume(out, sites=reach(link, config, out)).digest == plainly(config, tmp_path).digest
+    assert resume(out, remote_engine=reach(link, config, out)).digest == plainly(config, tmp_path).digest

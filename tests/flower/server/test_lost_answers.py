@@ -19,15 +19,15 @@ def test_lost_answers_leave_the_clients_as_they_were(method: str, tmp_path: Path
     link = FakeLink(make_sites(config, tmp_path))
 
     def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
-        gone = question.kind == "train" and (question.header["round"], question.header["client"]) in lost
+        gone = question.kind == "train" and (question.header["round"], question.header["client_id"]) in lost
         return None if gone else answer
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    plain = plainly(config, tmp_path, sites=LosingSites(lost, "no answer within 0.05 s"))
+    plain = plainly(config, tmp_path, remote_engine=LosingSites(lost, "no answer within 0.05 s"))
     assert run.digest == plain.digest
-    assert [r.get("lost_clients") for r in run.history] == [r.get("lost_clients") for r in plain.history]
-    assert run.summary["lost"] == len(lost)
+    assert [r.get("failed_clients") for r in run.history] == [r.get("failed_clients") for r in plain.history]
+    assert run.summary["failed"] == len(lost)
 
 
 def test_late_answers_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -37,15 +37,15 @@ def test_late_answers_are_dropped_and_counted(tmp_path: Path) -> None:
     def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
         if question.header["round"] == 1 and question.kind == "train":
             link.let_go()  # what was late in the round before arrives now
-        late = (question.header["round"], question.header["client"]) in {(0, 2), (0, 4)} and question.kind == "train"
+        late = (question.header["round"], question.header["client_id"]) in {(0, 2), (0, 4)} and question.kind == "train"
         return None if late else answer
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    assert [r["lost"] for r in run.history[1:]] == [2, 0, 0]
+    assert [r["failed"] for r in run.history[1:]] == [2, 0, 0]
     assert "engine.late" not in run.history[1].get("diagnostics", {})
     assert run.history[2]["diagnostics"]["engine.late"] == 2
-    assert run.digest == plainly(config, tmp_path, sites=LosingSites(frozenset({(0, 2), (0, 4)}))).digest
+    assert run.digest == plainly(config, tmp_path, remote_engine=LosingSites(frozenset({(0, 2), (0, 4)}))).digest
 
 
 def test_too_few_answers_end_the_run(tmp_path: Path) -> None:

@@ -16,15 +16,15 @@ def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
     link = FakeLink(make_sites(config, tmp_path))
 
     def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage:
-        if question.kind == "train" and question.header["client"] == 4:
+        if question.kind == "train" and question.header["client_id"] == 4:
             link.away = {103} if question.header["round"] == 0 else set()
         return answer
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    assert [r["lost_clients"] for r in run.history[1:]] == [{}, {"3": "its site is not connected"}, {}]
+    assert [r["failed_clients"] for r in run.history[1:]] == [{}, {"3": "its site is not connected"}, {}]
     assert [r["models_down"] for r in run.history[1:]] == [10.0, 8.0, 10.0], "nothing is sent to nobody"
-    assert run.digest == plainly(config, tmp_path, sites=LosingSites(frozenset({(1, 3)}))).digest
+    assert run.digest == plainly(config, tmp_path, remote_engine=LosingSites(frozenset({(1, 3)}))).digest
 
 
 def test_a_node_with_a_new_address_is_the_same_client(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_node_with_a_new_address_is_the_same_client(tmp_path: Path) -> None:
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    assert run.summary["lost"] == 0
+    assert run.summary["failed"] == 0
     assert run.digest == plainly(config, tmp_path).digest
 
 
@@ -72,7 +72,7 @@ def test_a_server_that_is_killed_goes_on_with_the_same_bits(method: str, after: 
     out = tmp_path / "flower"
     sites = make_sites(config, tmp_path)  # the sites were restarted too
     link = FakeLink({node + 50: site for node, site in sites.items()})
-    run = resume(out, report=False, sites=reach(link, config, out))
+    run = resume(out, report=False, remote_engine=reach(link, config, out))
     assert run.digest == whole.digest
     assert [r.get("personal_accuracy_mean") for r in run.history] == [
         r.get("personal_accuracy_mean") for r in whole.history
@@ -92,8 +92,8 @@ def test_a_site_that_lost_what_it_kept_starts_anew(tmp_path: Path) -> None:
 
     link.meddle = meddle
     run, _ = play(config, tmp_path, link)
-    assert [r["lost_clients"] for r in run.history[1:]] == [
+    assert [r["failed_clients"] for r in run.history[1:]] == [
         {},
-        {"2": "what it kept is not there any more; it will start anew"},
+        {"2": "its client state is missing; it will start without one"},
         {},
     ]

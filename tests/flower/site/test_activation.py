@@ -10,7 +10,7 @@ pytest.importorskip("flwr")
 
 import httpx
 
-from fedloom.flower.flwr_patches import MINUTE_SECONDS, patch_node_activation
+from fedloom.flower.flwr_patches import MINUTE_SECONDS, _patch_node_activation
 
 pytestmark = pytest.mark.flower
 
@@ -31,7 +31,7 @@ class SuperLink:
         self.slept += seconds
 
     def call(self) -> Any:
-        return patch_node_activation(self.activate, self.sleep)(None, None)
+        return _patch_node_activation(self.activate, self.sleep)(None, None)
 
 
 def refused(code: int) -> httpx.HTTPStatusError:
@@ -64,7 +64,7 @@ def test_other_refusals_are_left_to_flower() -> None:
 
 def test_an_untrusted_certificate_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     error = httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get issuer")
-    call = patch_node_activation(SuperLink(error).activate)
+    call = _patch_node_activation(SuperLink(error).activate)
     with caplog.at_level(logging.WARNING, "flwr.fedloom"):
         for _ in range(3):
             with pytest.raises(httpx.ConnectError):

@@ -39,53 +39,55 @@ def agreement(config: Config, folder: Path) -> str:
 
 
 def test_a_run_with_the_settings_agreed_on_is_served(certificates: Path, tmp_path: Path) -> None:
-    config = run_of(clients=3, per_round=3, rounds=2)
+    config = run_of(clients=3, clients_per_round=3, rounds=2)
     finished, link = federate(config, certificates, tmp_path, agreed=agreement(config, tmp_path))
-    assert finished.history[-1]["lost"] == 0
+    assert finished.history[-1]["failed"] == 0
     assert finished.digest == on_host(config, tmp_path).digest
     for site in link.sites.values():
         assert not list(site.folder.glob("settings-*.json"))  # its operator has them
 
 
 def test_ordinary_training_is_agreed_on_too(tmp_path: Path) -> None:
-    config, out = make_run(clients=2, per_round=2, rounds=1), tmp_path / "run"
+    config, out = make_run(clients=2, clients_per_round=2, rounds=1), tmp_path / "run"
     hashed = agreement_fingerprint(agreement_settings(config))
     link = FakeLink(make_sites(config, tmp_path, [{"client": k, "agreed": hashed} for k in range(2)]))
-    assert execute_run(config, out=out, sites=reach(link, config, out)).history[-1]["lost"] == 0
-    other, out = make_run(clients=2, per_round=2, rounds=1, lr=0.3), tmp_path / "other"
+    assert execute_run(config, out=out, remote_engine=reach(link, config, out)).history[-1]["failed"] == 0
+    other, out = make_run(clients=2, clients_per_round=2, rounds=1, lr=0.3), tmp_path / "other"
     link = FakeLink(make_sites(other, tmp_path, [{"client": k, "agreed": hashed} for k in range(2)]))
     with pytest.raises(FedloomError, match=r"no site could be used: its operator agreed to settings whose fingerpri"):
-        execute_run(other, out=out, sites=reach(link, other, out, join=60.0))  # but nobody waits for a minute
+        execute_run(other, out=out, remote_engine=reach(link, other, out, join=60.0))  # but nobody waits for a minute
 
 
 def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
     certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    agreed = run_of(clients=4, per_round=4, rounds=2)
-    config, out = run_of(clients=4, per_round=4, rounds=2, weight_decay=20.0), tmp_path / "run"
+    agreed = run_of(clients=4, clients_per_round=4, rounds=2)
+    config, out = run_of(clients=4, clients_per_round=4, rounds=2, weight_decay=20.0), tmp_path / "run"
     configured = nodes(certificates, 4)
     configured[1]["agreed"] = agreement(agreed, tmp_path)
     link = FakeLink(make_sites(config, tmp_path, configured))
     words = "its operator agreed to weight_decay 0.0, and this run has weight_decay 20.0"
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING, LOG.name):
-        finished = execute_run(config, out=out, sites=reach(link, config, out, join=60.0))
+        finished = execute_run(config, out=out, remote_engine=reach(link, config, out, join=60.0))
     assert time.monotonic() - begun < 50
     assert f"node 101 cannot be used: {words}" in caplog.text
-    assert finished.history[-1]["lost_clients"] == {"1": f"its site is not connected, or cannot be used: {words}"}
-    assert not any(p.header["client"] == 1 for p in link.answered if p.kind != "failed")
+    assert finished.history[-1]["failed_clients"] == {"1": f"its site is not connected, or cannot be used: {words}"}
+    assert not any(p.header["client_id"] == 1 for p in link.answered if p.kind != "failed")
     refused = link.sites[101]
     [shown] = refused.folder.glob("settings-*.json")
     assert json.loads(shown.read_text())["weight_decay"] == 20.0
     said = capfd.readouterr().err
     assert said.count(f"refused: {words}. All settings of that run are in {shown}.") == 1
     # And they are what its operator can agree to.
-    again = SiteHandler(refused.given, {**refused.node, "agreed": str(shown)}, refused.app, refused.folder)
-    assert again.answer(question("hello", client=-1)).kind == "hello"
+    again = SiteHandler(
+        refused.run_config, {**refused.node_config, "agreed": str(shown)}, refused.app_folder, refused.folder
+    )
+    assert again.handle(question("hello", client_id=-1)).kind == "hello"
 
 
 def question(kind: str, **more: Any) -> SiteMessage:
-    header = {"run": "ab" * 16, "round": 0, "client": 0, "nonce": "cd" * 16, "slot": 0, "attempt": 0}
+    header = {"run": "ab" * 16, "round": 0, "client_id": 0, "nonce": "cd" * 16, "model_index": 0, "attempt": 0}
     return SiteMessage(kind, {**header, **more})
 
 
@@ -100,7 +102,7 @@ def load(node, client):
 """
 
 
-@pytest.mark.parametrize("kind", ["hello", "train", "score", "mix/train"])
+@pytest.mark.parametrize("kind", ["hello", "train", "evaluate", "mix/train"])
 def test_no_question_makes_a_site_touch_its_data(certificates: Path, tmp_path: Path, kind: str) -> None:
     """Nor does it train: with the settings agreed on it would read its data first, and does."""
     write_app(tmp_path / "app", run_of())
@@ -109,13 +111,13 @@ def test_no_question_makes_a_site_touch_its_data(certificates: Path, tmp_path: P
     (tmp_path / "agreed.json").write_text(format_agreement(agreement_settings_from_app(tmp_path / "app")))
     [node] = nodes(certificates, 1, agreed=str(tmp_path / "agreed.json"))
     site = SiteHandler({**config, "lr": 0.4}, node, tmp_path / "app", tmp_path / "site")
-    answer = site.answer(question(kind))
+    answer = site.handle(question(kind))
     assert answer.kind == "failed"
     assert answer.header["reason"] == "its operator agreed to lr 0.05, and this run has lr 0.4"
-    assert answer.header["for_good"] is True
+    assert answer.header["permanent"] is True
     assert (
         "the data were touched"
-        in SiteHandler(config, node, site.app, site.folder).answer(question(kind)).header["reason"]
+        in SiteHandler(config, node, site.app_folder, site.folder).handle(question(kind)).header["reason"]
     )
 
 
@@ -123,8 +125,8 @@ def test_no_stage_of_the_exchange_is_answered(certificates: Path, tmp_path: Path
     site = make_sites(run_of(), tmp_path, nodes(certificates, 1, agreed="0" * 64))[100]
     assert {"mix/hello", "mix/release", "train", "hello"} <= HANDLERS.keys()
     for kind in HANDLERS:
-        assert site.answer(question(kind)).kind == "failed", kind
-    assert not hasattr(site, "shop")
+        assert site.handle(question(kind)).kind == "failed", kind
+    assert not hasattr(site, "context")
 
 
 NUMBERS = st.floats(1e-30, 1e6)
@@ -141,7 +143,7 @@ SINGLE: dict[str, st.SearchStrategy[Any]] = {
     "epochs": st.integers(2, 99),
     "eval_every": st.integers(2, 99),
     "fast": st.just(True),
-    "lost": st.floats(1e-9, 0.9),
+    "failure_rate": st.floats(1e-9, 0.9),
     "lr": NUMBERS,
     "lr_decay": st.floats(1e-9, 0.999),
     "method": st.just("fedprox+fedcross"),
@@ -151,7 +153,7 @@ SINGLE: dict[str, st.SearchStrategy[Any]] = {
     "normalize": st.sampled_from(["unit", "half"]),
     "optimizer": st.just("adam"),
     "partition": st.sampled_from(["iid", "dirichlet:0.51"]),
-    "per_round": st.integers(1, 4),
+    "clients_per_round": st.integers(1, 4),
     "precision": st.just("fp32"),
     "rounds": st.integers(4, 99),
     "seed": st.integers(2, 2**62),
@@ -196,10 +198,10 @@ def agreeing(tmp_path_factory: pytest.TempPathFactory) -> SiteHandler:
 
 def refusal(site: SiteHandler, changes: dict[str, Any], **node: Any) -> str:
     """Why the site serves no run with these settings changed; it does not look at its data for that."""
-    changed = SiteHandler({**site.given, **changes}, {**site.node, **node}, site.app, site.folder)
-    answer = changed.answer(question("train"))
-    assert answer.header.get("for_good") is True, answer.header
-    assert not hasattr(changed, "shop")
+    changed = SiteHandler({**site.run_config, **changes}, {**site.node_config, **node}, site.app_folder, site.folder)
+    answer = changed.handle(question("train"))
+    assert answer.header.get("permanent") is True, answer.header
+    assert not hasattr(changed, "context")
     return str(answer.header["reason"])
 
 
@@ -227,43 +229,46 @@ def test_no_setting_that_needs_another_can_change_unnoticed(agreeing: SiteHandle
 
 def test_settings_of_the_machine_may_change(agreeing: SiteHandler) -> None:
     changed = SiteHandler(
-        {**agreeing.given, "deadline": 7.0, "workers": 2}, agreeing.node, agreeing.app, agreeing.folder
+        {**agreeing.run_config, "deadline": 7.0, "workers": 2},
+        agreeing.node_config,
+        agreeing.app_folder,
+        agreeing.folder,
     )
-    assert changed.answer(question("hello", client=-1)).kind == "hello"
+    assert changed.handle(question("hello", client_id=-1)).kind == "hello"
 
 
 @pytest.mark.parametrize("word", ["nowhere.json", "empty.json"])
 def test_an_agreement_that_cannot_be_read_is_no_agreement(tmp_path: Path, word: str) -> None:
     (tmp_path / "empty.json").touch()
     site = make_sites(make_run(), tmp_path, [{"client": 0, "agreed": str(tmp_path / word)}])[100]
-    answer = site.answer(question("hello", client=-1))
+    answer = site.handle(question("hello", client_id=-1))
     assert answer.kind == "failed"
     assert word in answer.header["reason"]
-    assert not hasattr(site, "shop")
+    assert not hasattr(site, "context")
 
 
 def test_without_an_agreement_nothing_is_written(tmp_path: Path) -> None:
     site = make_sites(make_run(), tmp_path, [{"client": 0}])[100]
-    assert site.answer(question("hello", client=-1)).kind == "hello"
+    assert site.handle(question("hello", client_id=-1)).kind == "hello"
     assert not list(site.folder.glob("settings-*.json"))
 
 
 def test_nobody_waits_for_sites_that_will_not_come() -> None:
-    unwilling = {"reason": "its operator agreed to lr 1, and this run has lr 2", "for_good": True}
+    unwilling = {"reason": "its operator agreed to lr 1, and this run has lr 2", "permanent": True}
     roster, begun = ClientRegistry(2), time.monotonic()
     roster.join(Town(n7=greeting("a", 0), n8=unwilling), 30)
     assert time.monotonic() - begun < 10
-    assert roster.missing() == [1]
-    town = Town(n7=greeting("a", 0), n8={k: v for k, v in unwilling.items() if k != "for_good"})
+    assert roster.missing_client_ids() == [1]
+    town = Town(n7=greeting("a", 0), n8={k: v for k, v in unwilling.items() if k != "permanent"})
     roster, begun = ClientRegistry(2), time.monotonic()
     roster.join(town, 0.5)
     assert time.monotonic() - begun >= 0.5  # what is the matter may pass
 
 
 def test_a_site_whose_operator_agrees_after_all_is_used() -> None:
-    unwilling = {"reason": "its operator agreed to lr 1, and this run has lr 2", "for_good": True}
+    unwilling = {"reason": "its operator agreed to lr 1, and this run has lr 2", "permanent": True}
     town, roster = Town(n7=greeting("a", 0), n8=unwilling), ClientRegistry(2)
     roster.join(town, 0.01)
     town = Town(n7=greeting("a", 0), n9=greeting("b", 1))
     roster.join(town, 5)
-    assert not roster.missing()
+    assert not roster.missing_client_ids()

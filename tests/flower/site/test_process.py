@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedloom.flower.app import make_app_run_config
-from fedloom.flower.flwr_patches import LONGEST, SHORTEST, PatchedSubprocess, PatchedTime
+from fedloom.flower.flwr_patches import LONGEST, SHORTEST, _PatchedSubprocess, _PatchedTime
 from fedloom.flower.message import SiteMessage
 from fedloom.flower.site import socket
 from fedloom.flower.site.handlers import SiteHandler
@@ -37,12 +37,16 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes]"]
 
 
 def question(kind: str, client: int = 0, **more: Any) -> SiteMessage:
-    address = {"run": "ab" * 16, "round": 0, "client": client, "nonce": token_hex(16)}
+    address = {"run": "ab" * 16, "round": 0, "client_id": client, "nonce": token_hex(16)}
     return SiteMessage(kind, {**address, **more})
 
 
 def setup_of(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"given": flat(make_app_run_config(make_run(**more), [])), "node": {"client": 0}, "app": str(folder)}
+    return {
+        "run_config": flat(make_app_run_config(make_run(**more), [])),
+        "node_config": {"client": 0},
+        "app_folder": str(folder),
+    }
 
 
 def sites_in(folder: Path) -> list[int]:
@@ -86,16 +90,16 @@ def test_one_process_answers_all_messages_and_ends_with_its_node(
     assert folder.stat().st_mode & 0o777 == 0o700
     assert stat.S_IMODE(site_socket_path(folder).stat().st_mode) == 0o600
 
-    here = SiteHandler(setup["given"], setup["node"], tmp_path, tmp_path / "other")
+    here = SiteHandler(setup["run_config"], setup["node_config"], tmp_path, tmp_path / "other")
     here.build()
     asked = question("train")
-    asked = SiteMessage("train", asked.header, {"row": encode_tensor(here.initial)})
-    there, same = ask_site_process(folder, setup, asked), here.answer(asked)
+    asked = SiteMessage("train", asked.header, {"model": encode_tensor(here.initial)})
+    there, same = ask_site_process(folder, setup, asked), here.handle(asked)
     assert there.kind == same.kind == "trained"
     assert there.header == same.header
-    assert bytes(there.blocks["row"].data) == bytes(same.blocks["row"].data)
+    assert bytes(there.arrays["model"].data) == bytes(same.arrays["model"].data)
 
-    wrong = ask_site_process(folder, {**setup, "given": {"rounds": -1}}, question("hello"))
+    wrong = ask_site_process(folder, {**setup, "run_config": {"rounds": -1}}, question("hello"))
     assert wrong.kind == "failed"
     assert "rounds must be" in wrong.header["reason"]
     assert ask_site_process(folder, setup, question("hello")).kind == "hello"  # and it goes on
@@ -125,14 +129,14 @@ def test_a_process_that_cannot_start_is_said(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "torch.py").write_text("raise RuntimeError('broken')")
-    with pytest.raises(Exception, match=r"the site's process did not start; .*site.log may say why"):
+    with pytest.raises(Exception, match=r"the site process did not start; see .*site.log"):
         ask_site_process(tmp_path / "site", setup_of(tmp_path), question("hello"))
     assert "broken" in (tmp_path / "site" / "site.log").read_text()
 
 
 def test_a_question_that_kills_the_process_is_given_up(tmp_path: Path, node: "subprocess.Popen[bytes]") -> None:
     (tmp_path / "site_data.py").write_text("import os\nos._exit(3)")
-    with pytest.raises(Exception, match=r"the site's process ended 2 times while it was asked; .*site.log may say why"):
+    with pytest.raises(Exception, match=r"the site process ended 2 times during a request; see .*site.log"):
         ask_site_process(tmp_path / "site", setup_of(tmp_path), question("hello"))
 
 
@@ -154,13 +158,13 @@ def test_waits_begin_short_and_grow_while_nothing_happens(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("fedloom.flower.flwr_patches.time.sleep", sleep)
     monkeypatch.setattr("fedloom.flower.flwr_patches.time.monotonic", lambda: now)
-    waits = PatchedTime([3, 0.5])
+    waits = _PatchedTime([3, 0.5])
     for _ in range(40):
         waits.sleep(3)
     assert slept[0] == SHORTEST
     assert slept == sorted(slept)
     assert slept[-1] == LONGEST == 3
-    waits.begin()
+    waits.reset()
     waits.sleep(3)
     assert slept[-1] == SHORTEST
     for _ in range(40):
@@ -184,7 +188,7 @@ def test_only_flowers_superexec_is_started_in_another_way() -> None:
         def Popen(command: Any, **options: Any) -> None:
             started.append((command, options))
 
-    starts = PatchedSubprocess(Module)  # type: ignore[arg-type]
+    starts = _PatchedSubprocess(Module)  # type: ignore[arg-type]
     starts.Popen(["flower-superexec", "--insecure"], stdin=1)
     starts.Popen(["other"])
     assert starts.DEVNULL == 3

@@ -21,7 +21,7 @@ def test_a_site_that_the_server_gave_its_number_still_has_it_after_a_restart(tmp
 
     link.meddle = meddle
     out = tmp_path / "flower"
-    run = execute_run(config, out=out, report=False, sites=reach(link, config, out, join=30))
-    assert [record.get("lost_clients") for record in run.history[1:]] == [{}, {}, {}]
-    plain = execute_run(replace_config(config, engine="plain"), out=tmp_path / "plain", report=False)
+    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out, join=30))
+    assert [record.get("failed_clients") for record in run.history[1:]] == [{}, {}, {}]
+    plain = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "plain", report=False)
     assert run.digest == plain.digest

@@ -16,7 +16,7 @@ TOKENS = """
 import numpy as np
 from fedloom.flower.site_data import SiteData, SiteDataSpec
 
-TASK = SiteDataSpec(classes=2, shape=(6,), tokens=9, name="words")
+TASK = SiteDataSpec(classes=2, shape=(6,), vocabulary_size=9, name="words")
 
 
 def load(node, client):
@@ -38,13 +38,15 @@ def test_a_site_needs_samples_to_train_on_and_no_others(data: str, model: str, c
     (app / "site_data.py").write_text(data)
     site = SiteHandler(written(app), {"client": client, "data": 1}, app, tmp_path / "site")
     site.build()
-    assert site.shop.federation.test is None
-    assert site.shop.federation.samples(client) == (30 if data == WITHOUT else 10)
+    assert site.context.federated_data.test is None
+    assert site.context.federated_data.num_examples(client) == (30 if data == WITHOUT else 10)
 
 
 def test_a_run_over_such_sites_ends(tmp_path: Path) -> None:
     app = tmp_path / "app"
-    write_app(app, make_run(clients=3, per_round=3, rounds=15, lr=0.5), {"folder": str(tmp_path / "run"), "join": 5.0})
+    write_app(
+        app, make_run(clients=3, clients_per_round=3, rounds=15, lr=0.5), {"folder": str(tmp_path / "run"), "join": 5.0}
+    )
     (app / "site_data.py").write_text(WITHOUT)
     sites = {}
     for k in (2, 1, 0):
@@ -53,4 +55,4 @@ def test_a_run_over_such_sites_ends(tmp_path: Path) -> None:
         sites[10 + k].build()
     run = serve_run(FakeLink(sites), *read_app_run_config(written(app), app), app)
     assert run.accuracy == 1.0
-    assert run.summary["lost"] == 0
+    assert run.summary["failed"] == 0

@@ -43,13 +43,13 @@ def agreed_to(folder: Path, settings: dict[str, Any]) -> Agreement:
 
 
 def test_what_is_agreed_to_is_not_refused(tmp_path: Path) -> None:
-    assert agreed_to(tmp_path, told(**MR)).refusal_of(told(**MR)) is None
-    assert Agreement.read(agreement_fingerprint(told(**MR))).refusal_of(told(**MR)) is None
+    assert agreed_to(tmp_path, told(**MR)).rejection_reason(told(**MR)) is None
+    assert Agreement.read(agreement_fingerprint(told(**MR))).rejection_reason(told(**MR)) is None
 
 
 def test_every_setting_is_part_of_it_but_those_of_the_machine() -> None:
     assert told().keys() == NAMES == Config.model_fields.keys() - OF_THE_MACHINE
-    assert told(deadline=5.0, workers=3, engine="plain") == told()
+    assert told(deadline=5.0, workers=3, engine="sequential") == told()
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,16 @@ def test_every_setting_is_part_of_it_but_those_of_the_machine() -> None:
     ],
 )
 def test_the_refusal_names_what_differs(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
-    assert agreed_to(tmp_path, told(**MR)).refusal_of(told(**{**MR, **settings})) == words
+    assert agreed_to(tmp_path, told(**MR)).rejection_reason(told(**{**MR, **settings})) == words
 
 
 def test_of_a_fingerprint_the_refusal_knows_no_more() -> None:
     before, now = told(), told(lr=0.5)
-    words = f"begins with {agreement_fingerprint(before)[:12]}, and that of this run's settings with "
+    words = f"begins with {agreement_fingerprint(before)[:12]}, and that of this run begins with "
     words += agreement_fingerprint(now)[:12]
     for hashed in (agreement_fingerprint(before), agreement_fingerprint(before).upper()):
-        assert str(Agreement.read(hashed).refusal_of(now)).endswith(words)
-        assert Agreement.read(hashed).refusal_of(before) is None
+        assert str(Agreement.read(hashed).rejection_reason(now)).endswith(words)
+        assert Agreement.read(hashed).rejection_reason(before) is None
 
 
 def test_half_a_fingerprint_is_taken_for_a_file_but_not_without_a_word() -> None:
@@ -98,7 +98,7 @@ def test_half_a_fingerprint_is_taken_for_a_file_but_not_without_a_word() -> None
 
 def test_what_a_server_calls_a_setting_does_not_break_lines(tmp_path: Path) -> None:
     run = {**told(), "options": {"fedmr": {"a\nINFO: {} all is well": "b\nc"}}}
-    refusal = agreed_to(tmp_path, told()).refusal_of(run)
+    refusal = agreed_to(tmp_path, told()).rejection_reason(run)
     assert refusal is not None
     assert "\n" not in refusal
     assert r"fedmr.a\nINFO" in refusal
@@ -116,9 +116,9 @@ def test_other_options_are_always_noticed_and_the_same_never(
     """1, 1.0 and true are different settings, though Python finds them equal."""
     one, other = ({**told(), "options": {"fedmr": each}} for each in (first, second))
     agreed = agreed_to(tmp_path_factory.getbasetemp(), one)
-    assert agreed.refusal_of(json.loads(format_agreement(one))) is None
+    assert agreed.rejection_reason(json.loads(format_agreement(one))) is None
     assume(json.dumps(first, sort_keys=True) != json.dumps(second, sort_keys=True))
-    refusal = agreed.refusal_of(other)
+    refusal = agreed.rejection_reason(other)
     assert refusal is not None
     assert refusal.startswith("its operator agreed to ")
 
@@ -126,7 +126,7 @@ def test_other_options_are_always_noticed_and_the_same_never(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "cannot read the settings agreed on, .*agreed.json: No such file"),
+        (None, "cannot read the agreed settings .*agreed.json: No such file"),
         ("lr = 0.05", "agreed.json is not JSON as `fedloom flower agreement` writes it"),
         ("[]", "agreed.json is not JSON as `fedloom flower agreement` writes it"),
         (b"\xff\xfe", "agreed.json is not JSON as `fedloom flower agreement` writes it"),
@@ -137,9 +137,9 @@ def test_other_options_are_always_noticed_and_the_same_never(
         ('{"lr": 0.05, "seed": 0, "lr": 0.5}', "agreed.json names lr twice"),
         (
             json.dumps(dict.fromkeys(NAMES - {"lr", "seed"}, 0) | {"options": {}}),
-            r"agreed.json says nothing of lr and seed; it must name every setting\.",
+            r"agreed.json does not name lr and seed; it must name every setting\.",
         ),
-        ('{"options": {}}', r"says nothing of augment, batch_size, channels_last and \d+ more; it must"),
+        ('{"options": {}}', r"does not name augment, batch_size, channels_last and \d+ more; it must"),
     ],
 )
 def test_a_file_that_is_no_agreement_is_refused(tmp_path: Path, content: str | bytes | None, says: str) -> None:
@@ -168,10 +168,10 @@ def test_the_command_shows_what_a_site_is_told(
     assert said.code == 0
     site = SiteHandler(written(tmp_path / "app"), {"client": 0}, tmp_path / "app", tmp_path / "site")
     site.build()
-    assert said.out == format_agreement(site.told)
-    assert said.err.strip() == f"fingerprint {agreement_fingerprint(site.told)}"
+    assert said.out == format_agreement(site.settings)
+    assert said.err.strip() == f"fingerprint {agreement_fingerprint(site.settings)}"
     # What the site trains by says the same, with nothing filled in on the way.
-    assert agreement_fingerprint(agreement_settings(site.config)) == agreement_fingerprint(site.told)
+    assert agreement_fingerprint(agreement_settings(site.config)) == agreement_fingerprint(site.settings)
 
 
 def test_data_of_the_sites_own_are_not_needed_for_it(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_data_of_the_sites_own_are_not_needed_for_it(command: Callable[..., Any]
     assert command("flower", "agreement", "app", "--out", "agreed.json").code == 0
     site = SiteHandler(written(tmp_path / "app"), {"client": 0, "data": "1"}, tmp_path / "app", tmp_path / "site")
     site.build()
-    assert Agreement.read(str(tmp_path / "agreed.json")).refusal_of(site.told) is None
-    assert site.told["data"] == "flowers"
+    assert Agreement.read(str(tmp_path / "agreed.json")).rejection_reason(site.settings) is None
+    assert site.settings["data"] == "flowers"
 
 
 def test_of_a_file_to_begin_with_the_content_counts_and_not_the_place(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_of_a_file_to_begin_with_the_content_counts_and_not_the_place(tmp_path: 
         write_safetensors(tmp_path / name, {"x": torch.full((2,), value)})
     one, same, other = (told(init=str(tmp_path / name)) for name in "abc")
     assert one == same
-    assert str(agreed_to(tmp_path, one).refusal_of(other)).startswith('its operator agreed to init "')
+    assert str(agreed_to(tmp_path, one).rejection_reason(other)).startswith('its operator agreed to init "')
 
 
 def test_files_whose_checksum_the_app_tells_need_not_be_there(tmp_path: Path) -> None:
@@ -208,7 +208,9 @@ def test_a_partition_of_which_no_checksum_is_told_is_read(tmp_path: Path) -> Non
 
 
 def test_a_run_must_say_how_many_clients_there_are(tmp_path: Path) -> None:
-    config = flat(make_app_run_config(replace_config(make_run(partition="natural"), clients=None, per_round=None), []))
+    config = flat(
+        make_app_run_config(replace_config(make_run(partition="natural"), clients=None, clients_per_round=None), [])
+    )
     with pytest.raises(InputError, match="a run over sites must say how many clients there are"):
         resolve_app_config(config, tmp_path, None)
 
@@ -218,10 +220,10 @@ def test_the_command_writes_a_file_once(command: Callable[..., Any], tmp_path: P
     said = command("flower", "agreement", "app", "--out", "agreed.json")
     assert said.code == 0
     assert agreement_fingerprint(told()) in said.out
-    assert Agreement.read(str(tmp_path / "agreed.json")).refusal_of(told()) is None
+    assert Agreement.read(str(tmp_path / "agreed.json")).rejection_reason(told()) is None
     again = command("flower", "agreement", "app", "--out", "agreed.json")
     assert again.code == 2
-    assert "agreed.json is there already; --force replaces it" in again.err
+    assert "agreed.json exists already; --force replaces it" in again.err
     folder = command("flower", "agreement", "app", "--out", ".", "--force")
     assert folder.code == 2
     assert folder.err.splitlines()[-1] == "fedloom: . is a folder; --out takes a file to write."
@@ -243,7 +245,7 @@ def test_the_command_takes_what_flwr_run_is_given(command: Callable[..., Any], t
     ("project", "says"),
     [
         (None, "cannot read app/pyproject.toml"),
-        ({"project": {"name": "x"}}, "app is no app that fedloom wrote"),
+        ({"project": {"name": "x"}}, "app is not an app that fedloom wrote"),
         ({"tool": {"flwr": {"app": {"config": {"ruonds": 3}}}}}, "unknown setting 'ruonds'"),
         ({"tool": {"flwr": {"app": {"config": {"method": "fedavgg"}}}}}, "unknown method 'fedavgg'"),
     ],

@@ -148,16 +148,16 @@ def test_the_command_says_what_it_made(command: Callable[..., Any]) -> None:
     assert outcome.code == 0
     assert "for fl.example.org, 127.0.0.1, localhost, valid for 90 days" in outcome.out
     assert "site-0 to site-1" in outcome.out
-    assert "They are for trying out" in outcome.out
+    assert "They are for tests" in outcome.out
     assert set(contents(Path("c"))) > {"ca.crt", "nodes/site-1"}
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--nodes", "two"], "nodes must be a whole number from 1 on, not 'two'"),
+        (["--nodes", "two"], "nodes must be an integer of at least 1, not 'two'"),
         (["--nodes", "0"], "0 nodes were asked for, but there must be 1 to 10000"),
-        (["--nodes", "-1"], "nodes must be a whole number from 1 on, not '-1'"),
+        (["--nodes", "-1"], "nodes must be an integer of at least 1, not '-1'"),
         (["--nodes", "1", "--host", "a b"], "not 'a b'"),
     ],
 )

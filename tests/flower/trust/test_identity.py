@@ -67,7 +67,7 @@ def pem_key() -> bytes:
         (b"", "is not an OpenSSH private key without a passphrase"),
         (b"nonsense", "is not an OpenSSH private key"),
         (pem_key(), "is not an OpenSSH private key"),
-        (other_key(), "is no ECDSA key; `ssh-keygen -t ecdsa -b 384` makes one"),
+        (other_key(), "is not an ECDSA key; `ssh-keygen -t ecdsa -b 384` makes one"),
         (ONE.private_bytes()[:200], "is not an OpenSSH private key"),
     ],
     ids=["empty", "nonsense", "PEM", "Ed25519", "cut off"],
@@ -88,7 +88,7 @@ def ed_line() -> str:
     [
         ("", "names no site"),
         ("# nobody\n", "names no site"),
-        ("ecdsa-sha2-nistp384 AAAA\n", "line 1 of the roster must be a kind of key, a key and a site's name"),
+        ("ecdsa-sha2-nistp384 AAAA\n", "line 1 of the roster must hold a key type, a key and a site's name"),
         ("ecdsa-sha2-nistp384 AAAA site\n", "line 1 of the roster holds no public key"),
         (ed_line(), "line 1 of the roster holds a key that is not ECDSA"),
         (ONE.public_line("one") + TWO.public_line("one"), "line 2 of the roster names one for the second time"),

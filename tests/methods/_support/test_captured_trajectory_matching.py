@@ -13,10 +13,10 @@ from fedloom.methods._support.differentiable_augmentation import (
     DifferentiableAugmentation,
     parse_differentiable_augmentation,
 )
-from fedloom.methods._support.distillation import FunctionalModel
+from fedloom.methods._support.distillation import DistillationModel
 from fedloom.methods._support.trajectory_matching import (
     GraphedTrajectoryMatcher,
-    SyntheticData,
+    TrajectoryMatchingData,
     TrajectoryStep,
     match_trajectory,
     trajectory_soft_label_loss,
@@ -29,17 +29,17 @@ from tests.support.fake_graphs import FakeGraphTape, fake_tape
 CPU, SHAPE, CLASSES = torch.device("cpu"), (2, 6, 6), 3
 
 
-def problem() -> tuple[FunctionalModel, SyntheticData, torch.Tensor]:
+def problem() -> tuple[DistillationModel, TrajectoryMatchingData, torch.Tensor]:
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(4, 4), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)
     ).double()
     layout = Layout.of(module)
     row = layout.read(module)
-    data = SyntheticData(
+    data = TrajectoryMatchingData(
         torch.randn(5, *SHAPE, dtype=row.dtype), torch.randn(5, CLASSES, dtype=row.dtype), row.new_tensor(0.7)
     )
-    return FunctionalModel(module, layout, CPU), data, row
+    return DistillationModel(module, layout, CPU), data, row
 
 
 def steps_of(kinds: str, batch: int, noise: torch.Generator, seed: int, count: int = 8) -> list[TrajectoryStep]:
@@ -71,13 +71,13 @@ def test_it_finds_what_match_finds(
         expected = match_trajectory(network, data, steps, start, target, distance)
         found = sweep.match(steps, start, target, distance)
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
-        torch.testing.assert_close(found.end, expected.end, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found.end_weights, expected.end_weights, rtol=1e-12, atol=1e-14)
         for mine, theirs in zip(found.gradients.tensors(), expected.gradients.tensors(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13)
         for tensor, gradient in zip(data.tensors(), expected.gradients.tensors(), strict=True):
             tensor.sub_(0.1 * gradient)  # in place, as an optimiser does
     if tape is fake_tape:
-        assert sweep._tape.replayed >= 2 * sweep._tape.recorded
+        assert sweep._graph_runner.replayed >= 2 * sweep._graph_runner.captured
     sweep.close()
 
 
@@ -92,7 +92,7 @@ def test_fine_tuning_is_ordinary_training(make: Any, monkeypatch: pytest.MonkeyP
         sweep.train(tuned, steps, make, 0.01)
         optimizer = make()
         for step in steps:
-            x, y = step.take(data.images, data.logits)
+            x, y = step.take(data.images, data.label_logits)
             weights = plain[: network.trainable].detach().requires_grad_()
             (gradient,) = torch.autograd.grad(trajectory_soft_label_loss(network(weights, x, plain), y), weights)
             with torch.no_grad():
@@ -108,10 +108,12 @@ def test_a_run_that_replays_is_the_run_that_does_not(monkeypatch: pytest.MonkeyP
     }  # fmt: skip
 
     def deployed() -> torch.Tensor:
-        with build_small_run("dynafed", {"dynafed": options}, engine="plain", rounds=6).engine_closed() as experiment:
+        with build_small_run(
+            "dynafed", {"dynafed": options}, engine="sequential", rounds=6
+        ).engine_closed() as experiment:
             for round in range(6):
-                experiment.rounds.play(round)
-            return experiment.rounds.parts.server.deploy().clone()[: experiment.layout.trainable]
+                experiment.rounds.run_round(round)
+            return experiment.rounds.parts.server.global_model().clone()[: experiment.layout.trainable]
 
     plain = deployed()
     tapes: list[FakeGraphTape] = []

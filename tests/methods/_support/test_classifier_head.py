@@ -10,7 +10,7 @@ from fedloom.methods._support.classifier_head import capture_head_inputs, find_c
 from fedloom.models.registry import NETWORKS, build_model, count_parameters
 from fedloom.testing.fixtures import build_small_run, small_run
 
-IMAGES = [name for name, network in NETWORKS.items() if network.text is None and not name.startswith("vit")]
+IMAGES = [name for name, network in NETWORKS.items() if network.text_size is None and not name.startswith("vit")]
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -58,7 +58,7 @@ def network() -> nn.Module:
 
 def test_moon_contrasts_what_comes_out_of_the_projection() -> None:
     with build_small_run("moon", {}, model=network, rounds=3).engine_closed() as experiment:
-        local = experiment.rounds.parts.local
+        local = experiment.rounds.parts.client
         widths, frozen = [], local.frozen
 
         def noted(*given: object) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_moon_contrasts_what_comes_out_of_the_projection() -> None:
             return z
 
         local.frozen = noted
-        experiment.rounds.play(0)
+        experiment.rounds.run_round(0)
         assert set(widths) == {256}
 
 
@@ -82,7 +82,7 @@ def test_methods_that_look_for_the_head_find_it(method: str) -> None:
     given = {"fedrep": {"head_epochs": 1}, "fedgen": {"alpha": 0.1, "beta": 0.1, "steps": 2}}.get(method, {})
     with build_small_run(method, {method: given}, model=network, rounds=2).engine_closed() as experiment:
         for round in range(2):
-            assert experiment.rounds.play(round)["lost"] == 0
+            assert experiment.rounds.run_round(round)["failed"] == 0
         if method in ("fedrep", "fedbabu"):
-            kept = sum(torch.Size(shape).numel() for shape in experiment.engine.homes.shapes.values())
+            kept = sum(torch.Size(shape).numel() for shape in experiment.engine.client_states.shapes.values())
             assert kept == 257 * 10

@@ -16,7 +16,7 @@ from fedloom.runs.build import build_run
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network, small_run
 from tests.support.proxy_data import noisy, put_together
 
-IMAGES = {"method": "feddf", "model": "cnn", "clients": 4, "engine": "plain", "server_data": "split:30"}
+IMAGES = {"method": "feddf", "model": "cnn", "clients": 4, "engine": "sequential", "server_data": "split:30"}
 
 
 def test_inputs_are_the_same_ready_made_and_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_inputs_are_the_same_ready_made_and_batch_by_batch(monkeypatch: pytest.M
 def test_outputs_are_those_of_the_deployed_model() -> None:
     with put_together("feddf", {}, batch_norm_network) as experiment:
         context, row = experiment.rounds.context, noisy(experiment, 1)[0]
-        proxy, network = DistillationData(context, "feddf"), context.make_module().eval()
+        proxy, network = DistillationData(context, "feddf"), context.make_model().eval()
         experiment.layout.bind(network, row.clone())
         assert context.server_data is not None
         assert torch.allclose(proxy.outputs(row), network(context.server_data.x), atol=1e-6)
@@ -78,10 +78,10 @@ def test_text_is_no_trouble(method: str) -> None:
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.integers(0, 6, (60, 3)))
     pool = Samples(x, (x.sum(1) > 7).long())
-    federation = PartitionedDataset(pool, np.array_split(np.arange(60), 5), classes=2, tokens=6, test=pool)
+    federation = PartitionedDataset(pool, np.array_split(np.arange(60), 5), classes=2, vocabulary_size=6, test=pool)
     options = {"feddf": {"steps": 10}} if method == "feddf" else {}
-    finished = small_run(method, options, federation=federation, model=Reader, server_data="split:0.2")
-    plain = small_run("fedavg", {}, federation=federation, model=Reader, server_data="split:0.2")
+    finished = small_run(method, options, federated_data=federation, model=Reader, server_data="split:0.2")
+    plain = small_run("fedavg", {}, federated_data=federation, model=Reader, server_data="split:0.2")
     assert np.isfinite(finished.loss)
     assert finished.digest != plain.digest
 
@@ -91,6 +91,6 @@ def test_outputs_that_are_no_rows_are_refused() -> None:
         return nn.Sequential(*simple_network(), nn.Unflatten(1, (10, 1)))
 
     with build_small_run("fedavg", {}, model=simple_network, server_data="own").engine_closed() as experiment:
-        context = replace(experiment.rounds.context, make_module=network)
+        context = replace(experiment.rounds.context, make_model=network)
         with pytest.raises(InputError, match=r"needs one row of outputs .* shape \(1, 10, 1\)"):
             DistillationData(context, "abavg")

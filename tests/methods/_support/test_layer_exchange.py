@@ -16,8 +16,8 @@ from fedloom.core.rng import RngStreams
 from fedloom.methods._support import layer_exchange
 from fedloom.methods._support.layer_exchange import (
     MOST_ATTEMPTS,
-    ExchangedLayer,
     LayerExchangeClient,
+    LayerExchangeMessage,
     _deliver_layers,
     exchange_layers_until_mixed,
     exchange_model_layers,
@@ -30,17 +30,17 @@ CHANCES = st.floats(0, 1)
 SEEDS = st.integers(0, 2**32 - 1)
 quick = settings(deadline=None, max_examples=60)
 
-Carry = Callable[[dict[int, LayerExchangeClient], Iterable[ExchangedLayer]], int]
+Carry = Callable[[dict[int, LayerExchangeClient], Iterable[LayerExchangeMessage]], int]
 
 
 def everyone(count: int, layers: int, seed: int, chance: float = 0.5) -> dict[int, LayerExchangeClient]:
     """Participants whose layers say whose they are and which."""
     return {
         i: LayerExchangeClient(
-            me=i,
-            others=[j for j in range(count) if j != i],
+            client_id=i,
+            other_client_ids=[j for j in range(count) if j != i],
             layers=[torch.tensor([i, number]) for number in range(layers)],
-            draw=RngStreams(seed).numpy("exchange", 0, i),
+            rng=RngStreams(seed).numpy("exchange", 0, i),
             send_probability=chance,
         )
         for i in range(count)
@@ -61,10 +61,10 @@ class Wire:
     """Carries messages, remembers them, and may shuffle them on the way."""
 
     def __init__(self, shuffle: int | None = None) -> None:
-        self.seen: list[ExchangedLayer] = []
+        self.seen: list[LayerExchangeMessage] = []
         self.shuffle = None if shuffle is None else random.Random(shuffle)
 
-    def __call__(self, participants: dict[int, LayerExchangeClient], messages: Iterable[ExchangedLayer]) -> int:
+    def __call__(self, participants: dict[int, LayerExchangeClient], messages: Iterable[LayerExchangeMessage]) -> int:
         messages = list(messages)
         if self.shuffle is not None:
             self.shuffle.shuffle(messages)
@@ -89,16 +89,16 @@ def test_messages_are_twice_the_layers_sent_and_none_is_to_oneself(
 ) -> None:
     participants, wire = everyone(count, layers, seed, chance), Wire()
     number = run_layer_exchange(participants, wire)
-    sent = [m for m in wire.seen if not m.back]
-    returned = [m for m in wire.seen if m.back]
+    sent = [m for m in wire.seen if not m.is_return]
+    returned = [m for m in wire.seen if m.is_return]
     assert number == len(wire.seen) == 2 * len(sent)
     assert all(m.sender != m.receiver for m in wire.seen)
-    assert Counter((m.sender, m.receiver, m.layer) for m in sent) == Counter(
-        (m.receiver, m.sender, m.layer) for m in returned
+    assert Counter((m.sender, m.receiver, m.layer_index) for m in sent) == Counter(
+        (m.receiver, m.sender, m.layer_index) for m in returned
     ), "each layer sent is answered by its receiver"
-    assert max(Counter((m.sender, m.layer) for m in sent).values(), default=0) <= 1, "to one other client"
+    assert max(Counter((m.sender, m.layer_index) for m in sent).values(), default=0) <= 1, "to one other client"
     assert all(int(m.payload[0]) == m.sender for m in sent), "a client offers what is its own"
-    assert all(int(m.payload[1]) == m.layer for m in wire.seen)
+    assert all(int(m.payload[1]) == m.layer_index for m in wire.seen)
 
 
 @quick
@@ -106,10 +106,10 @@ def test_messages_are_twice_the_layers_sent_and_none_is_to_oneself(
 def test_models_are_recombined_by_such_an_exchange_with_all_others_and_not_oneself(
     count: int, layers: int, seed: int, mixed: bool
 ) -> None:
-    sent: list[ExchangedLayer] = []
+    sent: list[LayerExchangeMessage] = []
 
     class Watched(LayerExchangeClient):
-        def offer(self) -> list[ExchangedLayer]:
+        def offer(self) -> list[LayerExchangeMessage]:
             sent.extend(messages := super().offer())
             return messages
 
@@ -226,7 +226,7 @@ def test_whoever_lost_a_layer_on_the_way_is_told() -> None:
     participants = everyone(3, 2, 0, 1.0)
     for participant in participants.values():
         _deliver_layers(participants, participant.offer())
-    with pytest.raises(RuntimeError, match="client 0 sent layer 0 away and has had none in return"):
+    with pytest.raises(RuntimeError, match="client 0 sent layer 0 away and received none in return"):
         participants[0].assemble()
 
 
@@ -267,7 +267,7 @@ def test_all_others_are_equally_likely_to_get_a_layer() -> None:
     wire = Wire()
     for seed in range(400):
         run_layer_exchange(everyone(4, 3, seed), wire)
-    routes = Counter((m.sender, m.receiver) for m in wire.seen if not m.back)
+    routes = Counter((m.sender, m.receiver) for m in wire.seen if not m.is_return)
     assert len(routes) == 12
     assert all(140 < times < 260 for times in routes.values()), "200 expected, with a deviation of 13"
 

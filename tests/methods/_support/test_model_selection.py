@@ -15,7 +15,7 @@ from fedloom.methods._support.model_selection import (
     Array,
     SelectedModelSums,
     enumerate_model_selections,
-    largest_batch,
+    model_selection_batch_size,
 )
 
 Problem = tuple[list[Array], Array, Array, SelectedModelSums, float]
@@ -152,7 +152,7 @@ def test_differences_within_rounding_are_ties() -> None:
 
 @given(st.integers(2, 2 * MOST))
 def test_the_largest_batch_has_as_many_combinations_as_there_may_be(models: int) -> None:
-    clients = largest_batch(models)
+    clients = model_selection_batch_size(models)
     assert clients >= 1
     assert clients == 1 or models**clients <= MOST
     assert models ** (clients + 1) > MOST
@@ -169,7 +169,7 @@ def test_enumeration_is_fast() -> None:
 
 
 def test_the_largest_choice_takes_little_memory() -> None:
-    assert largest_batch(4) == 10
+    assert model_selection_batch_size(4) == 10
     problem = large(10, 50, K=4)
     tracemalloc.start()
     enumerate_model_selections(*problem)

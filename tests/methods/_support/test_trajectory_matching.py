@@ -17,9 +17,9 @@ from fedloom.methods._support.differentiable_augmentation import (
     _affine,
     parse_differentiable_augmentation,
 )
-from fedloom.methods._support.distillation import FunctionalModel
+from fedloom.methods._support.distillation import DistillationModel
 from fedloom.methods._support.trajectory_matching import (
-    SyntheticData,
+    TrajectoryMatchingData,
     TrajectoryStep,
     match_trajectory,
     trajectory_distance,
@@ -54,22 +54,22 @@ class Problem:
         made = module()
         self.layout = Layout.of(made, channels_last=channels_last)
         self.row = self.layout.read(made)
-        self.network = FunctionalModel(made, self.layout, CPU)
+        self.network = DistillationModel(made, self.layout, CPU)
         self.target = self.row + 0.1 * torch.randn_like(self.row)
         images = torch.randn(count, *SHAPE, dtype=self.row.dtype)
         logits = torch.randn(count, CLASSES, dtype=self.row.dtype)
-        self.data = SyntheticData(images, logits, torch.tensor(0.7, dtype=self.row.dtype))
+        self.data = TrajectoryMatchingData(images, logits, torch.tensor(0.7, dtype=self.row.dtype))
 
-    def loss(self, data: SyntheticData, steps: list[TrajectoryStep], kind: str = "squared") -> Tensor:
+    def loss(self, data: TrajectoryMatchingData, steps: list[TrajectoryStep], kind: str = "squared") -> Tensor:
         """The same loss as a graph of ordinary operations, for autograd to go through."""
         w = start = self.row[: self.layout.trainable].clone().requires_grad_()
         target = self.target[: self.layout.trainable]
         for step in steps:
-            x, y = step.take(data.images, data.logits)
+            x, y = step.take(data.images, data.label_logits)
             (g,) = torch.autograd.grad(
                 trajectory_soft_label_loss(self.network(w, x, self.row), y), w, create_graph=True
             )
-            w = w - data.rate * g
+            w = w - data.learning_rate * g
         return trajectory_distance(w, target, kind) / trajectory_distance(start.detach(), target, kind)
 
     def steps(self, count: int, kinds: str = "none", batch: int = 0) -> list[TrajectoryStep]:
@@ -84,8 +84,8 @@ class Problem:
         return made
 
 
-def close(one: SyntheticData, other: SyntheticData | tuple[Tensor, ...], rtol: float = 1e-9) -> None:
-    others = other.tensors() if isinstance(other, SyntheticData) else other
+def close(one: TrajectoryMatchingData, other: TrajectoryMatchingData | tuple[Tensor, ...], rtol: float = 1e-9) -> None:
+    others = other.tensors() if isinstance(other, TrajectoryMatchingData) else other
     for mine, theirs in zip(one.tensors(), others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-13)
 
@@ -97,7 +97,7 @@ def test_gradients_agree_with_finite_differences(kind: str, remember: bool) -> N
     steps = problem.steps(3)
     found = match_trajectory(problem.network, problem.data, steps, problem.row, problem.target, kind, remember)
     generator = torch.Generator().manual_seed(3)
-    for name in ("images", "logits", "rate"):
+    for name in ("images", "label_logits", "learning_rate"):
         tensor, gradient = getattr(problem.data, name), getattr(found.gradients, name)
         flat = tensor.view(-1)
         for place in {int(p) for p in torch.randint(len(flat), (6,), generator=generator)}:
@@ -124,7 +124,7 @@ def test_the_sweep_is_what_autograd_finds(kind: str, kinds: str, batch: int) -> 
     """With all graphs kept, with none kept, and by autograd through the unrolled loop."""
     problem = Problem()
     steps = problem.steps(6, kinds, batch)
-    data = SyntheticData(*(tensor.clone().requires_grad_() for tensor in problem.data.tensors()))
+    data = TrajectoryMatchingData(*(tensor.clone().requires_grad_() for tensor in problem.data.tensors()))
     loss = problem.loss(data, steps, kind)
     expected = torch.autograd.grad(loss, data.tensors())
     for remember in (False, True):
@@ -137,13 +137,13 @@ def test_the_sweep_is_what_autograd_finds(kind: str, kinds: str, batch: int) -> 
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 4), (0.7, 0)])
 def test_steps_that_lead_nowhere_have_loss_one(kind: str, rate: float, count: int) -> None:
     problem = Problem(lambda: smooth().float())
-    data = SyntheticData(problem.data.images, problem.data.logits, torch.tensor(rate))
+    data = TrajectoryMatchingData(problem.data.images, problem.data.label_logits, torch.tensor(rate))
     found = match_trajectory(problem.network, data, problem.steps(count), problem.row, problem.target, kind)
     assert float(found.loss) == 1.0
-    assert torch.equal(found.end, problem.row[: problem.layout.trainable])
+    assert torch.equal(found.end_weights, problem.row[: problem.layout.trainable])
     assert not found.gradients.images.any()
-    assert not found.gradients.logits.any()
-    assert bool(found.gradients.rate != 0) == (count > 0)
+    assert not found.gradients.label_logits.any()
+    assert bool(found.gradients.learning_rate != 0) == (count > 0)
 
 
 @pytest.mark.parametrize("kind", ["squared", "cosine"])
@@ -152,13 +152,13 @@ def test_a_segment_that_does_not_move_teaches_nothing(kind: str) -> None:
     found = match_trajectory(problem.network, problem.data, problem.steps(2), problem.row, problem.row.clone(), kind)
     assert float(found.loss) == 0.0
     assert all(not tensor.any() for tensor in found.gradients.tensors())
-    assert not torch.equal(found.end, problem.row[: problem.layout.trainable])
+    assert not torch.equal(found.end_weights, problem.row[: problem.layout.trainable])
 
 
 def test_arriving_at_the_target_has_loss_zero() -> None:
     problem = Problem()
     steps = problem.steps(3)
-    end = match_trajectory(problem.network, problem.data, steps, problem.row, problem.target).end
+    end = match_trajectory(problem.network, problem.data, steps, problem.row, problem.target).end_weights
     assert float(match_trajectory(problem.network, problem.data, steps, problem.row, end).loss) == 0.0
 
 
@@ -167,19 +167,21 @@ def test_arriving_at_the_target_has_loss_zero() -> None:
 def test_a_constant_added_to_a_row_of_labels_changes_nothing(shift: float, row: int) -> None:
     problem = Problem()
     steps = problem.steps(2)
-    moved = problem.data.logits.clone()
+    moved = problem.data.label_logits.clone()
     moved[row] += shift
-    data = SyntheticData(problem.data.images, moved, problem.data.rate)
+    data = TrajectoryMatchingData(problem.data.images, moved, problem.data.learning_rate)
     one, two = (match_trajectory(problem.network, d, steps, problem.row, problem.target) for d in (problem.data, data))
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-9, atol=0)
     close(one.gradients, two.gradients, rtol=1e-7)
-    assert one.gradients.logits.sum(1).abs().max() < 1e-12, "so the gradient has no part along the constant"
+    assert one.gradients.label_logits.sum(1).abs().max() < 1e-12, "so the gradient has no part along the constant"
 
 
 def test_whole_batches_do_not_depend_on_the_order_of_the_samples() -> None:
     problem = Problem()
     order = torch.tensor([3, 0, 4, 1, 2])
-    data = SyntheticData(problem.data.images[order], problem.data.logits[order], problem.data.rate)
+    data = TrajectoryMatchingData(
+        problem.data.images[order], problem.data.label_logits[order], problem.data.learning_rate
+    )
     one, two = (
         match_trajectory(problem.network, d, problem.steps(3), problem.row, problem.target)
         for d in (problem.data, data)
@@ -230,7 +232,7 @@ def test_a_network_of_a_row_is_the_module(channels_last: bool) -> None:
     row = layout.read(module)
     x = torch.randn(4, *SHAPE)
     expected = module.eval()(x).detach()
-    network = FunctionalModel(Tied(), layout, CPU)
+    network = DistillationModel(Tied(), layout, CPU)
     network.module.load_state_dict({"two.bias": module.two.bias}, strict=False)
     before = row.clone()
     weights = row[: layout.trainable].clone().requires_grad_()
@@ -264,7 +266,7 @@ def test_memory_without_kept_graphs_grows_by_one_row_a_step() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
             match_trajectory(
-                problem.network, problem.data, problem.steps(count), problem.row, problem.target, remember=remember
+                problem.network, problem.data, problem.steps(count), problem.row, problem.target, keep_graphs=remember
             )
         return most
 
@@ -358,7 +360,7 @@ def test_kinds_by_name() -> None:
 def test_the_loss_falls_on_a_small_problem() -> None:
     """Images and labels that learn to lead from one model to another."""
     problem = Problem()
-    data = SyntheticData(*(tensor.clone() for tensor in problem.data.tensors()))
+    data = TrajectoryMatchingData(*(tensor.clone() for tensor in problem.data.tensors()))
     losses = []
     for _ in range(30):
         found = match_trajectory(problem.network, data, problem.steps(3), problem.row, problem.target)

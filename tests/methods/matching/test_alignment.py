@@ -80,7 +80,7 @@ def make(method: str, name: str, **options: Any) -> Any:
         some_context(),
         layout=layout,
         initial=row + 0.0,
-        make_module=lambda: deepcopy(module),
+        make_model=lambda: deepcopy(module),
         shape=NETWORKS[name][1],
         make_bank=Bank.memory,
     )
@@ -90,7 +90,7 @@ def make(method: str, name: str, **options: Any) -> Any:
 
 def updates(rows: list[Tensor], samples: list[int]) -> list[ClientUpdate]:
     return [
-        ClientUpdate(ClientTask(k, row), row, samples=n, loss=1.0, steps=1)
+        ClientUpdate(ClientTask(k, row), row, num_examples=n, loss=1.0, steps=1)
         for k, (row, n) in enumerate(zip(rows, samples, strict=True))
     ]
 
@@ -116,8 +116,8 @@ def test_permuted_copies_of_a_model_have_it_as_their_mean(method: str, name: str
     draw = torch.Generator().manual_seed(1)
     copies = [server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2)]
     assert not torch.equal(copies[0], copies[1])
-    server.collect(0, iter(updates([copies[0], row, copies[1]], [5, 9, 7])))
-    assert torch.equal(server.deploy(), row)
+    server.aggregate(0, iter(updates([copies[0], row, copies[1]], [5, 9, 7])))
+    assert torch.equal(server.global_model(), row)
     assert server.diagnostics()["models permuted"] == pytest.approx(2 / 3)
 
 
@@ -127,8 +127,8 @@ def test_small_perceptrons_are_recovered_every_time(method: str, seed: int) -> N
     server, draw = make(method, "mlp"), torch.Generator().manual_seed(100 + seed)
     row = torch.randn(network("mlp")[2].shape, generator=draw) / 3
     copy = server.symmetries.permuted(row, server.symmetries.random(draw))
-    server.collect(0, iter(updates([copy, row], [5, 9])))
-    assert torch.equal(server.deploy(), row)
+    server.aggregate(0, iter(updates([copy, row], [5, 9])))
+    assert torch.equal(server.global_model(), row)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -162,8 +162,8 @@ def test_models_that_are_in_order_are_averaged_as_by_fedavg(method: str) -> None
         rows.append(near)
     servers = [make(which, "batch norm") for which in (method, "fedavg")]
     for server in servers:
-        server.collect(0, iter(updates(rows, [3, 9, 4, 5])))
-    assert torch.equal(servers[0].deploy(), servers[1].deploy())
+        server.aggregate(0, iter(updates(rows, [3, 9, 4, 5])))
+    assert torch.equal(servers[0].global_model(), servers[1].global_model())
 
 
 @pytest.mark.parametrize("method", SERVERS)
@@ -174,10 +174,10 @@ def test_a_client_without_samples_changes_nothing(method: str) -> None:
     servers = [make(method, "mlp", weighting=how) for how in ("samples", "uniform") for _ in range(2)]
     for i, server in enumerate(servers):
         given, samples = (rows, [5, 4, 0]) if i % 2 else (rows[:2], [5, 4])
-        server.collect(0, iter(updates(given, samples)))
-    assert torch.equal(servers[0].deploy(), servers[1].deploy())
-    assert torch.equal(servers[2].deploy(), servers[3].deploy())
-    assert not torch.equal(servers[0].deploy(), servers[2].deploy())
+        server.aggregate(0, iter(updates(given, samples)))
+    assert torch.equal(servers[0].global_model(), servers[1].global_model())
+    assert torch.equal(servers[2].global_model(), servers[3].global_model())
+    assert not torch.equal(servers[0].global_model(), servers[2].global_model())
 
 
 @pytest.mark.parametrize("method", SERVERS)
@@ -190,10 +190,10 @@ def test_a_permuted_client_is_brought_back_in_a_run(method: str) -> None:
     expected = torch.stack(rows).mean(0)
     scrambled = [rows[0], *(server.symmetries.permuted(r, server.symmetries.random(noise)) for r in rows[1:])]
     for each in (server, plain):
-        each.collect(0, iter(updates(scrambled, [2, 1, 1, 1])))
+        each.aggregate(0, iter(updates(scrambled, [2, 1, 1, 1])))
     weighted = (2 * rows[0] + sum(rows[1:])) / 5
-    torch.testing.assert_close(server.deploy(), weighted)
-    assert (plain.deploy() - expected).norm() > 10 * (server.deploy() - expected).norm()
+    torch.testing.assert_close(server.global_model(), weighted)
+    assert (plain.global_model() - expected).norm() > 10 * (server.global_model() - expected).norm()
 
 
 def test_networks_that_cannot_be_matched_are_refused_before_anything_runs() -> None:
@@ -375,6 +375,6 @@ def test_both_sides_of_a_unit_count() -> None:
     first = layout.entries[0]
     first.view(row)[:] = first.view(row)[0].clone()
     moved = server.symmetries.permuted(row, server.symmetries.random(torch.Generator().manual_seed(8)))
-    server.collect(0, iter(updates([row, moved], [2, 1])))
-    weights = layout.entries[2].view(server.deploy()) - layout.entries[2].view(row)
+    server.aggregate(0, iter(updates([row, moved], [2, 1])))
+    weights = layout.entries[2].view(server.global_model()) - layout.entries[2].view(row)
     assert float(weights.abs().max()) < 1e-6

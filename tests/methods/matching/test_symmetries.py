@@ -145,9 +145,9 @@ def test_a_permutation_matrix_permutes(name: str) -> None:
 def test_all_writers_of_a_stream_share_its_permutation() -> None:
     *_, symmetries, _ = made("resnet, shortcuts with weights")
     stream = symmetries.groups[0]
-    written = {tie.entry.name for tie in stream.ties if tie.made and len(tie.entry.shape) == 4}
+    written = {tie.entry.name for tie in stream.ties if tie.produces_units and len(tie.entry.shape) == 4}
     assert written == {"conv1.weight", *(f"body.layer1.{i}.conv2.weight" for i in range(3))}
-    read = {tie.entry.name for tie in stream.ties if not tie.made}
+    read = {tie.entry.name for tie in stream.ties if not tie.produces_units}
     inner = {f"body.layer1.{i}.conv1.weight" for i in range(3)}
     assert read == inner | {"body.layer2.0.conv1.weight", "body.layer2.0.shortcut.conv.weight"}
     buffers = {tie.entry.name for tie in stream.ties if tie.entry.kind is TensorKind.BUFFER}
@@ -157,7 +157,7 @@ def test_all_writers_of_a_stream_share_its_permutation() -> None:
 def test_a_channel_takes_its_pixels_along_when_flattened() -> None:
     *_, symmetries, _ = made("convolutions and flatten")
     tie = next(tie for tie in symmetries.groups[1].ties if tie.entry.name == "fc1.weight")
-    assert (tie.axis, tie.start, tie.inner, tie.made) == (1, 0, 25, False)
+    assert (tie.axis, tie.start, tie.inner, tie.produces_units) == (1, 0, 25, False)
 
 
 def test_what_lies_in_channels_last_order_is_permuted_too() -> None:

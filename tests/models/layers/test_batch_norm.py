@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from fedloom.models import build_model
 from fedloom.models.layers import norms
 from fedloom.models.layers.fused_relu import FusedReLUSequential
-from fedloom.models.layers.norms import BatchNorm2d, BatchNormReLUFunction, StatelessBatchNorm2d, normalize_and_activate
+from fedloom.models.layers.norms import (
+    BatchNorm2d,
+    StatelessBatchNorm2d,
+    _BatchNormReLUFunction,
+    normalize_and_activate,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -67,7 +72,7 @@ def test_gradients_and_their_gradients(relu: bool, added: bool, monkeypatch: pyt
     inputs = [tensor.requires_grad_() for tensor in (x, torch.randn_like(x), weight, bias)]
 
     def fused(x: Tensor, beside: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y: Tensor = BatchNormReLUFunction.apply(x, beside if added else None, weight, bias, None, 0.1, 1e-5, relu)
+        y: Tensor = _BatchNormReLUFunction.apply(x, beside if added else None, weight, bias, None, 0.1, 1e-5, relu)
         return y if added else y + 0 * beside
 
     assert torch.autograd.gradcheck(fused, inputs)
@@ -79,7 +84,7 @@ def test_gradients_of_gradients_with_frozen_weights(monkeypatch: pytest.MonkeyPa
     x = torch.randn(3, 2, 2, 2, dtype=torch.double, requires_grad=True)
     weight, bias = torch.rand(2).double(), torch.rand(2).double()
     assert torch.autograd.gradgradcheck(
-        lambda x: BatchNormReLUFunction.apply(x, None, weight, bias, None, 0.1, 1e-5, True), [x]
+        lambda x: _BatchNormReLUFunction.apply(x, None, weight, bias, None, 0.1, 1e-5, True), [x]
     )
 
 
@@ -245,7 +250,7 @@ def test_what_is_not_a_number_is_not_hidden(kernels: Any) -> None:
 
 @pytest.mark.parametrize("why", ["channels", "stride", "momentum", "type", "single", "order", "counter", "eval"])
 def test_what_is_not_as_usual_is_left_to_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_kernels", lambda _: True)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_relu", lambda _: True)
     norm, x = BatchNorm2d(4), torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
     assert norm._may_fuse(x)
     if why == "channels":
@@ -273,7 +278,7 @@ def test_what_is_beside_a_layer_is_fused_if_it_is_like_it(
     beside: Any, hook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
-    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_kernels", lambda _: True)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_relu", lambda _: True)
     norm, x, seen = BatchNorm2d(4), maps(2, 4, 3, 3).cpu(), list[Tensor]()
     other = torch.ones(2, 4, 3, 3).double() if beside == "float64" else beside and torch.randn(beside)
     if hook:
@@ -284,12 +289,12 @@ def test_what_is_beside_a_layer_is_fused_if_it_is_like_it(
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
     assert len(seen) == hook
     fused = not hook and beside in (None, (2, 4, 3, 3))
-    assert (type(y.grad_fn).__name__ == "BatchNormReLUFunctionBackward") is fused
+    assert (type(y.grad_fn).__name__ == "_BatchNormReLUFunctionBackward") is fused
 
 
 def test_statistics_that_are_not_tracked_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "_load_norm_kernels", step_by_step)
-    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_kernels", lambda _: True)
+    monkeypatch.setattr("fedloom.models.layers.fused_relu.can_use_fused_relu", lambda _: True)
     norm = BatchNorm2d(3)
     norm.track_running_stats = False
     norm((torch.randn(4, 3, 2, 2) + 5).contiguous(memory_format=torch.channels_last))
@@ -310,7 +315,7 @@ class TestOnAGpu:
     def test_only_where_rounding_may_differ(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fedloom.devices.precision._to_the_bit", precision == "fp32")
         norm, x = BatchNorm2d(16).cuda(), maps(8, 16, 8, 8)
-        assert (norm.relu(x).grad_fn.name() == "BatchNormReLUFunctionBackward") is (precision == "tf32")  # type: ignore[union-attr]
+        assert (norm.relu(x).grad_fn.name() == "_BatchNormReLUFunctionBackward") is (precision == "tf32")  # type: ignore[union-attr]
         assert norm.relu(x.contiguous()).grad_fn.name() == "ReluBackward0"  # type: ignore[union-attr]
         assert norm.eval().relu(x).grad_fn.name() == "ReluBackward0"  # type: ignore[union-attr]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedloom.models import build_model
 from fedloom.models.layers import fused_relu, pooling
 from fedloom.models.layers.fused_relu import FusedReLUSequential
-from fedloom.models.layers.pooling import MaxPoolReLUFunction, PooledConv2d
+from fedloom.models.layers.pooling import PooledConv2d, _MaxPoolReLUFunction
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -49,13 +49,13 @@ def test_gradients_and_their_gradients(layout: torch.memory_format, monkeypatch:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 6).double().contiguous(memory_format=layout).requires_grad_()
     inputs = (x, torch.randn(3).double().requires_grad_())
-    assert torch.autograd.gradcheck(MaxPoolReLUFunction.apply, inputs)
-    assert torch.autograd.gradgradcheck(MaxPoolReLUFunction.apply, inputs)
-    found = [torch.autograd.grad(f(*inputs).pow(3).sum(), inputs) for f in (MaxPoolReLUFunction.apply, by_torch)]
+    assert torch.autograd.gradcheck(_MaxPoolReLUFunction.apply, inputs)
+    assert torch.autograd.gradgradcheck(_MaxPoolReLUFunction.apply, inputs)
+    found = [torch.autograd.grad(f(*inputs).pow(3).sum(), inputs) for f in (_MaxPoolReLUFunction.apply, by_torch)]
     torch.testing.assert_close(*found)
     found = [
         torch.autograd.grad(f(*inputs).pow(3).sum(), inputs, create_graph=True)
-        for f in (MaxPoolReLUFunction.apply, by_torch)
+        for f in (_MaxPoolReLUFunction.apply, by_torch)
     ]
     torch.testing.assert_close(*found)
 
@@ -87,7 +87,7 @@ def test_triton_is_tried_out_once_by_whomever(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fused_relu, "_answers", {})
     monkeypatch.setattr(fused_relu, "_tried", tried)
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(fused_relu.fused_kernels_available, [torch.device("cuda:0")] * 8))
+        assert all(pool.map(fused_relu.fused_relu_available, [torch.device("cuda:0")] * 8))
     assert len(tries) == 1
 
 
@@ -98,7 +98,7 @@ def test_triton_is_tried_out_where_it_may_be_used(
     module, tries, empty = build_model(model, (3, 32, 32), 10), list[torch.device](), torch.empty
     monkeypatch.setattr(fused_relu, "enabled", True)
     monkeypatch.setattr("fedloom.devices.precision._to_the_bit", to_the_bit)
-    monkeypatch.setattr(fused_relu, "fused_kernels_available", tries.append)
+    monkeypatch.setattr(fused_relu, "fused_relu_available", tries.append)
     monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))
     fused_relu.prepare_fused_relu(module, torch.device("cuda"))
     assert len(tries) == tried
@@ -198,7 +198,7 @@ class TestOnAGpu:
         y, found = torch.arange(50, device="cuda") % 10, []
         for fused in (True, False):
             if not fused:
-                monkeypatch.setattr(fused_relu, "fused_kernels_available", lambda _: False)
+                monkeypatch.setattr(fused_relu, "fused_relu_available", lambda _: False)
             module.zero_grad()
             F.cross_entropy(module(x), y).backward()
             found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))

@@ -1,6 +1,6 @@
-"""Partitions: which client holds which samples of a data set.
+"""Partition a data set among clients by a scheme such as `dirichlet:0.1`.
 
-The schemes themselves are in `fedloom.data.partitions`; each gives disjoint parts, seeded by one generator.
+A scheme is a function from a `PartitionRequest` to disjoint arrays of positions, one per client.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,38 @@ Scheme = Callable[[PartitionRequest], list[Indices]]
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """A scheme: how it is written and what it does."""
+    """A partition scheme of `available_partitions`."""
 
     spec: str
     summary: str
-    brings_clients: bool = False
-    """Whether it knows by itself how many clients there are."""
+    determines_num_clients: bool = False
+    """Whether the scheme determines the number of clients if you do not give it."""
 
 
 def available_partitions() -> list[PartitionInfo]:
-    """All schemes."""
+    """Return all partition schemes."""
     return [info for info, _ in SCHEMES.values()]
 
 
-def partition_indices(spec: str, samples: PartitionPool | Labels, clients: int | None, rng: Rng) -> list[Indices]:
-    """The sorted positions of each client's samples, by a scheme such as `dirichlet:0.1`.
+def partition_indices(spec: str, samples: PartitionPool | Labels, num_clients: int | None, rng: Rng) -> list[Indices]:
+    """Partition samples among clients.
 
-    Labels are enough for most schemes; `natural` and `domain` want a `Pool` that says whose the samples are or where
-    they come from. With these and `file`, `clients` may be None: as many as there are.
+    Args:
+        spec: The scheme, such as "iid", "dirichlet:0.1" or "shards:2"; see `available_partitions`.
+        samples: The labels. The schemes `natural` and `domain` need a `PartitionPool` with owners or domains.
+        num_clients: Number of clients. With `natural`, `domain` and `file` it may be None: as many as there are.
+        rng: Source of all draws.
+
+    Returns:
+        The sorted positions of each client's samples.
+
+    Raises:
+        InputError: If the scheme is unknown or cannot partition these samples.
+
+    Example:
+        >>> parts = partition_indices("iid", np.arange(100) % 10, 4, np.random.default_rng(0))
+        >>> [len(part) for part in parts]
+        [25, 25, 25, 25]
     """
     pool = samples if isinstance(samples, PartitionPool) else PartitionPool(samples)
     name, value, options = _parse(spec)
@@ -46,58 +60,77 @@ def partition_indices(spec: str, samples: PartitionPool | Labels, clients: int |
             raise InputError(f"{spec!r} is a file; name it as file:{spec}.")
         raise unknown_name_error("partition", name, SCHEMES)
     info, scheme = SCHEMES[name]
-    if clients is not None and clients < 1:
-        raise InputError(f"cannot share samples among {clients} clients; expected at least 1.")
+    if num_clients is not None and num_clients < 1:
+        raise InputError(f"cannot share samples among {num_clients} clients; expected at least 1.")
     if not len(pool):
         raise InputError(f"{pool.name!r} has no samples to share.")
-    if clients is not None and clients > len(pool) and not info.brings_clients:
-        raise InputError(f"cannot share {len(pool)} samples among {clients} clients; expected fewer clients.")
-    request = PartitionRequest(name, value, options, pool, clients, rng)
-    parts = scheme(request)
-    request.refuse_unread()
-    return parts
+    if num_clients is not None and num_clients > len(pool) and not info.determines_num_clients:
+        raise InputError(f"cannot share {len(pool)} samples among {num_clients} clients; expected fewer clients.")
+    request = PartitionRequest(name, value, options, pool, num_clients, rng)
+    client_indices = scheme(request)
+    request.refuse_unused_options()
+    return client_indices
 
 
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # nothing that a path can be
+    except (OSError, ValueError):  # not a valid path
         return False
 
 
 def partition_dataset(
-    dataset: Dataset, spec: str, clients: int | None, rng: Rng, held: Indices | None = None
+    dataset: Dataset, spec: str, num_clients: int | None, rng: Rng, server_indices: Indices | None = None
 ) -> PartitionedDataset:
-    """The training samples of `dataset` shared among `clients`, and its test samples for the server.
+    """Partition the training samples of a data set among clients.
 
-    The samples at the positions `held` stay with the server: they are taken away before the rest is shared. Where
-    clients are owners or domains, and it is known which test samples are theirs, these are the test set.
+    The test samples are the common test set. If clients are owners or domains, and the test samples have owners or
+    domains too, only the test samples of the clients are used.
+
+    Args:
+        dataset: The data set.
+        spec: The scheme, such as "dirichlet:0.1"; see `available_partitions`.
+        num_clients: Number of clients, or None if the scheme determines it.
+        rng: Source of all draws.
+        server_indices: Positions of training samples that no client gets.
+
+    Returns:
+        The clients and their samples.
+
+    Raises:
+        InputError: If the scheme is unknown or cannot partition these samples.
+
+    Example:
+        >>> from fedloom.data import load_dataset
+        >>> digits = load_dataset("digits")
+        >>> len(partition_dataset(digits, "dirichlet:0.5", 10, np.random.default_rng(0)))
+        10
     """
-    parts = _share(spec, make_partition_pool(dataset), clients, rng, held)
-    test, whose = dataset.test, _own_tests(_parse(spec)[0], dataset, parts)
-    if whose is not None and (whose == NO_OWNER).any():  # else the test set stays mapped into memory
-        test, whose = test.take(np.flatnonzero(whose != NO_OWNER)), whose[whose != NO_OWNER]
-    federation = PartitionedDataset(
+    client_indices = _share(spec, make_partition_pool(dataset), num_clients, rng, server_indices)
+    test, test_owners = dataset.test, _own_tests(_parse(spec)[0], dataset, client_indices)
+    if test_owners is not None and (test_owners == NO_OWNER).any():  # take() copies, so use it only if needed
+        test, test_owners = test.take(np.flatnonzero(test_owners != NO_OWNER)), test_owners[test_owners != NO_OWNER]
+    federated_data = PartitionedDataset(
         dataset.train,
-        parts,
+        client_indices,
         classes=dataset.classes,
         shape=dataset.shape,
-        prepare=dataset.prepare,
+        transform=dataset.transform,
         test=test,
         name=dataset.name,
-        tokens=dataset.tokens,
+        vocabulary_size=dataset.vocabulary_size,
     )
-    federation.test_owners = whose
-    return federation
+    federated_data.test_owners = test_owners
+    return federated_data
 
 
-def _own_tests(name: str, dataset: Dataset, parts: list[Indices]) -> Indices | None:
-    """The client of each test sample: of the same owner or domain. Clients of one domain take its samples in turn."""
+def _own_tests(name: str, dataset: Dataset, client_indices: list[Indices]) -> Indices | None:
+    """Return the client of each test sample, by owner or domain; clients of one domain take its samples in turn."""
     by_owner, by_domain = (dataset.owners, dataset.test_owners), (dataset.domains, dataset.test_domains)
     marks, test_marks = {"natural": by_owner, "domain": by_domain}.get(name, (None, None))
     if marks is None or test_marks is None:
         return None
-    mark_of = np.array([marks[part[0]] for part in parts])
+    mark_of = np.array([marks[part[0]] for part in client_indices])
     whose = np.full(len(test_marks), NO_OWNER, dtype=np.int64)
     for mark in np.unique(mark_of):
         here, positions = np.flatnonzero(mark_of == mark), np.flatnonzero(test_marks == mark)
@@ -105,17 +138,19 @@ def _own_tests(name: str, dataset: Dataset, parts: list[Indices]) -> Indices | N
     return whose if (whose != NO_OWNER).any() else None
 
 
-def _share(spec: str, pool: PartitionPool, clients: int | None, rng: Rng, held: Indices | None) -> list[Indices]:
-    if held is None or not len(held):
-        return partition_indices(spec, pool, clients, rng)
-    if _parse(spec)[0] == "file":  # its positions are those of the whole data set
-        return [part[~np.isin(part, held)] for part in partition_indices(spec, pool, clients, rng)]
-    rest = np.setdiff1d(np.arange(len(pool)), held)
-    return [rest[part] for part in partition_indices(spec, pool.take(rest), clients, rng)]
+def _share(
+    spec: str, pool: PartitionPool, num_clients: int | None, rng: Rng, server_indices: Indices | None
+) -> list[Indices]:
+    if server_indices is None or not len(server_indices):
+        return partition_indices(spec, pool, num_clients, rng)
+    if _parse(spec)[0] == "file":  # a file lists positions in the whole data set
+        return [part[~np.isin(part, server_indices)] for part in partition_indices(spec, pool, num_clients, rng)]
+    rest = np.setdiff1d(np.arange(len(pool)), server_indices)
+    return [rest[part] for part in partition_indices(spec, pool.take(rest), num_clients, rng)]
 
 
 def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
-    """`name:value,key=value` in its parts."""
+    """Parse `name:value,key=value`."""
     if spec.strip().startswith("file:"):
         return "file", spec.strip().removeprefix("file:"), {}  # a path may hold any character
     head, *rest = spec.strip().split(",")

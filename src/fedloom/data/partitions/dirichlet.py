@@ -1,8 +1,6 @@
-"""Label skew by a Dirichlet draw for each class, and quantity skew by one for the sizes.
+"""Dirichlet partitions: by class, in blocks, by size, balanced (DynaFed), and by client (Hsu et al., 2019).
 
-A draw that leaves some client with too little is drawn again, but not for ever: at a small alpha it may never succeed.
-
-Label skew among clients of equal size: DynaFed's balanced Dirichlet, and Hsu's draw for each client.
+A draw that gives some client too few samples is repeated, up to a limit: with a small alpha it may never succeed.
 """
 
 import time
@@ -14,16 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedloom.data.partitions.base import Indices, PartitionRequest, Rng, parse_integer_option, partition_from_assignment
+from fedloom.data.partitions.base import (
+    Indices,
+    PartitionRequest,
+    Rng,
+    parse_partition_integer,
+    partition_from_assignment,
+)
 from fedloom.errors import InputError
 
 
-def _assign_by_class_counts(shares: Indices, classes: Indices, rng: Rng) -> Indices:
-    """The owners, when of each class (row) each client (column) gets so many samples, whichever they are."""
-    owner = np.empty(len(classes), dtype=np.int64)
-    for label, share in enumerate(shares):
-        owner[rng.permutation(np.flatnonzero(classes == label))] = np.repeat(np.arange(len(share)), share)
-    return owner
+def _assign_by_class_counts(class_counts: Indices, sample_classes: Indices, rng: Rng) -> Indices:
+    """Assign random samples to clients, given how many of each class (row) each client (column) gets."""
+    assignment = np.empty(len(sample_classes), dtype=np.int64)
+    for label, share in enumerate(class_counts):
+        assignment[rng.permutation(np.flatnonzero(sample_classes == label))] = np.repeat(np.arange(len(share)), share)
+    return assignment
 
 
 TRIES = 1000
@@ -33,111 +37,113 @@ OTHERWISE = "fewer clients or a smaller min, or use dirichlet-equal"
 
 @dataclass
 class _RetryLimit:
-    """How often one draws again before giving up; `best` is the smallest client of the best draw."""
+    """Limit of repeated draws; `best_min_examples` is the size of the smallest client in the best draw."""
 
     tries: int = 0
-    best: int = -1
-    end: float = field(default_factory=lambda: time.monotonic() + SECONDS)
+    best_min_examples: int = -1
+    deadline: float = field(default_factory=lambda: time.monotonic() + SECONDS)
 
-    def more(self) -> bool:
-        """Whether to draw (again)."""
+    def try_again(self) -> bool:
+        """Count a draw, and return whether it is allowed."""
         self.tries += 1
-        return self.tries <= TRIES and (self.tries == 1 or time.monotonic() < self.end)
+        return self.tries <= TRIES and (self.tries == 1 or time.monotonic() < self.deadline)
 
-    def give_up(self, draws: str, clients: str, least: int, of: str, smaller: str) -> InputError:
+    def give_up(self, draws: str, clients: str, min_examples: int, of: str, smaller: str) -> InputError:
         return InputError(
-            f"none of {self.tries - 1} draws of {draws} gave each of {clients} {least} of the {of} (the smallest "
-            f"client had {self.best} at best); ask for a larger alpha, {smaller}."
+            f"none of {self.tries - 1} draws of {draws} gave each of {clients} {min_examples} of the {of} (the "
+            f"smallest client had {self.best_min_examples} at best); ask for a larger alpha, {smaller}."
         )
 
 
 def partition_dirichlet_by_class(request: PartitionRequest) -> list[Indices]:
-    """Class by class, shares drawn from Dirichlet(alpha): NIID-Bench's procedure, with its balance and its minimum."""
-    alpha, least = request.alpha(), request.least(10)
-    classes = request.classes()
-    request.enough(least)
-    patience = _RetryLimit()
-    shares = _class_shares(alpha, least, np.bincount(classes), request.clients, request.rng, patience)
-    if shares is None:
-        draws, clients = f"dirichlet:{alpha:g}", f"{request.clients} clients"
-        raise patience.give_up(draws, clients, least, f"{len(classes)} samples", OTHERWISE)
-    return partition_from_assignment(_assign_by_class_counts(shares, classes, request.rng), request.clients)
+    """Draw shares of each class from Dirichlet(alpha), with NIID-Bench's balancing and minimum size."""
+    alpha, min_examples = request.alpha(), request.min_examples(10)
+    classes = request.class_indices()
+    request.check_min_examples(min_examples)
+    retry_limit = _RetryLimit()
+    class_counts = _class_shares(
+        alpha, min_examples, np.bincount(classes), request.num_clients, request.rng, retry_limit
+    )
+    if class_counts is None:
+        draws, clients = f"dirichlet:{alpha:g}", f"{request.num_clients} clients"
+        raise retry_limit.give_up(draws, clients, min_examples, f"{len(classes)} samples", OTHERWISE)
+    return partition_from_assignment(_assign_by_class_counts(class_counts, classes, request.rng), request.num_clients)
 
 
 def partition_dirichlet_blocks(request: PartitionRequest) -> list[Indices]:
-    """The same in blocks of ten clients, then equal slices: Lin et al., 2020, as in their code.
+    """Draw shares of each class in blocks of ten clients, then cut equal slices, as in the code of Lin et al., 2020.
 
-    The samples are cut at random into one part for each block of clients. Within it, classes are shared out until
-    every client has half the mean size. The samples, client by client, are then cut anew into slices of equal size:
-    a client holds the tail of what its neighbour had too much of.
+    The samples are split at random into one part per block of clients. In a block, shares of the classes are drawn
+    until every client has half the mean size. The samples, in the order of the clients, are then cut into slices of
+    equal size. So a client gets the surplus of its neighbour.
     """
-    alpha, classes = request.alpha(), request.classes()
-    block = parse_integer_option(request.option("block", "10"), "block", 1, "block=10")
-    clients, n, rng = request.clients, len(classes), request.rng
+    alpha, classes = request.alpha(), request.class_indices()
+    block = parse_partition_integer(request.option("block", "10"), "block", 1, "block=10")
+    num_clients, n, rng = request.num_clients, len(classes), request.rng
     order = rng.permutation(n)
-    owner = np.empty(n, dtype=np.int64)
-    for first in range(0, clients, block):
-        last = min(first + block, clients)
-        cut = order[n * first // clients : n * last // clients]
+    assignment = np.empty(n, dtype=np.int64)
+    for first in range(0, num_clients, block):
+        last = min(first + block, num_clients)
+        cut = order[n * first // num_clients : n * last // num_clients]
         here = np.unique(classes[cut], return_inverse=True)[1].astype(np.int64)
-        least, patience = len(cut) // (2 * (last - first)), _RetryLimit()
-        shares = _class_shares(alpha, least, np.bincount(here), last - first, rng, patience)
-        if shares is None:
+        min_examples, retry_limit = len(cut) // (2 * (last - first)), _RetryLimit()
+        class_counts = _class_shares(alpha, min_examples, np.bincount(here), last - first, rng, retry_limit)
+        if class_counts is None:
             draws, held = f"dirichlet-blocks:{alpha:g}", f"{last - first} clients of a block"
-            raise patience.give_up(draws, held, least, f"{len(cut)} samples", "or use dirichlet-equal")
-        # Class by class within a client, as the authors' code lists them: a slice's tail is then of few classes.
-        lined_up = cut[np.lexsort((here, _assign_by_class_counts(shares, here, rng)))]
-        slices = np.arange(n * first // clients, n * last // clients)
-        owner[lined_up] = np.searchsorted(n * np.arange(1, clients + 1) // clients, slices, side="right")
-    return partition_from_assignment(owner, clients)
+            raise retry_limit.give_up(draws, held, min_examples, f"{len(cut)} samples", "or use dirichlet-equal")
+        # Sorted by class within a client, as in the authors' code, so the end of a slice has few classes.
+        lined_up = cut[np.lexsort((here, _assign_by_class_counts(class_counts, here, rng)))]
+        slices = np.arange(n * first // num_clients, n * last // num_clients)
+        assignment[lined_up] = np.searchsorted(n * np.arange(1, num_clients + 1) // num_clients, slices, side="right")
+    return partition_from_assignment(assignment, num_clients)
 
 
 def partition_dirichlet_sizes(request: PartitionRequest) -> list[Indices]:
-    """Sizes drawn from Dirichlet(alpha), labels at random: NIID-Bench's quantity skew."""
-    alpha, least = request.alpha(), request.least(10)
-    request.enough(least)
-    clients, n, patience = request.clients, len(request.pool), _RetryLimit()
-    while patience.more():
-        sizes = _cut(_draw(alpha, clients, request.rng), n)
-        if sizes.min() >= least:
-            owner = np.empty(n, dtype=np.int64)
-            owner[request.rng.permutation(n)] = np.repeat(np.arange(clients), sizes)
-            return partition_from_assignment(owner, clients)
-        patience.best = max(patience.best, int(sizes.min()))
+    """Draw sizes from Dirichlet(alpha), and labels at random: NIID-Bench's quantity skew."""
+    alpha, min_examples = request.alpha(), request.min_examples(10)
+    request.check_min_examples(min_examples)
+    num_clients, n, retry_limit = request.num_clients, len(request.pool), _RetryLimit()
+    while retry_limit.try_again():
+        sizes = _cut(_draw(alpha, num_clients, request.rng), n)
+        if sizes.min() >= min_examples:
+            assignment = np.empty(n, dtype=np.int64)
+            assignment[request.rng.permutation(n)] = np.repeat(np.arange(num_clients), sizes)
+            return partition_from_assignment(assignment, num_clients)
+        retry_limit.best_min_examples = max(retry_limit.best_min_examples, int(sizes.min()))
     draws, of = f"quantity:{alpha:g}", f"{n} samples"
-    raise patience.give_up(draws, f"{clients} clients", least, of, "fewer clients or a smaller min")
+    raise retry_limit.give_up(draws, f"{num_clients} clients", min_examples, of, "fewer clients or a smaller min")
 
 
 def _class_shares(
-    alpha: float, least: int, class_sizes: Indices, clients: int, rng: Rng, patience: _RetryLimit
+    alpha: float, min_examples: int, class_sizes: Indices, num_clients: int, rng: Rng, retry_limit: _RetryLimit
 ) -> Indices | None:
-    """How many samples of each class (row) each client (column) gets: drawn until all have `least`."""
+    """Draw how many samples of each class (row) each client (column) gets, until all have `min_examples`."""
     n = int(class_sizes.sum())
-    shares = np.zeros((len(class_sizes), clients), dtype=np.int64)
-    while patience.more():
-        held = np.zeros(clients, dtype=np.int64)
+    class_counts = np.zeros((len(class_sizes), num_clients), dtype=np.int64)
+    while retry_limit.try_again():
+        held = np.zeros(num_clients, dtype=np.int64)
         for label, size in enumerate(class_sizes):
-            # Clients that hold their even share get nothing more. Dropping them from a Dirichlet draw and
-            # renormalising it is the same as a draw over the others, which cannot end up all zero.
-            open_ = np.flatnonzero(held < n / clients)
-            shares[label] = 0
-            shares[label, open_] = _cut(_draw(alpha, len(open_), rng), int(size))
-            held += shares[label]
-        if held.min() >= least:
-            return shares
-        patience.best = max(patience.best, int(held.min()))
+            # Clients with an even share get nothing more. Dropping them from a Dirichlet draw and renormalizing is
+            # the same as a draw over the others, which cannot be all zero.
+            open_ = np.flatnonzero(held < n / num_clients)
+            class_counts[label] = 0
+            class_counts[label, open_] = _cut(_draw(alpha, len(open_), rng), int(size))
+            held += class_counts[label]
+        if held.min() >= min_examples:
+            return class_counts
+        retry_limit.best_min_examples = max(retry_limit.best_min_examples, int(held.min()))
     return None
 
 
 def _cut(draw: NDArray[np.float64], size: int) -> Indices:
-    """`size` samples cut at the cumulative shares of a draw."""
+    """Split `size` samples at the cumulative shares of a draw."""
     ends = np.cumsum(draw)
     cuts = (ends / ends[-1] * size).astype(np.int64)
     return np.asarray(np.diff(cuts, prepend=0))
 
 
 def _draw(alpha: float, size: int, rng: Rng) -> NDArray[np.float64]:
-    """A Dirichlet draw; at an alpha so extreme that it over- or underflows, the limit it stands for."""
+    """Draw from Dirichlet(alpha); if an extreme alpha over- or underflows, draw from the limit distribution."""
     with np.errstate(all="ignore"):
         draw = rng.dirichlet(np.full(size, alpha))
     if np.isfinite(draw).all() and draw.sum() > 0.5:
@@ -147,29 +153,29 @@ def _draw(alpha: float, size: int, rng: Rng) -> NDArray[np.float64]:
 
 STEPS = 1000
 SMALLEST = 1e-3
-"""An alpha of `balanced`: with less, clients hold one class wherever they can, as they do with this."""
+"""Least alpha of `partition_dirichlet_balanced`: at this value clients have one class if possible."""
 TINIEST = 1e-12
-"""A parameter of `by_client`: with less, the logarithms of its draws overflow; this is one class a client already."""
+"""Least parameter of `partition_dirichlet_by_client`: logarithms of smaller draws overflow. It gives one class each."""
 
 
 def partition_dirichlet_balanced(request: PartitionRequest) -> list[Indices]:
-    """Dirichlet shares of all classes at once, scaled until every client holds equally many (DynaFed's code)."""
-    alpha, classes = request.alpha(), request.classes()
+    """Draw Dirichlet shares of all classes, and scale them until all clients have equal sizes (DynaFed's code)."""
+    alpha, classes = request.alpha(), request.class_indices()
     sizes = np.bincount(classes)
-    shape = (len(sizes), request.clients)
+    shape = (len(sizes), request.num_clients)
     logs = _log_gamma(np.full(shape, max(alpha, SMALLEST)), request.rng)
-    shares = _balance(logs, sizes, len(classes) / request.clients)
+    shares = _balance(logs, sizes, len(classes) / request.num_clients)
     ends = np.cumsum(shares, axis=1)
     cuts = np.rint(ends / ends[:, -1:] * sizes[:, None]).astype(np.int64)
     levelled = _level(np.diff(cuts, axis=1, prepend=0), len(sizes))
-    return partition_from_assignment(_assign_by_class_counts(levelled, classes, request.rng), request.clients)
+    return partition_from_assignment(_assign_by_class_counts(levelled, classes, request.rng), request.num_clients)
 
 
 def _log_gamma(shape: NDArray[np.float64], rng: Rng) -> NDArray[np.float64]:
-    """Logarithms of Gamma draws, whose normalised rows are Dirichlet draws.
+    """Draw logarithms of Gamma variables, whose normalized rows are Dirichlet draws.
 
-    Logarithms, because at a small alpha most of the draws would underflow, and what is left after a class has gone
-    would be zero everywhere.
+    With a small alpha most draws would underflow without the logarithm. Then all shares would be zero once a class is
+    used up.
     """
     return np.asarray(np.log(rng.standard_gamma(shape + 1)) + np.log1p(-rng.random(shape.shape)) / shape)
 
@@ -188,8 +194,8 @@ def _balance(logs: NDArray[np.float64], sizes: Indices, each: float) -> NDArray[
 def _level(shares: Indices, slack: int) -> Indices:
     """Move single samples from the largest client to the smallest until no two differ by more than `slack`.
 
-    Balancing does not always come to its end, and cutting rounds. The sample moved is of the class of which the
-    smaller client already has most, so that nobody gets a new class without need.
+    This is needed because balancing may not converge, and cutting rounds. The moved sample is of the class of which
+    the smaller client has most, so a client gets a new class only if necessary.
     """
     held = shares.sum(axis=0)
     while held.max() - held.min() > slack:
@@ -201,32 +207,32 @@ def _level(shares: Indices, slack: int) -> Indices:
 
 
 def partition_dirichlet_by_client(request: PartitionRequest) -> list[Indices]:
-    """A label distribution for each client from Dirichlet(alpha x prior), filled sample by sample: Hsu et al., 2019.
+    """Draw each client's label distribution from Dirichlet(alpha x prior), and fill it (Hsu et al., 2019).
 
-    Every client gets equally many samples. Clients take turns in a random order; each turn draws a class from the
-    client's distribution and a sample of it, without putting it back. A class that has gone leaves the distributions,
-    which are normalised again. The prior is that of the data, or 1 for each class with `prior=ones`, which is what
-    the code of FedDyn and FedExP draws from.
+    All clients get equally many samples. Clients take turns in a random order; each turn draws a class from the
+    client's distribution, and a sample of it without replacement. A class that is used up leaves the distributions,
+    which are normalized again. The prior is that of the data, or 1 for each class with `prior=ones`, as in the code of
+    FedDyn and FedExP.
     """
-    alpha, classes = request.alpha(), request.classes()
+    alpha, classes = request.alpha(), request.class_indices()
     prior = request.option("prior", "data")
     if prior not in ("data", "ones"):
         raise InputError(f"the prior of 'dirichlet-client' is {prior!r}; expected data or ones.")
-    clients, n, rng = request.clients, len(classes), request.rng
+    num_clients, n, rng = request.num_clients, len(classes), request.rng
     left = np.bincount(classes)
     weights = left / n if prior == "data" else np.ones(len(left))
     concentration = np.maximum(alpha * weights, TINIEST)
-    logs = _log_gamma(np.broadcast_to(concentration, (clients, len(left))), rng)
-    turns = rng.permutation(np.arange(n) % clients)
+    logs = _log_gamma(np.broadcast_to(concentration, (num_clients, len(left))), rng)
+    turns = rng.permutation(np.arange(n) % num_clients)
     taken = _take_turns(turns.tolist(), rng.random(n).tolist(), logs, left.tolist())
-    owner = np.empty(n, dtype=np.int64)
+    assignment = np.empty(n, dtype=np.int64)
     for label in range(len(left)):
-        owner[rng.permutation(np.flatnonzero(classes == label))] = turns[taken == label]
-    return partition_from_assignment(owner, clients)
+        assignment[rng.permutation(np.flatnonzero(classes == label))] = turns[taken == label]
+    return partition_from_assignment(assignment, num_clients)
 
 
 def _take_turns(turns: list[int], chances: list[float], logs: NDArray[np.float64], left: list[int]) -> Indices:
-    """The class that is drawn at each turn."""
+    """Draw the class of each turn."""
     taken = np.empty(len(turns), dtype=np.int64)
     ends = _cumulative(logs)
     for at, (client, chance) in enumerate(zip(turns, chances, strict=True)):

@@ -1,4 +1,4 @@
-"""Partitions in files: lists of positions, as JSON or as an npz of integer arrays, read without unpickling."""
+"""Read and write partitions as files: lists of positions in JSON, or integer arrays in npz (never unpickled)."""
 
 import hashlib
 import io
@@ -16,27 +16,29 @@ from fedloom.errors import InputError
 from fedloom.utils.storage import write_atomically
 
 HEADER = 4096
-"""Bytes that an array in an npz may need besides its numbers."""
+"""Bytes that an array in an npz may need besides its values."""
 
 
 def partition_from_file(request: PartitionRequest) -> list[Indices]:
-    """The parts that a file lists; samples in none of them are left out, and a client may be empty."""
+    """Return the positions that a file lists; a sample may be in no part, and a client may be empty."""
     if not request.value:
         raise InputError("partition 'file' wants the path of a file, as in file:split.json.")
     if "\0" in request.value:
         raise InputError(f"cannot read the partition {request.value!r}: no path has a zero byte.")
     parts = _read_partition_file(Path(request.value), request.pool)
-    if request.asked not in (None, len(parts)):
-        raise InputError(f"{request.value} has {len(parts)} clients, but {request.asked} were asked for.")
+    if request.requested_num_clients not in (None, len(parts)):
+        raise InputError(
+            f"{request.value} has {len(parts)} clients, but {request.requested_num_clients} were asked for."
+        )
     return parts
 
 
 def _read_partition_file(path: Path, pool: PartitionPool) -> list[Indices]:
-    """The parts listed in `path`, each sorted; checked to be disjoint positions in `pool`.
+    """Read the parts in `path`, sort each, and check that they are disjoint positions in `pool`.
 
-    A JSON file holds a list with a list of positions for each client, or an object with these by client ("0", "1",
-    ...), or such a list or object as its `clients`; an npz file holds an array for each client, named "0", "1", ...
-    A file that `write_parts` wrote is refused for other labels than those it was written for.
+    A JSON file has a list with a list of positions for each client, or an object with these by client ("0", "1",
+    ...), or such a list or object under `clients`. An npz file has an array for each client, named "0", "1", ...
+    A file by `write_partition_file` is rejected if the labels differ from those it was written for.
     """
     try:
         found = _read_npz(path, len(pool)) if path.suffix == ".npz" else _read_json(path, pool)
@@ -49,25 +51,27 @@ def _read_partition_file(path: Path, pool: PartitionPool) -> list[Indices]:
     return [_checked(path, client, part, seen) for client, part in enumerate(lists)]
 
 
-def write_partition_file(path: Path, parts: Sequence[Indices], labels: Labels, about: Mapping[str, Any]) -> None:
-    """Write parts to a file that `read_parts` reads, as npz or JSON by the ending of its name.
+def write_partition_file(
+    path: Path, client_indices: Sequence[Indices], labels: Labels, metadata: Mapping[str, Any]
+) -> None:
+    """Write a partition that `partition_from_file` reads, as npz or JSON depending on the suffix.
 
-    JSON also keeps `about`, and a checksum of the labels by which a mistaken use with other data is found out. What is
-    there already and says anything else is left alone: runs may have been made with it, and would not go on without.
+    JSON also stores `metadata` and a checksum of the labels, which detects use with other data. An existing file with
+    other content is not overwritten, because runs may depend on it.
     """
     if path.suffix not in (".json", ".npz"):
         raise InputError(f"a partition is written as .json or .npz, not as {path.name!r}.")
     if path.suffix == ".npz":
         content = io.BytesIO()
-        # np.savez would do, but it stamps the time of day, and the same partition must be the same file.
+        # Not np.savez: it writes the time of day, and equal partitions must be equal files.
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-            for client, part in enumerate(parts):
-                with archive.open(zipfile.ZipInfo(f"{client}.npy"), "w") as file:
+            for client_id, part in enumerate(client_indices):
+                with archive.open(zipfile.ZipInfo(f"{client_id}.npy"), "w") as file:
                     np.lib.format.write_array(file, part, allow_pickle=False)
         _write_new(path, content.getvalue())
         return
-    head = {**about, "samples": len(labels), "labels_sha256": _checksum(labels)}
-    lines = ",\n".join(json.dumps(part.tolist(), separators=(",", ":")) for part in parts)
+    head = {**metadata, "samples": len(labels), "labels_sha256": _checksum(labels)}
+    lines = ",\n".join(json.dumps(part.tolist(), separators=(",", ":")) for part in client_indices)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "clients": [\n{lines}\n]}}\n'
     _write_new(path, text.encode())
 
@@ -107,43 +111,43 @@ def _read_json(path: Path, pool: PartitionPool) -> Any:
     return found["clients"]
 
 
-def _read_npz(path: Path, samples: int) -> dict[str, Any]:
+def _read_npz(path: Path, num_examples: int) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except OSError:
         raise
-    except Exception as error:  # zipfile knows many ways to say that bytes are wrong
+    except Exception as error:  # zipfile raises many types of errors for damaged bytes
         raise InputError(f"{path} is not an npz file: {str(error).rstrip('.') or type(error).__name__}.") from None
-    # Disjoint positions of 8 bytes cannot take more; what says it does is not even unpacked.
-    if sum(member.file_size for member in members) > 8 * samples + HEADER * len(members):
-        raise InputError(f"{path} lists more positions than the {samples} samples there are.")
+    # Disjoint positions of 8 bytes cannot take more, so do not unpack a file that claims more.
+    if sum(member.file_size for member in members) > 8 * num_examples + HEADER * len(members):
+        raise InputError(f"{path} lists more positions than the {num_examples} samples there are.")
     names = [member.filename.removesuffix(".npy") for member in members]
     return dict(read_npz_arrays(path, dict.fromkeys(names, ("ui", 1))))
 
 
 def _in_order(path: Path, found: Mapping[str, Any]) -> list[Any]:
-    """The values of an object by client, whose keys are the numbers from 0 on."""
+    """Return the values of an object with the keys "0", "1", ... in that order."""
     try:
         return [found[str(client)] for client in range(len(found))]
     except KeyError as error:
         raise InputError(f"{path} has {len(found)} entries but none called {error}; expected 0, 1, 2, ...") from None
 
 
-def _checked(path: Path, client: int, listed: Any, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Indices:
-    """One client's positions, sorted, and marked as seen."""
+def _checked(path: Path, client_id: int, listed: Any, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Indices:
+    """Check and sort one client's positions, and mark them in `seen`."""
     if isinstance(listed, list):
         whole = all(type(one) is int and abs(one) < 2**63 for one in listed)
         listed = np.array(listed, dtype=np.int64) if whole else None
     if not isinstance(listed, np.ndarray) or listed.ndim != 1 or not np.issubdtype(listed.dtype, np.integer):
-        raise InputError(f"client {client} of {path} does not hold a list of whole numbers.")
+        raise InputError(f"client {client_id} of {path} does not hold a list of whole numbers.")
     part = listed
     if part.size and (part.min() < 0 or part.max() >= len(seen)):
         span = f"positions from {part.min()} to {part.max()}"
-        raise InputError(f"client {client} of {path} holds {span}, but there are {len(seen)} samples.")
+        raise InputError(f"client {client_id} of {path} holds {span}, but there are {len(seen)} samples.")
     part = np.sort(part.astype(np.int64))
     twice = part[seen[part] | (np.diff(part, prepend=-1) == 0)]
     if twice.size:
-        raise InputError(f"client {client} of {path} holds sample {twice[0]}, which is held already.")
+        raise InputError(f"client {client_id} of {path} holds sample {twice[0]}, which is held already.")
     seen[part] = True
     return part

@@ -1,4 +1,4 @@
-"""How uneven a partition is, in numbers."""
+"""Statistics of a partition: sizes of the clients and label skew."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,12 +12,12 @@ from fedloom.data.partitions.base import Indices, Labels
 Floats = NDArray[np.float64]
 
 HELD = 0.01
-"""A client counts as holding a class from this share of its samples on: the odd sample is not a class."""
+"""Share of a client's samples from which on a class counts; single samples of a class do not."""
 
 
 @dataclass(frozen=True)
 class _ClientSizes:
-    """How many samples clients hold."""
+    """How many samples the clients have."""
 
     smallest: int
     median: float
@@ -25,46 +25,46 @@ class _ClientSizes:
     largest: int
     std: float
     gini: float
-    """0 where all hold equally many, towards 1 where one holds everything."""
+    """0 if all have equally many, near 1 if one client has almost all."""
 
 
 @dataclass(frozen=True)
 class _LabelSkew:
-    """How much the label distributions of clients differ; clients without samples do not count."""
+    """How much the label distributions of the clients differ; clients without samples do not count."""
 
     entropy: float
-    """Of a client's labels in bits, the mean over clients."""
+    """Entropy of a client's labels in bits, mean over clients."""
     entropy_of_all: float
     classes_fewest: int
-    """Classes with more than 1 % of a client's samples."""
+    """Fewest classes of a client, counting classes with more than 1 % of its samples."""
     classes_mean: float
     classes_most: int
     distance_to_all: float
-    """Total variation (0 the same, 1 nothing in common) between a client's and all clients' labels, mean."""
+    """Total variation distance (0 equal, 1 disjoint) between the labels of a client and of all clients, mean."""
     distance_between: float
-    """The same between two clients, mean over all pairs; 0 for a single client."""
+    """Total variation distance between two clients, mean over all pairs; 0 for a single client."""
 
 
 @dataclass(frozen=True)
 class _PartitionStatistics:
-    """A partition in numbers."""
+    """Statistics of a partition."""
 
     clients: int
     empty: int
-    """Clients without any sample."""
+    """Clients without samples."""
     samples: int
-    """How many are held by some client."""
+    """Samples that belong to a client."""
     left_out: int
     sizes: _ClientSizes
     labels: _LabelSkew | None
-    """None where the labels are no classes."""
+    """None for a regression."""
 
-    def as_data(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
         return asdict(self)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """What is said of it and how much it is, for a table."""
+    def table_rows(self) -> list[tuple[str, str]]:
+        """Return pairs of a name and a value, for a table."""
         sizes, found = self.sizes, self.labels
         rows = [
             ("clients", f"{self.clients:,}" + (f", {self.empty:,} of them empty" if self.empty else "")),
@@ -84,17 +84,19 @@ class _PartitionStatistics:
         ]
 
 
-def count_partition_labels(parts: Sequence[Indices], labels: Labels, classes: int) -> Indices:
-    """How often each client (row) has each class (column)."""
-    counts = np.zeros((len(parts), classes), dtype=np.int64)
-    for client, part in enumerate(parts):
-        counts[client] = np.bincount(labels[part].astype(np.int64), minlength=classes)
+def count_partition_labels(client_indices: Sequence[Indices], labels: Labels, classes: int) -> Indices:
+    """Count how often each client (row) has each class (column)."""
+    counts = np.zeros((len(client_indices), classes), dtype=np.int64)
+    for client_id, part in enumerate(client_indices):
+        counts[client_id] = np.bincount(labels[part].astype(np.int64), minlength=classes)
     return counts
 
 
-def compute_partition_statistics(parts: Sequence[Indices], labels: Labels, classes: int) -> _PartitionStatistics:
-    """The statistics of a partition; `classes` is 0 where labels are numbers to be predicted."""
-    held = np.array([len(part) for part in parts])
+def compute_partition_statistics(
+    client_indices: Sequence[Indices], labels: Labels, classes: int
+) -> _PartitionStatistics:
+    """Compute the statistics of a partition; `classes` is 0 for a regression."""
+    held = np.array([len(part) for part in client_indices])
     sizes = _ClientSizes(
         smallest=int(held.min()),
         median=float(np.median(held)),
@@ -103,9 +105,9 @@ def compute_partition_statistics(parts: Sequence[Indices], labels: Labels, class
         std=float(held.std()),
         gini=_spread(held.astype(np.float64)) / (2 * held.mean()) if held.any() else 0.0,
     )
-    skew = _label_skew(count_partition_labels(parts, labels, classes)) if classes and held.any() else None
+    skew = _label_skew(count_partition_labels(client_indices, labels, classes)) if classes and held.any() else None
     left_out = len(labels) - int(held.sum())
-    return _PartitionStatistics(len(parts), int(np.sum(held == 0)), int(held.sum()), left_out, sizes, skew)
+    return _PartitionStatistics(len(client_indices), int(np.sum(held == 0)), int(held.sum()), left_out, sizes, skew)
 
 
 def _label_skew(counts: Indices) -> _LabelSkew:
@@ -114,7 +116,7 @@ def _label_skew(counts: Indices) -> _LabelSkew:
     overall = counts.sum(axis=0) / counts.sum()
     held = np.sum(shares > HELD, axis=1)
     clients = len(counts)
-    # Half the sum over classes of the mean difference between two clients. `_spread` also counts each with itself.
+    # Half the sum over classes of the mean difference of two clients. `_spread` also pairs each client with itself.
     pairs = sum(_spread(column) for column in shares.T) * clients / max(clients - 1, 1)
     return _LabelSkew(
         entropy=float(_entropy(shares).mean()),
@@ -128,7 +130,7 @@ def _label_skew(counts: Indices) -> _LabelSkew:
 
 
 def _spread(values: Floats) -> float:
-    """The mean of |a - b| over all ordered pairs, in n log n: sorted, a value is above all before it."""
+    """Return the mean of |a - b| over all ordered pairs, in n log n by sorting."""
     n = len(values)
     return float(2 * np.sum((2 * np.arange(n) - n + 1) * np.sort(values)) / n**2)
 

@@ -1,1 +1,1 @@
-"""Readers of files: arrays, tables, text, images."""
+"""Readers of file formats: arrays, tables, text, images."""

@@ -1,6 +1,6 @@
-"""numpy's .npz files from elsewhere: never unpickled, and never larger in memory than the file says they are.
+"""Read arrays from untrusted .npz files and from MATLAB files (version 5 to 7).
 
-MATLAB's files, version 5 to 7: the wanted arrays and nothing else.
+Nothing is unpickled, and an .npz array never takes more memory than its archive entry says.
 """
 
 import io
@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 from fedloom.errors import InputError, shorten_error_message
 
 LARGEST = 1 << 33
-"""Bytes of one array."""
+"""Largest size of one array in bytes."""
 KINDS = {"u": "unsigned integers", "i": "integers", "f": "floats", "U": "text", "b": "truth values"}
 
 
-def read_npz_arrays(path: Path, wanted: Mapping[str, tuple[str, int]]) -> dict[str, NDArray[Any]]:
-    """The arrays `wanted` of a file: by name the kinds that its values may be of, as numpy's letters, and its rank."""
+def read_npz_arrays(path: Path, expected: Mapping[str, tuple[str, int]]) -> dict[str, NDArray[Any]]:
+    """Read the `expected` arrays of a file; each name maps to the allowed kinds (numpy's letters) and the rank."""
     try:
         with zipfile.ZipFile(path) as archive:
             sizes = {info.filename: info.file_size for info in archive.infolist()}
-            if lacking := [name for name in wanted if f"{name}.npy" not in sizes]:
+            if lacking := [name for name in expected if f"{name}.npy" not in sizes]:
                 raise InputError(f"{path} lacks the array {lacking[0]!r}.")
             return {
                 name: _read(archive, name, sizes[f"{name}.npy"], kinds, rank, path)
-                for name, (kinds, rank) in wanted.items()
+                for name, (kinds, rank) in expected.items()
             }
     except InputError:
         raise
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from None
-    except Exception as error:  # zipfile and zlib know many ways to say that bytes are wrong
+    except Exception as error:  # zipfile and zlib raise many types of errors for damaged bytes
         raise InputError(f"{path} is not a whole .npz file: {shorten_error_message(error)}.") from None
 
 
@@ -58,7 +58,7 @@ def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int,
             count *= length
         if any(length < 0 for length in shape) or count * dtype.itemsize > size:
             raise InputError(f"{path} says that {name!r} has shape {shape}, but it holds only {size} bytes.")
-        content = stream.read(count * dtype.itemsize + 1)  # up to the end, where the checksum is compared
+        content = stream.read(count * dtype.itemsize + 1)  # one more byte, to reach the end and verify the checksum
     if len(content) != count * dtype.itemsize:
         raise InputError(f"{path} has {name!r} of shape {shape}, but not as many bytes as that says.")
     values = np.frombuffer(io.BytesIO(content).getbuffer(), dtype=dtype)
@@ -66,7 +66,7 @@ def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int,
 
 
 def read_mat_arrays(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:
-    """The arrays called `names`, in that order."""
+    """Read the arrays `names`, in that order."""
     from scipy.io import loadmat
 
     try:
@@ -75,7 +75,7 @@ def read_mat_arrays(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from None
     except NotImplementedError:
         raise InputError(f"{path} is in MATLAB's format 7.3; expected version 7 or older.") from None
-    except (Exception, MemoryError) as error:  # the reader raises whatever broken bytes lead it to
+    except (Exception, MemoryError) as error:  # loadmat raises any type of error for damaged bytes
         raise InputError(f"{path} is not a whole MATLAB file: {shorten_error_message(error)}.") from None
     if lacking := [name for name in names if not isinstance(found.get(name), np.ndarray)]:
         raise InputError(f"{path} lacks the array {lacking[0]!r}.")

@@ -1,6 +1,6 @@
-"""Tables as columns: what a CSV file holds, checked, with numbers told from words.
+"""Read CSV, Parquet and Arrow files as columns of numbers or words.
 
-Parquet and Arrow files as columns. pyarrow reads them; it is an extra, and asked for by name where it is missing.
+Parquet and Arrow need pyarrow, an optional dependency (`fedloom[tables]`).
 """
 
 import csv
@@ -21,28 +21,28 @@ from fedloom.errors import InputError
 Numbers = NDArray[np.float64]
 Texts = list[str | None]
 Column = Numbers | Texts
-"""Numbers, NaN where one is missing; or words, None where one is missing."""
+"""Numbers with NaN for a missing value, or words with None."""
 Columns = dict[str, Column]
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?", "-"})
-"""What stands for a missing value, in small or capital letters."""
+"""Texts that mean a missing value; case does not matter."""
 
 MOST_COLUMNS = 100_000
 
 CHUNK = 4096
-"""Rows that are cleaned in one go."""
+"""Rows that are cleaned at once."""
 
 _SIGNS = frozenset("0123456789+-.eE")
 
 
-def read_csv_columns(path: Path, words: Collection[str] = ()) -> Columns:
-    """The columns of a CSV file, plain or `.gz`; those named in `words` are words even if they look like numbers.
+def read_csv_columns(path: Path, text_columns: Collection[str] = ()) -> Columns:
+    """Read the columns of a CSV file, plain or `.gz`; `text_columns` stay words even if they look like numbers.
 
-    The first line has the names. What separates the fields, a comma, a semicolon or a tab, is what it has most of.
+    The first line has the names. The separator is the most frequent one of comma, semicolon and tab in it.
     """
     try:
         with _open(path) as file:
-            return _columns(path, file, words)
+            return _columns(path, file, text_columns)
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except (OSError, EOFError, zlib.error) as error:
@@ -55,14 +55,14 @@ def _open(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-def _columns(path: Path, file: IO[str], words: Collection[str]) -> Columns:
+def _columns(path: Path, file: IO[str], text_columns: Collection[str]) -> Columns:
     first = file.readline(1 << 20)
     separator = max(",;\t", key=first.count)
     file.seek(0)
     rows = _rows(path, file, separator)
     names = _check_column_names(path, next(rows, (0, []))[1])
     held: list[Texts] = [[] for _ in names]
-    # One string for equal values: a word that stands in every row is kept once.
+    # Share one string between equal values, to save memory.
     known: list[dict[str, str]] = [{} for _ in names]
     while chunk := list(islice(rows, CHUNK)):
         for line, row in chunk:
@@ -75,13 +75,13 @@ def _columns(path: Path, file: IO[str], words: Collection[str]) -> Columns:
     if not held[0]:
         raise InputError(f"{path} has no rows below its first line.")
     return {
-        name: texts if name in words or (found := parse_numeric_column(texts)) is None else found
+        name: texts if name in text_columns or (found := parse_numeric_column(texts)) is None else found
         for name, texts in zip(names, held, strict=True)
     }
 
 
 def _rows(path: Path, file: IO[str], separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows with the number of the line they end in."""
+    """Yield the rows, each with the number of its last line."""
     reader = csv.reader(file, delimiter=separator, strict=True)
     while True:
         try:
@@ -90,12 +90,12 @@ def _rows(path: Path, file: IO[str], separator: str) -> Iterator[tuple[int, list
             raise InputError(f"line {reader.line_num} of {path} cannot be read: {error}.") from error
         if row is None:
             return
-        if row:  # an empty line is no row
+        if row:  # skip empty lines
             yield reader.line_num, row
 
 
 def _check_column_names(path: Path, names: list[str]) -> list[str]:
-    """The names of a table's columns if they can be told apart."""
+    """Return the stripped column names, and check that they differ."""
     names = [name.strip() for name in names]
     if not names:
         raise InputError(f"{path} is empty; expected names of columns in its first line.")
@@ -108,13 +108,13 @@ def _check_column_names(path: Path, names: list[str]) -> list[str]:
 
 
 def as_texts(column: Column) -> Texts:
-    """A column that was read as words."""
+    """Return a column that was read as words."""
     assert isinstance(column, list), "asked for as words"
     return column
 
 
-def pick(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
-    """The chosen rows of a table."""
+def filter_columns(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
+    """Return the chosen rows of a table."""
     return {
         name: list(compress(values, rows)) if isinstance(values, list) else values[rows]
         for name, values in columns.items()
@@ -122,9 +122,9 @@ def pick(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
 
 
 def parse_numeric_column(texts: Texts) -> Numbers | None:
-    """Words as numbers, if all that are there are numbers and one is there at least."""
+    """Convert words to numbers; return None if one of them is not a number or all are missing."""
     there = [text for text in texts if text is not None]
-    # Python would take 1_000, inf and digits of other scripts too.
+    # float() would accept 1_000, inf and digits of other scripts too.
     if not there or not _SIGNS.issuperset("".join(there)):
         return None
     try:
@@ -138,7 +138,7 @@ STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def _import_pyarrow(path: Path) -> ModuleType:
-    """pyarrow, or a sentence that says how to get it."""
+    """Import pyarrow, or raise an error that says how to install it."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -150,7 +150,7 @@ def _import_pyarrow(path: Path) -> ModuleType:
 
 
 def read_pyarrow_columns(paths: Sequence[Path]) -> Any:
-    """One pyarrow table of all rows of these files: `.parquet`, or `.arrow` as a stream or a file."""
+    """Read all rows of these files (`.parquet`, or `.arrow` as a stream or a file) into one pyarrow table."""
     arrow = _import_pyarrow(paths[0])
     tables = []
     for path in paths:
@@ -174,7 +174,7 @@ def _ipc(arrow: ModuleType, path: Path) -> Any:
         file.seek(max(0, path.stat().st_size - len(STREAM_END)))
         end = file.read()
     if start != FILE_MARK and end != STREAM_END:
-        # pyarrow takes a stream that was cut off between two batches for a shorter one.
+        # pyarrow does not notice that a stream was cut off between two batches.
         raise InputError(f"{path} is truncated or broken: the mark at the end of an Arrow stream is missing.")
     with arrow.memory_map(str(path)) as source:
         reader = arrow.ipc.open_file(source) if start == FILE_MARK else arrow.ipc.open_stream(source)
@@ -185,18 +185,20 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def read_parquet_columns(path: Path, words: Collection[str] = ()) -> Columns:
-    """The columns of a Parquet file; those named in `words` are words even if they are numbers."""
+def read_parquet_columns(path: Path, text_columns: Collection[str] = ()) -> Columns:
+    """Read the columns of a Parquet file; `text_columns` become words even if they are numbers."""
     if not path.is_file():
         raise InputError(f"cannot read {path}: No such file.")
     table = read_pyarrow_columns([path])
     if not table.num_rows:
         raise InputError(f"{path} has no rows.")
-    return {name: pyarrow_to_column(table.column(name), name, name in words, path) for name in table.column_names}
+    return {
+        name: pyarrow_to_column(table.column(name), name, name in text_columns, path) for name in table.column_names
+    }
 
 
-def pyarrow_to_column(values: Any, name: str, as_words: bool, where: Path) -> Column:
-    """A pyarrow column as numbers or words."""
+def pyarrow_to_column(values: Any, name: str, as_text: bool, path: Path) -> Column:
+    """Convert a pyarrow column to numbers or words."""
     import pyarrow.types as kinds
 
     kind = values.type
@@ -206,9 +208,9 @@ def pyarrow_to_column(values: Any, name: str, as_words: bool, where: Path) -> Co
         return list(values.to_pylist())
     whole = kinds.is_integer(kind) or kinds.is_boolean(kind)
     if not (whole or kinds.is_floating(kind) or kinds.is_decimal(kind) or kinds.is_null(kind)):
-        raise InputError(f"{where} has values of type {kind} in column {name!r}; leave it out with drop={name}.")
+        raise InputError(f"{path} has values of type {kind} in column {name!r}; leave it out with drop={name}.")
     plain = values.to_pylist()
-    if as_words:
+    if as_text:
         if kinds.is_boolean(kind):
             return [None if value is None else str(value) for value in plain]
         return [None if value is None or value != value else str(value if whole else float(value)) for value in plain]

@@ -1,6 +1,6 @@
-"""Data sets of Hugging Face's that lie on disk: what `save_to_disk` wrote, or Parquet files by split.
+"""Read Hugging Face data sets from disk: the files of `save_to_disk`, or Parquet files by split.
 
-The files are read with pyarrow alone: nothing is downloaded, and no code that comes with a data set is run.
+Only pyarrow reads the files: nothing is downloaded, and no code of a data set is executed.
 """
 
 import json
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import Dataset, DatasetSpec, owner_positions, parse_number_option
+from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions, parse_dataset_number
 from fedloom.data.readers.columns import Texts, as_texts, pyarrow_to_column, read_pyarrow_columns
 from fedloom.data.readers.images import decode_images, read_size
 from fedloom.data.readers.tables import (
     TableTargets,
-    encode,
-    join_targets,
+    encode_train_and_test_tables,
+    join_targets_of_tables,
     make_table_owners,
     parse_table_task,
     select_table_test_rows,
@@ -35,22 +35,22 @@ TEXT_NAMES = ("text", "sentence", "content")
 LABEL_NAMES = ("label", "labels", "fine_label", "target")
 
 Arrays = tuple[NDArray[Any], NDArray[Any]]
-"""Inputs for training and for testing."""
+"""Training inputs and test inputs."""
 
 
 def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
-    """The data set at the spec's path.
+    """Read the data set at the spec's path.
 
-    Options: `label`, `owner` and `input`, columns; `train` and `test`, splits, or `test` the share of each owner's rows
-    that are for testing; `task`; `size` of images; `length`, `words`, `vocabulary` and `lower` of texts; `drop`.
+    Options: the columns `label`, `owner` and `input`; the splits `train` and `test`, or `test` as the share of each
+    owner's rows; `task`; `size` of images; `length`, `words`, `vocabulary` and `lower` of texts; `drop`.
     """
     assert spec.path is not None
-    path, label, owner = spec.path, spec.text("label"), spec.text("owner")
-    inputs, drop = ([name for name in spec.text(key).split("+") if name] for key in ("input", "drop"))
-    task, size, wording = parse_table_task(spec), read_size(spec), TextTokenizer.of(spec)
-    wanted, tested = spec.text("train", "train"), spec.text("test")
-    spec.done()
-    train, test, share = _open(path, wanted, tested)
+    path, label, owner = spec.path, spec.text_option("label"), spec.text_option("owner")
+    inputs, drop = ([name for name in spec.text_option(key).split("+") if name] for key in ("input", "drop"))
+    task, size, tokenizer = parse_table_task(spec), read_size(spec), TextTokenizer.from_spec(spec)
+    train_split, test_split = spec.text_option("train", "train"), spec.text_option("test")
+    spec.refuse_unused_options()
+    train, test, test_share = _open(path, train_split, test_split)
     features = _features(train.schema)
     kinds = {field.name: _kind(field.type, features.get(field.name, {})) for field in train.schema}
     label = label or _guess_label(path, kinds, features)
@@ -63,9 +63,9 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
         return first, second
 
     owners, owner_names = make_table_owners(words(owner)[0], str(path), owner) if owner else (None, ())
-    test_owners = owner_positions(words(owner)[1], owner_names) if owner else None
-    if share:
-        held = select_table_test_rows(owners, train.num_rows, share)
+    test_owners = dataset_owner_positions(words(owner)[1], owner_names) if owner else None
+    if test_share:
+        held = select_table_test_rows(owners, train.num_rows, test_share)
         train, test = train.filter(~held), train.filter(held)
         owners, test_owners = (None if owners is None else owners[part] for part in (~held, held))
     if not test.num_rows:
@@ -77,24 +77,24 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
     texts = [name for name in TEXT_NAMES if name in left and kinds[name] == "text"]
     inputs = inputs or images[:1] or texts[:1] or left
     name = inputs[0] if len(inputs) == 1 else ""
-    kind, where, tokens, notes = kinds.get(name, "features"), f"column {name!r} of {path}", 0, list[str]()
+    kind, source, vocabulary_size, notes = kinds.get(name, "features"), f"column {name!r} of {path}", 0, list[str]()
     x: NDArray[Any]
     test_x: NDArray[Any]
     if kind == "image":
-        x, test_x = _images(train.column(name), test.column(name), size, where)
+        x, test_x = _images(train.column(name), test.column(name), size, source)
     elif kind == "list":
-        x, test_x = _lists(train.column(name), test.column(name), where)
-        tokens = 1 + int(max(x.max(), test_x.max())) if np.issubdtype(x.dtype, np.integer) else 0
+        x, test_x = _lists(train.column(name), test.column(name), source)
+        vocabulary_size = 1 + int(max(x.max(), test_x.max())) if np.issubdtype(x.dtype, np.integer) else 0
     elif kind == "text":
         said = [[text or "" for text in part] for part in words(name)]
-        x, test_x, tokens, note = wording.tokens(said[0], said[1], path.name)
+        x, test_x, vocabulary_size, note = tokenizer.tokenize(said[0], said[1], path.name)
         notes = [note]
     else:
         columns = [
             {name: pyarrow_to_column(table.column(name), name, False, path) for name in inputs}
             for table in (train, test)
         ]
-        x, test_x, notes = encode(columns[0], columns[1], inputs, path.name, path.name)
+        x, test_x, notes = encode_train_and_test_tables(columns[0], columns[1], inputs, path.name, path.name)
     count = len(x)
     return Dataset(
         Samples(torch.from_numpy(x), torch.from_numpy(targets.y[:count])),
@@ -103,34 +103,34 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
         owners,
         owner_names,
         notes=tuple(notes),
-        tokens=tokens,
+        vocabulary_size=vocabulary_size,
         test_owners=test_owners,
     )
 
 
-def _open(path: Path, wanted: str, tested: str) -> tuple[Any, Any, float]:
-    """The tables for training and for testing; or one table twice, and the share of its rows that is for testing."""
+def _open(path: Path, train_split: str, test_split: str) -> tuple[Any, Any, float]:
+    """Return the training and the test table; or one table twice, and the share of its rows for testing."""
     splits = _find_split_files(path)
-    share = parse_number_option(tested) if tested else math.nan if set(TESTS) & splits.keys() else 0.2
-    other = tested or next(name for name in TESTS if name in splits) if math.isnan(share) else wanted
-    for name in (wanted, other):
+    test_share = parse_dataset_number(test_split) if test_split else math.nan if set(TESTS) & splits.keys() else 0.2
+    other = test_split or next(name for name in TESTS if name in splits) if math.isnan(test_share) else train_split
+    for name in (train_split, other):
         if name not in splits:
             raise unknown_name_error(f"split of {path}", name, splits)
-    if not math.isnan(share) and not 0 < share < 1:
-        raise InputError(f"test of 'hf' is {tested!r}; expected a split, or a share above 0 and below 1.")
-    train = read_pyarrow_columns(splits[wanted])
+    if not math.isnan(test_share) and not 0 < test_share < 1:
+        raise InputError(f"test of 'hf' is {test_split!r}; expected a split, or a share above 0 and below 1.")
+    train = read_pyarrow_columns(splits[train_split])
     if not train.num_rows:
         raise InputError(f"{path} has no rows to train with.")
-    if not math.isnan(share):
-        return train, train, share
+    if not math.isnan(test_share):
+        return train, train, test_share
     test = read_pyarrow_columns(splits[other])
     if train.column_names != test.column_names:
-        raise InputError(f"{path} has other columns in {other!r} than in {wanted!r}.")
+        raise InputError(f"{path} has other columns in {other!r} than in {train_split!r}.")
     return train, test, 0.0
 
 
 def _find_split_files(path: Path) -> dict[str, list[Path]]:
-    """The files of each split in a folder."""
+    """Return the files of each split in a folder."""
     if path.is_file() and path.suffix in (".parquet", ".arrow"):
         return {"train": [path]}
     if not path.is_dir():
@@ -153,7 +153,7 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _listed(path: Path, key: str) -> list[str]:
-    """The names that a JSON file lists, some as `filename` of an entry; none leads out of the file's folder."""
+    """Return the file names that a JSON file lists, as texts or as `filename` of an entry; none may be a path."""
     content = parse_json_file(path)
     listed = content.get(key) if isinstance(content, dict) else None
     names = (
@@ -170,7 +170,7 @@ def _listed(path: Path, key: str) -> list[str]:
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """What the file says about its columns, where it was written by the library."""
+    """Return the features in the metadata that the `datasets` library writes."""
     try:
         found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in found.items() if isinstance(feature, dict)}
@@ -179,7 +179,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def _kind(kind: Any, feature: dict[str, Any]) -> str:
-    """Whether a column of this type holds images, texts, lists, or numbers and words that are features."""
+    """Return what a column holds: `image`, `text`, `list`, or `features` (numbers and words)."""
     name = str(kind).removeprefix("large_")
     if feature.get("_type") == "Image" or name == "binary":
         return "image"
@@ -194,25 +194,25 @@ def _guess_label(path: Path, names: Collection[str], features: dict[str, dict[st
     return found[0]
 
 
-def _targets(labels: tuple[Texts, Texts], feature: dict[str, Any], task: str, where: str) -> TableTargets:
-    """The labels for training and for testing, one after the other."""
+def _targets(labels: tuple[Texts, Texts], feature: dict[str, Any], task: str, source: str) -> TableTargets:
+    """Return the training labels followed by the test labels."""
     if None in labels[0] or None in labels[1]:
-        raise InputError(f"{where} has rows without a label.")
+        raise InputError(f"{source} has rows without a label.")
     names = feature.get("names")
     if feature.get("_type") != "ClassLabel" or not isinstance(names, list) or task == "regression":
-        return join_targets(*labels, task, where, f"the test part of {where}")
+        return join_targets_of_tables(*labels, task, source, f"the test part of {source}")
     y = [int(text) if re.fullmatch(r"\d{1,9}", text) else -1 for part in labels for text in map(str, part)]
     if min(y) < 0 or max(y) >= len(names):
-        raise InputError(f"{where} has labels that are not among its {len(names)} class names.")
+        raise InputError(f"{source} has labels that are not among its {len(names)} class names.")
     return TableTargets(np.array(y, dtype=np.int64), tuple(map(str, names)))
 
 
-def _images(train: Any, test: Any, size: int | None, where: str) -> Arrays:
-    """The pictures, which are of one size; if all are grey they have one channel."""
+def _images(train: Any, test: Any, size: int | None, source: str) -> Arrays:
+    """Decode the images, which must have one size; they get one channel if all are grey."""
     count = len(train)
 
     def name(row: int) -> str:
-        return f"row {row + 1} in {where}" if row < count else f"test row {row - count + 1} in {where}"
+        return f"row {row + 1} in {source}" if row < count else f"test row {row - count + 1} in {source}"
 
     def content(row: int) -> bytes:
         value = (train[row] if row < count else test[row - count]).as_py()
@@ -227,24 +227,24 @@ def _images(train: Any, test: Any, size: int | None, where: str) -> Arrays:
     return x[:count], x[count:]
 
 
-def _lists(train: Any, test: Any, where: str) -> Arrays:
-    """Lists of whole numbers are tokens, short ones filled with 0; lists of other numbers must be equally long."""
+def _lists(train: Any, test: Any, source: str) -> Arrays:
+    """Convert lists: whole numbers are tokens, padded with 0; lists of floats must have equal lengths."""
     import pyarrow.types as kinds
 
     inner = train.type.value_type
     rows = train.to_pylist() + test.to_pylist()
     if not (kinds.is_integer(inner) or kinds.is_floating(inner)) or any(row is None or None in row for row in rows):
-        raise InputError(f"{where}: expected lists of numbers without gaps.")
+        raise InputError(f"{source}: expected lists of numbers without gaps.")
     longest = max(map(len, rows))
     if not 0 < longest <= LONGEST:
-        raise InputError(f"{where} has lists of up to {longest} numbers; expected 1 to {LONGEST}.")
+        raise InputError(f"{source} has lists of up to {longest} numbers; expected 1 to {LONGEST}.")
     if kinds.is_integer(inner):
         if any(row and min(row) < 0 for row in rows):
-            raise InputError(f"{where} has tokens below 0.")
+            raise InputError(f"{source} has tokens below 0.")
         rows = [row + [0] * (longest - len(row)) for row in rows]
     elif min(map(len, rows)) < longest:
-        raise InputError(f"{where} has lists of different lengths; expected equal ones.")
+        raise InputError(f"{source} has lists of different lengths; expected equal ones.")
     x = np.array(rows, dtype=np.int64 if kinds.is_integer(inner) else np.float32)
     if not np.isfinite(x).all():
-        raise InputError(f"{where} has numbers that are not finite.")
+        raise InputError(f"{source} has numbers that are not finite.")
     return x[: len(train)], x[len(train) :]

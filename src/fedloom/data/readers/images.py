@@ -1,11 +1,10 @@
-"""Folders of images: one folder a class, or one a domain with one folder a class in each.
+"""Read folders of images, one folder per class, or one per domain with one per class in each.
 
     folder:PATH    PATH/CLASS/*.png, or PATH/train/CLASS/ and PATH/test/CLASS/
     domains:PATH   PATH/DOMAIN/CLASS/*.jpg, or PATH/DOMAIN/train/CLASS/ and PATH/DOMAIN/test/CLASS/
 
-Where there is no folder for testing, every fifth image of each class and domain is, in the order of their names.
-
-PNG, JPEG and other image files as arrays of one size, decoded by Pillow.
+Without a test folder, every fifth image of each class and domain is for testing, in the order of the file names.
+Pillow decodes PNG, JPEG and other image files to arrays of one size.
 """
 
 import io
@@ -27,11 +26,11 @@ from fedloom.errors import InputError, shorten_error_message
 from fedloom.utils.storage import list_files_recursively
 
 LARGE = 1 << 28
-"""Bytes above which an array that is being decoded lies in a file."""
+"""Bytes above which decoded images are stored in a temporary file."""
 
 
 def _allocate_images(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Room for images that are being decoded: in a file without a name where they may be larger than memory."""
+    """Allocate an array for decoded images; a large one is in a temporary file, because memory may not hold it."""
     if int(np.prod(shape, dtype=np.int64)) > LARGE:
         try:
             folder = cache_folder()
@@ -45,16 +44,16 @@ def _allocate_images(shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"}
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
-"""Pillow knows more, among them some that start other programs."""
+"""Allowed formats; some other formats of Pillow start external programs."""
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}
-"""Eight bits a channel; what has more would be cut off where it is made RGB."""
+"""Modes with 8 bits per channel; the conversion to RGB would cut off larger values."""
 MOST_PIXELS = 1 << 26
 LARGEST = 1024
-"""Pixels a side to which pictures may be resized."""
+"""Largest side in pixels to which images may be resized."""
 CHUNK = 256
 
 Bytes = Callable[[int], bytes]
-"""The content of picture number i."""
+"""Returns the file content of image i."""
 
 
 def _is_image_file(name: str) -> bool:
@@ -62,39 +61,39 @@ def _is_image_file(name: str) -> bool:
 
 
 def read_size(spec: DatasetSpec) -> int | None:
-    """The option `size`: to how many pixels a side pictures are resized."""
+    """Return the option `size`, the side in pixels to which images are resized."""
     if "size" not in spec.options:
-        spec.asked.append("size")
+        spec.known_options.append("size")
         return None
-    size = spec.whole("size", 1, 1)
+    size = spec.integer_option("size", 1, 1)
     if size > LARGEST:
         raise InputError(f"size of {spec.name!r} is {size}; expected at most {LARGEST} pixels.")
     return size
 
 
 def decode_image_files(paths: Sequence[Path], size: int | None) -> NDArray[np.uint8]:
-    """The pictures of these files as n x H x W x 3, resized to `size` x `size`; without it they must be alike."""
+    """Decode image files to n x H x W x 3, resized to `size` x `size`; without it all must have one size."""
     return decode_images(len(paths), lambda i: _read(paths[i]), lambda i: str(paths[i]), size)
 
 
-def decode_images(count: int, content: Bytes, name: Callable[[int], str], size: int | None) -> NDArray[np.uint8]:
-    """Pictures 0 to `count` as n x H x W x 3; `name(i)` is what an error calls a picture. All cores work on it."""
+def decode_images(count: int, read_bytes: Bytes, describe: Callable[[int], str], size: int | None) -> NDArray[np.uint8]:
+    """Decode `count` images to n x H x W x 3 on all cores; `describe(i)` names image i in an error."""
     if count == 0:
         side = size or 1
         return np.empty((0, side, side, 3), dtype=np.uint8)
     if size is None:
-        height, width = _decode_image(content(0), name(0), None).shape[:2]
+        height, width = _decode_image(read_bytes(0), describe(0), None).shape[:2]
     else:
         height = width = size
     images = _allocate_images((count, height, width, 3))
 
     def work(first: int) -> None:
         for i in range(first, min(first + CHUNK, count)):
-            image = _decode_image(content(i), name(i), size)
+            image = _decode_image(read_bytes(i), describe(i), size)
             if image.shape != images.shape[1:]:
                 raise InputError(
-                    f"{name(i)} has {image.shape[1]} x {image.shape[0]} pixels where {name(0)} has {width} x {height}; "
-                    "say to which size all are resized, as in size=64."
+                    f"{describe(i)} has {image.shape[1]} x {image.shape[0]} pixels where {describe(0)} has {width} x "
+                    f"{height}; say to which size all are resized, as in size=64."
                 )
             images[i] = image
 
@@ -109,7 +108,7 @@ def decode_images(count: int, content: Bytes, name: Callable[[int], str], size: 
 
 
 def _decode_image(content: bytes, name: str, size: int | None) -> NDArray[np.uint8]:
-    """One picture as H x W x 3."""
+    """Decode one image to H x W x 3."""
     try:
         from PIL import Image
     except ImportError:
@@ -128,7 +127,7 @@ def _decode_image(content: bytes, name: str, size: int | None) -> NDArray[np.uin
         raise
     except MemoryError:
         raise InputError(f"{name} does not fit into memory.") from None
-    except Exception as error:  # Pillow's decoders raise whatever broken bytes lead them to
+    except Exception as error:  # Pillow's decoders raise any type of error for damaged bytes
         reason = shorten_error_message(error)
         reason = "no image" if reason.startswith("cannot identify") else reason
         raise InputError(f"cannot decode {name}: {reason}.") from None
@@ -139,46 +138,50 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}.") from None
-    except ValueError:  # a null byte, where the name stands in a damaged list
+    except ValueError:  # a null byte in a name from a damaged list
         raise InputError(f"cannot read {str(path)!r}: this is no name of a file.") from None
 
 
 TRAIN, TESTS = "train", ("test", "val", "valid", "validation")
-"""What a folder of training images is called, and the one for testing: the first that is there."""
+"""Name of the folder of training images, and names of the test folder: the first one that exists is used."""
 
 
 class Picture(NamedTuple):
-    """An image, its class and its domain as positions in names, and whether it is for testing."""
+    """An image file, its class and domain as positions in lists of names, and whether it is for testing."""
 
     path: Path
     label: int
     domain: int
-    test: bool
+    is_test: bool
 
 
 def read_own_images(spec: DatasetSpec) -> Dataset:
-    """The images below the path of `spec`; its option `size` says to how many pixels a side they are resized."""
+    """Read the images in the folder of `spec`, resized if it has the option `size`."""
     size = read_size(spec)
-    spec.done()
+    spec.refuse_unused_options()
     assert spec.path is not None
     folder = spec.path
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; {spec.name}:PATH wants one.")
 
     def make() -> Dataset:
-        return read_folders(folder, [path.name for path in _subfolders(folder)] if spec.name == "domains" else (), size)
+        return read_images_in_folders(
+            folder, [path.name for path in _subfolders(folder)] if spec.name == "domains" else (), size
+        )
 
     return load_through_cache(
         f"{spec.name}-{folder.resolve().name}", folder, f"{spec.name} 1 {size}", _pictures(folder), make
     )
 
 
-def read_folders(folder: Path, domains: Sequence[str], size: int | None, also: Sequence[str] = ()) -> Dataset:
-    """The images of a folder with one folder a class, or of one with such a folder for each of these domains.
+def read_images_in_folders(
+    folder: Path, domain_names: Sequence[str], size: int | None, extra_train_folders: Sequence[str] = ()
+) -> Dataset:
+    """Read a folder with one folder per class, or one with such a folder for each of `domain_names`.
 
-    Those of the folders `also` are for training, too.
+    The images in `extra_train_folders` are training images too.
     """
-    parts = [_parts(place, also) for place in ([folder / domain for domain in domains] or [folder])]
+    parts = [_parts(place, extra_train_folders) for place in ([folder / domain for domain in domain_names] or [folder])]
     names = _class_names([source for sources in parts for source, test in sources if not test])
     pictures: list[Picture] = []
     for domain, sources in enumerate(parts):
@@ -189,47 +192,47 @@ def read_folders(folder: Path, domains: Sequence[str], size: int | None, also: S
                 label = names.index(path.name)
                 for i, picture in enumerate(_pictures(path)):
                     pictures.append(Picture(picture, label, domain, i % 5 == 2 if test is None else test))
-    held_out = sum(picture.test for picture in pictures)
+    held_out = sum(picture.is_test for picture in pictures)
     if not 0 < held_out < len(pictures):
         raise InputError(
             f"{folder} has {len(pictures) - held_out} images for training and {held_out} for testing; without a folder "
             "'test' a class must have three images or more, of which every fifth is for testing."
         )
-    return decode_labeled_images(pictures, names, domains, size)
+    return decode_labeled_images(pictures, names, domain_names, size)
 
 
 def decode_labeled_images(
-    pictures: Iterable[Picture], names: tuple[str, ...], domains: Sequence[str], size: int | None
+    pictures: Iterable[Picture], class_names: tuple[str, ...], domain_names: Sequence[str], size: int | None
 ) -> Dataset:
-    """These images, of classes called `names`, and from `domains` if there are any."""
-    ordered = sorted(pictures, key=lambda picture: picture.test)
-    cut = sum(not picture.test for picture in ordered)
-    images = decode_image_files([picture.path for picture in ordered], size)  # at once: all must have one size
+    """Decode these images into a data set with classes, and with domains if `domain_names` is not empty."""
+    ordered = sorted(pictures, key=lambda picture: picture.is_test)
+    cut = sum(not picture.is_test for picture in ordered)
+    images = decode_image_files([picture.path for picture in ordered], size)  # one call: all must have one size
     labels = torch.tensor([picture.label for picture in ordered], dtype=torch.int64)
     samples = Samples(torch.from_numpy(images), labels)
     marks = np.array([picture.domain for picture in ordered], dtype=np.int64)
     return Dataset(
         samples[:cut],
         samples[cut:],
-        names,
-        domains=marks[:cut] if domains else None,
-        domain_names=tuple(domains),
-        test_domains=marks[cut:] if domains else None,
+        class_names,
+        domains=marks[:cut] if domain_names else None,
+        domain_names=tuple(domain_names),
+        test_domains=marks[cut:] if domain_names else None,
     )
 
 
-def _parts(folder: Path, also: Sequence[str]) -> list[tuple[Path, bool | None]]:
-    """The folders of training images and, marked so, of test images; or one of both, which is marked None."""
+def _parts(folder: Path, extra_train_folders: Sequence[str]) -> list[tuple[Path, bool | None]]:
+    """Return folders, each with True for test and False for training images, or one folder with None for both."""
     if not (folder / TRAIN).is_dir():
         return [(folder, None)]
     test = next((folder / name for name in TESTS if (folder / name).is_dir()), None)
     if test is None:
         raise InputError(f"{folder} has a folder 'train' but none called {' or '.join(map(repr, TESTS))}.")
-    return [*((folder / name, False) for name in (TRAIN, *also)), (test, True)]
+    return [*((folder / name, False) for name in (TRAIN, *extra_train_folders)), (test, True)]
 
 
 def _class_names(folders: Sequence[Path]) -> tuple[str, ...]:
-    """The classes of all folders, in order; folders that share none are not what they are taken for."""
+    """Return the sorted classes of all folders; folders without a common class are an error."""
     found = [{path.name for path in _subfolders(folder)} for folder in folders]
     if not set.intersection(*found):
         raise InputError(f"{', '.join(map(str, folders[:6]))} have no class in common; expected some in all of them.")

@@ -1,4 +1,4 @@
-"""LEAF's JSON files: users, and for each the lists x and y."""
+"""Read LEAF's JSON files, which list the samples x and y of each user."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ from fedloom.errors import InputError
 from fedloom.utils.storage import parse_json_file
 
 Users = dict[str, tuple[list[Any], list[Any]]]
-"""Of each user the lists x and y."""
+"""The lists x and y of each user."""
 
 
 @dataclass(frozen=True)
 class _LeafUsers:
-    """What a folder of LEAF's holds. `test` is None where it was not split yet."""
+    """The users of a LEAF folder. `test` is None if LEAF has not split the data."""
 
     train: Users
     test: Users | None
 
 
 def find_leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
-    """The files for training and for testing: of `train/` and `test/`, or of `all_data/`, also under `data/`."""
+    """Find training and test files in `train/` and `test/`, or all files in `all_data/`, also under `data/`."""
     for root in (folder, folder / "data"):
         train, test = (sorted((root / part).glob("*.json")) for part in ("train", "test"))
         if train and test:
@@ -34,14 +34,14 @@ def find_leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
     return None
 
 
-def read_leaf_users(train: list[Path], test: list[Path], least: int = 0) -> _LeafUsers:
-    """The users of these files, checked; those with fewer than `least` samples are left out."""
-    parts = [_users(paths) for paths in (train, test) if paths]
+def read_leaf_users(train_files: list[Path], test_files: list[Path], min_examples: int = 0) -> _LeafUsers:
+    """Read and check the users of these files; leave out those with fewer than `min_examples` samples."""
+    parts = [_users(paths) for paths in (train_files, test_files) if paths]
     sizes: Counter[str] = Counter()
     for part in parts:
         sizes.update({user: len(y) for user, (_, y) in part.items()})
-    kept = [{user: pair for user, pair in part.items() if sizes[user] >= least} for part in parts]
-    return _LeafUsers(kept[0], kept[1] if test else None)
+    kept = [{user: pair for user, pair in part.items() if sizes[user] >= min_examples} for part in parts]
+    return _LeafUsers(kept[0], kept[1] if test_files else None)
 
 
 def _users(paths: list[Path]) -> Users:

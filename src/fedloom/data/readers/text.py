@@ -1,7 +1,4 @@
-"""Text as words: LEAF's way to cut it, a vocabulary from the training texts or from a file, and tokens.
-
-Text as characters: LEAF's alphabet, and windows from which the next character is to be told.
-"""
+"""Turn text into tokens as LEAF does: words of a vocabulary, or windows of characters that predict the next one."""
 
 import re
 from collections import Counter
@@ -21,7 +18,7 @@ from fedloom.utils.system import expand_user_path
 LENGTH_IN_WORDS = 25
 LONGEST = 10_000
 WORDS = 10_000
-"""How many words a vocabulary from the training texts holds."""
+"""Size of a vocabulary that is built from the training texts."""
 
 MOST_WORDS = 10_000_000
 LONGEST_LINE = 1 << 20
@@ -34,53 +31,53 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """How texts become tokens."""
+    """Splits texts into words and maps them to tokens."""
 
     length: int = LENGTH_IN_WORDS
-    """Words of a text; the rest is cut off."""
+    """Words kept of each text; the rest is cut off."""
     words: int = WORDS
-    """The size of the vocabulary made from the training texts."""
+    """Size of the vocabulary that is built from the training texts."""
     vocabulary: Path | None = None
-    """A file with the vocabulary, instead."""
+    """A file with a vocabulary to use instead."""
     lower: bool = False
-    """Whether all letters are made small first."""
+    """Whether to convert text to lower case first."""
 
     @staticmethod
-    def of(spec: DatasetSpec) -> "TextTokenizer":
-        """The options `length`, `words`, `vocabulary` and `lower`."""
+    def from_spec(spec: DatasetSpec) -> "TextTokenizer":
+        """Read the options `length`, `words`, `vocabulary` and `lower`."""
         length, words, lower = (
-            spec.whole("length", LENGTH_IN_WORDS, 1),
-            spec.whole("words", WORDS, 1),
-            spec.yes("lower"),
+            spec.integer_option("length", LENGTH_IN_WORDS, 1),
+            spec.integer_option("words", WORDS, 1),
+            spec.yes_no_option("lower"),
         )
         if length > LONGEST:
             raise InputError(f"length of {spec.name!r} is {length}; expected at most {LONGEST} words.")
-        file = spec.text("vocabulary")
+        file = spec.text_option("vocabulary")
         return TextTokenizer(length, words, expand_user_path(file) if file else None, lower)
 
-    def tokens(self, train: Sequence[str], test: Sequence[str], where: str) -> tuple[Tokens, Tokens, int, str]:
-        """The tokens of both, how many different ones there are, and a sentence about the vocabulary."""
+    def tokenize(self, train: Sequence[str], test: Sequence[str], source: str) -> tuple[Tokens, Tokens, int, str]:
+        """Return training tokens, test tokens, the vocabulary size, and a note about the vocabulary."""
         if self.vocabulary is None:
             vocabulary = _build_vocabulary(train, self.words, self.lower)
         else:
             vocabulary = _read_vocabulary(self.vocabulary)
         if not vocabulary:
-            raise InputError(f"{where} has training texts without a single word.")
+            raise InputError(f"{source} has training texts without a single word.")
         x, strange = _encode_words(train, vocabulary, self.length, self.lower)
         note = (
-            f"{where}: {len(vocabulary)} words in the vocabulary, token {len(vocabulary)} for all others; "
+            f"{source}: {len(vocabulary)} words in the vocabulary, token {len(vocabulary)} for all others; "
             f"{strange} words of the training texts are not in it."
         )
         return x, _encode_words(test, vocabulary, self.length, self.lower)[0], len(vocabulary) + 1, note
 
 
 def _split_words(text: str, lower: bool = False) -> list[str]:
-    """Words and marks, as LEAF's code cuts them; it leaves capitals as they are."""
+    """Split a text into words and punctuation, as LEAF's code does; LEAF keeps capital letters."""
     return _WORD.findall(text.lower() if lower else text)
 
 
 def _build_vocabulary(texts: Iterable[str], size: int, lower: bool = False) -> list[str]:
-    """The `size` most frequent words, the most frequent first; among equals the alphabet decides."""
+    """Return the `size` most frequent words, ties in alphabetical order."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(_split_words(text, lower))
@@ -90,9 +87,9 @@ def _build_vocabulary(texts: Iterable[str], size: int, lower: bool = False) -> l
 def _encode_words(
     texts: Sequence[str], vocabulary: Sequence[str], length: int, lower: bool = False
 ) -> tuple[Tokens, int]:
-    """The first `length` words of each text as positions in the vocabulary, and how many words are not in it.
+    """Encode the first `length` words of each text as positions in the vocabulary, and count unknown words.
 
-    As in LEAF's code one number more, the size of the vocabulary, stands for unknown words and fills short texts up.
+    As in LEAF's code, one more token (the size of the vocabulary) stands for unknown words and pads short texts.
     """
     position = {word: number for number, word in enumerate(vocabulary)}
     tokens = np.full((len(texts), length), len(position), dtype=np.int32)
@@ -105,7 +102,7 @@ def _encode_words(
 
 
 def _read_vocabulary(path: Path) -> list[str]:
-    """The words of LEAF's `embs.json`, of a GloVe file, or of a file with one word a line; doubles count once."""
+    """Read the words of LEAF's `embs.json`, of a GloVe file, or of a file with one word per line."""
     try:
         words = _from_json(path) if path.suffix == ".json" else _from_lines(path)
     except OSError as error:
@@ -149,13 +146,13 @@ _CODE_OF[[ord(letter) for letter in ALPHABET]] = np.arange(len(ALPHABET))
 NAMES = tuple({"\n": "newline", " ": "space"}.get(letter, letter) for letter in ALPHABET)
 
 LENGTH_IN_CHARACTERS = 80
-"""How many characters a window holds."""
+"""Characters in a window."""
 
 Codes = NDArray[np.uint8]
 
 
 def encode_text_characters(text: str) -> tuple[Codes, int]:
-    """The number of each character in the alphabet, and how many are not in it: these become spaces, as LEAF has it."""
+    """Encode characters as positions in `ALPHABET`, and count unknown ones, which become spaces as in LEAF."""
     points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
     codes = np.where(points < 128, _CODE_OF[np.minimum(points, 127)], np.uint8(_ELSE)).astype(np.uint8)
     strange = codes == _ELSE
@@ -163,22 +160,24 @@ def encode_text_characters(text: str) -> tuple[Codes, int]:
     return codes, int(np.count_nonzero(strange))
 
 
-def make_text_windows(spoken: Sequence[Sequence[str]], every: int = 1) -> tuple[Codes, Codes, NDArray[np.int64], int]:
-    """Every character of every owner's lines with the 80 before it: (windows, characters, whose, strange ones).
+def make_text_windows(
+    lines_by_owner: Sequence[Sequence[str]], stride: int = 1
+) -> tuple[Codes, Codes, NDArray[np.int64], int]:
+    """Return the 80 characters before each character: windows, characters, owners, number of unknown characters.
 
-    As in LEAF's code a line begins after 80 spaces and knows nothing of the line before it. Of each owner's
-    characters, in their order, `every` keeps the first, and each so many after it.
+    As in LEAF's code, 80 spaces precede each line, so a window never contains text of the previous line. Every
+    `stride`-th character of each owner is kept, beginning with the first.
     """
     padding = " " * LENGTH_IN_CHARACTERS
-    codes, strange = encode_text_characters("".join(padding + line for owner in spoken for line in owner))
-    sizes = np.array([len(line) for owner in spoken for line in owner], dtype=np.int64)
-    counts = np.array([sum(map(len, owner)) for owner in spoken], dtype=np.int64)
-    owners = np.repeat(np.arange(len(spoken)), counts)
-    # Characters stand one after the other, but for the padding before each line.
+    codes, strange = encode_text_characters("".join(padding + line for owner in lines_by_owner for line in owner))
+    sizes = np.array([len(line) for owner in lines_by_owner for line in owner], dtype=np.int64)
+    counts = np.array([sum(map(len, owner)) for owner in lines_by_owner], dtype=np.int64)
+    owners = np.repeat(np.arange(len(lines_by_owner)), counts)
+    # Characters are contiguous, except for the padding before each line.
     targets = np.arange(sizes.sum()) + LENGTH_IN_CHARACTERS * np.repeat(np.arange(1, len(sizes) + 1), sizes)
-    if every > 1:
+    if stride > 1:
         turn = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        targets, owners = targets[turn % every == 0], owners[turn % every == 0]
+        targets, owners = targets[turn % stride == 0], owners[turn % stride == 0]
     if not len(targets):
         return np.zeros((0, LENGTH_IN_CHARACTERS), np.uint8), np.zeros(0, np.uint8), owners, strange
     return (
@@ -189,13 +188,13 @@ def make_text_windows(spoken: Sequence[Sequence[str]], every: int = 1) -> tuple[
     )
 
 
-def select_first_text_samples(owners: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """Which samples are among the first `share` of their owner's, rounded down but one at least.
+def select_first_text_samples(owners: NDArray[np.int64], train_share: float) -> NDArray[np.bool_]:
+    """Select the first `train_share` of each owner's samples for training, rounded down but at least one.
 
-    The samples of an owner stand together. Later ones are for testing: cut at random, a window of one part would hold
-    the characters to be told in the other.
+    The samples of an owner must be contiguous. The later ones are for testing. With a random split, training windows
+    would contain characters that the test asks for.
     """
     counts = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)
     turn = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    kept = np.maximum(1, (counts * share + 1e-9).astype(np.int64))
+    kept = np.maximum(1, (counts * train_share + 1e-9).astype(np.int64))
     return np.asarray(turn < kept[owners])

@@ -18,18 +18,18 @@ class DatasetSource(ABC):
     name: str
     summary: str
     shape: tuple[int, ...]
-    train: int | None
+    num_train_examples: int | None
     """How many training samples were published; None where that depends on how the files were made."""
-    test: int | None
-    prepare: InputTransform
+    num_test_examples: int | None
+    transform: InputTransform
     class_names: tuple[str, ...]
-    folders: tuple[str, ...]
+    folder_names: tuple[str, ...]
     """What the folder may be called; a download makes the first."""
-    system: tuple[Path, ...] = ()
+    system_folders: tuple[Path, ...] = ()
     """Where packages of the operating system put it."""
-    home: str
+    base_url: str
     """The address that its files are under."""
-    by_hand: str = ""
+    manual_steps: str = ""
     """What a person must do to get the files; empty where they can be downloaded."""
     version: int = 1
     """Counts up when `read` gives something else for the same files."""
@@ -40,7 +40,7 @@ class DatasetSource(ABC):
         """The names of the files a person would put in place by hand."""
 
     @abstractmethod
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         """Whether `folder` holds all files."""
 
     @abstractmethod
@@ -49,20 +49,20 @@ class DatasetSource(ABC):
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         """Makes `folder` complete."""
-        raise InputError(f"{self.name!r} must be fetched by hand: {self.by_hand}.")
+        raise InputError(f"{self.name!r} must be downloaded by hand: {self.manual_steps}.")
 
-    def missing(self, folder: Path) -> tuple[str, ...]:
+    def missing_parts(self, folder: Path) -> tuple[str, ...]:
         """Parts that `folder` lacks and that can be done without."""
         return ()
 
-    def inputs(self, folder: Path) -> list[Path]:
+    def input_files(self, folder: Path) -> list[Path]:
         """Every file that `read` may look at."""
         return list_files_recursively(folder)
 
-    def recipe(self) -> str:
+    def cache_key(self) -> str:
         """What beside the files decides what `read` gives."""
         return f"{self.name} {self.version}"
 
-    def having(self, spec: DatasetSpec) -> "DatasetSource":
+    def with_options(self, spec: DatasetSpec) -> "DatasetSource":
         """This data set, read with the options it takes from `spec`."""
         return self

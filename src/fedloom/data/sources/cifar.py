@@ -23,30 +23,30 @@ PIXELS = 3 * 32 * 32
 class _CifarRecords:
     """How a version is written: the published files (name: records in it and SHA-256) and the labels of a record."""
 
-    train: Mapping[str, tuple[int, str]]
-    test: Mapping[str, tuple[int, str]]
-    labels: tuple[int, ...]
+    train_files: Mapping[str, tuple[int, str]]
+    test_files: Mapping[str, tuple[int, str]]
+    label_sizes: tuple[int, ...]
     """For each label in front of the pixels how many values it has."""
-    used: int = 0
+    label_index: int = 0
     """Which of these labels counts."""
 
     @property
-    def length(self) -> int:
+    def record_size(self) -> int:
         """Bytes of a record."""
-        return len(self.labels) + PIXELS
+        return len(self.label_sizes) + PIXELS
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """The bytes of every file."""
-        return {name: count * self.length for name, (count, _) in {**self.train, **self.test}.items()}
+        return {name: count * self.record_size for name, (count, _) in {**self.train_files, **self.test_files}.items()}
 
     def read(self, folder: Path, files: Mapping[str, tuple[int, str]]) -> Samples:
         """The images of `files`, one file after the other."""
-        parts = [self.decode(self.content(folder / name, *known), folder / name) for name, known in files.items()]
+        parts = [self.decode(self.read_file(folder / name, *known), folder / name) for name, known in files.items()]
         return Samples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
 
-    def content(self, path: Path, count: int, digest: str) -> NDArray[np.uint8]:
+    def read_file(self, path: Path, count: int, digest: str) -> NDArray[np.uint8]:
         """The bytes of a published file. It has no header, so only its exact length shows that it is whole."""
-        expected = count * self.length
+        expected = count * self.record_size
         try:
             found = path.stat().st_size
             if found != expected:
@@ -61,33 +61,33 @@ class _CifarRecords:
 
     def decode(self, content: NDArray[np.uint8], path: Path) -> Samples:
         """The labels and images of whole records; `path` is named where a label is impossible."""
-        records = torch.from_numpy(content).view(-1, self.length)
-        for column, count in enumerate(self.labels):
+        records = torch.from_numpy(content).view(-1, self.record_size)
+        for column, count in enumerate(self.label_sizes):
             largest = int(records[:, column].max()) if len(records) else 0
             if largest >= count:
                 raise InputError(f"{path} holds the label {largest}; expected labels from 0 to {count - 1}.")
-        planes = records[:, len(self.labels) :].reshape(-1, 3, 32, 32)
-        return Samples(planes.permute(0, 2, 3, 1).contiguous(), records[:, self.used].long())
+        planes = records[:, len(self.label_sizes) :].reshape(-1, 3, 32, 32)
+        return Samples(planes.permute(0, 2, 3, 1).contiguous(), records[:, self.label_index].long())
 
 
 TEN = _CifarRecords(
-    train={
+    train_files={
         "data_batch_1.bin": (10_000, "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
         "data_batch_2.bin": (10_000, "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
         "data_batch_3.bin": (10_000, "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
         "data_batch_4.bin": (10_000, "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
         "data_batch_5.bin": (10_000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
     },
-    test={"test_batch.bin": (10_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b")},
-    labels=(10,),
+    test_files={"test_batch.bin": (10_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b")},
+    label_sizes=(10,),
 )
 
 _HUNDRED = (
     {"train.bin": (50_000, "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29")},
     {"test.bin": (10_000, "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a")},
 )
-HUNDRED = _CifarRecords(*_HUNDRED, labels=(20, 100), used=1)
-TWENTY = _CifarRecords(*_HUNDRED, labels=(20, 100), used=0)
+HUNDRED = _CifarRecords(*_HUNDRED, label_sizes=(20, 100), label_index=1)
+TWENTY = _CifarRecords(*_HUNDRED, label_sizes=(20, 100), label_index=0)
 
 COARSE = (
     *("aquatic mammals", "fish", "flowers", "food containers", "fruit and vegetables"),
@@ -120,22 +120,24 @@ class CifarSource(DatasetSource):
 
     @property
     def files(self) -> tuple[str, ...]:
-        return (*self.records.train, *self.records.test)
+        return (*self.records.train_files, *self.records.test_files)
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         return all((folder / name).is_file() for name in self.files)
 
     def read(self, folder: Path) -> Dataset:
-        train, test = (self.records.read(folder, files) for files in (self.records.train, self.records.test))
+        train, test = (
+            self.records.read(folder, files) for files in (self.records.train_files, self.records.test_files)
+        )
         return Dataset(train, test, self.class_names)
 
-    def inputs(self, folder: Path) -> list[Path]:
+    def input_files(self, folder: Path) -> list[Path]:
         return [folder / name for name in self.files]
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         archive = folder / self.archive
-        download_to_cache(f"{self.home}/{self.archive}", archive, self.md5, progress)
-        sizes = self.records.sizes()
+        download_to_cache(f"{self.base_url}/{self.archive}", archive, self.md5, progress)
+        sizes = self.records.file_sizes()
         for size in set(sizes.values()):
             extract_to_cache(archive, folder, [name for name in sizes if sizes[name] == size], size)
         archive.unlink()
@@ -145,15 +147,15 @@ CIFAR10 = CifarSource(
     name="cifar10",
     summary="photographs of ten kinds of things, colour, 32 x 32",
     shape=(3, 32, 32),
-    train=50_000,
-    test=10_000,
-    prepare=InputTransform((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    num_train_examples=50_000,
+    num_test_examples=10_000,
+    transform=InputTransform((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     class_names=(
         *("airplane", "automobile", "bird", "cat", "deer"),
         *("dog", "frog", "horse", "ship", "truck"),
     ),
-    folders=("cifar-10-batches-bin", "cifar10"),
-    home="https://www.cs.toronto.edu/~kriz",
+    folder_names=("cifar-10-batches-bin", "cifar10"),
+    base_url="https://www.cs.toronto.edu/~kriz",
     archive="cifar-10-binary.tar.gz",
     md5="c32a1d4ab5d03f1284b67883e8d87530",
     records=cifar.TEN,
@@ -163,12 +165,12 @@ CIFAR100 = CifarSource(
     name="cifar100",
     summary="photographs of a hundred kinds of things, colour, 32 x 32",
     shape=(3, 32, 32),
-    train=50_000,
-    test=10_000,
-    prepare=InputTransform((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    num_train_examples=50_000,
+    num_test_examples=10_000,
+    transform=InputTransform((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     class_names=cifar.FINE,
-    folders=("cifar-100-binary", "cifar100"),
-    home="https://www.cs.toronto.edu/~kriz",
+    folder_names=("cifar-100-binary", "cifar100"),
+    base_url="https://www.cs.toronto.edu/~kriz",
     archive="cifar-100-binary.tar.gz",
     md5="03b5dce01913d631647c71ecec9e9cb8",
     records=cifar.HUNDRED,

@@ -29,8 +29,8 @@ CHUNK = 4096
 class _DigitFileFormat:
     """Two files, for training and for testing, that may be the same, and how they are read."""
 
-    train: str
-    test: str
+    train_file: str
+    test_file: str
     read: Callable[[Path, Path], files.Both]
 
 
@@ -38,7 +38,7 @@ def _one(name: str, read: Callable[[Path, Path], files.Both]) -> _DigitFileForma
     return _DigitFileFormat(name, name, read)
 
 
-ARRAYS = _DigitFileFormat("train.npz", "test.npz", files.read_npz_pair)
+ARRAYS = _DigitFileFormat("train.npz", "test.npz", files.read_digit5_npz_pair)
 DOMAINS: dict[str, tuple[tuple[str, ...], tuple[_DigitFileFormat, ...], tuple[_DigitFileFormat, ...]]] = {
     "mnist": (("mnist",), (), (_one("mnist_data.mat", files.read_digit5_mnist_mat),)),
     "mnist-m": (
@@ -86,17 +86,21 @@ class Digit5Source(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return tuple(f"{folders[0]}/" for folders, _, _ in DOMAINS.values())
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         return len(_find_domain_files(folder)) >= 2
 
-    def missing(self, folder: Path) -> tuple[str, ...]:
+    def missing_parts(self, folder: Path) -> tuple[str, ...]:
         found = _find_domain_files(folder)
         return tuple(domain for domain in DOMAINS if domain not in found)
 
-    def inputs(self, folder: Path) -> list[Path]:
+    def input_files(self, folder: Path) -> list[Path]:
         paths: list[Path] = []
         for place, form in _find_domain_files(folder).values():
-            own = [place / form.train, place / form.test] if form else [p for p in place.iterdir() if p.is_file()]
+            own = (
+                [place / form.train_file, place / form.test_file]
+                if form
+                else [p for p in place.iterdir() if p.is_file()]
+            )
             paths += sorted(set(own))
         return paths
 
@@ -117,7 +121,7 @@ class Digit5Source(DatasetSource):
                 f"http://ufldl.stanford.edu/housenumbers/{name}", target, files.PUBLISHED[name][1], progress
             )
         for name in ("usps.bz2", "usps.t.bz2"):
-            download_to_cache(f"{self.home}/{name}", folder / "usps" / name, files.PUBLISHED[name][1], progress)
+            download_to_cache(f"{self.base_url}/{name}", folder / "usps" / name, files.PUBLISHED[name][1], progress)
 
 
 def _find_domain_files(folder: Path) -> dict[str, tuple[Path, _DigitFileFormat | None]]:
@@ -125,13 +129,13 @@ def _find_domain_files(folder: Path) -> dict[str, tuple[Path, _DigitFileFormat |
     found: dict[str, tuple[Path, _DigitFileFormat | None]] = {}
     for domain, (folders, own, anywhere) in DOMAINS.items():
         places = [folder / name for name in folders]
-        if domain == "mnist" and (place := next((p for p in places if MNIST.complete(p)), None)):
+        if domain == "mnist" and (place := next((p for p in places if MNIST.is_complete(p)), None)):
             found[domain] = place, None
             continue
         choices = [(place, form) for place in places for form in own + anywhere]
         choices += [(folder, form) for form in anywhere]
         for place, form in choices:
-            if (place / form.train).is_file() and (place / form.test).is_file():
+            if (place / form.train_file).is_file() and (place / form.test_file).is_file():
                 found[domain] = place, form
                 break
     return found
@@ -139,7 +143,7 @@ def _find_domain_files(folder: Path) -> dict[str, tuple[Path, _DigitFileFormat |
 
 def _read(place: Path, form: _DigitFileFormat | None) -> files.Both:
     if form is not None:
-        return form.read(place / form.train, place / form.test)
+        return form.read(place / form.train_file, place / form.test_file)
     content = MNIST.read(place)
     return (content.train.x.numpy(), content.train.y.numpy()), (content.test.x.numpy(), content.test.y.numpy())
 
@@ -171,10 +175,10 @@ DIGIT5 = Digit5Source(
     name="digit5",
     summary="digits of five domains (MNIST, MNIST-M, SVHN, SynthDigits, USPS), colour, 32 x 32",
     shape=(3, SIDE, SIDE),
-    train=None,
-    test=None,
-    prepare=InputTransform((0.5,) * 3, (0.5,) * 3),
+    num_train_examples=None,
+    num_test_examples=None,
+    transform=InputTransform((0.5,) * 3, (0.5,) * 3),
     class_names=TEN_DIGITS,
-    folders=("digit5", "Digit-Five", "."),
-    home="https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass",
+    folder_names=("digit5", "Digit-Five", "."),
+    base_url="https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass",
 )

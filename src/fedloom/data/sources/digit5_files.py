@@ -41,20 +41,20 @@ def _each(read: Callable[[Path], Part]) -> Callable[[Path, Path], Both]:
 
 
 @_each
-def read_npz_pair(path: Path) -> Part:
+def read_digit5_npz_pair(path: Path) -> Part:
     """x (uint8, n x H x W x 3) and y, in one file for training and one for testing."""
     arrays = read_npz_arrays(path, {"x": ("u", 4), "y": ("ui", 1)})
     return _check_images_and_labels(arrays["x"], arrays["y"], path)
 
 
-def read_digit5_usps_npz(path: Path, _same: Path) -> Both:
+def read_digit5_usps_npz(train: Path, _test: Path) -> Both:
     """Thousandths of the values of -1 to 1, n x 16 x 16."""
     names = {"x_train": ("i", 3), "y_train": ("ui", 1), "x_test": ("i", 3), "y_test": ("ui", 1)}
-    arrays = read_npz_arrays(path, names)
+    arrays = read_npz_arrays(train, names)
 
     def part(name: str) -> Part:
         return _check_images_and_labels(
-            _bytes(arrays[f"x_{name}"] / 1000, -1, path)[..., None], arrays[f"y_{name}"], path
+            _bytes(arrays[f"x_{name}"] / 1000, -1, train)[..., None], arrays[f"y_{name}"], train
         )
 
     return part("train"), part("test")
@@ -72,41 +72,41 @@ def read_digit5_svhn_mat(path: Path) -> Part:
     return part
 
 
-def read_digit5_mnist_mat(path: Path, _same: Path) -> Both:
+def read_digit5_mnist_mat(train: Path, _test: Path) -> Both:
     """mnist_data.mat of Digit-Five: 55,000 + 10,000."""
-    *images, y, y_test = read_mat_arrays(path, ["train_28", "test_28", "label_train", "label_test"])
+    *images, y, y_test = read_mat_arrays(train, ["train_28", "test_28", "label_train", "label_test"])
     grey = [x.reshape(-1, 28, 28, 1) if x.size % 784 == 0 else x for x in images]
-    return _check_images_and_labels(grey[0], _one_hot(y, path), path), _check_images_and_labels(
-        grey[1], _one_hot(y_test, path), path
+    return _check_images_and_labels(grey[0], _one_hot(y, train), train), _check_images_and_labels(
+        grey[1], _one_hot(y_test, train), train
     )
 
 
-def read_digit5_mnistm_mat(path: Path, _same: Path) -> Both:
+def read_digit5_mnistm_mat(train: Path, _test: Path) -> Both:
     """mnistm_with_label.mat of Digit-Five: 55,000 + 10,000."""
-    x, x_test, y, y_test = read_mat_arrays(path, ["train", "test", "label_train", "label_test"])
-    return _check_images_and_labels(x, _one_hot(y, path), path), _check_images_and_labels(
-        x_test, _one_hot(y_test, path), path
+    x, x_test, y, y_test = read_mat_arrays(train, ["train", "test", "label_train", "label_test"])
+    return _check_images_and_labels(x, _one_hot(y, train), train), _check_images_and_labels(
+        x_test, _one_hot(y_test, train), train
     )
 
 
-def read_digit5_synth_mat(path: Path, _same: Path) -> Both:
+def read_digit5_synth_mat(train: Path, _test: Path) -> Both:
     """syn_number.mat of Digit-Five: 25,000 + 9,000."""
-    x, y, x_test, y_test = read_mat_arrays(path, ["train_data", "train_label", "test_data", "test_label"])
-    return _check_images_and_labels(x, _flat(y, path), path), _check_images_and_labels(
-        x_test, _flat(y_test, path), path
+    x, y, x_test, y_test = read_mat_arrays(train, ["train_data", "train_label", "test_data", "test_label"])
+    return _check_images_and_labels(x, _flat(y, train), train), _check_images_and_labels(
+        x_test, _flat(y_test, train), train
     )
 
 
-def read_digit5_usps_mat(path: Path, _same: Path) -> Both:
+def read_digit5_usps_mat(train: Path, _test: Path) -> Both:
     """usps_28x28.mat of Digit-Five: 7,438 + 1,860 of values from 0 to 1, in a 2 x 2 array of arrays."""
-    (cells,) = read_mat_arrays(path, ["dataset"])
+    (cells,) = read_mat_arrays(train, ["dataset"])
     if cells.shape != (2, 2) or cells.dtype != object:
-        raise InputError(f"{path} has a 'dataset' of shape {cells.shape}; expected 2 x 2 arrays.")
+        raise InputError(f"{train} has a 'dataset' of shape {cells.shape}; expected 2 x 2 arrays.")
 
     def part(x: NDArray[Any], y: NDArray[Any]) -> Part:
         if x.ndim != 4 or x.shape[1] != 1:
-            raise InputError(f"{path} has images of shape {x.shape}; expected n x 1 x 28 x 28.")
-        return _check_images_and_labels(_bytes(x, 0, path).transpose(0, 2, 3, 1), _flat(y, path), path)
+            raise InputError(f"{train} has images of shape {x.shape}; expected n x 1 x 28 x 28.")
+        return _check_images_and_labels(_bytes(x, 0, train).transpose(0, 2, 3, 1), _flat(y, train), train)
 
     return part(*cells[0]), part(*cells[1])
 

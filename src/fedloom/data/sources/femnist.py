@@ -26,11 +26,11 @@ class FemnistSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return ("train/*.json", "test/*.json")
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         found = find_leaf_files(folder)
         return found is not None and bool(found[1])
 
-    def inputs(self, folder: Path) -> list[Path]:
+    def input_files(self, folder: Path) -> list[Path]:
         train, test = find_leaf_files(folder) or ([], [])
         return train + test
 
@@ -81,13 +81,13 @@ FEMNIST = FemnistSource(
     name="femnist",
     summary="handwritten digits and letters by writer, grey, 28 x 28",
     shape=(1, 28, 28),
-    train=None,
-    test=None,
-    prepare=InputTransform.unit(1),
+    num_train_examples=None,
+    num_test_examples=None,
+    transform=InputTransform.unit(1),
     class_names=(*digits, *ascii_uppercase, *ascii_lowercase),
-    folders=("femnist", "FEMNIST"),
-    home="https://github.com/TalwalkarLab/leaf",
-    by_hand=(
+    folder_names=("femnist", "FEMNIST"),
+    base_url="https://github.com/TalwalkarLab/leaf",
+    manual_steps=(
         "clone https://github.com/TalwalkarLab/leaf and run in data/femnist: "
         "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample"
     ),

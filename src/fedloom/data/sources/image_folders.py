@@ -9,7 +9,7 @@ import torch
 
 from fedloom.data.dataset import Dataset, DatasetSpec
 from fedloom.data.readers.arrays import read_npz_arrays
-from fedloom.data.readers.images import Picture, decode_images, decode_labeled_images, read_folders, read_size
+from fedloom.data.readers.images import Picture, decode_images, decode_labeled_images, read_images_in_folders, read_size
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.cifar import CIFAR10
@@ -25,46 +25,48 @@ class _ImageFolderSource(DatasetSource):
 
     size: int
 
-    def having(self, spec: DatasetSpec) -> "_ImageFolderSource":
+    def with_options(self, spec: DatasetSpec) -> "_ImageFolderSource":
         size = read_size(spec) or self.size
         return replace(self, size=size, shape=(3, size, size))
 
-    def recipe(self) -> str:
-        return f"{super().recipe()} {self.size}"
+    def cache_key(self) -> str:
+        return f"{super().cache_key()} {self.size}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CinicSource(_ImageFolderSource):
     """train/, valid/ and test/ with a folder for each class."""
 
-    with_valid: bool = False
+    train_on_validation: bool = False
     """Whether the images of valid/ are for training, too."""
 
     @property
     def files(self) -> tuple[str, ...]:
         return ("train/", "valid/", "test/")
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         return all((folder / name).is_dir() for name in self.files)
 
-    def having(self, spec: DatasetSpec) -> "CinicSource":
-        changed = super().having(spec)
+    def with_options(self, spec: DatasetSpec) -> "CinicSource":
+        changed = super().with_options(spec)
         assert isinstance(changed, CinicSource)
-        use = spec.text("valid", "none")
+        use = spec.text_option("valid", "none")
         if use not in ("none", "train"):
             raise unknown_name_error("use of CINIC-10's validation images", use, ["none", "train"])
-        return replace(changed, with_valid=use == "train")
+        return replace(changed, train_on_validation=use == "train")
 
-    def recipe(self) -> str:
-        return f"{super().recipe()} {self.with_valid}"
+    def cache_key(self) -> str:
+        return f"{super().cache_key()} {self.train_on_validation}"
 
     def read(self, folder: Path) -> Dataset:
-        content = read_folders(folder, (), self.size, also=("valid",) if self.with_valid else ())
+        content = read_images_in_folders(
+            folder, (), self.size, extra_train_folders=("valid",) if self.train_on_validation else ()
+        )
         if content.class_names != self.class_names:
             raise InputError(f"{folder} has the classes {', '.join(content.class_names)}; expected those of CIFAR-10.")
         for part, samples, expected in (
-            ("training", content.train, (self.train or 0) * (1 + self.with_valid)),
-            ("test", content.test, self.test),
+            ("training", content.train, (self.num_train_examples or 0) * (1 + self.train_on_validation)),
+            ("test", content.test, self.num_test_examples),
         ):
             if len(samples) != expected:
                 raise InputError(f"{folder} has {len(samples)} {part} images; CINIC-10 has {expected}.")
@@ -75,37 +77,37 @@ class CinicSource(_ImageFolderSource):
 class _ImageDomainSource(_ImageFolderSource):
     """A folder for each domain, in it one for each class."""
 
-    domains: tuple[str, ...]
+    domain_names: tuple[str, ...]
     classes: int
-    counts: tuple[int, ...] = ()
+    images_per_domain: tuple[int, ...] = ()
     """How many images each domain has, where that is known."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(f"{domain}/" for domain in self.domains)
+        return tuple(f"{domain}/" for domain in self.domain_names)
 
     def root(self, folder: Path) -> Path:
         """PACS comes with its domains in a folder `kfold` of their own."""
         return folder / "kfold" if (folder / "kfold").is_dir() else folder
 
-    def found(self, folder: Path) -> tuple[str, ...]:
-        return tuple(domain for domain in self.domains if (self.root(folder) / domain).is_dir())
+    def found_domains(self, folder: Path) -> tuple[str, ...]:
+        return tuple(domain for domain in self.domain_names if (self.root(folder) / domain).is_dir())
 
-    def complete(self, folder: Path) -> bool:
-        return len(self.found(folder)) >= 2
+    def is_complete(self, folder: Path) -> bool:
+        return len(self.found_domains(folder)) >= 2
 
-    def missing(self, folder: Path) -> tuple[str, ...]:
-        return tuple(domain for domain in self.domains if domain not in self.found(folder))
+    def missing_parts(self, folder: Path) -> tuple[str, ...]:
+        return tuple(domain for domain in self.domain_names if domain not in self.found_domains(folder))
 
-    def inputs(self, folder: Path) -> list[Path]:
+    def input_files(self, folder: Path) -> list[Path]:
         # Of other things that lie in the same folder nothing is read.
         beside = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".npz"))
         return beside + [
-            path for domain in self.found(folder) for path in list_files_recursively(self.root(folder) / domain)
+            path for domain in self.found_domains(folder) for path in list_files_recursively(self.root(folder) / domain)
         ]
 
     def read(self, folder: Path) -> Dataset:
-        return self._checked(read_folders(self.root(folder), self.found(folder), self.size), folder)
+        return self._checked(read_images_in_folders(self.root(folder), self.found_domains(folder), self.size), folder)
 
     def _checked(self, content: Dataset, folder: Path) -> Dataset:
         if len(content.class_names) != self.classes:
@@ -118,7 +120,7 @@ class DomainNetSource(_ImageDomainSource):
     """DomainNet says in DOMAIN_train.txt and DOMAIN_test.txt which images are for what."""
 
     def read(self, folder: Path) -> Dataset:
-        found, pictures, names = self.found(folder), list[Picture](), dict[int, str]()
+        found, pictures, names = self.found_domains(folder), list[Picture](), dict[int, str]()
         lists = [(folder / f"{domain}_{part}.txt", domain, part) for part in ("train", "test") for domain in found]
         if not any(path.is_file() for path, _, _ in lists):
             return super().read(folder)
@@ -159,19 +161,19 @@ class PacsSource(_ImageDomainSource):
 
     PACKED = "pacs64.npz"
 
-    def complete(self, folder: Path) -> bool:
-        return (folder / self.PACKED).is_file() or super().complete(folder)
+    def is_complete(self, folder: Path) -> bool:
+        return (folder / self.PACKED).is_file() or super().is_complete(folder)
 
-    def missing(self, folder: Path) -> tuple[str, ...]:
-        return () if (folder / self.PACKED).is_file() else super().missing(folder)
+    def missing_parts(self, folder: Path) -> tuple[str, ...]:
+        return () if (folder / self.PACKED).is_file() else super().missing_parts(folder)
 
     def read(self, folder: Path) -> Dataset:
         path = folder / self.PACKED
         content = self._unpacked(path) if path.is_file() else super().read(folder)
         if content.class_names != self.class_names:
             raise InputError(f"{folder} has the classes {', '.join(content.class_names)}; PACS has others.")
-        found, expected = len(content.train) + len(content.test), sum(self.counts)
-        if not self.missing(folder) and found != expected:
+        found, expected = len(content.train) + len(content.test), sum(self.images_per_domain)
+        if not self.missing_parts(folder) and found != expected:
             raise InputError(f"{folder} has {found} images; PACS has {expected}.")
         return content
 
@@ -185,11 +187,11 @@ class PacsSource(_ImageDomainSource):
         if offset[0] != 0 or offset[-1] != len(jpeg) or (np.diff(offset) <= 0).any():
             raise InputError(f"{path} has offsets that do not cut its {len(jpeg)} bytes into images.")
         names = tuple(map(str, arrays["domains"].tolist()))
-        if names != self.domains or not len(labels) or labels.max() >= self.classes or domains.max() >= len(names):
+        if names != self.domain_names or not len(labels) or labels.max() >= self.classes or domains.max() >= len(names):
             raise InputError(f"{path} has domains or labels that PACS does not have.")
         counts = tuple(np.bincount(domains, minlength=len(names)).tolist())
-        if counts != self.counts:
-            raise InputError(f"{path} has {counts} images by domain; PACS has {self.counts}.")
+        if counts != self.images_per_domain:
+            raise InputError(f"{path} has {counts} images by domain; PACS has {self.images_per_domain}.")
         images = decode_images(
             len(labels),
             lambda i: jpeg[offset[i] : offset[i + 1]].tobytes(),
@@ -211,13 +213,13 @@ CINIC10 = CinicSource(
     summary="photographs of CIFAR-10's ten kinds, from CIFAR-10 and ImageNet, colour, 32 x 32",
     shape=(3, 32, 32),
     size=32,
-    train=90_000,
-    test=90_000,
-    prepare=InputTransform((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
+    num_train_examples=90_000,
+    num_test_examples=90_000,
+    transform=InputTransform((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
     class_names=CIFAR10.class_names,
-    folders=("cinic-10", "cinic10", "CINIC-10"),
-    home="https://datashare.ed.ac.uk/handle/10283/3192",
-    by_hand=(
+    folder_names=("cinic-10", "cinic10", "CINIC-10"),
+    base_url="https://datashare.ed.ac.uk/handle/10283/3192",
+    manual_steps=(
         "download CINIC-10.tar.gz (MD5 6ee4d0c996905fe93221de577967a372) from "
         "https://datashare.ed.ac.uk/handle/10283/3192 and unpack it"
     ),
@@ -228,17 +230,17 @@ DOMAINNET = DomainNetSource(
     summary="345 kinds of things in six domains, colour, resized to 64 x 64",
     shape=(3, 64, 64),
     size=64,
-    train=409_832,
-    test=176_743,
-    prepare=IMAGENET,
+    num_train_examples=409_832,
+    num_test_examples=176_743,
+    transform=IMAGENET,
     class_names=tuple(str(label) for label in range(345)),
-    folders=("domainnet", "DomainNet"),
-    home="http://ai.bu.edu/M3SDA",
-    by_hand=(
+    folder_names=("domainnet", "DomainNet"),
+    base_url="http://ai.bu.edu/M3SDA",
+    manual_steps=(
         "download the six domains (the cleaned version) and their lists DOMAIN_train.txt and DOMAIN_test.txt from "
         "http://ai.bu.edu/M3SDA and unpack them"
     ),
-    domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
+    domain_names=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
     classes=345,
 )
 
@@ -247,14 +249,15 @@ PACS = PacsSource(
     summary="seven kinds of things in four domains, colour, resized to 64 x 64",
     shape=(3, 64, 64),
     size=64,
-    train=7_993,
-    test=1_998,
-    prepare=IMAGENET,
+    num_train_examples=7_993,
+    num_test_examples=1_998,
+    transform=IMAGENET,
     class_names=("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
-    folders=("pacs", "PACS", "pacs64"),
-    home="https://dali-dl.github.io/project_iccv2017.html",
-    by_hand="download it from the page of its authors, https://dali-dl.github.io/project_iccv2017.html, and unpack it",
-    domains=("art_painting", "cartoon", "photo", "sketch"),
+    folder_names=("pacs", "PACS", "pacs64"),
+    base_url="https://dali-dl.github.io/project_iccv2017.html",
+    manual_steps="download it from the page of its authors, https://dali-dl.github.io/project_iccv2017.html, "
+    "and unpack it",
+    domain_names=("art_painting", "cartoon", "photo", "sketch"),
     classes=7,
-    counts=(2_048, 2_344, 1_670, 3_929),
+    images_per_domain=(2_048, 2_344, 1_670, 3_929),
 )

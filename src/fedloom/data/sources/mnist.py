@@ -96,13 +96,13 @@ WRITERS = "qmnist_writer_ids.npz"
 """QMNIST found them again: the number of the writer of every image, as `writer_train` and `writer_test`."""
 
 
-def _read_qmnist_writers(path: Path, images: int) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+def _read_qmnist_writers(path: Path, num_images: int) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
     """For each of the training images a position in the names of the writers; None where there is no such file."""
     if not path.is_file():
         return None, ()
     numbers = read_npz_arrays(path, {"writer_train": ("ui", 1)})["writer_train"]
-    if len(numbers) != images:
-        raise InputError(f"{path} names the writers of {len(numbers)} images, but there are {images}.")
+    if len(numbers) != num_images:
+        raise InputError(f"{path} names the writers of {len(numbers)} images, but there are {num_images}.")
     known, owners = np.unique(numbers, return_inverse=True)
     return owners.astype(np.int64), tuple(f"writer {number}" for number in known.tolist())
 
@@ -121,7 +121,7 @@ class MnistSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return tuple(self.checksums)
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         return all(_find_idx_file(folder, name) for name in self.files)
 
     def read(self, folder: Path) -> Dataset:
@@ -137,19 +137,19 @@ class MnistSource(DatasetSource):
 
     def download(self, folder: Path, progress: Progress | None) -> None:
         for name, (_, _, md5) in self.checksums.items():
-            download_to_cache(f"{self.home}/{name}.gz", folder / f"{name}.gz", md5, progress)
+            download_to_cache(f"{self.base_url}/{name}.gz", folder / f"{name}.gz", md5, progress)
 
 
 MNIST = MnistSource(
     name="mnist",
     summary="handwritten digits, grey, 28 x 28",
     shape=(1, 28, 28),
-    train=60_000,
-    test=10_000,
-    prepare=InputTransform((0.1307,), (0.3081,)),
+    num_train_examples=60_000,
+    num_test_examples=10_000,
+    transform=InputTransform((0.1307,), (0.3081,)),
     class_names=TEN_DIGITS,
-    folders=("mnist",),
-    home="https://ossci-datasets.s3.amazonaws.com/mnist",
+    folder_names=("mnist",),
+    base_url="https://ossci-datasets.s3.amazonaws.com/mnist",
     checksums={
         "train-images-idx3-ubyte": (
             60_000,
@@ -178,16 +178,16 @@ FASHION_MNIST = MnistSource(
     name="fashion-mnist",
     summary="pieces of clothing, grey, 28 x 28",
     shape=(1, 28, 28),
-    train=60_000,
-    test=10_000,
-    prepare=InputTransform((0.2860,), (0.3530,)),
+    num_train_examples=60_000,
+    num_test_examples=10_000,
+    transform=InputTransform((0.2860,), (0.3530,)),
     class_names=(
         *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
         *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
     ),
-    folders=("fashion-mnist",),
-    system=(Path("/usr/share/datasets/fashion-mnist"),),  # Debian's package dataset-fashion-mnist
-    home="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    folder_names=("fashion-mnist",),
+    system_folders=(Path("/usr/share/datasets/fashion-mnist"),),  # Debian's package dataset-fashion-mnist
+    base_url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
     checksums={
         "train-images-idx3-ubyte": (
             60_000,

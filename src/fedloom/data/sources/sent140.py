@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import Dataset, DatasetSpec, owner_positions
+from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions
 from fedloom.data.readers.leaf import Users, find_leaf_files, read_leaf_users
 from fedloom.data.readers.text import LENGTH_IN_WORDS, TextTokenizer, select_first_text_samples
 from fedloom.data.samples import InputTransform, Samples
@@ -23,39 +23,41 @@ TEXT = 4
 class Sent140Source(DatasetSource):
     """Tweets, and how they become tokens."""
 
-    wording: TextTokenizer = field(default_factory=TextTokenizer)
-    least: int = 1
+    tokenizer: TextTokenizer = field(default_factory=TextTokenizer)
+    min_examples: int = 1
     """Users with fewer tweets are left out (LEAF's -k)."""
-    share: float = 0.1
+    test_share: float = 0.1
     """How much of each user's tweets is for testing, where LEAF has not split them."""
 
     @property
     def files(self) -> tuple[str, ...]:
         return ("train/*.json and test/*.json of LEAF",)
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         return find_leaf_files(folder) is not None
 
-    def inputs(self, folder: Path) -> list[Path]:
-        return super().inputs(folder) + ([self.wording.vocabulary] if self.wording.vocabulary else [])
+    def input_files(self, folder: Path) -> list[Path]:
+        return super().input_files(folder) + ([self.tokenizer.vocabulary] if self.tokenizer.vocabulary else [])
 
-    def having(self, spec: DatasetSpec) -> "Sent140Source":
-        wording = TextTokenizer.of(spec)
-        least, share = spec.whole("min", 1, 1), spec.share("test", 0.1)
-        return replace(self, wording=wording, least=least, share=share, shape=(wording.length,))
+    def with_options(self, spec: DatasetSpec) -> "Sent140Source":
+        tokenizer = TextTokenizer.from_spec(spec)
+        min_examples, test_share = spec.integer_option("min", 1, 1), spec.fraction_option("test", 0.1)
+        return replace(
+            self, tokenizer=tokenizer, min_examples=min_examples, test_share=test_share, shape=(tokenizer.length,)
+        )
 
-    def recipe(self) -> str:
-        return f"{super().recipe()} {self.wording} {self.least} {self.share}"
+    def cache_key(self) -> str:
+        return f"{super().cache_key()} {self.tokenizer} {self.min_examples} {self.test_share}"
 
     def read(self, folder: Path) -> Dataset:
         found = find_leaf_files(folder)
         if found is None:
             raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
-        leaf = read_leaf_users(*found, self.least)
+        leaf = read_leaf_users(*found, self.min_examples)
         names = tuple(user for user, (x, _) in leaf.train.items() if x)
         texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
         if leaf.test is None:
-            first = select_first_text_samples(owners, 1 - self.share)
+            first = select_first_text_samples(owners, 1 - self.test_share)
             test_texts, test_labels, test_owners = (
                 [texts[i] for i in np.flatnonzero(~first)],
                 labels[~first],
@@ -64,15 +66,17 @@ class Sent140Source(DatasetSource):
             texts, labels, owners = [texts[i] for i in np.flatnonzero(first)], labels[first], owners[first]
         else:
             test_texts, test_labels, test_owners = _flat(leaf.test, folder)
-            test_owners = owner_positions(list(leaf.test), names)[test_owners]
+            test_owners = dataset_owner_positions(list(leaf.test), names)[test_owners]
         if not texts or not test_texts:
             raise InputError(
-                f"{folder} leaves no tweets to train or to test with, when users have {self.least} or more."
+                f"{folder} leaves no tweets to train or to test with, when users have {self.min_examples} or more."
             )
-        x, test_x, tokens, note = self.wording.tokens(texts, test_texts, "sent140")
+        x, test_x, vocabulary_size, note = self.tokenizer.tokenize(texts, test_texts, "sent140")
         train = Samples(torch.from_numpy(x), torch.from_numpy(labels))
         test = Samples(torch.from_numpy(test_x), torch.from_numpy(test_labels))
-        return Dataset(train, test, NAMES, owners, names, notes=(note,), tokens=tokens, test_owners=test_owners)
+        return Dataset(
+            train, test, NAMES, owners, names, notes=(note,), vocabulary_size=vocabulary_size, test_owners=test_owners
+        )
 
 
 def _flat(users: Users, folder: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
@@ -96,11 +100,11 @@ SENT140 = Sent140Source(
     name="sent140",
     summary="whether a tweet is cheerful, by user",
     shape=(LENGTH_IN_WORDS,),
-    train=None,
-    test=None,
-    prepare=InputTransform.identity(),
+    num_train_examples=None,
+    num_test_examples=None,
+    transform=InputTransform.identity(),
     class_names=NAMES,
-    folders=("sent140",),
-    home="https://github.com/TalwalkarLab/leaf",
-    by_hand="run LEAF's data/sent140/preprocess.sh",
+    folder_names=("sent140",),
+    base_url="https://github.com/TalwalkarLab/leaf",
+    manual_steps="run LEAF's data/sent140/preprocess.sh",
 )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import Dataset, DatasetSpec, owner_positions
+from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions
 from fedloom.data.readers.leaf import Users, find_leaf_files, read_leaf_users
 from fedloom.data.readers.text import (
     LENGTH_IN_CHARACTERS,
@@ -40,19 +40,21 @@ BY_ROLE = "by_role.json"
 
 @dataclass(frozen=True)
 class _CharacterWindows:
-    """Windows, the characters that follow, and whose they are, as positions in `names`; an owner's stand together."""
+    """Windows, the characters that follow, and their owners (positions in `owner_names`); an owner's stand together."""
 
     x: Codes
     y: Codes
     owners: NDArray[np.int64]
-    strange: int
+    num_unknown_characters: int
     """How many characters are not in the alphabet."""
-    names: tuple[str, ...]
+    owner_names: tuple[str, ...]
 
-    def where(self, chosen: NDArray[np.bool_]) -> "_CharacterWindows":
-        return _CharacterWindows(self.x[chosen], self.y[chosen], self.owners[chosen], self.strange, self.names)
+    def select(self, chosen: NDArray[np.bool_]) -> "_CharacterWindows":
+        return _CharacterWindows(
+            self.x[chosen], self.y[chosen], self.owners[chosen], self.num_unknown_characters, self.owner_names
+        )
 
-    def samples(self) -> Samples:
+    def to_samples(self) -> Samples:
         return Samples(torch.from_numpy(self.x), torch.from_numpy(self.y.astype(np.int64)))
 
 
@@ -60,11 +62,11 @@ class _CharacterWindows:
 class ShakespeareSource(DatasetSource):
     """Shakespeare's characters, and which of them to read."""
 
-    least: int = 1
+    min_characters: int = 1
     """Roles with fewer characters are left out (LEAF's -k)."""
-    every: int = 1
+    stride: int = 1
     """Each so many-th character of a role is kept."""
-    share: float = 0.1
+    test_share: float = 0.1
     """How much of each role is for testing: its last characters. What LEAF has split stays as it is."""
     file: str = ""
     """The one file of the folder to read; by default LEAF's, then `by_role.json`, then the only `.txt`."""
@@ -73,18 +75,24 @@ class ShakespeareSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return "train/*.json and test/*.json of LEAF", BY_ROLE
 
-    def complete(self, folder: Path) -> bool:
+    def is_complete(self, folder: Path) -> bool:
         return (folder / self.file).is_file() if self.file else _find_text_file(folder) is not None
 
-    def having(self, spec: DatasetSpec) -> "ShakespeareSource":
-        least, every, share = spec.whole("min", 1, 1), spec.whole("every", 1, 1), spec.share("test", 0.1)
-        return replace(self, least=least, every=every, share=share, file=spec.text("file"))
+    def with_options(self, spec: DatasetSpec) -> "ShakespeareSource":
+        min_characters, stride, test_share = (
+            spec.integer_option("min", 1, 1),
+            spec.integer_option("every", 1, 1),
+            spec.fraction_option("test", 0.1),
+        )
+        return replace(
+            self, min_characters=min_characters, stride=stride, test_share=test_share, file=spec.text_option("file")
+        )
 
-    def recipe(self) -> str:
-        return f"{super().recipe()} {self.least} {self.every} {self.share} {self.file}"
+    def cache_key(self) -> str:
+        return f"{super().cache_key()} {self.min_characters} {self.stride} {self.test_share} {self.file}"
 
     def read(self, folder: Path) -> Dataset:
-        return _read_shakespeare(folder, self.least, self.every, self.share, self.file)
+        return _read_shakespeare(folder, self.min_characters, self.stride, self.test_share, self.file)
 
 
 def _find_text_file(folder: Path) -> Path | None:
@@ -95,39 +103,43 @@ def _find_text_file(folder: Path) -> Path | None:
     return folder / BY_ROLE if (folder / BY_ROLE).is_file() else texts[0] if len(texts) == 1 else None
 
 
-def _read_shakespeare(folder: Path, least: int = 1, every: int = 1, share: float = 0.1, file: str = "") -> Dataset:
+def _read_shakespeare(
+    folder: Path, min_characters: int = 1, stride: int = 1, test_share: float = 0.1, file: str = ""
+) -> Dataset:
     """The characters in `folder`; see `ShakespeareSource` for the rest."""
     leaf = None if file else find_leaf_files(folder)
     if leaf:
-        pairs = read_leaf_users(*leaf, least)
-        train = _windows(pairs.train, every, folder)
-        test = _windows(pairs.test, every, folder) if pairs.test is not None else None
+        pairs = read_leaf_users(*leaf, min_characters)
+        train = _windows(pairs.train, stride, folder)
+        test = _windows(pairs.test, stride, folder) if pairs.test is not None else None
     else:
         roles = {role: _speech_lines(said) for role, said in _roles(_text_file(folder, file)).items()}
-        roles = {role: said for role, said in roles.items() if sum(map(len, said)) >= least}
-        train, test = _CharacterWindows(*make_text_windows(list(roles.values()), every), tuple(roles)), None
-    strange = train.strange + (test.strange if test else 0)
+        roles = {role: said for role, said in roles.items() if sum(map(len, said)) >= min_characters}
+        train, test = _CharacterWindows(*make_text_windows(list(roles.values()), stride), tuple(roles)), None
+    strange = train.num_unknown_characters + (test.num_unknown_characters if test else 0)
     if test is None:
-        first = select_first_text_samples(train.owners, 1 - share)
-        train, test = train.where(first), train.where(~first)
+        first = select_first_text_samples(train.owners, 1 - test_share)
+        train, test = train.select(first), train.select(~first)
     if not len(train.x) or not len(test.x):
-        raise InputError(f"{folder} leaves no characters to train or to test with, when roles have {least} or more.")
+        raise InputError(
+            f"{folder} leaves no characters to train or to test with, when roles have {min_characters} or more."
+        )
     notes = () if not strange else (f"{strange} characters are not in LEAF's alphabet and were read as spaces.",)
     return Dataset(
-        train.samples(),
-        test.samples(),
+        train.to_samples(),
+        test.to_samples(),
         NAMES,
         train.owners,
-        train.names,
+        train.owner_names,
         notes=notes,
-        tokens=len(NAMES),
-        test_owners=owner_positions(test.names, train.names)[test.owners],
+        vocabulary_size=len(NAMES),
+        test_owners=dataset_owner_positions(test.owner_names, train.owner_names)[test.owners],
     )
 
 
-def _windows(users: Users, every: int, folder: Path) -> _CharacterWindows:
+def _windows(users: Users, stride: int, folder: Path) -> _CharacterWindows:
     """Samples as LEAF's files hold them: the window is a string, and so is the character."""
-    users = {user: (xs[::every], ys[::every]) for user, (xs, ys) in users.items() if xs}
+    users = {user: (xs[::stride], ys[::stride]) for user, (xs, ys) in users.items() if xs}
     for user, pairs in users.items():
         for x, y in zip(*pairs, strict=True):
             if not isinstance(x, str) or len(x) != LENGTH_IN_CHARACTERS or not isinstance(y, str) or len(y) != 1:
@@ -197,11 +209,11 @@ SHAKESPEARE = ShakespeareSource(
     name="shakespeare",
     summary="the next character in Shakespeare's plays, by speaking role",
     shape=(LENGTH_IN_CHARACTERS,),
-    train=None,
-    test=None,
-    prepare=InputTransform.identity(),
+    num_train_examples=None,
+    num_test_examples=None,
+    transform=InputTransform.identity(),
     class_names=NAMES,
-    folders=("shakespeare",),
-    home="https://github.com/TalwalkarLab/leaf",
-    by_hand="run LEAF's data/shakespeare/preprocess.sh, or bring by_role.json or a text with speakers",
+    folder_names=("shakespeare",),
+    base_url="https://github.com/TalwalkarLab/leaf",
+    manual_steps="run LEAF's data/shakespeare/preprocess.sh, or bring by_role.json or a text with speakers",
 )

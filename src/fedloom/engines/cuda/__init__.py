@@ -1,1 +1,1 @@
-"""Many clients at once on one or several GPUs."""
+"""Train many clients at once on one or several GPUs."""

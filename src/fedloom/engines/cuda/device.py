@@ -1,4 +1,4 @@
-"""One GPU of the CUDA engine: the samples on it, the slots that train there, and room for their answers."""
+"""One GPU of the CUDA engine: the samples on it, the slots that train there, and room for their results."""
 
 import copy
 import logging
@@ -25,156 +25,159 @@ from fedloom.training.local_training import EngineContext
 log = logging.getLogger("fedloom")
 
 RESULT_MEMORY = 8 << 30
-"""Bytes for answers that wait for their turn."""
+"""Bytes for results that wait for their turn."""
 
 
 URGENT = 3
-"""The first slots go before the others, the first of all by this much, and each after it by one less."""
+"""Stream priority of the first slot. Each slot after it has one less, down to 0."""
 
 
 @dataclass(frozen=True)
-class PendingUpdate:
-    """A client's training that is on its way; what it holds is there once `ready` has happened."""
+class CudaDeviceUpdate:
+    """A client's update on its way. Its tensors are valid once `ready` has happened."""
 
     gpu: "CudaDevice"
-    place: int
-    samples: int
+    result_slot: int
+    num_examples: int
     steps: int
-    words: tuple[Tensor, list[int]]
-    """What `SlotBench.last_words` says."""
+    final_values: tuple[Tensor, list[int]]
+    """The result of `CudaSlot.final_values`."""
     ready: Any
 
     def wait(self) -> tuple[float, bool]:
-        """Wait for it, and say what the mean loss of its last epoch was, and whether all in it is known to be finite.
+        """Wait, and return the mean loss of the last epoch and whether all values are known to be finite.
 
-        Numbers may be finite whose sum is not: then somebody has to look.
+        A sum of finite values may overflow; the caller must then check them.
         """
         if self.ready is not None:
             self.ready.synchronize()
-        words, sizes = self.words
-        finite = isfinite(float(words[-1]))
+        final_values, sizes = self.final_values
+        finite = isfinite(float(final_values[-1]))
         if not sizes:
             return float("nan"), finite
-        return float(words[:-1].double() @ torch.tensor(sizes, dtype=torch.float64)) / sum(sizes), finite
+        return float(final_values[:-1].double() @ torch.tensor(sizes, dtype=torch.float64)) / sum(sizes), finite
 
 
 class CudaDevice:
-    """Slots on one device; on a CPU the same without recordings, one step after the other, for tests."""
+    """Slots on one device. On a CPU, for tests, steps run one after the other, without graphs."""
 
-    def __init__(self, shop: EngineContext, device: torch.device, most: int, *, first: bool = True) -> None:
+    def __init__(self, context: EngineContext, device: torch.device, max_slots: int, *, first: bool = True) -> None:
         self.device = device
-        self.most = most
-        """Slots there may be."""
+        self.max_slots = max_slots
+        """Maximum number of slots."""
         self.slots: list[CudaSlot] = []
-        self.free: list[int] = []
-        """Places that hold no answer."""
-        self._shop = shop
-        # Slots of one GPU share frozen weights; another GPU needs its own, and its own of a loss that has weights.
-        self._workshop = shop.workshop if first else _copied(shop.workshop, device)
-        prepare_fused_relu(self._workshop.module, device)
+        self.free_result_slots: list[int] = []
+        """Result slots without a result."""
+        self._context = context
+        # Slots of one GPU share frozen weights. Another GPU needs copies of them, and of a loss that has weights.
+        self._training_context = context.training_context if first else _copied(context.training_context, device)
+        prepare_fused_relu(self._training_context.model, device)
         self._results: ResultSlots | None = None
         self._pool: Samples | None = None
-        if isinstance(shop.federation, PartitionedDataset):
-            pool = shop.federation.pool
+        if isinstance(context.federated_data, PartitionedDataset):
+            pool = context.federated_data.pool
             try:
                 self._pool = Samples(pool.x.to(device), pool.y.to(device))
             except torch.OutOfMemoryError:
-                self._tell_of_samples()
+                self._warn_about_samples()
 
     def add_slots(self, wanted: int) -> None:
-        """Have as many slots as are wanted, or as there is memory for."""
-        while len(self.slots) < min(self.most, wanted):
+        """Add slots until there are as many as wanted, or memory runs out."""
+        while len(self.slots) < min(self.max_slots, wanted):
             try:
-                # The largest clients go to the first slots. Were they served like all others, they would be left over
-                # in the end, too few to fill the GPU.
-                self.slots.append(CudaSlot(self._workshop, self.device, max(0, URGENT - len(self.slots))))
+                # The first slots get the largest clients. With equal priority these would finish last, too few to fill
+                # the GPU.
+                self.slots.append(CudaSlot(self._training_context, self.device, max(0, URGENT - len(self.slots))))
             except torch.OutOfMemoryError:
-                if self.slots or not self._send_samples_away():
-                    self.most = len(self.slots)
+                if self.slots or not self._drop_samples():
+                    self.max_slots = len(self.slots)
 
-    def drop(self, slot: CudaSlot) -> bool:
-        """Go on with one slot less: there is no memory for all of them. False: with the last, but without the samples,
-        which are brought here with their clients from now on."""
+    def drop_slot(self, slot: CudaSlot) -> bool:
+        """Drop a slot and return True. The last one drops the samples first, if they are here, and returns False."""
         self.synchronize()
         for one in self.slots:
-            one.tape.cool_down()  # a kernel that found no memory is forgotten, and cannot be loaded in a recording
-        if self.slots == [slot] and self._send_samples_away():
+            one.graph_runner.reset_warmup()  # kernels dropped for lack of memory cannot be loaded in a capture
+        if self.slots == [slot] and self._drop_samples():
             return False
         self.slots.remove(slot)
-        self.most = len(self.slots)
+        self.max_slots = len(self.slots)
         slot.close()
         empty_cuda_cache()
         return True
 
-    def _send_samples_away(self) -> bool:
-        """Let samples be brought here with their clients, where all of them lie here; says whether they did."""
+    def _drop_samples(self) -> bool:
+        """Drop the samples here; each client's are then copied when it trains. Return whether there were any."""
         if self._pool is None:
             return False
         self._pool = None
         empty_cuda_cache()
-        self._tell_of_samples()
+        self._warn_about_samples()
         return True
 
-    def _tell_of_samples(self) -> None:
+    def _warn_about_samples(self) -> None:
         log.warning("%s has no room for all samples: those of each client are brought there for its work", self.device)
 
-    def make_room(self, jobs: int) -> int:
-        """Have memory for answers, one place for each job, or as many as there is room for; says how many."""
-        shop = self._workshop
+    def allocate_results(self, num_tasks: int) -> int:
+        """Allocate a result slot for each task, or as many as fit; return how many."""
+        training_context = self._training_context
 
         def make(count: int, width: int) -> Bank:
-            return Engine.make_bank(count, width, shop.layout.dtype, self.device)
+            return Engine.make_bank(count, width, training_context.layout.dtype, self.device)
 
-        if self._results is None or len(self._results) < jobs:
-            one = ResultSlots(1, shop, make).bank.rows
-            most = max(2 * self.most, RESULT_MEMORY // (one.stride(0) * one.element_size()))
-            count = min(jobs, most)
+        if self._results is None or len(self._results) < num_tasks:
+            one = ResultSlots(1, training_context, make).bank.rows
+            max_results = max(2 * self.max_slots, RESULT_MEMORY // (one.stride(0) * one.element_size()))
+            count = min(num_tasks, max_results)
             if self._results is not None and len(self._results) < count:
-                self._results = None  # before there is more room, not after it
+                self._results = None  # before the larger one is allocated
             while self._results is None:
                 try:
-                    self._results = ResultSlots(count, shop, make)
+                    self._results = ResultSlots(count, training_context, make)
                 except torch.OutOfMemoryError:
                     if count <= 1:
                         raise
                     count = ceil(count / 2)
-        self.free = list(range(len(self._results)))
-        return len(self.free)
+        self.free_result_slots = list(range(len(self._results)))
+        return len(self.free_result_slots)
 
-    def samples_of(self, slot: CudaSlot, client: int) -> tuple[Samples, Positions]:
-        """Where a client's samples lie on the device."""
-        federation = self._shop.federation
-        if self._pool is not None and isinstance(federation, PartitionedDataset):
-            return self._pool, federation.parts[client]
-        samples = federation.client(client)
-        return slot.bring(samples), np.arange(len(samples))
+    def client_samples(self, slot: CudaSlot, client_id: int) -> tuple[Samples, Positions]:
+        """Return samples on the device, and the indices of a client's own."""
+        federated_data = self._context.federated_data
+        if self._pool is not None and isinstance(federated_data, PartitionedDataset):
+            return self._pool, federated_data.client_indices[client_id]
+        samples = federated_data.client_samples(client_id)
+        return slot.copy_samples(samples), np.arange(len(samples))
 
-    def keep(self, place: int, row: Tensor, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Put an answer into its place."""
+    def save_result(self, result_slot: int, row: Tensor, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy a result into its slot."""
         assert self._results is not None, "there is room since the round began"
-        self._results.row(place).copy_(row)
+        self._results.row(result_slot).copy_(row)
         for group, tensors in groups.items():
-            for name, target in self._results.group(place, group).items():
+            for name, target in self._results.group(result_slot, group).items():
                 target.copy_(tensors[name])
 
-    def answer(self, place: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """What lies there: a row, what goes up beside it, what stays at home."""
+    def load_result(self, result_slot: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the row, the uploads and the client state in a result slot."""
         assert self._results is not None, "there is room since the round began"
-        return self._results.row(place), self._results.group(place, "uploads"), self._results.group(place, "home")
+        return (
+            self._results.row(result_slot),
+            self._results.group(result_slot, "uploads"),
+            self._results.group(result_slot, "client_state"),
+        )
 
-    def mark(self) -> Any:
-        """An event in the current stream of this GPU; None where there are no streams."""
+    def record_event(self) -> Any:
+        """Return an event in the current stream of this GPU; None on a CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def synchronize(self) -> None:
-        """Wait for all that it has been asked to do. Not for the whole GPU: others may be recording on it."""
+        """Wait for all enqueued work here, but not for the whole GPU: others may be capturing on it."""
         for slot in self.slots:
-            slot.tape.wait()
+            slot.graph_runner.wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
-        """Give back all memory; work that nobody waited for ends before."""
+        """Wait for pending work, and release all memory."""
         self.synchronize()
         for slot in self.slots:
             slot.close()
@@ -182,8 +185,8 @@ class CudaDevice:
         self._results = self._pool = None
 
 
-def _copied(shop: TrainingContext, device: torch.device) -> TrainingContext:
-    criterion = shop.criterion
+def _copied(context: TrainingContext, device: torch.device) -> TrainingContext:
+    criterion = context.criterion
     if isinstance(criterion, nn.Module):
         criterion = copy.deepcopy(criterion).to(device)
-    return replace(shop, module=copy.deepcopy(shop.module), criterion=criterion)
+    return replace(context, model=copy.deepcopy(context.model), criterion=criterion)

@@ -1,4 +1,4 @@
-"""Scoring on a GPU: the whole test set as one recording, with one wait at the end."""
+"""Evaluation on a GPU: the whole test set as one CUDA graph, with one wait at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,61 +16,64 @@ from fedloom.training.trainer import LocalTrainer
 
 
 class GraphEvaluator(StaticGraphOwner):
-    """Scores models on one test set, piece by piece as every engine does (see `score_chunks`)."""
+    """Evaluate models on one test set, in the same slices as every engine (`evaluation_slices`)."""
 
-    def __init__(self, bench: LocalTrainer, shop: TrainingContext, test: Samples) -> None:
-        self._bench, self._shop = bench, shop
-        device = bench.device
+    def __init__(self, trainer: LocalTrainer, context: TrainingContext, test: Samples) -> None:
+        self._trainer, self._context = trainer, context
+        device = trainer.device
         self._test = Samples(test.x.to(device), test.y.to(device))
-        self._row = shop.layout.empty(device)
+        self._row = context.layout.empty(device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._hits = torch.zeros(shop.classes, dtype=torch.int64, device=device)
-        self._right = torch.zeros(len(test) if shop.classes else 0, dtype=torch.bool, device=device)
-        counts = torch.bincount(test.y, minlength=shop.classes).cpu().numpy() if shop.classes else np.zeros(0, np.int64)
-        self._seen = counts.astype(np.int64)
+        self._correct_per_class = torch.zeros(context.classes, dtype=torch.int64, device=device)
+        self._is_correct = torch.zeros(len(test) if context.classes else 0, dtype=torch.bool, device=device)
+        count_per_class = (
+            torch.bincount(test.y, minlength=context.classes).cpu().numpy()
+            if context.classes
+            else np.zeros(0, np.int64)
+        )
+        self._count_per_class = count_per_class.astype(np.int64)
         self._generator = torch.Generator(device)
-        self._tape = make_graph_runner(device, (self._generator,))
+        self._graph_runner = make_graph_runner(device, (self._generator,))
 
     def close(self) -> None:
-        """Give back what the device holds."""
-        self._tape.close()
+        """Release the memory on the device."""
+        self._graph_runner.close()
 
     @contextmanager
-    def randomness(self) -> Iterator[None]:
-        """Nothing is drawn, or it does not matter what. But a recording that fails leaves a generator behind that
-        believes to be recorded still, and everyone's would be of no use to anybody from then on."""
-        with super().randomness(), use_generator(self._generator, self._bench.device):
+    def rng_scope(self) -> Iterator[None]:
+        """Draw from a private generator: after a failed capture, a global one would be unusable for all."""
+        with super().rng_scope(), use_generator(self._generator, self._trainer.device):
             yield
 
     @torch.no_grad()
-    def score(self, row: Tensor) -> EvaluationResult:
-        """How the model in `row` does on the test set."""
+    def evaluate(self, row: Tensor) -> EvaluationResult:
+        """Return the result of the model in `row` on the test set."""
         self._row.copy_(row)
-        asked = torch.cuda.current_stream(self._bench.device) if self._bench.device.type == "cuda" else None
-        with self._tape.stream():
+        asked = torch.cuda.current_stream(self._trainer.device) if self._trainer.device.type == "cuda" else None
+        with self._graph_runner.stream():
             if asked is not None:
                 torch.cuda.current_stream().wait_stream(asked)
-            self._tape.play("the test set's score", None, self._body, self)
-            loss, hits = float(self._loss), self._hits.cpu().numpy().copy()
-            right = self._right.cpu().numpy().copy()
-        return EvaluationResult(loss, len(self._test), hits, self._seen, right)
+            self._graph_runner.run("the test set's score", None, self._body, self)
+            loss, correct_per_class = float(self._loss), self._correct_per_class.cpu().numpy().copy()
+            is_correct = self._is_correct.cpu().numpy().copy()
+        return EvaluationResult(loss, len(self._test), correct_per_class, self._count_per_class, is_correct)
 
     def memory(self) -> list[Tensor]:
-        """What `_body` writes."""
-        return [self._loss, self._hits, self._right]
+        """Return the tensors that `_body` writes."""
+        return [self._loss, self._correct_per_class, self._is_correct]
 
     def _body(self) -> None:
-        shop, module = self._shop, self._bench.module
-        self._bench.bind(self._row)
+        context, module = self._context, self._trainer.module
+        self._trainer.bind(self._row)
         module.eval()
         self._loss.zero_()
-        self._hits.zero_()
+        self._correct_per_class.zero_()
         for chunk in evaluation_slices(self._test):
             piece = self._test[chunk]
-            with self._bench.network_buffers.untouched():
-                output = module(shop.prepare(piece.x, channels_last=shop.channels_last))
-            self._loss.add_(shop.criterion(output, piece.y).double(), alpha=len(piece))
-            if shop.classes:
-                right = output.argmax(dim=1) == piece.y
-                self._right[chunk] = right
-                self._hits.scatter_add_(0, piece.y, right.long())
+            with self._trainer.module_buffers.untouched():
+                output = module(context.transform(piece.x, channels_last=context.channels_last))
+            self._loss.add_(context.criterion(output, piece.y).double(), alpha=len(piece))
+            if context.classes:
+                is_correct = output.argmax(dim=1) == piece.y
+                self._is_correct[chunk] = is_correct
+                self._correct_per_class.scatter_add_(0, piece.y, is_correct.long())

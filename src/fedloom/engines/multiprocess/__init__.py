@@ -1,1 +1,1 @@
-"""Clients in worker processes over shared memory."""
+"""The multiprocess engine: worker processes that share memory."""

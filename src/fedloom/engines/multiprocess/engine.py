@@ -1,9 +1,9 @@
-"""The host engine: this machine's cores as worker processes over rows in shared memory.
+"""The multiprocess engine: one worker process per core, with models in shared memory.
 
-One thread a worker: processes need not wait for each other as threads do (docs/engines.md has the figures). A worker
-that dies is replaced and its order carried out again; nothing a client did is visible before its update is
-accepted, so the result does not change. Answers are handed on in the order of the jobs whatever the order in which
-clients finish, so that sums round alike.
+Each worker uses one thread, because threads would wait for each other (numbers in docs/engines.md). A worker that dies
+is replaced and its request repeated. The result does not change, because nothing that a client did is visible before
+its update is accepted. Updates are yielded in the order of the tasks, whatever the order in which clients finish, so
+sums round alike.
 """
 
 import multiprocessing
@@ -42,29 +42,29 @@ from fedloom.training.local_training import EngineContext
 from fedloom.utils.system import available_cpu_count
 
 SLOT_MEMORY = 1 << 30
-"""Bytes for models that are being trained or wait for their turn to be taken in."""
+"""Bytes for models in training and for updates that wait for the server."""
 
 LIVES = 3
-"""How often an order may cost its worker's life before its client is given up."""
+"""How many workers may die on one request before its client fails."""
 
 
 def multiprocess_engine_available() -> bool:
-    """Whether this system can fork, which is how workers get a user's own module and loss as they are."""
+    """Return whether this system can fork. Workers inherit the user's module and loss through the fork."""
     return "fork" in multiprocessing.get_all_start_methods()
 
 
 class _Worker:
-    """A worker process as the coordinator sees it."""
+    """The main process's handle of a worker process."""
 
-    def __init__(self, shop: EngineContext, slots: ResultSlots, others: Sequence["_Worker"]) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        inherited = [self.pipe, *(other.pipe for other in others)]
-        self.process: ForkProcess = context.Process(
-            target=run_worker_process, args=(theirs, inherited, shop, slots), daemon=True
+    def __init__(self, context: EngineContext, result_slots: ResultSlots, other_workers: Sequence["_Worker"]) -> None:
+        process_context = multiprocessing.get_context("fork")
+        self.pipe, worker_pipe = process_context.Pipe()
+        inherited_pipes = [self.pipe, *(other.pipe for other in other_workers)]
+        self.process: ForkProcess = process_context.Process(
+            target=run_worker_process, args=(worker_pipe, inherited_pipes, context, result_slots), daemon=True
         )
         with warnings.catch_warnings():
-            # A child of a process with threads must not take locks they may hold; ours computes with torch and no more.
+            # A forked child must not take locks that threads of its parent may hold. A worker only computes with torch.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
@@ -73,235 +73,251 @@ class _Worker:
                 raise FedloomError(f"no more worker processes can be started: {error.strerror}; use fewer.") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-        self.orders: deque[Order] = deque()
-        """What it was told to do and has not replied to yet, in that order."""
+        worker_pipe.close()
+        self.requests: deque[Order] = deque()
+        """Requests without a reply yet, in the order in which they were sent."""
 
-    def give(self, order: Order) -> None:
-        self.orders.append(order)
+    def send_request(self, request: Order) -> None:
+        """Send a request to the worker."""
+        self.requests.append(request)
         try:
-            self.pipe.send(order)
-        except OSError:  # it has died; waiting for its reply will show that
+            self.pipe.send(request)
+        except OSError:  # it has died, which the wait for its reply will notice
             return
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """End the process at once."""
         self.pipe.close()
         self.process.kill()
         self.process.join()
 
 
 class MultiprocessEngine(Engine):
-    """Worker processes, one thread each."""
+    """Train clients in worker processes with one thread each."""
 
-    name = "host"
+    name = "multiprocess"
 
-    def __init__(self, shop: EngineContext, workers: int = 0) -> None:
-        super().__init__(shop)
-        self.count = workers or available_cpu_count()
+    def __init__(self, context: EngineContext, workers: int = 0) -> None:
+        super().__init__(context)
+        self.num_workers = workers or available_cpu_count()
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        one = ResultSlots(1, shop.workshop)
-        affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * shop.workshop.layout.dtype.itemsize)
-        self._slots = ResultSlots(max(4 * self.count, min(affordable, 4096)), shop.workshop)
+        one = ResultSlots(1, context.training_context)
+        affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * context.training_context.layout.dtype.itemsize)
+        self._slots = ResultSlots(max(4 * self.num_workers, min(affordable, 4096)), context.training_context)
         self._workers: list[_Worker] = []
-        self._known = 0
-        self._lent: list[Bank] = []
-        self.deaths = 0
-        """How many workers have died and been replaced."""
+        self._num_mapped = 0
+        self._shared_copies: list[Bank] = []
+        self.num_dead_workers = 0
+        """How many workers died and were replaced."""
 
     @staticmethod
     def make_bank(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Bank:
         return Bank.shared(count, width, dtype)
 
-    def train(self, round: int, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        places = self._publish([tensor for job in jobs for tensor in (job.row, *job.extras.values())], len(jobs))
+    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        addresses = self._share_tensors(
+            [tensor for task in tasks for tensor in (task.row, *task.extras.values())], len(tasks)
+        )
         free = list(range(len(self._slots)))
         slot_of: dict[int, int] = {}
-        waiting = LargestFirstQueue(
-            [estimate_client_work(self.shop.federation, job) for job in jobs], window=len(self._slots)
+        queue = LargestFirstQueue(
+            [estimate_client_work(self.context.federated_data, task) for task in tasks], max_ahead=len(self._slots)
         )
         replies: dict[int, Reply] = {}
 
         def make(index: int) -> Order:
-            job = jobs[index]
+            task = tasks[index]
             slot = slot_of.get(index)
             if slot is None:
                 slot = slot_of[index] = free.pop()
-            self._bring_home(job.client, slot)
-            extras = tuple((name, places[_key(tensor)]) for name, tensor in job.extras.items())
+            self._load_client_state(task.client_id, slot)
+            extras = tuple((name, addresses[_key(tensor)]) for name, tensor in task.extras.items())
             return WorkerTrainRequest(
-                index, round, job.client, slot, places[_key(job.row)], extras, job.client not in self.homes
+                index,
+                round,
+                task.client_id,
+                slot,
+                addresses[_key(task.row)],
+                extras,
+                task.client_id not in self.client_states,
             )
 
         try:
-            for turn, job in enumerate(jobs):
+            for turn, task in enumerate(tasks):
                 while turn not in replies:
-                    self._advance(waiting, make, replies)
+                    self._advance(queue, make, replies)
                 reply = replies.pop(turn)
                 slot = slot_of.pop(turn)
                 if isinstance(reply, WorkerTrainReply):
-                    uploads, home = self._slots.group(slot, "uploads"), self._slots.group(slot, "home")
+                    uploads, client_state = self._slots.group(slot, "uploads"), self._slots.group(slot, "client_state")
                     row = self._slots.row(slot)
-                    yield ClientUpdate(job, row, reply.samples, reply.loss, reply.steps, uploads, home, reply.finite)
+                    yield ClientUpdate(
+                        task, row, reply.num_examples, reply.loss, reply.steps, uploads, client_state, reply.finite
+                    )
                 elif isinstance(reply, WorkerErrorReply):
-                    yield ClientFailure(job, reply.reason)
+                    yield ClientFailure(task, reply.reason)
                 free.append(slot)
-                waiting.delivered += 1
+                queue.num_delivered += 1
         finally:
-            self._abandon()
+            self._stop_busy_workers()
 
-    def score(self, row: Tensor) -> EvaluationResult | None:
-        test = self.shop.federation.test
+    def evaluate(self, row: Tensor) -> EvaluationResult | None:
+        test = self.context.federated_data.test
         if test is None or not len(test):
             return None
-        pieces = len(evaluation_slices(test))
-        place = self._publish([row], pieces)[_key(row)]
-        waiting = LargestFirstQueue([1] * pieces, window=pieces)
+        num_slices = len(evaluation_slices(test))
+        address = self._share_tensors([row], num_slices)[_key(row)]
+        queue = LargestFirstQueue([1] * num_slices, max_ahead=num_slices)
         replies: dict[int, Reply] = {}
         try:
-            while len(replies) < pieces:
-                self._advance(waiting, lambda index: WorkerEvaluateRequest(index, place), replies)
+            while len(replies) < num_slices:
+                self._advance(queue, lambda index: WorkerEvaluateRequest(index, address), replies)
         finally:
-            self._abandon()
-        scores = []
-        for index in range(pieces):
+            self._stop_busy_workers()
+        results = []
+        for index in range(num_slices):
             reply = replies[index]
             if not isinstance(reply, WorkerEvaluateReply):
-                reason = reply.reason if isinstance(reply, WorkerErrorReply) else "no score came"
-                raise FedloomError(f"the model cannot be scored: {reason}.")
-            scores.append(reply.score)
-        return sum(scores[1:], start=scores[0])
+                reason = reply.reason if isinstance(reply, WorkerErrorReply) else "the worker sent no result"
+                raise FedloomError(f"the model cannot be evaluated: {reason}.")
+            results.append(reply.result)
+        return sum(results[1:], start=results[0])
 
-    def score_clients(self, round: int, jobs: Sequence[ClientTask]) -> list[float | None]:
-        places = self._publish([job.row for job in jobs], len(jobs))
+    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+        addresses = self._share_tensors([task.row for task in tasks], len(tasks))
         free, slot_of = list(range(len(self._slots))), dict[int, int]()
-        waiting = LargestFirstQueue([estimate_client_work(self.shop.federation, job) for job in jobs], window=len(jobs))
+        queue = LargestFirstQueue(
+            [estimate_client_work(self.context.federated_data, task) for task in tasks], max_ahead=len(tasks)
+        )
         replies: dict[int, Reply] = {}
 
         def make(index: int) -> Order:
-            job = jobs[index]
+            task = tasks[index]
             slot = slot_of[index] if index in slot_of else slot_of.setdefault(index, free.pop())
-            self._bring_home(job.client, slot)
-            new = job.client not in self.homes
-            return WorkerEvaluateClientRequest(index, round, job.client, slot, places[_key(job.row)], new)
+            self._load_client_state(task.client_id, slot)
+            first_visit = task.client_id not in self.client_states
+            return WorkerEvaluateClientRequest(
+                index, round, task.client_id, slot, addresses[_key(task.row)], first_visit
+            )
 
         try:
-            while len(replies) < len(jobs):
-                self._advance(waiting, make, replies)
+            while len(replies) < len(tasks):
+                self._advance(queue, make, replies)
                 free += [slot_of.pop(index) for index in list(slot_of) if index in replies]
         finally:
-            self._abandon()
-        found = [replies[index] for index in range(len(jobs))]
+            self._stop_busy_workers()
+        found = [replies[index] for index in range(len(tasks))]
         return [reply.accuracy if isinstance(reply, WorkerEvaluateClientReply) else None for reply in found]
 
-    def _bring_home(self, client: int, slot: int) -> None:
-        """Lay out a copy of what the client keeps."""
-        kept = self.homes.get(client)
-        for name, tensor in self._slots.group(slot, "home").items():
-            tensor.copy_(kept[name]) if name in kept else tensor.zero_()
+    def _load_client_state(self, client_id: int, slot: int) -> None:
+        """Copy the client state into a slot; zeros if there is none yet."""
+        client_state = self.client_states.get(client_id)
+        for name, tensor in self._slots.group(slot, "client_state").items():
+            tensor.copy_(client_state[name]) if name in client_state else tensor.zero_()
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.end()
+            worker.kill()
         self._workers.clear()
         torch.set_num_threads(self._threads)
 
     def worker_pids(self) -> list[int]:
-        """The processes that are at work."""
+        """Return the process ids of the workers."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
-    def _advance(self, waiting: "LargestFirstQueue", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
-        """Give orders to the workers, then wait until something happens and take note of it.
+    def _advance(self, queue: "LargestFirstQueue", make: Callable[[int], Order], replies: dict[int, Reply]) -> None:
+        """Send requests to the workers, then wait for at least one reply or dead worker.
 
-        A worker has its next order in hand before it replies to the last, so that it does not wait for us; except for
-        the last ones of a round, which go to whoever is free first.
+        A worker gets its next request before it replies to the last one, so it never waits. The last requests of a
+        round go to whichever worker is free first.
         """
-        for hand in (1, 2):
+        for max_requests in (1, 2):
             for worker in self._workers:
-                if len(worker.orders) < hand and (hand == 1 or waiting.left() > len(self._workers)):
-                    index = waiting.next()
+                if len(worker.requests) < max_requests and (
+                    max_requests == 1 or queue.num_waiting() > len(self._workers)
+                ):
+                    index = queue.next()
                     if index is not None:
-                        worker.give(make(index))
-        pipes: dict[Connection, _Worker] = {w.pipe: w for w in self._workers if w.orders}
+                        worker.send_request(make(index))
+        pipes: dict[Connection, _Worker] = {w.pipe: w for w in self._workers if w.requests}
         for pipe in wait(list(pipes)):
             assert isinstance(pipe, Connection)
             worker = pipes[pipe]
-            order = worker.orders[0]
+            request = worker.requests[0]
             try:
-                replies[order.index] = pipe.recv()
-                worker.orders.popleft()
+                replies[request.index] = pipe.recv()
+                worker.requests.popleft()
             except (EOFError, OSError):
-                self._bury(worker)
+                self._replace_dead_worker(worker)
                 how = worker.process.exitcode
                 if how == CANNOT_TRAIN:
                     raise FedloomError(
                         "worker processes cannot be forked from a process that has trained on a machine with a GPU; "
-                        "use the plain engine, or start from a fresh process."
+                        "use the sequential engine, or start from a fresh process."
                     ) from None
-                for untouched in list(worker.orders)[1:]:
-                    waiting.put_back(untouched.index)
-                if waiting.again(order.index) < LIVES:
+                for untouched in list(worker.requests)[1:]:
+                    queue.put_back(untouched.index)
+                if queue.put_back_after_death(request.index) < LIVES:
                     continue
-                waiting.drop(order.index)
+                queue.drop(request.index)
                 cause = f"signal {-how}" if how is not None and how < 0 else f"exit code {how}"
-                replies[order.index] = WorkerErrorReply(order.index, f"its worker died {LIVES} times ({cause})")
+                replies[request.index] = WorkerErrorReply(request.index, f"its worker died {LIVES} times ({cause})")
 
-    def _bury(self, worker: _Worker) -> None:
-        """Replace a worker that has died."""
-        self.deaths += 1
+    def _replace_dead_worker(self, worker: _Worker) -> None:
+        """Start a new worker in place of one that died."""
+        self.num_dead_workers += 1
         worker.process.join()
         worker.pipe.close()
         rest = [other for other in self._workers if other is not worker]
-        self._workers[self._workers.index(worker)] = _Worker(self.shop, self._slots, rest)
+        self._workers[self._workers.index(worker)] = _Worker(self.context, self._slots, rest)
 
-    def _abandon(self) -> None:
-        """End the workers that are still busy with orders nobody waits for any more."""
-        for worker in [w for w in self._workers if w.orders]:
-            worker.end()
+    def _stop_busy_workers(self) -> None:
+        """Kill workers that are busy with requests whose replies nobody reads any more."""
+        for worker in [w for w in self._workers if w.requests]:
+            worker.kill()
             self._workers.remove(worker)
 
-    def _publish(self, tensors: Sequence[Tensor], work: int) -> dict[object, WorkerTensorAddress]:
-        """Where workers find these tensors (look up by `_key`); those outside shared memory are copied there first.
+    def _share_tensors(self, tensors: Sequence[Tensor], num_requests: int) -> dict[object, WorkerTensorAddress]:
+        """Return the addresses of these tensors, by `_key`. Tensors outside shared memory are copied there first.
 
-        There are then as many workers as were asked for, or as there is `work` for if that is less.
-
-        Workers see the banks that were there when they were forked, so a new bank means new workers; that happens
-        in the first round and then no more.
+        This also starts workers, at most `num_workers` or `num_requests`. Workers see only banks that existed when they
+        were forked, so a new bank needs new workers. That happens in the first round.
         """
         shared: dict[object, Tensor] = {}
-        lent = 0
+        num_copied = 0
         for tensor in tensors:
             if _key(tensor) in shared:
                 continue
-            if Bank.locate(tensor, Bank.made()) is None:
-                shared[_key(tensor)] = self._lend(lent, tensor)
-                lent += 1
+            if Bank.locate(tensor, Bank.num_mapped()) is None:
+                shared[_key(tensor)] = self._copy_to_shared(num_copied, tensor)
+                num_copied += 1
             else:
                 shared[_key(tensor)] = tensor
-        if any(Bank.locate(tensor, self._known) is None for tensor in shared.values()):
+        if any(Bank.locate(tensor, self._num_mapped) is None for tensor in shared.values()):
             for worker in self._workers:
-                worker.end()
+                worker.kill()
             self._workers.clear()
         if not self._workers:
-            self._known = Bank.made()
-        while len(self._workers) < min(self.count, work):
-            self._workers.append(_Worker(self.shop, self._slots, self._workers))
+            self._num_mapped = Bank.num_mapped()
+        while len(self._workers) < min(self.num_workers, num_requests):
+            self._workers.append(_Worker(self.context, self._slots, self._workers))
         return {
             key: WorkerTensorAddress(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
             for key, tensor in shared.items()
         }
 
-    def _lend(self, index: int, tensor: Tensor) -> Tensor:
-        """Copy a tensor into shared memory that is used again every round."""
-        if index == len(self._lent):
-            self._lent.append(Bank.shared(1, tensor.numel(), tensor.dtype))
-        space = self._lent[index].rows[0]
+    def _copy_to_shared(self, index: int, tensor: Tensor) -> Tensor:
+        """Copy a tensor into shared memory that is reused in every round."""
+        if index == len(self._shared_copies):
+            self._shared_copies.append(Bank.shared(1, tensor.numel(), tensor.dtype))
+        space = self._shared_copies[index].rows[0]
         if space.dtype is not tensor.dtype or space.numel() < tensor.numel():
-            self._lent[index] = Bank.shared(1, tensor.numel(), tensor.dtype)
-            space = self._lent[index].rows[0]
+            self._shared_copies[index] = Bank.shared(1, tensor.numel(), tensor.dtype)
+            space = self._shared_copies[index].rows[0]
         return space[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def _key(tensor: Tensor) -> object:
-    """What tells tensors apart: two views of the same row are one tensor."""
+    """Return the identity of a tensor. Two equal views of a row have the same one."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

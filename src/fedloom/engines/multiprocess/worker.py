@@ -1,8 +1,7 @@
-"""One worker process of the host engine: it trains the clients and scores the pieces it is told to.
+"""A worker process of the multiprocess engine, and the messages between it and the main process.
 
-It was forked from the coordinator, so it has the module, the loss, the samples and the method as they were there,
-whatever they are, without anything having been pickled. Rows pass through shared memory; only small records pass
-through the pipe.
+It is forked from the main process, so it has the module, the loss, the samples and the method without pickling them.
+Models pass through shared memory, and only small messages through the pipe.
 """
 
 import gc
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from fedloom.core.bank import tensor_at_address
+from fedloom.core.bank import bank_tensor_at_address
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.layout import all_finite
 from fedloom.engines.parallel import ResultSlots
@@ -27,23 +26,23 @@ from fedloom.utils.system import die_with_parent, keep_freed_memory
 
 @dataclass(frozen=True)
 class WorkerTensorAddress:
-    """Where in shared memory a tensor lies."""
+    """The address, shape and dtype of a tensor in shared memory."""
 
     address: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        return tensor_at_address(self.address, self.shape, self.dtype)
+        return bank_tensor_at_address(self.address, self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class WorkerTrainRequest:
-    """Train one client in one slot."""
+    """A request to train one client in a slot."""
 
     index: int
     round: int
-    client: int
+    client_id: int
     slot: int
     row: WorkerTensorAddress
     extras: tuple[tuple[str, WorkerTensorAddress], ...]
@@ -52,7 +51,7 @@ class WorkerTrainRequest:
 
 @dataclass(frozen=True)
 class WorkerEvaluateRequest:
-    """Score a model on one piece of the test set."""
+    """A request to evaluate a model on one slice of the test set."""
 
     index: int
     row: WorkerTensorAddress
@@ -60,11 +59,11 @@ class WorkerEvaluateRequest:
 
 @dataclass(frozen=True)
 class WorkerEvaluateClientRequest:
-    """Score one client's own model, which is made in a slot."""
+    """A request to evaluate one client's personalized model, which is computed in a slot."""
 
     index: int
     round: int
-    client: int
+    client_id: int
     slot: int
     row: WorkerTensorAddress
     first_visit: bool
@@ -73,11 +72,11 @@ class WorkerEvaluateClientRequest:
 @dataclass(frozen=True)
 class WorkerTrainReply:
     index: int
-    samples: int
+    num_examples: int
     loss: float
     steps: int
     finite: bool
-    """Whether all of it is: a worker that has just written it looks through it faster than the coordinator can."""
+    """Whether every number of the result is finite. The worker has the result in its cache, so it checks faster."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class WorkerErrorReply:
 @dataclass(frozen=True)
 class WorkerEvaluateReply:
     index: int
-    score: EvaluationResult
+    result: EvaluationResult
 
 
 @dataclass(frozen=True)
@@ -99,71 +98,81 @@ class WorkerEvaluateClientReply:
 
 
 CANNOT_TRAIN = 77
-"""Exit code of a worker in which autograd does not work: torch's threads for GPUs do not survive a fork."""
+"""Exit code of a worker in which autograd fails, because torch's GPU threads do not survive a fork."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Held back while a worker is forked: Python loses what is raised in its fork hooks, and the child has our handlers."""
+"""Blocked during a fork: Python drops exceptions of fork hooks, and the child still has the parent's handlers."""
 
 Order = WorkerTrainRequest | WorkerEvaluateRequest | WorkerEvaluateClientRequest
 Reply = WorkerTrainReply | WorkerErrorReply | WorkerEvaluateReply | WorkerEvaluateClientReply
 
 
-def run_worker_process(pipe: Connection, others: Sequence[Connection], shop: EngineContext, slots: ResultSlots) -> None:
-    """The life of a worker: take an order, carry it out, reply; end when the coordinator is gone."""
-    for other in others:
-        other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
+def run_worker_process(
+    pipe: Connection, inherited_pipes: Sequence[Connection], context: EngineContext, result_slots: ResultSlots
+) -> None:
+    """Receive requests, carry them out and reply, until the main process is gone."""
+    for inherited_pipe in inherited_pipes:
+        inherited_pipe.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     die_with_parent()
     keep_freed_memory()
-    gc.freeze()  # what was inherited is never garbage; leaving it alone keeps its pages shared
+    gc.freeze()  # keeps inherited pages shared: the collector would write to them
     torch.set_num_threads(1)
     try:
         one = torch.ones((), requires_grad=True)
         torch.autograd.grad(one * one, [one])
     except RuntimeError:
         os._exit(CANNOT_TRAIN)
-    bench: LocalTrainer | None = None
+    trainer: LocalTrainer | None = None
     try:
         while True:
-            order = pipe.recv()
+            request = pipe.recv()
             try:
-                bench = bench or LocalTrainer(shop.workshop)
-                reply = _carry_out(order, bench, shop, slots)
-            except (Exception, SystemExit) as error:  # whatever a client's code does, the round goes on without it
-                reply = WorkerErrorReply(order.index, describe_error(error))
+                trainer = trainer or LocalTrainer(context.training_context)
+                reply = _carry_out(request, trainer, context, result_slots)
+            except (Exception, SystemExit) as error:  # the round goes on without this client
+                reply = WorkerErrorReply(request.index, describe_error(error))
             pipe.send(reply)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _carry_out(order: Order, bench: LocalTrainer, shop: EngineContext, slots: ResultSlots) -> Reply:
-    if isinstance(order, WorkerEvaluateRequest):
-        test = shop.federation.test
-        assert test is not None, "the coordinator asks for scores only where there is a test set"
+def _carry_out(request: Order, trainer: LocalTrainer, context: EngineContext, result_slots: ResultSlots) -> Reply:
+    if isinstance(request, WorkerEvaluateRequest):
+        test = context.federated_data.test
+        assert test is not None, "the main process requests an evaluation only with a test set"
         return WorkerEvaluateReply(
-            order.index, bench.score(order.row.tensor(), test[evaluation_slices(test)[order.index]])
+            request.index, trainer.evaluate(request.row.tensor(), test[evaluation_slices(test)[request.index]])
         )
-    if isinstance(order, WorkerEvaluateClientRequest):
-        row, home = slots.row(order.slot), slots.group(order.slot, "home")
-        received = order.row.tensor()
-        accuracy = evaluate_client(bench, shop, order.round, order.client, row, received, home, order.first_visit)
-        return WorkerEvaluateClientReply(order.index, accuracy)
-    row, uploads, home = slots.row(order.slot), slots.group(order.slot, "uploads"), slots.group(order.slot, "home")
+    if isinstance(request, WorkerEvaluateClientRequest):
+        row, client_state = result_slots.row(request.slot), result_slots.group(request.slot, "client_state")
+        received = request.row.tensor()
+        accuracy = evaluate_client(
+            trainer, context, request.round, request.client_id, row, received, client_state, request.first_visit
+        )
+        return WorkerEvaluateClientReply(request.index, accuracy)
+    row, uploads, client_state = (
+        result_slots.row(request.slot),
+        result_slots.group(request.slot, "uploads"),
+        result_slots.group(request.slot, "client_state"),
+    )
     for tensor in uploads.values():
         tensor.zero_()
-    samples, loss, steps = train_client(
-        bench,
-        shop,
-        order.round,
-        order.client,
+    num_examples, loss, steps = train_client(
+        trainer,
+        context,
+        request.round,
+        request.client_id,
         row,
-        order.row.tensor(),
-        {name: place.tensor() for name, place in order.extras},
-        home,
+        request.row.tensor(),
+        {name: address.tensor() for name, address in request.extras},
+        client_state,
         uploads,
-        order.first_visit,
+        request.first_visit,
     )
-    finite = shop.workshop.layout.is_finite(row) and all(map(all_finite, (*uploads.values(), *home.values())))
-    return WorkerTrainReply(order.index, samples, loss, steps, finite)
+    finite = context.training_context.layout.is_finite(row) and all(
+        map(all_finite, (*uploads.values(), *client_state.values()))
+    )
+    return WorkerTrainReply(request.index, num_examples, loss, steps, finite)

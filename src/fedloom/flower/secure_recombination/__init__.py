@@ -1,1 +1,1 @@
-"""The secure exchange of layers; optional, nobody else imports it."""
+"""Secure recombination: clients exchange layers that the server cannot read. Optional; nothing else imports it."""

@@ -1,4 +1,4 @@
-"""Which layers the clients of a run exchange. Server and sites work it out from the run's settings, each for itself."""
+"""Layers that the clients of a run exchange. Server and sites each derive them from the run's settings."""
 
 from fedloom.config import Config
 from fedloom.core.layout import Layout
@@ -8,7 +8,7 @@ from fedloom.runs.resolve import resolve_method
 
 
 def exchange_of(config: Config, layout: Layout, round: int) -> LayerExchange | None:
-    """What clients exchange in a round before they upload; None: nothing."""
+    """Return what the clients exchange in a round before they upload, or None."""
     run = resolve_method(config)
     owner, server = run.owner("server"), run.part_class("server")
     options = run.options[owner.name] if owner is not None else None

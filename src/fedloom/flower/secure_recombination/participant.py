@@ -1,28 +1,28 @@
-"""A site's side of the sealed exchange of layers (FedMR, Appendix B).
+"""ExchangeParticipant: a site's side of the secure exchange of layers (FedMR, Appendix B).
 
-The exchange itself is `Participant` of methods/recombination.py. What changes hands are not layers but deeds: a deed is
-the key to one layer on one site's board (sealed.py). Everybody gets all boards, so nobody can tell from the traffic
-which layers were passed on, and every message between two sites has the same length whatever is in it.
+`LayerExchangeClient` (methods/_support/layer_exchange.py) runs the exchange itself. Sites do not pass on layers but
+deeds. A deed is the key to one layer on one site's board (crypto.py). All sites get all boards, and every message
+between two sites has the same length. So nobody can tell from the traffic which layers were passed on.
 
 One attempt, as a site sees it:
 
-    hello     gives a fresh key, signed, and a board with all its layers, locked
-    offer     gets everybody's hello, and checks them       gives deeds of the layers it sends away
-    answer    gets the others' offers                       gives a deed back for each that it was given
-    lock      gets the others' answers, and their boards    gives its recombined model, under a key that it keeps
-    commit    gets the others' word that theirs are locked  gives the others its key: from here there is no way back
-    release   gets the others' keys                         gives the server all of them
+    hello                                              sends a fresh signed key, and a board with all its layers, locked
+    offer     gets and checks all hellos               sends deeds of the layers that it gives away
+    answer    gets the others' offers                  sends back one deed for each that it was given
+    lock      gets the others' answers and boards      sends its recombined model, locked with a key that it keeps
+    commit    gets word that all others have locked    sends its key to the others: from here there is no way back
+    release   gets the others' keys                    sends all keys to the server
 
-Where models must be mixed and one is not, `commit` gives offers again in place of a key.
+If models must be mixed and one is not, `commit` sends offers again instead of a key.
 
-Nothing is lost or doubled when somebody drops out. Before it commits, a site has given away only keys to layers that it
-still has: the next attempt begins with its own untouched layers, fresh keys and those who are left. Once committed it
-refuses every other attempt of the round, and any one site that is left can release all models. So the server gets all
-recombined models of one attempt, or none. Nor can it get two recombinations of the same layers and compare them: keys
-are released only after everybody has committed, and who has committed does not begin again.
+No layer is lost or duplicated if a site drops out. Before a site commits, it has given away only keys to layers that it
+still has. The next attempt begins with its own unchanged layers, fresh keys and the remaining sites. After it commits,
+it refuses every other attempt of the round, and any one remaining site can release all models. So the server gets all
+recombined models of one attempt, or none. It cannot compare two recombinations of the same layers either: keys are
+released only after all sites have committed, and a committed site does not begin again.
 
-A stage is done once. The same question has the same answer again, word for word; another question at that stage is
-refused. A message that does not open, or does not fit, ends the attempt.
+A stage runs once. The same request gets the same reply, byte for byte; another request at that stage is refused. A
+message that cannot be decrypted or does not fit ends the attempt.
 """
 
 import secrets
@@ -36,99 +36,100 @@ from torch import Tensor
 
 from fedloom.flower.secure_recombination.crypto import (
     KEY,
+    CryptoHello,
+    CryptoLayerBoard,
+    CryptoRejected,
+    CryptoSession,
+    CryptoTerms,
     EncryptedChannel,
-    EncryptedLayerBoard,
-    EncryptionSession,
-    EncryptionTerms,
-    ExchangeRejected,
-    KeyExchangeHello,
+    crypto_digest,
+    crypto_frame,
     encrypt_model,
-    frame_parts,
     hash_hello_transcript,
-    sha256_digest,
 )
+from fedloom.flower.secure_recombination.relay_message import RelayMessage, relay_message_parts
 from fedloom.flower.trust.identity import Identity, SiteKeys
 from fedloom.methods._support.layer_exchange import (
     MOST,
     MOST_ATTEMPTS,
-    ExchangedLayer,
     LayerExchangeClient,
+    LayerExchangeMessage,
     LayerExchangeRng,
     layers_have_single_owner,
 )
 
 PLACE = 1 + 2 + KEY
-"""Bytes for one layer in a message between sites: whether there is a deed, whose layer it is for, the key."""
+"""Bytes for one layer in a message between sites: whether it holds a deed, the owner of the layer, the key."""
 
 A = TypeVar("A")
 Sealed = dict[int, bytes]
-"""A message for each other participant, or from each, by slot."""
-Draws = Callable[[int, int], LayerExchangeRng]
-"""(attempt, exchange) -> where this site's choices come from."""
+"""One message for or from each other participant, by model index."""
+RandomDraws = Callable[[int, int], LayerExchangeRng]
+"""(attempt, exchange) -> the random generator for this site's choices."""
 
 
 class _SystemRandomDraw(secrets.SystemRandom):
-    """Choices that nobody can know beforehand: from the operating system."""
+    """Unpredictable choices from the operating system."""
 
     def integers(self, high: int, /) -> int:
         return self.randrange(high)
 
 
-def system_random_source(attempt: int, exchange: int) -> LayerExchangeRng:
+def participant_random_source(attempt: int, exchange: int) -> LayerExchangeRng:
     return _SystemRandomDraw()
 
 
 @dataclass
 class _Attempt:
-    """What a site remembers of one attempt."""
+    """A site's state in one attempt."""
 
-    hello: KeyExchangeHello
+    hello: CryptoHello
     private: X25519PrivateKey
-    board: EncryptedLayerBoard
+    board: CryptoLayerBoard
     deeds: list[Tensor]
-    """One for each layer: what this site holds before the exchange that is under way."""
+    """One for each layer: what this site holds before the current exchange."""
     due: str = "offer"
-    """The stage that comes next."""
+    """The next stage."""
     exchange: int = 0
-    hellos: dict[int, KeyExchangeHello] = field(default_factory=dict)
+    hellos: dict[int, CryptoHello] = field(default_factory=dict)
     channels: dict[int, EncryptedChannel] = field(default_factory=dict)
     participant: LayerExchangeClient = field(init=False)
     given: dict[int, int] = field(default_factory=dict)
-    """To whom each layer was sent in this exchange."""
+    """Receiver of each layer that was sent away in this exchange."""
     boards: dict[int, bytes] = field(default_factory=dict)
-    """Everybody's, from the first time that models are put together."""
+    """Boards of all participants, once models are assembled for the first time."""
     key: bytes = b""
-    """What its recombined model is locked with."""
+    """The key that locks its recombined model."""
     said: dict[tuple[str, int], tuple[bytes, object]] = field(default_factory=dict)
-    """By stage and exchange: what was asked, hashed, and what was answered."""
+    """By stage and exchange: the hash of the request, and the reply."""
     over: str = ""
     """Why this attempt has ended, if it has."""
 
 
 class ExchangeParticipant:
-    """One model of one site in one round. The methods are the stages, in their order.
+    """One model of one site in one round. The methods are the stages, in order.
 
-    `fewest` is how many sites must take part at least, whatever the server says.
+    At least `min_sites` sites must take part, whatever the server says.
     """
 
     def __init__(
         self,
         identity: Identity,
-        roster: SiteKeys,
+        site_keys: SiteKeys,
         run: str,
         round: int,
-        slot: int,
+        model_index: int,
         layers: Sequence[bytes],
-        terms: EncryptionTerms,
-        draws: Draws = system_random_source,
-        fewest: int = 2,
+        terms: CryptoTerms,
+        random_draws: RandomDraws = participant_random_source,
+        min_sites: int = 2,
     ) -> None:
         if [len(layer) for layer in layers] != list(terms.sizes):
-            raise ValueError("the layers do not have the sizes that the terms say")
-        self.identity, self.roster, self.name = identity, roster, roster.name_of(identity)
-        self.who = f"{self.name}#{slot}"
-        self.run, self.round, self.slot = run, round, slot
-        self.layers, self.terms, self.draws, self.fewest = list(layers), terms, draws, fewest
+            raise ValueError("the sizes of the layers differ from those in the terms")
+        self.identity, self.site_keys, self.name = identity, site_keys, site_keys.name_of(identity)
+        self.participant = f"{self.name}#{model_index}"
+        self.run, self.round, self.model_index = run, round, model_index
+        self.layers, self.terms, self.random_draws, self.min_sites = list(layers), terms, random_draws, min_sites
         self.committed = False
         self._now: _Attempt | None = None
 
@@ -138,35 +139,37 @@ class ExchangeParticipant:
         if now is not None and now.hello.session.attempt == attempt and not now.over:
             return now.hello.encode(), now.board.content
         if self.committed:
-            raise ExchangeRejected(
-                f"{self.who} has committed itself in round {self.round + 1} and does not begin again."
+            raise CryptoRejected(
+                f"{self.participant} has committed in round {self.round + 1}, so it does not begin again."
             )
         first = 0 if now is None else now.hello.session.attempt + 1
         if not first <= attempt < MOST_ATTEMPTS:
-            raise ExchangeRejected(
-                f"{self.who} does not begin attempt {attempt} of round {self.round + 1}: {first} is next."
+            raise CryptoRejected(
+                f"{self.participant} does not begin attempt {attempt} of round {self.round + 1}: {first} is next."
             )
-        session, private = EncryptionSession(self.run, self.round, attempt), X25519PrivateKey.generate()
-        board = EncryptedLayerBoard.of(self.layers, self.terms.opener, session, self.who)
+        session, private = CryptoSession(self.run, self.round, attempt), X25519PrivateKey.generate()
+        board = CryptoLayerBoard.of(self.layers, self.terms.opener, session, self.participant)
         fresh = private.public_key().public_bytes_raw()
-        hello = KeyExchangeHello(session, self.name, self.slot, self.terms.digest, fresh, sha256_digest(board.content))
-        deeds = [_deed(self.slot, key) for key in board.keys]
+        mark = crypto_digest(board.content)
+        hello = CryptoHello(session, self.name, self.model_index, self.terms.digest, fresh, mark)
+        deeds = [_deed(self.model_index, key) for key in board.keys]
         self._now = now = _Attempt(hello.signed(self.identity), private, board, deeds)
         return now.hello.encode(), board.content
 
     def offer(self, attempt: int, hellos: Sequence[bytes]) -> Sealed:
         def work(now: _Attempt) -> Sealed:
-            self._greet(now, [KeyExchangeHello.decode(data) for data in hellos])
+            self._accept_hellos(now, [CryptoHello.decode(data) for data in hellos])
             return self._offers(now)
 
-        return self._once("offer", attempt, 0, frame_parts(*hellos), "answer", work)
+        return self._once("offer", attempt, 0, crypto_frame(*hellos), "answer", work)
 
     def answer(self, attempt: int, exchange: int, offers: Mapping[int, bytes]) -> Sealed:
         def work(now: _Attempt) -> Sealed:
             for message in self._messages(now, "offer", offers):
-                # In the first exchange everybody has its own layers only, and can give away nothing else.
+                # In the first exchange a site has only its own layers to give away.
                 if exchange == 0 and _origin(message.payload) != message.sender:
-                    raise ExchangeRejected(f"{now.hellos[message.sender].who} offers a layer that is not its own.")
+                    name = now.hellos[message.sender].participant
+                    raise CryptoRejected(f"{name} offers a layer that is not its own.")
                 now.participant.receive(message)
             return self._sealed(now, "answer", now.participant.answer())
 
@@ -179,163 +182,160 @@ class ExchangeParticipant:
             if exchange == 0:
                 self._pin_up(now, boards)
             for message in self._messages(now, "answer", answers):
-                if now.given.get(message.layer) != message.sender:
-                    name = now.hellos[message.sender].who
-                    raise ExchangeRejected(f"{name} returns layer {message.layer}, which was not sent to it.")
+                if now.given.get(message.layer_index) != message.sender:
+                    name = now.hellos[message.sender].participant
+                    raise CryptoRejected(f"{name} returns layer {message.layer_index}, which was not sent to it.")
                 now.participant.receive(message)
             try:
                 now.deeds = now.participant.assemble()
             except RuntimeError as error:
-                raise ExchangeRejected(f"the layers do not add up: {error}.") from None
+                raise CryptoRejected(f"the layers do not add up: {error}.") from None
             now.key = secrets.token_bytes(KEY)
-            locked = encrypt_model(now.key, b"".join(self._model(now)), now.hello.session, exchange, self.who)
+            locked = encrypt_model(now.key, b"".join(self._model(now)), now.hello.session, exchange, self.participant)
             word = self._whole(now)
-            return locked, {slot: channel.seal(exchange, "lock", word) for slot, channel in now.channels.items()}
+            return locked, {i: channel.seal(exchange, "lock", word) for i, channel in now.channels.items()}
 
-        asked = _flat(answers) + _flat({slot: sha256_digest(content) for slot, content in boards.items()})
+        asked = _flat(answers) + _flat({i: crypto_digest(content) for i, content in boards.items()})
         return self._once("lock", attempt, exchange, asked, "commit", work)
 
     def commit(self, attempt: int, exchange: int, words: Mapping[int, bytes]) -> tuple[str, Sealed]:
-        """`commit` and the key to this site's model for each of the others; or `offer`, and one exchange more."""
+        """Return `commit` and the key to this site's model for each other site, or `offer` and one more exchange."""
 
         def work(now: _Attempt) -> tuple[str, Sealed]:
             opened = self._opened(now, "lock", words, 1)
             if self.terms.mixed and b"\1" in {self._whole(now), *opened.values()}:
                 if exchange + 1 == MOST:
-                    raise ExchangeRejected(f"after {MOST} exchanges there is still a model that one client trained.")
+                    raise CryptoRejected(f"after {MOST} exchanges there is still a model that one client trained.")
                 now.exchange, now.due = exchange + 1, "answer"
                 return "offer", self._offers(now)
             self.committed = True
-            return "commit", {slot: channel.seal(exchange, "commit", now.key) for slot, channel in now.channels.items()}
+            return "commit", {i: channel.seal(exchange, "commit", now.key) for i, channel in now.channels.items()}
 
         return self._once("commit", attempt, exchange, _flat(words), "release", work)
 
     def release(self, attempt: int, exchange: int, keys: Mapping[int, bytes]) -> dict[int, bytes]:
-        """The keys to all models, by slot, now that everybody has committed."""
+        """Return the keys to all models by model index, now that all sites have committed."""
 
         def work(now: _Attempt) -> dict[int, bytes]:
-            return {**self._opened(now, "commit", keys, KEY), self.slot: now.key}
+            return {**self._opened(now, "commit", keys, KEY), self.model_index: now.key}
 
         return self._once("release", attempt, exchange, _flat(keys), "nothing", work)
 
-    # What the stages are made of
+    # Helpers of the stages
 
     def _once(
-        self, stage: str, attempt: int, exchange: int, asked: bytes, then: str, work: Callable[[_Attempt], A]
+        self, stage: str, attempt: int, exchange: int, asked: bytes, then: str, work: Callable[["_Attempt"], A]
     ) -> A:
-        """Do the work of a stage, if that is what comes next; what was done already is only said again."""
+        """Run the work of a stage if it is next; repeat the reply if the stage has run."""
         now = self._now
         if now is None or now.hello.session.attempt != attempt:
-            raise ExchangeRejected(f"{self.who} is not in attempt {attempt} of round {self.round + 1}.")
+            raise CryptoRejected(f"{self.participant} is not in attempt {attempt} of round {self.round + 1}.")
         if (stage, exchange) in now.said:
             before, answer = now.said[stage, exchange]
-            if before != sha256_digest(asked):
-                raise ExchangeRejected(
-                    f"{self.who} has done {stage} in {now.hello.session}, and then on something else."
-                )
-            return answer  # type: ignore[return-value]  # what work of this stage has returned
+            if before != crypto_digest(asked):
+                raise CryptoRejected(f"{self.participant} has done {stage} in {now.hello.session} for another request.")
+            return answer  # type: ignore[return-value]  # the result of this stage's work
         if now.over:
-            raise ExchangeRejected(f"{now.hello.session} is over for {self.who}: {now.over}")
+            raise CryptoRejected(f"{now.hello.session} is over for {self.participant}: {now.over}")
         if (stage, exchange) != (now.due, now.exchange):
-            raise ExchangeRejected(f"{self.who} waits for {now.due}, not for {stage}, in {now.hello.session}.")
+            raise CryptoRejected(f"{self.participant} waits for {now.due}, not for {stage}, in {now.hello.session}.")
         now.due = then
         try:
             answer = work(now)
-        except ExchangeRejected as error:
+        except CryptoRejected as error:
             now.over = str(error)
             raise
-        now.said[stage, exchange] = (sha256_digest(asked), answer)
+        now.said[stage, exchange] = (crypto_digest(asked), answer)
         return answer
 
-    def _greet(self, now: _Attempt, hellos: Sequence[KeyExchangeHello]) -> None:
-        """Believe who takes part, and open the channels to them."""
+    def _accept_hellos(self, now: _Attempt, hellos: Sequence[CryptoHello]) -> None:
+        """Check who takes part, and open channels to them."""
         for hello in hellos:
-            hello.check(self.roster, now.hello.session, self.terms.digest)
-        slots, names = [hello.slot for hello in hellos], {hello.name for hello in hellos}
-        if slots != sorted(set(slots)):
-            raise ExchangeRejected("the participants are not in the order of their slots, each once.")
+            hello.check(self.site_keys, now.hello.session, self.terms.digest)
+        model_indices, names = [hello.model_index for hello in hellos], {hello.name for hello in hellos}
+        if model_indices != sorted(set(model_indices)):
+            raise CryptoRejected("the participants are not in the order of their model indices, each once.")
         if now.hello not in hellos:
-            raise ExchangeRejected(f"the hello of {self.who} itself is missing or another one.")
-        if len(names) < self.fewest:
-            raise ExchangeRejected(f"{len(names)} sites take part, but {self.name} wants {self.fewest} at least.")
+            raise CryptoRejected(f"the hello of {self.participant} itself is missing or was replaced.")
+        if len(names) < self.min_sites:
+            raise CryptoRejected(f"{len(names)} sites take part, but {self.name} needs at least {self.min_sites}.")
         record = hash_hello_transcript(hellos)
-        now.hellos = {hello.slot: hello for hello in hellos}
-        others = (hello for hello in hellos if hello.slot != self.slot)
-        now.channels = {hello.slot: EncryptedChannel(now.private, now.hello, hello, record) for hello in others}
+        now.hellos = {hello.model_index: hello for hello in hellos}
+        others = (hello for hello in hellos if hello.model_index != self.model_index)
+        now.channels = {hello.model_index: EncryptedChannel(now.private, now.hello, hello, record) for hello in others}
 
     def _offers(self, now: _Attempt) -> Sealed:
-        """Begin an exchange with the deeds at hand."""
+        """Begin an exchange with the current deeds."""
         now.participant = LayerExchangeClient(
-            me=self.slot,
-            others=list(now.channels),
+            client_id=self.model_index,
+            other_client_ids=list(now.channels),
             layers=now.deeds,
-            draw=self.draws(now.hello.session.attempt, now.exchange),
+            rng=self.random_draws(now.hello.session.attempt, now.exchange),
             send_probability=self.terms.send_probability,
         )
         messages = now.participant.offer()
-        now.given = {message.layer: message.receiver for message in messages}
+        now.given = {message.layer_index: message.receiver for message in messages}
         return self._sealed(now, "offer", messages)
 
-    def _sealed(self, now: _Attempt, stage: str, messages: Sequence[ExchangedLayer]) -> Sealed:
-        """Deeds on their way: one message for each of the others, with a place for every layer."""
-        texts = {slot: bytearray(PLACE * self.terms.layers) for slot in now.channels}
+    def _sealed(self, now: _Attempt, stage: str, messages: Sequence[LayerExchangeMessage]) -> Sealed:
+        """Return deeds as one sealed message for each other participant, with a place for every layer."""
+        texts = {i: bytearray(PLACE * self.terms.num_layers) for i in now.channels}
         for message in messages:
-            place = PLACE * message.layer
+            place = PLACE * message.layer_index
             texts[message.receiver][place : place + PLACE] = b"\1" + message.payload.numpy().tobytes()
-        return {slot: now.channels[slot].seal(now.exchange, stage, bytes(text)) for slot, text in texts.items()}
+        return {i: now.channels[i].seal(now.exchange, stage, bytes(text)) for i, text in texts.items()}
 
-    def _messages(self, now: _Attempt, stage: str, sealed: Mapping[int, bytes]) -> list[ExchangedLayer]:
-        """Deeds that have come."""
+    def _messages(self, now: _Attempt, stage: str, sealed: Mapping[int, bytes]) -> list[LayerExchangeMessage]:
+        """Return the deeds that arrived."""
         messages = []
-        for sender, text in self._opened(now, stage, sealed, PLACE * self.terms.layers).items():
-            for layer in range(self.terms.layers):
+        for sender, text in self._opened(now, stage, sealed, PLACE * self.terms.num_layers).items():
+            for layer in range(self.terms.num_layers):
                 place = text[PLACE * layer : PLACE * (layer + 1)]
                 if place[0]:
                     deed = torch.frombuffer(bytearray(place[1:]), dtype=torch.uint8)
                     if _origin(deed) not in now.hellos:
-                        raise ExchangeRejected(
-                            f"{now.hellos[sender].who} passes on a layer of somebody who does not take part."
-                        )
-                    messages.append(ExchangedLayer(sender, self.slot, layer, deed, back=stage == "answer"))
+                        name = now.hellos[sender].participant
+                        raise CryptoRejected(f"{name} passes on a layer of a model that does not take part.")
+                    messages.append(
+                        LayerExchangeMessage(sender, self.model_index, layer, deed, is_return=stage == "answer")
+                    )
         return messages
 
     def _opened(self, now: _Attempt, stage: str, sealed: Mapping[int, bytes], size: int) -> dict[int, bytes]:
-        """What each of the others says at a stage, in the order of their slots; everybody must have said something."""
-        for slot, channel in now.channels.items():
-            if slot not in sealed:
-                raise ExchangeRejected(f"the {stage} of {channel.theirs.who} is missing.")
+        """Return the message of each other participant at a stage, by model index. None may be missing."""
+        for i, channel in now.channels.items():
+            if i not in sealed:
+                raise CryptoRejected(f"the {stage} of {channel.theirs.participant} is missing.")
         if strangers := sealed.keys() - now.channels.keys():
-            raise ExchangeRejected(
-                f"there is a message at {stage} from slot {min(strangers)}, which does not take part."
-            )
-        return {slot: channel.open(now.exchange, stage, sealed[slot], size) for slot, channel in now.channels.items()}
+            raise CryptoRejected(f"model {min(strangers)} does not take part, but sent a message at {stage}.")
+        return {i: channel.open(now.exchange, stage, sealed[i], size) for i, channel in now.channels.items()}
 
     def _pin_up(self, now: _Attempt, boards: Mapping[int, bytes]) -> None:
-        """Take the others' boards, if they are those that the hellos name."""
+        """Store the others' boards if they are those that the hellos name."""
         if boards.keys() != now.channels.keys():
-            raise ExchangeRejected(f"there are {len(boards)} boards of other sites, not {len(now.channels)}.")
-        for slot, content in boards.items():
-            if sha256_digest(content) != now.hellos[slot].board:
-                raise ExchangeRejected(f"the board of {now.hellos[slot].who} is not the one that its hello names.")
-        now.boards = {**boards, self.slot: now.board.content}
+            raise CryptoRejected(f"there are {len(boards)} boards of other sites, not {len(now.channels)}.")
+        for i, content in boards.items():
+            if crypto_digest(content) != now.hellos[i].board:
+                raise CryptoRejected(f"the board of {now.hellos[i].participant} is not the one that its hello names.")
+        now.boards = {**boards, self.model_index: now.board.content}
 
     def _model(self, now: _Attempt) -> list[bytes]:
-        """The layers that the deeds are for, each still in its seal."""
+        """Return the layers that the deeds are for, each still sealed."""
         session = now.hello.session
         owners = [(number, _origin(deed), _key(deed)) for number, deed in enumerate(now.deeds)]
         return [
-            EncryptedLayerBoard.take(now.boards[owner], number, key, self.terms, session, now.hellos[owner].who)
+            CryptoLayerBoard.take(now.boards[owner], number, key, self.terms, session, now.hellos[owner].participant)
             for number, owner, key in owners
         ]
 
     def _whole(self, now: _Attempt) -> bytes:
-        """Whether this site would upload just what one client trained, itself or another."""
+        """Return whether this site would upload a model that one client trained, itself or another."""
         return bytes([layers_have_single_owner(map(_origin, now.deeds))])
 
 
-def _deed(slot: int, key: bytes) -> Tensor:
-    """A tensor, because that is what participants pass on."""
-    return torch.frombuffer(bytearray(slot.to_bytes(2, "big") + key), dtype=torch.uint8)
+def _deed(model_index: int, key: bytes) -> Tensor:
+    """Return a deed as a tensor, because `LayerExchangeClient` passes on tensors."""
+    return torch.frombuffer(bytearray(model_index.to_bytes(2, "big") + key), dtype=torch.uint8)
 
 
 def _origin(deed: Tensor) -> int:
@@ -347,4 +347,34 @@ def _key(deed: Tensor) -> bytes:
 
 
 def _flat(messages: Mapping[int, bytes]) -> bytes:
-    return frame_parts(*(part for slot in sorted(messages) for part in (slot, messages[slot])))
+    return crypto_frame(*(part for i in sorted(messages) for part in (i, messages[i])))
+
+
+def run_participant_stage(participant: ExchangeParticipant, stage: str, request: RelayMessage) -> RelayMessage:
+    """Return a site's reply to a request of the relay (relay.py)."""
+    attempt, exchange = (_number(request, name) for name in ("attempt", "exchange"))
+    received, kind = request.by_model_index, stage
+    if stage == "hello":
+        hello, board = participant.hello(attempt)
+        return RelayMessage(parts={"hello": hello, "board": board})
+    if stage == "lock":
+        model, parts = participant.lock(attempt, exchange, received("answer"), received("board"))
+        return RelayMessage(parts={"model": model, **relay_message_parts("lock", parts)})
+    if stage == "offer":
+        parts = participant.offer(attempt, [hello for _, hello in sorted(received("hello").items())])
+    elif stage == "answer":
+        parts = participant.answer(attempt, exchange, received("offer"))
+    elif stage == "commit":
+        kind, parts = participant.commit(attempt, exchange, received("lock"))
+    elif stage == "release":
+        kind, parts = "key", participant.release(attempt, exchange, received("commit"))
+    else:
+        raise CryptoRejected(f"an exchange has no stage {stage!r}.")
+    return RelayMessage(parts=relay_message_parts(kind, parts))
+
+
+def _number(request: RelayMessage, name: str) -> int:
+    value = request.header.get(name, 0)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CryptoRejected(f"{name} must be a whole number, not {value!r}.")
+    return value

@@ -1,8 +1,8 @@
-"""The sealed exchange of layers as part of a round of the Flower engine.
+"""The secure exchange of layers in a round of the Flower engine.
 
-Sites train and keep what they trained; what they answer is a hello. The relay (relay.py) then asks them for the stages
-of the exchange, and the models that come of it stand for the answers to the questions. Before that neither this process
-nor its log has a model or a layer in a form that it could read.
+Sites train, keep the result and reply with a hello. The relay (relay.py) then asks them for the stages of the exchange,
+and the recombined models become the replies to the training requests. Before that, neither this process nor its log
+has a model or a layer that it can read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,23 +14,22 @@ from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientTask, Shapes
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.message import MessageArray, MessageRejected, SiteMessage
-from fedloom.flower.secure_recombination.crypto import EncryptionTerms, LayerKeyPair
+from fedloom.flower.secure_recombination.crypto import CryptoTerms, LayerKeyPair
 from fedloom.flower.secure_recombination.layers import exchange_of
-from fedloom.flower.secure_recombination.messages import MissingRelayMessage, RelayMessage
-from fedloom.flower.secure_recombination.relay import Relay
-from fedloom.flower.server.engine import FlowerEngine, SiteRequest
-from fedloom.flower.server.engine import NoSiteReply as NoAnswer
-from fedloom.flower.tensors import decode_tensor_columns, tensor_columns_by_layer
+from fedloom.flower.secure_recombination.relay import Relay, Replies, Requests
+from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.server.engine import EngineNoReply, EngineSiteRequest, FlowerEngine
+from fedloom.flower.tensors import decode_tensor_columns, split_tensors_by_layer
 from fedloom.methods._support.layer_exchange import LayerExchange
 
 
-def exchange_for(config: Config, layout: Layout) -> "SecureExchange | None":
-    """The hook for the engine, where clients exchange layers in any round of this run."""
+def make_server_exchange(config: Config, layout: Layout) -> "SecureExchange | None":
+    """Return the hook for the engine, or None if clients exchange no layers in this run."""
     return None if exchange_of(config, layout, config.rounds - 1) is None else SecureExchange(config)
 
 
 class SecureExchange:
-    """Has the sites exchange layers before the server gets their models (`engines.flower.UpdateExchange`)."""
+    """Lets the sites exchange layers before the server gets their models; implements `EngineUpdateExchange`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -38,62 +37,61 @@ class SecureExchange:
         self._costs: dict[str, float] = {}
 
     def check(self, uploads: Shapes) -> None:
-        """Refuse what clients send beside their models, because it is not exchanged."""
+        """Refuse uploads beside the models, because they are not exchanged."""
         if uploads:
             names = ", ".join(sorted(uploads))
-            raise InputError(
-                f"fedmr.secure hides nothing where clients send {names} beside their models, from which the server can "
-                "tell what each of them trained."
-            )
+            raise InputError(f"fedmr.secure hides nothing if clients send {names} beside their models.")
 
     def plan(self, engine: FlowerEngine, round: int) -> bool:
-        """Whether sites exchange layers in this round. In a simulation there is nobody to hide them from."""
+        """Return whether sites exchange layers in this round; a simulation has nobody to hide them from."""
         self._costs = {}
-        self._exchange = exchange_of(self._config, engine.shop.workshop.layout, round)
+        self._exchange = exchange_of(self._config, engine.context.training_context.layout, round)
         if self._exchange is None:
             return False
-        engine.roster.refresh(engine.link)
-        greetings = engine.roster.greetings
-        if greetings and all(greeting.get("simulated") is True for greeting in greetings.values()):
+        engine.registry.refresh(engine.transport)
+        registrations = engine.registry.registrations
+        if registrations and all(registration.get("simulated") is True for registration in registrations.values()):
             return False
-        self.check(engine.shop.workshop.uploads)
-        for client, greeting in greetings.items():
-            if not greeting.get("exchanges_as"):
-                trouble = greeting.get("exchange_trouble") or "its node's configuration must name its key and a roster"
+        self.check(engine.context.training_context.upload_shapes)
+        for client_id, registration in registrations.items():
+            if not registration.get("exchanges_as"):
+                trouble = (
+                    registration.get("exchange_trouble") or "its node's configuration must name its key and a roster"
+                )
                 raise FedloomError(
-                    f"client {client} cannot take part in the secure exchange of layers: {str(trouble)[:300]}"
+                    f"client {client_id} cannot take part in the secure exchange of layers: {str(trouble)[:300]}"
                 )
         return True
 
     def run(
-        self, engine: FlowerEngine, round: int, jobs: Sequence[ClientTask], questions: Sequence[SiteRequest]
-    ) -> Iterator[SiteMessage | NoAnswer]:
-        """Answers to questions of the kind `train`, with models that have been recombined."""
-        assert self._exchange is not None, "it is planned first"
-        opener, columns = LayerKeyPair(), tensor_columns_by_layer(self._exchange.layers, engine.travel)
-        clients = {job.slot: job.client for job in jobs}
-        asked = [_asked(opener, job.slot, question) for job, question in zip(jobs, questions, strict=True)]
-        trained = dict(zip(clients, engine.ask(round, asked), strict=True))
-        for slot, parcel in trained.items():
-            if _is_hello(parcel):
-                try:  # now: after the exchange others' layers would be lost with its answer
-                    engine.check_words(clients[slot], parcel)
+        self, engine: FlowerEngine, round: int, tasks: Sequence[ClientTask], requests: Sequence[EngineSiteRequest]
+    ) -> Iterator[SiteMessage | EngineNoReply]:
+        """Yield replies to the `train` requests, with recombined models."""
+        assert self._exchange is not None, "call plan first"
+        opener, columns = LayerKeyPair(), split_tensors_by_layer(self._exchange.layers, engine.codec)
+        client_ids = {task.model_index: task.client_id for task in tasks}
+        asked = [_asked(opener, task.model_index, request) for task, request in zip(tasks, requests, strict=True)]
+        trained = dict(zip(client_ids, engine.ask(round, asked), strict=True))
+        for i, message in trained.items():
+            if _is_hello(message):
+                try:  # not later: after the exchange, others' layers would be lost with this reply
+                    engine.check_training_header(client_ids[i], message)
                 except MessageRejected as refused:
-                    trained[slot] = NoAnswer(f"refused: {refused}")
+                    trained[i] = EngineNoReply(f"refused: {refused}")
 
-        def ask(stage: str, notes: dict[int, RelayMessage]) -> dict[int, RelayMessage | MissingRelayMessage]:
-            put_to = [_question(clients[slot], stage, slot, note) for slot, note in notes.items()]
-            answers = zip(notes, engine.ask(round, put_to), strict=True)
-            return {slot: _note(stage, answer) for slot, answer in answers}
+        def ask(stage: str, messages: Requests) -> Replies:
+            put_to = [_make_request(client_ids[i], stage, i, relay_message) for i, relay_message in messages.items()]
+            answers = zip(messages, engine.ask(round, put_to), strict=True)
+            return {i: _read_reply(stage, answer) for i, answer in answers}
 
-        width = engine.travel.layout.dtype.itemsize
+        width = engine.codec.layout.dtype.itemsize
         sizes = tuple(width * sum(part.stop - part.start for part in parts) for parts in columns)
-        terms = EncryptionTerms(sizes, self._exchange.send_probability, self._exchange.mixed, opener.public)
+        terms = CryptoTerms(sizes, self._exchange.send_probability, self._exchange.mixed, opener.public)
         needed = self._config.min_clients
-        fewest = max(2, engine.fewest_answers(len(jobs)) if needed is None else needed)
-        relay = Relay(ask, engine.roster.run, round, terms, opener, fewest)
+        min_sites = max(2, engine.default_min_clients(len(tasks)) if needed is None else needed)
+        relay = Relay(ask, engine.registry.run, round, terms, opener, min_sites)
         outcome = relay.exchange(
-            {slot: _note("hello", answer) for slot, answer in trained.items() if _is_hello(answer)}
+            {i: _read_reply("hello", answer) for i, answer in trained.items() if _is_hello(answer)}
         )
         self._costs = {
             "exchange_attempts": float(outcome.attempts),
@@ -101,54 +99,54 @@ class SecureExchange:
             "exchange_bytes_up": float(outcome.bytes_up),
             "exchange_bytes_down": float(outcome.bytes_down),
         }
-        for slot, question in zip(clients, questions, strict=True):
-            parcel = trained[slot]
-            if isinstance(parcel, NoAnswer):
-                yield parcel
-            elif parcel.kind == "mix/idle":
-                yield SiteMessage("trained", parcel.header, {"row": question.blocks["row"]})
-            elif slot in outcome.models:
-                row = engine.travel.layout.empty()
-                for parts, layer in zip(columns, outcome.models.pop(slot), strict=True):
+        for i, request in zip(client_ids, requests, strict=True):
+            message = trained[i]
+            if isinstance(message, EngineNoReply):
+                yield message
+            elif message.kind == "mix/idle":
+                yield SiteMessage("trained", message.header, {"model": request.arrays["model"]})
+            elif i in outcome.models:
+                row = engine.codec.layout.empty()
+                for parts, layer in zip(columns, outcome.models.pop(i), strict=True):
                     decode_tensor_columns(row, parts, layer)
-                yield SiteMessage("trained", parcel.header, {"row": engine.travel.pack(row)})
-            elif slot in outcome.lost:
-                yield NoAnswer(outcome.lost[slot])
+                yield SiteMessage("trained", message.header, {"model": engine.codec.encode(row)})
+            elif i in outcome.failed:
+                yield EngineNoReply(outcome.failed[i])
             else:
-                yield NoAnswer(_refusal(parcel) or f"refused: it sent {parcel.kind[:40]!r}, not a hello")
+                yield EngineNoReply(_refusal(message) or f"refused: it sent {message.kind[:40]!r}, not a hello")
 
     def diagnostics(self) -> Mapping[str, float]:
-        """What the exchange of this round took, beyond the models that go down."""
+        """Return the costs of this round's exchange, beyond the models sent to the sites."""
         return self._costs
 
 
-def _asked(opener: LayerKeyPair, slot: int, question: SiteRequest) -> SiteRequest:
-    """The question of the kind `train` as it is put to a site that will exchange layers."""
-    header = {**question.header, "attempt": 0, "slot": slot}
-    blocks = {**question.blocks, "opener": MessageArray.raw(opener.public)}
-    return replace(question, kind="mix/train", header=header, blocks=blocks)
+def _asked(opener: LayerKeyPair, model_index: int, request: EngineSiteRequest) -> EngineSiteRequest:
+    """Turn a `train` request into one to a site that exchanges layers."""
+    header = {**request.header, "attempt": 0, "model_index": model_index}
+    arrays = {**request.arrays, "opener": MessageArray.raw(opener.public)}
+    return replace(request, kind="mix/train", header=header, arrays=arrays)
 
 
-def _question(client: int, stage: str, slot: int, note: RelayMessage) -> SiteRequest:
-    blocks = {name: MessageArray.raw(part) for name, part in note.parts.items()}
-    return SiteRequest(client, f"mix/{stage}", {**note.header, "slot": slot}, blocks)
+def _make_request(client_id: int, stage: str, model_index: int, message: RelayMessage) -> EngineSiteRequest:
+    arrays = {name: MessageArray.raw(part) for name, part in message.parts.items()}
+    return EngineSiteRequest(client_id, f"mix/{stage}", {**message.header, "model_index": model_index}, arrays)
 
 
-def _is_hello(answer: SiteMessage | NoAnswer) -> TypeGuard[SiteMessage]:
+def _is_hello(answer: SiteMessage | EngineNoReply) -> TypeGuard[SiteMessage]:
     return isinstance(answer, SiteMessage) and answer.kind == "mix/hello"
 
 
-def _refusal(parcel: SiteMessage) -> str:
-    if parcel.kind != "mix/refused":
+def _refusal(message: SiteMessage) -> str:
+    if message.kind != "mix/refused":
         return ""
-    return " ".join(str(parcel.header.get("reason", "")).split())[:300] or "it refused and gave no reason"
+    return " ".join(str(message.header.get("reason", "")).split())[:300] or "it refused and gave no reason"
 
 
-def _note(stage: str, answer: SiteMessage | NoAnswer) -> RelayMessage | MissingRelayMessage:
-    if isinstance(answer, NoAnswer):
+def _read_reply(stage: str, answer: SiteMessage | EngineNoReply) -> RelayMessage | MissingRelayMessage:
+    if isinstance(answer, EngineNoReply):
         return MissingRelayMessage(answer.reason)
     if refusal := _refusal(answer):
         return MissingRelayMessage(refusal, refused=True)
     if answer.kind != f"mix/{stage}":
         return MissingRelayMessage(f"refused: it sent {answer.kind[:40]!r}, not 'mix/{stage}'")
-    return RelayMessage({}, {name: bytes(block.data) for name, block in answer.blocks.items()})
+    return RelayMessage({}, {name: bytes(array.data) for name, array in answer.arrays.items()})

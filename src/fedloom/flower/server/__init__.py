@@ -1,1 +1,1 @@
-"""The server's side of a Flower run."""
+"""The server side of a Flower run."""

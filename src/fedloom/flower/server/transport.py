@@ -1,9 +1,7 @@
-"""A link over a local socket: the ServerApp holds Flower's Grid, and another process on this machine plays the rounds.
+"""Transports between server and sites: over Flower's Grid, or over a local socket to the process with the Grid.
 
-`fedloom run --engine flower` does so. Its own process shows progress, answers Ctrl-C and resumes as with every other
-engine; the ServerApp that Flower starts for it carries parcels and knows nothing of them.
-
-How the server reaches the sites: `Link`, and the one that goes over Flower's Grid.
+`fedloom run --engine flower` uses the socket. Its own process runs the rounds, so progress, Ctrl-C and resuming work as
+with every other engine. The ServerApp that Flower starts for it only forwards messages.
 """
 
 import socket
@@ -22,52 +20,52 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransportReply:
-    """What came back for a ticket: a parcel, or the reason why there is none."""
+    """The reply to a request: a message, or the reason why there is none."""
 
     ticket: str
     node: int
-    """The node that it came from; 0 where it came from nowhere."""
-    parcel: SiteMessage | None
+    """The node that sent it, or 0 if no node did."""
+    message: SiteMessage | None
     error: str = ""
 
 
 class Transport(Protocol):
-    """Sends questions to nodes and fetches their answers."""
+    """Sends requests to nodes and fetches their replies."""
 
     def nodes(self) -> list[int]:
-        """The nodes that are connected."""
+        """Return the connected nodes."""
         ...
 
-    def send(self, node: int, question: SiteMessage, seconds: float) -> str | None:
-        """Send a question that is worth answering for so many seconds; returns a ticket, None where it cannot be."""
+    def send(self, node: int, request: SiteMessage, seconds: float) -> str | None:
+        """Send a request that expires after `seconds`; return its ticket, or None if it cannot be sent."""
         ...
 
     def receive(self, tickets: Sequence[str]) -> list[TransportReply]:
-        """The answers that have come for these tickets; each is given once."""
+        """Return the replies that have arrived for these tickets, each once."""
         ...
 
 
 class GridTransport:
-    """The sites behind Flower's SuperLink, or in its simulation."""
+    """Transport over Flower's Grid: a SuperLink, or Flower's simulation."""
 
-    def __init__(self, grid: "Grid", most: int = 1 << 20) -> None:
+    def __init__(self, grid: "Grid", max_bytes: int = 1 << 20) -> None:
         self._grid = grid
-        self.most = most
-        """Bytes of arrays that an answer may have. What sites say of themselves is small; models come later."""
-        GridSizeLimitPatch(lambda: self.most).install(grid)
+        self.max_bytes = max_bytes
+        """Most bytes of arrays in a reply. Registrations are small; the engine sets the size of models later."""
+        GridSizeLimitPatch(lambda: self.max_bytes).install(grid)
 
     def nodes(self) -> list[int]:
         return sorted(self._grid.get_node_ids())
 
-    def send(self, node: int, question: SiteMessage, seconds: float) -> str | None:
+    def send(self, node: int, request: SiteMessage, seconds: float) -> str | None:
         from flwr.app import Message, MessageType
 
         from fedloom.flower.records import message_to_flower_records
 
-        kind = {"train": MessageType.TRAIN, "score": MessageType.EVALUATE}.get(question.kind, MessageType.QUERY)
-        group = str(question.header.get("round", ""))
+        kind = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}.get(request.kind, MessageType.QUERY)
+        group = str(request.header.get("round", ""))
         message = Message(
-            content=message_to_flower_records(question),
+            content=message_to_flower_records(request),
             dst_node_id=node,
             message_type=kind,
             ttl=seconds,
@@ -94,7 +92,7 @@ class GridTransport:
 
 
 def open_transport_socket(path: Path) -> socket.socket:
-    """A socket that only this user can connect to."""
+    """Return a socket that only this user can connect to."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(path))
     path.chmod(0o600)
@@ -102,31 +100,32 @@ def open_transport_socket(path: Path) -> socket.socket:
     return server
 
 
-def forward_transport_requests(link: Transport, path: Path) -> None:
-    """Do what the other process asks of the link, until it ends."""
+def forward_transport_requests(transport: Transport, socket_path: Path) -> None:
+    """Carry out the other process's calls of the transport until it ends."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(path))
-        while (wish := read_message(connection)) is not None:
-            about = wish.header
-            if wish.kind == "nodes":
-                write_message(connection, SiteMessage("nodes", {"nodes": link.nodes()}))
-            elif wish.kind == "send":
-                question = SiteMessage(about["kind"], about["header"], wish.blocks)
+        connection.connect(str(socket_path))
+        while (command := read_message(connection)) is not None:
+            about = command.header
+            if command.kind == "nodes":
+                write_message(connection, SiteMessage("nodes", {"nodes": transport.nodes()}))
+            elif command.kind == "send":
+                request = SiteMessage(about["kind"], about["header"], command.arrays)
                 write_message(
-                    connection, SiteMessage("sent", {"ticket": link.send(about["node"], question, about["seconds"])})
+                    connection,
+                    SiteMessage("sent", {"ticket": transport.send(about["node"], request, about["seconds"])}),
                 )
             else:
-                found = link.receive(about["tickets"])
+                found = transport.receive(about["tickets"])
                 write_message(connection, SiteMessage("received", {"count": len(found)}))
                 for answer in found:
-                    parcel = answer.parcel or SiteMessage("")
+                    message = answer.message or SiteMessage("")
                     header = {"ticket": answer.ticket, "node": answer.node, "error": answer.error}
-                    inside = {"kind": parcel.kind, "header": dict(parcel.header)} if answer.parcel else {}
-                    write_message(connection, SiteMessage("answer", {**header, **inside}, parcel.blocks))
+                    inside = {"kind": message.kind, "header": dict(message.header)} if answer.message else {}
+                    write_message(connection, SiteMessage("answer", {**header, **inside}, message.arrays))
 
 
 class SocketTransport:
-    """The link on the other side of the socket."""
+    """Transport over a socket: `forward_transport_requests` is on the other side."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -134,35 +133,35 @@ class SocketTransport:
     def nodes(self) -> list[int]:
         return list(self._ask(SiteMessage("nodes")).header["nodes"])
 
-    def send(self, node: int, question: SiteMessage, seconds: float) -> str | None:
-        about = {"node": node, "seconds": seconds, "kind": question.kind, "header": dict(question.header)}
-        ticket: str | None = self._ask(SiteMessage("send", about, question.blocks)).header["ticket"]
+    def send(self, node: int, request: SiteMessage, seconds: float) -> str | None:
+        about = {"node": node, "seconds": seconds, "kind": request.kind, "header": dict(request.header)}
+        ticket: str | None = self._ask(SiteMessage("send", about, request.arrays)).header["ticket"]
         return ticket
 
     def receive(self, tickets: Sequence[str]) -> list[TransportReply]:
         found = []
         for _ in range(self._ask(SiteMessage("receive", {"tickets": list(tickets)})).header["count"]):
-            came = self._hear()
-            about = came.header
-            parcel = SiteMessage(about["kind"], about["header"], came.blocks) if "kind" in about else None
-            found.append(TransportReply(about["ticket"], about["node"], parcel, about["error"]))
+            reply = self._read()
+            about = reply.header
+            message = SiteMessage(about["kind"], about["header"], reply.arrays) if "kind" in about else None
+            found.append(TransportReply(about["ticket"], about["node"], message, about["error"]))
         return found
 
-    def _ask(self, wish: SiteMessage) -> SiteMessage:
+    def _ask(self, request: SiteMessage) -> SiteMessage:
         try:
-            write_message(self._connection, wish)
+            write_message(self._connection, request)
         except OSError as error:
             raise _gone() from error
-        return self._hear()
+        return self._read()
 
-    def _hear(self) -> SiteMessage:
+    def _read(self) -> SiteMessage:
         try:
-            heard = read_message(self._connection)
+            message = read_message(self._connection)
         except OSError as error:
             raise _gone() from error
-        if heard is None:
+        if message is None:
             raise _gone()
-        return heard
+        return message
 
 
 def _gone() -> FedloomError:

@@ -1,1 +1,1 @@
-"""A site's side of a Flower run."""
+"""The site's side of a Flower run."""

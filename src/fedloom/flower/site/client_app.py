@@ -1,8 +1,8 @@
-"""The ClientApp: it takes a message from Flower, lets the site answer it, and hands the answer back.
+"""The ClientApp: it passes each Flower message to the site and returns the reply.
 
-Flower starts a new process for every message. This one imports no torch and reads no data: it passes the message on to
-the site's own process (site_process.py), which stays. In Flower's simulation, where processes stay anyway, the site is
-in this process.
+Flower starts a new process for every message. This process imports no torch and reads no data: it passes the message to
+the site process (process.py), which keeps running. In Flower's simulation, whose processes keep running anyway, the
+site lives in this process.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from fedloom.flower.message import MessageRejected, SiteMessage, make_failure_me
 from fedloom.flower.site.socket import ask_site_process
 
 HERE = "here"
-"""As `site` in a node's configuration: answer in the process of the message itself."""
+"""Value of `site` in the node configuration: answer in the process that Flower started."""
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def client_app(file: str) -> "ClientApp":
-    """The ClientApp of the app that `file` is part of."""
+    """Return the ClientApp of the app that contains `file`."""
     from flwr.app import Message
     from flwr.clientapp import ClientApp
 
@@ -45,22 +45,26 @@ def client_app(file: str) -> "ClientApp":
     return app
 
 
-def _answer_message(question: SiteMessage, context: "Context", app: Path) -> SiteMessage:
-    """What the site of this node says to a question."""
-    setup = {"given": dict(context.run_config), "node": dict(context.node_config), "app": str(app)}
+def _answer_message(request: SiteMessage, context: "Context", app_folder: Path) -> SiteMessage:
+    """Return this node's reply to a request."""
+    setup = {
+        "run_config": dict(context.run_config),
+        "node_config": dict(context.node_config),
+        "app_folder": str(app_folder),
+    }
     folder = _site_directory(context)
     try:
         if context.node_config.get("site") == HERE or "ray" in sys.modules:
-            return _site_here(setup, folder).answer(question)
-        return ask_site_process(folder, setup, question)
+            return _site_here(setup, folder).handle(request)
+        return ask_site_process(folder, setup, request)
     except (FedloomError, OSError) as error:
         return make_failure_message(
-            question, str(error) if not isinstance(error, MessageRejected) else f"refused: {error}"
+            request, str(error) if not isinstance(error, MessageRejected) else f"refused: {error}"
         )
 
 
 def _site_directory(context: "Context") -> Path:
-    """The site's own folder: the one its node's configuration names, or one that is named after the node."""
+    """Return the site's own folder: the one in the node configuration, or one named after the node."""
     given = context.node_config.get("folder")
     if given:
         return Path(str(given)).expanduser().absolute()
@@ -74,10 +78,10 @@ _here: dict[str, "SiteHandler"] = {}
 
 
 def _site_here(setup: dict[str, Any], folder: Path) -> "SiteHandler":
-    """A site in this process. What its clients keep lies in its folder, so any process may serve any of them."""
+    """Return a site in this process. Client states are in its folder, so any process may serve any client."""
     from fedloom.flower.site.handlers import SiteHandler
 
     key = hashlib.sha256(json.dumps([setup, str(folder)], sort_keys=True).encode()).hexdigest()
     if key not in _here:
-        _here[key] = SiteHandler(setup["given"], setup["node"], Path(setup["app"]), folder)
+        _here[key] = SiteHandler(setup["run_config"], setup["node_config"], Path(setup["app_folder"]), folder)
     return _here[key]

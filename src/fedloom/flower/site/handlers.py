@@ -1,12 +1,10 @@
-"""A site: it answers the server's questions about its clients with the same training as every other engine.
+"""Message handlers of a site: they train and evaluate its clients and answer the server.
 
-Questions are parcels. `hello`: who are you and how many samples have you; `train`: train this model; `score`: how does
-your own model do. Others may be added with `handles`. Whatever goes wrong is an answer too, of the kind `failed`.
+A `hello` request asks for the site's clients and numbers of samples, `train` for a trained model, `evaluate` for the
+accuracy of a personal model. `register_message_handler` adds kinds. Every error becomes a reply of the kind `failed`.
 
-What the sites of one process have in common: the network, the method, a bench to train at.
-
-A site of its own has a process of its own. In a simulation one process serves many sites, and making the same network
-for each of them would take longer than the rounds.
+The sites of one process share the network, the method and the trainer. In production each site has its own process. In
+a simulation one process serves many sites, and building the network for each of them would take longer than the rounds.
 """
 
 import importlib
@@ -49,33 +47,33 @@ from fedloom.utils.system import make_private_directory
 
 @dataclass(frozen=True)
 class _SiteTrainingSetup:
-    """Everything but the data of one site, and what its clients keep."""
+    """What the sites of one process share: everything but a site's data and client states."""
 
     config: Config
-    shop: EngineContext
+    context: EngineContext
     initial: Tensor
-    """The model that all start from."""
-    travel: ModelTensorCodec
-    bench: LocalTrainer
+    """The initial model of all clients."""
+    codec: ModelTensorCodec
+    trainer: LocalTrainer
 
 
 _last: dict[str, _SiteTrainingSetup] = {}
 
 
 def _make_training_setup(
-    config: Config, own: Callable[[], UserObjects], task: SiteDataSpec | None = None
+    config: Config, load_user_objects: Callable[[], UserObjects], spec: SiteDataSpec | None = None
 ) -> _SiteTrainingSetup:
-    """The equipment for this run; `own` brings data of this `task` where it has not been made before."""
-    about = (task.classes, task.shape, task.tokens, task.prepare) if task is not None else ()
+    """Return the setup of this run. If it is not cached, build it from the data of `load_user_objects`."""
+    about = (spec.classes, spec.shape, spec.vocabulary_size, spec.transform) if spec is not None else ()
     key = config.model_dump_json() + repr(about)
     if key not in _last:
         _last.clear()
-        complete, shop = build_run_for_site(config, own())
-        workshop = shop.workshop
-        initial = workshop.layout.read(workshop.module)  # before the bench changes the module
-        travel = ModelTensorCodec(workshop.layout, workshop.stays_home)
+        complete, context = build_run_for_site(config, load_user_objects())
+        training_context = context.training_context
+        initial = training_context.layout.read(training_context.model)  # before the trainer changes the module
+        codec = ModelTensorCodec(training_context.layout, training_context.personal_columns)
         _last[key] = _SiteTrainingSetup(
-            complete, shop, initial, travel, LocalTrainer(workshop, torch.device(complete.device))
+            complete, context, initial, codec, LocalTrainer(training_context, torch.device(complete.device))
         )
     return _last[key]
 
@@ -83,15 +81,15 @@ def _make_training_setup(
 Handler = Callable[["SiteHandler", SiteMessage], SiteMessage]
 
 HANDLERS: dict[str, Handler] = {}
-"""What a site answers, by the kind of the question."""
-GREETINGS: list[Callable[["SiteHandler"], Mapping[str, Any]]] = []
-"""What a site says of itself beside its samples."""
+"""Handlers by the kind of request."""
+HELLO_HANDLERS: list[Callable[["SiteHandler"], Mapping[str, Any]]] = []
+"""Functions that add entries to a site's reply to `hello`."""
 EXTENSIONS: tuple[str, ...] = ("fedloom.flower.secure_recombination.site",)
-"""Modules with handlers of their own, imported when a site starts."""
+"""Modules that register more handlers, imported when a site starts."""
 
 
 def register_message_handler(kind: str) -> Callable[[Handler], Handler]:
-    """Let a function answer questions of this kind."""
+    """Decorate a function that handles requests of this kind."""
 
     def note(handler: Handler) -> Handler:
         HANDLERS[kind] = handler
@@ -101,224 +99,251 @@ def register_message_handler(kind: str) -> Callable[[Handler], Handler]:
 
 
 def register_hello_handler(
-    greeting: Callable[["SiteHandler"], Mapping[str, Any]],
+    handler: Callable[["SiteHandler"], Mapping[str, Any]],
 ) -> Callable[["SiteHandler"], Mapping[str, Any]]:
-    """Let what a function returns be part of every site's answer to `hello`."""
-    GREETINGS.append(greeting)
-    return greeting
+    """Add the result of a function to every site's reply to `hello`."""
+    HELLO_HANDLERS.append(handler)
+    return handler
 
 
 @dataclass(frozen=True)
-class SiteTrainResult:
-    """What came of one client's training; nothing of it is sent or kept yet."""
+class SiteHandlerResult:
+    """The result of one client's training, before anything is sent or stored."""
 
     row: Tensor
     uploads: Mapping[str, Tensor]
-    home: Mapping[str, Tensor]
-    samples: int
+    client_state: Mapping[str, Tensor]
+    num_examples: int
     loss: float
     steps: int
 
 
 class SiteHandler:
-    """One site of a run. `folder` is its own; what its clients keep lies there."""
+    """One site of a run. `folder` belongs to it alone and holds its client states."""
 
-    def __init__(self, given: Mapping[str, Any], node: Mapping[str, Any], app: Path, folder: Path) -> None:
+    def __init__(
+        self, run_config: Mapping[str, Any], node_config: Mapping[str, Any], app_folder: Path, folder: Path
+    ) -> None:
         for name in EXTENSIONS:
             importlib.import_module(name)
-        self.given, self.node, self.app, self.folder = dict(given), dict(node), app, folder
+        self.run_config, self.node_config, self.app_folder, self.folder = (
+            dict(run_config),
+            dict(node_config),
+            app_folder,
+            folder,
+        )
         make_private_directory(folder)
         self.name = _name_of(folder)
-        """Who this site is, whatever its address: a random name that lies in its folder."""
+        """A random name, stored in the folder. It identifies the site whatever its address."""
         self.memory: dict[str, Any] = {}
-        """Room for what handlers need between questions; it ends with this process."""
-        self.clients = site_data_clients(self.node)
-        """The clients of this site; empty until the server has given it a number."""
-        torch.set_num_threads(int(self.node.get("threads", 1)))
-        self._numbered_by = ""
+        """Values that handlers keep between requests; they are gone when this process ends."""
+        self.client_ids = site_data_clients(self.node_config)
+        """The clients of this site; empty until the server assigns one."""
+        torch.set_num_threads(int(self.node_config.get("threads", 1)))
+        self._assigned_by_run = ""
         self._built = False
 
-    def take_number(self, question: SiteMessage) -> None:
-        """Be the client that the server of this run says, where the node's own configuration names none."""
-        run, number = question.header["run"], question.header.get("assigned")
-        if type(number) is int and number >= 0:
-            write_json(self._number_file(run), {"client": number})
-            self._be(number, run)
-        elif run != self._numbered_by:
-            self.clients = ()
+    def assign_client_id(self, request: SiteMessage) -> None:
+        """Become the client that this run's server assigns; only for nodes whose configuration names no client."""
+        run, client_id = request.header["run"], request.header.get("assigned")
+        if type(client_id) is int and client_id >= 0:
+            write_json(self._client_id_file(run), {"client_id": client_id})
+            self._set_client_id(client_id, run)
+        elif run != self._assigned_by_run:
+            self.client_ids = ()
 
-    def recall_number(self, question: SiteMessage) -> None:
-        """Be the client that this run's server said before this process was started."""
-        run = question.header["run"]
-        if not site_data_clients(self.node) and run != self._numbered_by and self._number_file(run).exists():
-            self._be(int(read_json(self._number_file(run))["client"]), run)
+    def restore_client_id(self, request: SiteMessage) -> None:
+        """Become the client that this run's server assigned before this process started."""
+        run = request.header["run"]
+        if (
+            not site_data_clients(self.node_config)
+            and run != self._assigned_by_run
+            and self._client_id_file(run).exists()
+        ):
+            self._set_client_id(int(read_json(self._client_id_file(run))["client_id"]), run)
 
-    def _be(self, number: int, run: str) -> None:
-        self._built &= self.clients == (number,)
-        self.clients, self._numbered_by = (number,), run
+    def _set_client_id(self, client_id: int, run: str) -> None:
+        self._built &= self.client_ids == (client_id,)
+        self.client_ids, self._assigned_by_run = (client_id,), run
 
-    def _number_file(self, run: str) -> Path:
+    def _client_id_file(self, run: str) -> Path:
         return self.folder / run / "number.json"
 
     def build(self) -> None:
-        """Read the data and make the network, once; not for settings that the site's operator did not agree to."""
+        """Read the data and build the network, once. Refuse settings that the site's operator did not agree to."""
         if self._built:
             return
-        module = import_site_data_file(self.app)
-        task = read_site_data_spec(module)
-        config = resolve_app_config(self.given, self.app, task, self.node)
-        self.told = agreement_settings(config)
-        check_agreement(self.node, self.folder, self.told)  # before any data are read
-        config = replace_config(config, engine="plain", device=str(self.node.get("device", "cpu")))
-        if task is None:
-            made = _make_training_setup(config, UserObjects)
-            federation: FederatedDataset = restrict_site_data(made.shop.federation, self.clients)
+        site_module = import_site_data_file(self.app_folder)
+        spec = read_site_data_spec(site_module)
+        config = resolve_app_config(self.run_config, self.app_folder, spec, self.node_config)
+        self.settings = agreement_settings(config)
+        check_agreement(self.node_config, self.folder, self.settings)  # before any data are read
+        config = replace_config(config, engine="sequential", device=str(self.node_config.get("device", "cpu")))
+        if spec is None:
+            setup = _make_training_setup(config, UserObjects)
+            federated_data: FederatedDataset = restrict_site_data(setup.context.federated_data, self.client_ids)
         else:
-            if len(self.clients) != 1 or config.clients is None:
-                raise InputError("a site with data of its own is one client, and the run says how many there are.")
-            brought = load_client_site_data(module, self.node, self.clients[0])
-            federation = mine = make_site_dataset(task, config.clients, self.clients[0], brought)
-            made = _make_training_setup(config, lambda: UserObjects(data=mine), task)
-        self.config, self.shop = made.config, replace(made.shop, federation=federation)
-        self.initial, self.travel, self.bench = made.initial, made.travel, made.bench
-        self.device, self.layout = made.bench.device, made.bench.layout
+            if len(self.client_ids) != 1 or config.clients is None:
+                raise InputError(
+                    "a site with its own data must hold exactly one client, and the run must set `clients`."
+                )
+            site_data = load_client_site_data(site_module, self.node_config, self.client_ids[0])
+            federated_data = mine = make_site_dataset(spec, config.clients, self.client_ids[0], site_data)
+            setup = _make_training_setup(config, lambda: UserObjects(data=mine), spec)
+        self.config, self.context = setup.config, replace(setup.context, federated_data=federated_data)
+        self.initial, self.codec, self.trainer = setup.initial, setup.codec, setup.trainer
+        self.device, self.layout = setup.trainer.device, setup.trainer.layout
         self._built = True
 
-    def answer(self, question: SiteMessage) -> SiteMessage:
-        """What this site says to a question."""
+    def handle(self, request: SiteMessage) -> SiteMessage:
+        """Return the reply to a request."""
         try:
-            handler = HANDLERS.get(question.kind)
+            handler = HANDLERS.get(request.kind)
             if handler is None:
-                raise MessageRejected(f"this site knows no question of the kind {question.kind!r}")
-            _check_address(question)
-            self.recall_number(question)
-            return handler(self, question)
-        except (Exception, SystemExit) as error:  # whatever a client's code does, the site goes on
+                raise MessageRejected(f"this site cannot handle a request of the kind {request.kind!r}")
+            _check_address(request)
+            self.restore_client_id(request)
+            return handler(self, request)
+        except (Exception, SystemExit) as error:  # no error in a client's code may stop the site
             reason = str(error) if isinstance(error, FedloomError) else describe_error(error)
-            return make_failure_message(question, reason, for_good=isinstance(error, MessageRejectedPermanently))
+            return make_failure_message(request, reason, permanent=isinstance(error, MessageRejectedPermanently))
 
-    def kept(self, question: SiteMessage) -> SiteStateStore:
-        """What the client that is asked keeps, in this run."""
-        return SiteStateStore(self.folder / question.header["run"] / f"client-{question.header['client']}")
+    def state_store(self, request: SiteMessage) -> SiteStateStore:
+        """Return the store for the states of the requested client in this run."""
+        return SiteStateStore(self.folder / request.header["run"] / f"client-{request.header['client_id']}")
 
-    def train(self, question: SiteMessage) -> SiteTrainResult:
-        """Train the client that is asked, from the model in the question."""
+    def train(self, request: SiteMessage) -> SiteHandlerResult:
+        """Train the requested client from the received model."""
         self.build()
-        client, layout = self._client(question), self.layout
-        held, fewest = self.shop.federation.samples(client), self.shop.workshop.fewest
-        if held < fewest:
-            what = f"it has {held} samples, and {fewest} are needed"
-            raise MessageRejected(f"what {self.config.method} sends beside a model would show its samples: {what}")
-        received = self._received(question)
+        client_id, layout = self._client_id(request), self.layout
+        held, min_examples = (
+            self.context.federated_data.num_examples(client_id),
+            self.context.training_context.min_examples,
+        )
+        if held < min_examples:
+            what = f"it has {held} samples, and {min_examples} are needed"
+            raise MessageRejected(f"what {self.config.method} sends beside a model would reveal its samples: {what}")
+        received = self._received(request)
         extras = {
-            name.removeprefix("extra/"): self._tensor(question, name)
-            for name in question.blocks
+            name.removeprefix("extra/"): self._tensor(request, name)
+            for name in request.arrays
             if name.startswith("extra/")
         }
-        home, new = self._home(question)
+        client_state, first_visit = self._client_state(request)
         uploads = {
             name: torch.zeros(shape, dtype=layout.dtype, device=self.device)
-            for name, shape in self.shop.workshop.uploads.items()
+            for name, shape in self.context.training_context.upload_shapes.items()
         }
         row = layout.empty(self.device)
-        samples, loss, steps = train_client(
-            self.bench, self.shop, question.header["round"], client, row, received, extras, home, uploads, new
+        num_examples, loss, steps = train_client(
+            self.trainer,
+            self.context,
+            request.header["round"],
+            client_id,
+            row,
+            received,
+            extras,
+            client_state,
+            uploads,
+            first_visit,
         )
-        for name, tensor in home.items():
+        for name, tensor in client_state.items():
             if not all_finite(tensor):
                 raise FedloomError(f"the {name.removeprefix('@')} that it keeps is not finite")
-        return SiteTrainResult(row, uploads, home, samples, loss, steps)
+        return SiteHandlerResult(row, uploads, client_state, num_examples, loss, steps)
 
-    def stage(self, question: SiteMessage, trained: SiteTrainResult) -> None:
-        """Write what the client wants to keep; it is kept once the server says that it took the update."""
-        if trained.home:
-            self.kept(question).stage(question.header["nonce"], trained.home)
+    def stage_client_state(self, request: SiteMessage, result: SiteHandlerResult) -> None:
+        """Write the new client state; it takes effect once the server says that it accepted the update."""
+        if result.client_state:
+            self.state_store(request).stage(request.header["nonce"], result.client_state)
 
-    def score(self, question: SiteMessage) -> float | None:
-        """The accuracy of the own model of the client that is asked; nothing of this is kept."""
+    def evaluate(self, request: SiteMessage) -> float | None:
+        """Return the accuracy of the requested client's personal model; its state does not change."""
         self.build()
-        client, received = self._client(question), self._received(question)
-        home, new = self._home(question)
-        if self.shop.federation.test is None:
+        client_id, received = self._client_id(request), self._received(request)
+        client_state, first_visit = self._client_state(request)
+        if self.context.federated_data.test is None:
             return None
         row = self.layout.empty(self.device)
-        return evaluate_client(self.bench, self.shop, question.header["round"], client, row, received, home, new)
+        return evaluate_client(
+            self.trainer, self.context, request.header["round"], client_id, row, received, client_state, first_visit
+        )
 
-    def _client(self, question: SiteMessage) -> int:
-        client: int = question.header["client"]
-        if client not in self.clients:
-            raise MessageRejected(f"client {client} is not at this site")
-        return client
+    def _client_id(self, request: SiteMessage) -> int:
+        client_id: int = request.header["client_id"]
+        if client_id not in self.client_ids:
+            raise MessageRejected(f"client {client_id} is not at this site")
+        return client_id
 
-    def _received(self, question: SiteMessage) -> Tensor:
-        """The model that came, with the initial one's columns where they do not travel."""
-        if "row" not in question.blocks:
-            raise MessageRejected("there is no model in the question")
-        return self.travel.unpack(question.blocks["row"], self.initial.clone(), "the model").to(self.device)
+    def _received(self, request: SiteMessage) -> Tensor:
+        """Return the received model, with the initial values in the columns that are never sent."""
+        if "model" not in request.arrays:
+            raise MessageRejected("the request contains no model")
+        return self.codec.decode(request.arrays["model"], self.initial.clone(), "the model").to(self.device)
 
-    def _tensor(self, question: SiteMessage, name: str) -> Tensor:
-        block = question.blocks[name]
-        return decode_tensor(block, getattr(torch, block.dtype), block.shape, name).to(self.device)
+    def _tensor(self, request: SiteMessage, name: str) -> Tensor:
+        array = request.arrays[name]
+        return decode_tensor(array, getattr(torch, array.dtype), array.shape, name).to(self.device)
 
-    def _home(self, question: SiteMessage) -> tuple[dict[str, Tensor], bool]:
-        """A copy of what the client keeps, and whether this is its first visit."""
-        shapes, dtype = self.shop.workshop.home, self.layout.dtype
+    def _client_state(self, request: SiteMessage) -> tuple[dict[str, Tensor], bool]:
+        """Return a copy of the client state, and whether this is the client's first visit."""
+        shapes, dtype = self.context.training_context.state_shapes, self.layout.dtype
         if not shapes:
             return {}, True
-        accepted, kept = question.header.get("accepted"), self.kept(question)
+        accepted, state_store = request.header.get("accepted"), self.state_store(request)
         if accepted is None:
-            kept.forget()
+            state_store.forget()
             return {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, shape in shapes.items()}, True
-        state = kept.get(accepted)
+        state = state_store.get(accepted)
         if state is None:
-            raise SiteStateLost("what it kept is not there any more; it will start anew")
+            raise SiteStateLost("its client state is missing; it will start without one")
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes:
-            raise SiteStateLost("what it kept is of another shape; it will start anew")
+            raise SiteStateLost("its client state has another shape; it will start without one")
         return {name: tensor.to(self.device) for name, tensor in state.items()}, False
 
 
 @register_message_handler("hello")
-def _handle_hello(site: SiteHandler, question: SiteMessage) -> SiteMessage:
-    """Who this site is, and how many samples its clients have and train on."""
-    if not site_data_clients(site.node):
-        site.take_number(question)
-    if not site.clients:
-        return question.reply("hello", {"site": site.name, "clients": {}})
+def _handle_hello(site: SiteHandler, request: SiteMessage) -> SiteMessage:
+    """Return who this site is, and how many samples its clients have and train on."""
+    if not site_data_clients(site.node_config):
+        site.assign_client_id(request)
+    if not site.client_ids:
+        return request.reply("hello", {"site": site.name, "clients": {}})
     site.build()
-    training, layout = site.shop.workshop.training, site.layout
+    config, layout = site.context.training_context.config, site.layout
     counts = {}
-    for client in site.clients:
-        total = site.shop.federation.samples(client)
-        held = min(int(training.validation * total + 0.5), max(0, total - 1))
-        counts[str(client)] = [total, total - held]
+    for client_id in site.client_ids:
+        total = site.context.federated_data.num_examples(client_id)
+        held = min(int(config.validation * total + 0.5), max(0, total - 1))
+        counts[str(client_id)] = [total, total - held]
     about = {
         "site": site.name,
         "clients": counts,
         "layout": layout.fingerprint(),
         "versions": {"fedloom": __version__, "torch": torch.__version__},
     }
-    for greeting in GREETINGS:
-        about.update(greeting(site))
-    return question.reply("hello", about)
+    for handler in HELLO_HANDLERS:
+        about.update(handler(site))
+    return request.reply("hello", about)
 
 
 @register_message_handler("train")
-def handle_train_message(site: SiteHandler, question: SiteMessage) -> SiteMessage:
-    """Train, keep what is to be kept for the case that the server takes the update, and send the rest."""
+def handle_train_message(site: SiteHandler, request: SiteMessage) -> SiteMessage:
+    """Train, stage the client state until the server accepts the update, and send the rest."""
     try:
-        done = site.train(question)
+        result = site.train(request)
     except SiteStateLost as error:
-        return question.reply("failed", {"reason": str(error), "state_lost": True})
-    site.stage(question, done)
-    header = {"samples": done.samples, "loss": done.loss, "steps": done.steps}
-    uploads = {f"upload/{name}": encode_tensor(tensor) for name, tensor in done.uploads.items()}
-    return question.reply("trained", header, {"row": site.travel.pack(done.row), **uploads})
+        return request.reply("failed", {"reason": str(error), "state_lost": True})
+    site.stage_client_state(request, result)
+    header = {"num_examples": result.num_examples, "loss": result.loss, "steps": result.steps}
+    uploads = {f"upload/{name}": encode_tensor(tensor) for name, tensor in result.uploads.items()}
+    return request.reply("trained", header, {"model": site.codec.encode(result.row), **uploads})
 
 
-@register_message_handler("score")
-def handle_evaluate_message(site: SiteHandler, question: SiteMessage) -> SiteMessage:
-    """How the client's own model does."""
-    return question.reply("scored", {"accuracy": site.score(question)})
+@register_message_handler("evaluate")
+def _handle_evaluate_message(site: SiteHandler, request: SiteMessage) -> SiteMessage:
+    """Return the accuracy of the client's personal model."""
+    return request.reply("evaluated", {"accuracy": site.evaluate(request)})
 
 
 def _name_of(folder: Path) -> str:
@@ -328,15 +353,15 @@ def _name_of(folder: Path) -> str:
     return str(read_json(path)["site"])
 
 
-def _check_address(question: SiteMessage) -> None:
-    """What a question says of itself comes from outside, and names folders and streams."""
-    header = question.header
+def _check_address(request: SiteMessage) -> None:
+    """Validate the address of a request: it comes from outside, and names folders and random streams."""
+    header = request.header
     fits = {
         "run": isinstance(header.get("run"), str) and re.fullmatch(r"[0-9a-f]{32}", header["run"]),
         "nonce": isinstance(header.get("nonce"), str) and re.fullmatch(r"[0-9a-f]{32}", header["nonce"]),
         "round": type(header.get("round")) is int and 0 <= header["round"] < 1 << 32,
-        "client": type(header.get("client")) is int and -1 <= header["client"] < 1 << 32,
+        "client_id": type(header.get("client_id")) is int and -1 <= header["client_id"] < 1 << 32,
     }
     for name, right in fits.items():
         if not right:
-            raise MessageRejected(f"a question has the {name} {header.get(name)!r}")
+            raise MessageRejected(f"the request has an invalid {name}: {header.get(name)!r}")

@@ -1,8 +1,8 @@
-"""The process of one site, which stays between messages: it has torch, the data and the network at hand.
+"""The process of one site: it keeps torch, the data and the network between messages.
 
     python -m fedloom.flower.site.process FOLDER PID
 
-It listens on a socket in FOLDER and ends with the process PID, its SuperNode.
+It listens on a socket in FOLDER and ends together with the process PID, its SuperNode.
 """
 
 import json
@@ -23,15 +23,15 @@ from fedloom.flower.site.socket import site_socket_path
 from fedloom.utils.system import keep_freed_memory, make_private_directory
 
 IDLE_SECONDS = 24 * 3600.0
-"""A site that nobody has asked for this long ends; the next message starts it again."""
+"""A site process without messages for this long ends; the next message starts it again."""
 
 
-def _run_site_process(folder: Path, belongs_to: int) -> None:
-    """Answer messages, one after the other."""
+def _run_site_process(folder: Path, parent_pid: int) -> None:
+    """Answer messages one after the other."""
     make_private_directory(folder)
     path = site_socket_path(folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the SuperNode, and this process ends with it
-    threading.Thread(target=_end_with, args=(belongs_to, path), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent_pid, path), daemon=True).start()
     keep_freed_memory()
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as server:
@@ -52,7 +52,7 @@ def _run_site_process(folder: Path, belongs_to: int) -> None:
 
 
 class _CurrentSite:
-    """The site of this process; another app or another node configuration makes another one."""
+    """The site of this process, built anew when the app or the node configuration changes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,29 +63,31 @@ class _CurrentSite:
         header: dict[str, Any] = dict(setup.header)
         key = json.dumps(header, sort_keys=True)
         if self._site is None or key != self._key:
-            self._site = SiteHandler(header["given"], header["node"], Path(header["app"]), self._folder)
+            self._site = SiteHandler(
+                header["run_config"], header["node_config"], Path(header["app_folder"]), self._folder
+            )
             self._key = key
         return self._site
 
 
 def _serve(connection: socket.socket, sites: _CurrentSite) -> None:
     """Answer one message."""
-    question: SiteMessage | None = None
+    request: SiteMessage | None = None
     try:
-        setup, question = read_message(connection), read_message(connection)
-        if setup is None or question is None:
+        setup, request = read_message(connection), read_message(connection)
+        if setup is None or request is None:
             return
-        write_message(connection, sites.site(setup).answer(question))
+        write_message(connection, sites.site(setup).handle(request))
     except (MessageRejected, OSError) as error:
         print(f"a message was cut off: {error}", file=sys.stderr, flush=True)
-    except Exception as error:  # a site that cannot be made, because of its settings or data
+    except Exception as error:  # settings or data from which no site can be built
         traceback.print_exc()
-        if question is not None:
-            write_message(connection, make_failure_message(question, str(error)))
+        if request is not None:
+            write_message(connection, make_failure_message(request, str(error)))
 
 
 def _end_with(pid: int, path: Path) -> None:
-    """End this process as soon as that one has ended."""
+    """End this process as soon as the process `pid` has ended."""
     try:
         handle = os.pidfd_open(pid)
     except (AttributeError, OSError):  # an older system, or it has ended already

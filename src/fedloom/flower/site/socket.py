@@ -1,6 +1,6 @@
-"""How a site's own process is reached: over a socket in the site's folder that only its owner can connect to.
+"""Connection to the site process: a socket in the site's folder that only its owner can connect to.
 
-The first message starts the process. It ends with the SuperNode it belongs to, or when nobody has asked it for long.
+The first message starts the process. It ends with its SuperNode, or after a long time without messages.
 """
 
 import fcntl
@@ -22,35 +22,35 @@ from fedloom.flower.message import SiteMessage, read_message, write_message
 SOCKET = "site.socket"
 LOG_FILE = "site.log"
 START_SECONDS = 120.0
-"""How long a site's process may take to listen."""
+"""How long a site process may take until it listens."""
 LIVES = 2
-"""How often a question may cost the process its life."""
+"""How often the process may end during one request."""
 NODE_PID = "FEDLOOM_SUPERNODE_PID"
-"""The environment's name for the process that a site's process ends with."""
+"""Environment variable with the ID of the process that the site process ends with."""
 LONGEST = 100
-"""Bytes of a socket's path that every system takes; that of a longer one lies with the temporary files."""
+"""Bytes of a socket path that every system accepts. A socket with a longer path goes to the temporary directory."""
 
 
-def ask_site_process(folder: Path, setup: Mapping[str, Any], question: SiteMessage) -> SiteMessage:
-    """What the process of the site in `folder` answers; it is started where there is none.
+def ask_site_process(folder: Path, setup: Mapping[str, Any], request: SiteMessage) -> SiteMessage:
+    """Return the reply of the site process of `folder`, and start the process if none runs.
 
-    A process that ends while it is asked is started again, once: nothing a client did counts before it has answered.
+    If it ends during the request, start it again, once. Before the reply, no work of a client counts.
     """
     for _ in range(LIVES):
         try:
             with _connected(folder) as connection:
                 write_message(connection, SiteMessage("setup", dict(setup)))
-                write_message(connection, question)
+                write_message(connection, request)
                 answer = read_message(connection)
         except ConnectionError:
             answer = None
         if answer is not None:
             return answer
-    raise FedloomError(f"the site's process ended {LIVES} times while it was asked; {folder / LOG_FILE} may say why")
+    raise FedloomError(f"the site process ended {LIVES} times during a request; see {folder / LOG_FILE}")
 
 
 def site_socket_path(folder: Path) -> Path:
-    """Where the site in `folder` listens."""
+    """Return the path of the socket of the site in `folder`."""
     path = folder / SOCKET
     if len(os.fsencode(path)) <= LONGEST:
         return path
@@ -59,7 +59,7 @@ def site_socket_path(folder: Path) -> Path:
     place.mkdir(mode=0o700, exist_ok=True)
     found = place.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise InputError(f"{place} belongs to somebody else; choose a shorter path for the site's folder {folder}.")
+        raise InputError(f"{place} is not private to this user; choose a shorter path for the site's folder {folder}.")
     return place / SOCKET
 
 
@@ -81,7 +81,7 @@ def _connected(folder: Path) -> socket.socket:
             if process.poll() is not None:
                 break
             time.sleep(0.02)
-    raise FedloomError(f"the site's process did not start; {folder / LOG_FILE} may say why")
+    raise FedloomError(f"the site process did not start; see {folder / LOG_FILE}")
 
 
 def _try(path: Path) -> socket.socket | None:
@@ -95,15 +95,15 @@ def _try(path: Path) -> socket.socket | None:
 
 
 _started: list["subprocess.Popen[bytes]"] = []
-"""Kept, for Python warns of processes that are forgotten while they run; these are meant to."""
+"""Keeps references, because Python warns of a running process without one. These are meant to keep running."""
 
 
 def _start(folder: Path) -> "subprocess.Popen[bytes]":
-    """Start the process; it stays when this one ends."""
-    belongs_to = os.environ.get(NODE_PID, str(os.getppid()))
+    """Start the process; it keeps running when this one ends."""
+    parent_pid = os.environ.get(NODE_PID, str(os.getppid()))
     with (folder / LOG_FILE).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedloom.flower.site.process", str(folder), belongs_to],
+            [sys.executable, "-m", "fedloom.flower.site.process", str(folder), parent_pid],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,10 +1,9 @@
-"""What a client keeps between rounds, in its site's own folder.
+"""Client states on disk: what a client keeps between rounds, in its site's own folder.
 
-A state is named by the nonce of the job that made it. It is only staged at first: it becomes the client's state when a
-later question says that the server took the update it came from. So an answer that was lost or refused leaves the
-client as it was, as in every other engine, and a server that goes back to its last checkpoint finds the state that
-belongs to it: the states before the present one are kept too. Of those that are only staged the last few are kept, so
-that no server fills a site's disk with questions.
+A state is named by the nonce of the task that made it. At first it is only staged. It becomes the client's state when a
+later request says that the server accepted the update. So a failed or refused reply leaves the client unchanged, as in
+every other engine. Earlier states are kept too, for a server that goes back to its last checkpoint. Only the last few
+staged states are kept, so that no server fills a site's disk with requests.
 """
 
 import re
@@ -17,30 +16,30 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.utils.storage import read_json, read_safetensors, write_json, write_safetensors
 
 GENERATIONS = 3
-"""States that the server has taken and that are still kept: the present one and those of two rounds before, for a
-server that finds its newest checkpoint damaged."""
+"""Number of accepted states to keep: the current one and those of two rounds before, for a server that finds its newest
+checkpoint damaged."""
 STAGED = 8
-"""States that are staged at most: one for each time that the server asks anew before it takes one."""
+"""Maximum number of staged states: one for each time that the server asks again before it accepts one."""
 
 
 class SiteStateStore:
-    """The states of one client."""
+    """The stored states of one client."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._index = folder / "kept.json"
         index = read_json(self._index) if self._index.exists() else {"taken": [], "staged": [], "digests": {}}
         self._taken: list[str] = list(index["taken"])
-        """States that the server has taken, the newest last."""
+        """States that the server accepted, the newest last."""
         self._staged: list[str] = list(index["staged"])
-        """States that it has not taken yet, likewise."""
+        """States that it has not accepted yet, the newest last."""
         self._digests: dict[str, str] = dict(index["digests"])
-        """Checksums of all states that lie here, staged ones too."""
+        """Checksums of all stored states, staged ones too."""
 
     def get(self, nonce: str) -> dict[str, Tensor] | None:
-        """The state with this name, which from now on is the client's; None where it is not there.
+        """Return the state with this name and make it the current one; None if it does not exist.
 
-        What was staged and not taken is forgotten.
+        All other staged states are deleted.
         """
         if nonce not in self._digests:
             return None
@@ -55,19 +54,19 @@ class SiteStateStore:
         return tensors
 
     def forget(self) -> None:
-        """Start anew: the server knows of no state."""
+        """Delete all states, because the server knows of none."""
         self._taken, self._staged = [], []
         self._sweep(set())
 
     def stage(self, nonce: str, state: Mapping[str, Tensor]) -> None:
-        """Write a state that the server may take."""
+        """Write a state that the server may accept."""
         self._digests[nonce] = write_safetensors(self._path(nonce), state)
         self._staged = [*(other for other in self._staged if other != nonce), nonce][-STAGED:]
         if not self._sweep({*self._taken, *self._staged}):
             self._write()
 
     def _sweep(self, wanted: set[str]) -> bool:
-        """Delete all states but these, if there are others; the index goes first: it names only what is there."""
+        """Delete all other states; return whether there were any. The index goes first, to name only existing files."""
         gone = set(self._digests) - wanted
         if not gone:
             return False
@@ -82,9 +81,9 @@ class SiteStateStore:
 
     def _path(self, nonce: str) -> Path:
         if not re.fullmatch(r"[0-9a-f]{32}", nonce):  # it came from outside and names a file
-            raise InputError(f"a nonce is 32 hexadecimal digits, not {nonce!r}.")
+            raise InputError(f"a nonce must be 32 hexadecimal digits, not {nonce!r}.")
         return self.folder / f"{nonce}.safetensors"
 
 
 class SiteStateLost(FedloomError):
-    """The site has not the state that the server believes its client to have."""
+    """The site does not have the client state that the server expects."""

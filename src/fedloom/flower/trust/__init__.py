@@ -1,1 +1,1 @@
-"""Who may do what: agreements, certificates, identities."""
+"""Agreements, certificates and site identities."""

@@ -1,9 +1,9 @@
-"""The settings that a site serves, in a form that its operator can read and agree to beforehand.
+"""Agreements: the run settings that a site's operator has read and agreed to.
 
-The server chooses a run's settings, and with odd ones it learns more of a site's data than it should: one batch of one
-sample trained in one step, say, shows in the model. No rule tells odd settings from sensible ones, but a person can. So
-a node's configuration may say which settings its operator agreed to, `agreed`: a file as `fedloom flower agreement`
-writes it, or its fingerprint. Such a site serves no others, whatever is asked of it.
+The server chooses the settings of a run. With odd ones it learns more of a site's data than it should: one training
+step on one batch of one sample, for example, shows that sample in the model. No rule tells odd settings from sensible
+ones, but a person can. So `agreed` in the node configuration may name the accepted settings: a file that
+`fedloom flower agreement` writes, or its fingerprint. Such a site refuses all other settings.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from fedloom.models.initial_weights import read_initial_weights
 from fedloom.utils.settings import flatten_settings, read_settings_toml
 from fedloom.utils.storage import write_atomically
 
-Told = Mapping[str, Any]
-"""What a site is told of a run, by the names of its settings."""
+AgreementSettings = Mapping[str, Any]
+"""The settings of a run that a site receives, by name."""
 
 OF_THE_MACHINE = {
     "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
@@ -33,41 +33,45 @@ OF_THE_MACHINE = {
 }  # fmt: skip
 """Settings that may differ between sites."""
 SHOWN = 3
-"""How many settings a refusal names before it says how many more there are."""
+"""Number of settings that a refusal names; it only counts the rest."""
 LONGEST = 24
-"""Characters of a value in a refusal."""
+"""Maximum number of characters of a value in a refusal."""
 
 
 def agreement_settings(config: Config) -> dict[str, Any]:
-    """The settings of a run that all sites must have in common; of a file to begin with, what is in it."""
-    told = config.model_dump(exclude=OF_THE_MACHINE)
+    """Return the settings that all sites of a run must share. Initial weights appear as the SHA-256 of their file."""
+    settings = config.model_dump(exclude=OF_THE_MACHINE)
     if config.init is not None:
-        told["init"] = config.init_sha256 or read_initial_weights(Path(config.init)).sha256
-    return told
+        settings["init"] = config.init_sha256 or read_initial_weights(Path(config.init)).sha256
+    return settings
 
 
-def agreement_settings_from_app(app: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What sites will be told by the app in this folder; `changes` are those of `flwr run --run-config`."""
-    found: Any = read_settings_toml(app / "pyproject.toml")
+def agreement_settings_from_app(app_folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings that sites receive from the app in this folder; `overrides`: see `flwr run --run-config`."""
+    found: Any = read_settings_toml(app_folder / "pyproject.toml")
     for name in ("tool", "flwr", "app", "config"):
         found = found.get(name) if isinstance(found, dict) else None
     if not isinstance(found, dict):
-        raise InputError(f"{app} is no app that fedloom wrote: its pyproject.toml has no [tool.flwr.app.config].")
+        raise InputError(
+            f"{app_folder} is not an app that fedloom wrote: its pyproject.toml has no [tool.flwr.app.config]."
+        )
     return agreement_settings(
         resolve_app_config(
-            {**flatten_settings(found), **(changes or {})}, app, read_site_data_spec(import_site_data_file(app))
+            {**flatten_settings(found), **(overrides or {})},
+            app_folder,
+            read_site_data_spec(import_site_data_file(app_folder)),
         )
     )
 
 
-def agreement_fingerprint(told: Told) -> str:
-    """By what a person can compare settings, 64 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def agreement_fingerprint(settings: AgreementSettings) -> str:
+    """Return a fingerprint by which people can compare settings: 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def format_agreement(told: Told) -> str:
-    """Settings as a person reads them, and `Agreed.read` too."""
-    return json.dumps(told, indent=2, sort_keys=True) + "\n"
+def format_agreement(settings: AgreementSettings) -> str:
+    """Return settings as text for people and for `Agreement.read`."""
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,12 @@ class Agreement:
     """The settings that an operator agreed to."""
 
     fingerprint: str
-    settings: Told | None = None
-    """None where the fingerprint is all that is known."""
+    settings: AgreementSettings | None = None
+    """None if only the fingerprint is known."""
 
     @classmethod
     def read(cls, given: str) -> "Agreement":
-        """From what a node's configuration says: a file, or a fingerprint."""
+        """Read the value in a node configuration: a file, or a fingerprint."""
         if is_agreement_fingerprint(given):
             return cls(given.lower())
         path = Path(given)
@@ -88,29 +92,29 @@ class Agreement:
             found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
         except OSError as error:
             hint = "; a fingerprint has 64 hexadecimal digits" if re.fullmatch(r"[0-9a-fA-F]+", path.name) else ""
-            raise InputError(f"cannot read the settings agreed on, {path}: {error.strerror or error}{hint}.") from None
-        except _Twice as error:  # whoever reads it might see the one, and the site go by the other
+            raise InputError(f"cannot read the agreed settings {path}: {error.strerror or error}{hint}.") from None
+        except _Twice as error:  # a person might read one value, and the site use the other
             raise InputError(f"{path} names {error} twice.") from None
         except (ValueError, RecursionError):
             raise InputError(f"{path} is not JSON as `fedloom flower agreement` writes it.") from None
         _check(found, path)
         return cls(agreement_fingerprint(found), found)
 
-    def refusal_of(self, told: Told) -> str | None:
-        """Why settings are refused, as what a site says of itself; None where these are the ones agreed on."""
-        here = agreement_fingerprint(told)
+    def rejection_reason(self, settings: AgreementSettings) -> str | None:
+        """Return why the site refuses settings; None if they are the ones agreed on."""
+        here = agreement_fingerprint(settings)
         if here == self.fingerprint:
             return None
-        if self.settings is None:  # there is nothing to compare
+        if self.settings is None:  # there are no settings to compare
             short = f"settings whose fingerprint begins with {self.fingerprint[:12]}"
-            return f"its operator agreed to {short}, and that of this run's settings with {here[:12]}"
-        wanted, found = agreement_difference(self.settings, told) or ("others", "these")
+            return f"its operator agreed to {short}, and that of this run begins with {here[:12]}"
+        wanted, found = agreement_difference(self.settings, settings) or ("other settings", "these")
         return f"its operator agreed to {wanted}, and this run has {found}"
 
 
-def agreement_difference(one: Told, other: Told) -> tuple[str, str] | None:
-    """In what settings two runs differ, in few words for each, such as `lr 0.01` and `lr 0.5`; None where in none."""
-    first, second = _words(one), _words(other)
+def agreement_difference(settings: AgreementSettings, other_settings: AgreementSettings) -> tuple[str, str] | None:
+    """Return the settings in which two runs differ, such as `lr 0.01` and `lr 0.5`; None if in none."""
+    first, second = _words(settings), _words(other_settings)
     names = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
     if not names:
         return None
@@ -118,19 +122,22 @@ def agreement_difference(one: Told, other: Told) -> tuple[str, str] | None:
     return before, now + (f"; {len(names) - SHOWN} more differ" if len(names) > SHOWN else "")
 
 
-def check_agreement(node: Mapping[str, Any], folder: Path, told: Told) -> None:
+def check_agreement(node_config: Mapping[str, Any], folder: Path, settings: AgreementSettings) -> None:
     """Refuse settings that the site's operator did not agree to. Call it before any data are read.
 
-    What the server told the site instead is written to the site's folder, and its log says so, once.
+    The refused settings are written to the site's folder, and logged once.
     """
-    refusal = Agreement.read(str(node["agreed"])).refusal_of(told) if "agreed" in node else None
-    if refusal is None:
+    reason = Agreement.read(str(node_config["agreed"])).rejection_reason(settings) if "agreed" in node_config else None
+    if reason is None:
         return
-    path, content = folder / f"settings-{agreement_fingerprint(told)[:12]}.json", format_agreement(told).encode()
+    path, content = (
+        folder / f"settings-{agreement_fingerprint(settings)[:12]}.json",
+        format_agreement(settings).encode(),
+    )
     if not path.exists() or path.read_bytes() != content:
         write_atomically(path, content)
-        print(f"refused: {refusal}. All settings of that run are in {path}.", file=sys.stderr, flush=True)
-    raise MessageRejectedPermanently(refusal)
+        print(f"refused: {reason}. All settings of that run are in {path}.", file=sys.stderr, flush=True)
+    raise MessageRejectedPermanently(reason)
 
 
 def is_agreement_fingerprint(text: str) -> bool:
@@ -138,11 +145,11 @@ def is_agreement_fingerprint(text: str) -> bool:
 
 
 NAMES = {*Config.model_fields} - OF_THE_MACHINE
-"""Every setting that can be agreed to."""
+"""All settings that an agreement must name."""
 
 
 def _check(found: Any, path: Path) -> None:
-    """Refuse what does not name every setting, and nothing else."""
+    """Refuse a file that does not name every setting, or that names anything else."""
     options = found.get("options", {}) if isinstance(found, dict) else None
     if not isinstance(options, dict) or not all(isinstance(pairs, dict) for pairs in options.values()):
         raise InputError(f"{path} is not JSON as `fedloom flower agreement` writes it.")
@@ -152,18 +159,18 @@ def _check(found: Any, path: Path) -> None:
     missing = sorted(NAMES - set(found))
     if missing:
         more = [f"{len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
-        raise InputError(f"{path} says nothing of {_listed([*missing[:SHOWN], *more])}; it must name every setting.")
+        raise InputError(f"{path} does not name {_listed([*missing[:SHOWN], *more])}; it must name every setting.")
 
 
-def _words(told: Told) -> dict[str, str]:
-    """Each setting's value as JSON, those of options by METHOD.OPTION."""
-    plain = {name: value for name, value in told.items() if name != "options"}
-    return {name: json.dumps(value) for name, value in flatten_settings({**plain, **told["options"]}).items()}
+def _words(settings: AgreementSettings) -> dict[str, str]:
+    """Return each setting's value as JSON; options are named METHOD.OPTION."""
+    plain = {name: value for name, value in settings.items() if name != "options"}
+    return {name: json.dumps(value) for name, value in flatten_settings({**plain, **settings["options"]}).items()}
 
 
 def _said(name: str, words: Mapping[str, str]) -> str:
-    """A setting with its value in few words, such as `lr 0.01`."""
-    plain = name.encode("unicode_escape").decode()  # the server may have named it, and logs have lines
+    """Return a setting with its shortened value, such as `lr 0.01`."""
+    plain = name.encode("unicode_escape").decode()  # a name from the server may break lines, and could forge log lines
     if name not in words:
         return f"no {plain}"
     value = words[name]
@@ -175,7 +182,7 @@ def _listed(words: list[str]) -> str:
 
 
 class _Twice(ValueError):
-    """A name that is there twice."""
+    """A name occurs twice."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

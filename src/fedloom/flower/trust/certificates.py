@@ -1,12 +1,12 @@
-"""Certificates and node keys for trying out: a certificate authority, a server certificate, a key pair for each node.
+"""Certificates and node keys for tests: a certificate authority, a server certificate, a key pair for each node.
 
-    ca.crt          the authority's certificate: what sites trust        (its private key is not kept)
-    server.pem      the server's certificate, for the hosts named        server.key  its private key
-    nodes/NAME      a node's private key, as SuperNodes want it          nodes/NAME.pub  its public key
-    roster.pub      all public keys, with names: what sites believe of each other
+    ca.crt          the authority's certificate, which sites trust       (its private key is not kept)
+    server.pem      the server's certificate, for the given hosts        server.key  its private key
+    nodes/NAME      a node's private key, in the SuperNode's format      nodes/NAME.pub  its public key
+    roster.pub      all public keys with names, by which sites verify each other
 
-In earnest each site makes its own key and hands over the public half, and the server's certificate comes from an
-authority that the sites trust already. Here one machine makes all of them, so whoever has this folder can be anybody.
+In production, each site creates its own key and hands over the public half, and the server's certificate comes from an
+authority that the sites trust. Here one machine makes all of them, so whoever has this folder can pose as anybody.
 """
 
 import datetime
@@ -27,25 +27,25 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.flower.trust.identity import Identity, check_identity_name
 
 DAYS = 90
-"""How long the certificates are valid. Node keys have no end."""
+"""How long the certificates are valid. Node keys do not expire."""
 HERE = ("127.0.0.1", "localhost")
 MOST_NODES = 10_000
 
 
-def make_certificates(folder: Path, nodes: Sequence[str], hosts: Sequence[str] = HERE, force: bool = False) -> None:
-    """Write everything into `folder`. What is there already stays, and is an error unless `force`."""
-    names = [check_identity_name(name) for name in nodes]
-    if not 1 <= len(names) <= MOST_NODES:
-        raise InputError(f"{len(names)} nodes were asked for, but there must be 1 to {MOST_NODES}.")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+def make_certificates(folder: Path, names: Sequence[str], hosts: Sequence[str] = HERE, force: bool = False) -> None:
+    """Write all files into `folder`. Existing files are an error unless `force`."""
+    checked_names = [check_identity_name(name) for name in names]
+    if not 1 <= len(checked_names) <= MOST_NODES:
+        raise InputError(f"{len(checked_names)} nodes were asked for, but there must be 1 to {MOST_NODES}.")
+    if twice := [name for name, count in Counter(checked_names).items() if count > 1]:
         raise InputError(f"two nodes cannot both be called {twice[0]}.")
-    if taken := next((name for name in names if name.endswith(".pub")), None):
+    if taken := next((name for name in checked_names if name.endswith(".pub")), None):
         raise InputError(f"a node cannot be called {taken}: public keys end in .pub.")
-    files = _contents(names, dict.fromkeys([*hosts, *HERE]))
+    files = _contents(checked_names, dict.fromkeys([*hosts, *HERE]))
     if not force and (there := [name for name in files if (folder / name).exists()]):
         raise InputError(
             f"{folder} has {there[0]} already{f' and {len(there) - 1} more of these files' if there[1:] else ''}; "
-            "--force replaces them, and nodes with the old ones are then no longer let in."
+            "--force replaces them, and the server then refuses nodes with old keys."
         )
     try:
         (folder / "nodes").mkdir(parents=True, exist_ok=True)
@@ -57,12 +57,12 @@ def make_certificates(folder: Path, nodes: Sequence[str], hosts: Sequence[str] =
 
 
 def certificate_node_names(count: int) -> list[str]:
-    """What nodes are called that nobody named."""
+    """Return default names for nodes."""
     return [f"site-{number}" for number in range(count)]
 
 
 def _contents(names: Sequence[str], hosts: Iterable[str]) -> dict[str, tuple[bytes, bool]]:
-    """All files: what is in them, and whether that is private."""
+    """Return all files by name: the content, and whether it is private."""
     authority, ca_key = _authority()
     server, server_key = _server(authority, ca_key, hosts)
     files = {
@@ -128,7 +128,7 @@ def _server(
 
 
 def _dated(builder: x509.CertificateBuilder) -> x509.CertificateBuilder:
-    """With a serial number and dates. An hour back, because the clocks of sites differ."""
+    """Set a serial number and dates. They start an hour ago, because the clocks of sites differ."""
     now = datetime.datetime.now(datetime.UTC)
     return (
         builder.serial_number(x509.random_serial_number())
@@ -138,7 +138,7 @@ def _dated(builder: x509.CertificateBuilder) -> x509.CertificateBuilder:
 
 
 def _alternative(host: str) -> x509.GeneralName:
-    """A host as it stands in a certificate: an address, or a name."""
+    """Return a host in the form for a certificate: an address or a name."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -153,7 +153,7 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Whole or not at all, and never readable by others for an instant where it must not be."""
+    """Write a file atomically. Others can never read a private one, not even for an instant."""
     part = path.with_name(f".{path.name}.part")
     with suppress(FileNotFoundError):
         part.unlink()

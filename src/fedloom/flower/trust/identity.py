@@ -1,13 +1,13 @@
-"""Who a site is: a key pair of its own, and a roster of the others' public keys.
+"""Site identities: each site has a key pair, and a roster with the public keys of all sites.
 
-A site's key is the one its SuperNode shows to the SuperLink (ECDSA on a NIST curve, in OpenSSH's format). Here it signs
-what a site says to other sites through the server. Whom a site believes stands in its own roster, a file with one
-OpenSSH public key a line and the site's name behind it, as `nodes/NAME.pub` has it:
+A site's key is the one that its SuperNode shows to the SuperLink (ECDSA on a NIST curve, in OpenSSH's format). Here it
+signs the messages that a site sends to other sites through the server. A site trusts the keys in its own roster, a file
+with one OpenSSH public key and the site's name per line, as in `nodes/NAME.pub`:
 
     ecdsa-sha2-nistp384 AAAA... site-0
 
 The roster comes from the sites' operators and never from the server: a server that could name the sites could put
-itself in the middle.
+itself between them.
 """
 
 import hashlib
@@ -31,15 +31,15 @@ from cryptography.hazmat.primitives.serialization import (
 from fedloom.errors import InputError, shorten_error_message
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""What a site may be called: it becomes the name of a file."""
+"""Pattern of a site's name, which becomes a file name."""
 
 SIGNATURE = ec.ECDSA(hashes.SHA384())
 
 
 def check_identity_name(name: str) -> str:
-    """The name, if a site may have it."""
+    """Return the name if a site may have it."""
     if not NAME.fullmatch(name):
-        raise InputError(f"{name!r} cannot name a site: letters, digits, '.', '_' and '-' can, 63 of them at most.")
+        raise InputError(f"{name!r} cannot name a site; use at most 63 letters, digits, '.', '_' and '-'.")
     return name
 
 
@@ -55,7 +55,7 @@ class Identity:
 
     @classmethod
     def read(cls, path: Path) -> "Identity":
-        """From an OpenSSH private key file without a passphrase, as SuperNodes use them."""
+        """Read an OpenSSH private key file without a passphrase, as SuperNodes use them."""
         try:
             key = load_ssh_private_key(path.read_bytes(), password=None)
         except OSError as error:
@@ -65,25 +65,25 @@ class Identity:
                 f"{path} is not an OpenSSH private key without a passphrase: {shorten_error_message(error)}."
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise InputError(f"the private key {path} is no ECDSA key; `ssh-keygen -t ecdsa -b 384` makes one.")
+            raise InputError(f"the private key {path} is not an ECDSA key; `ssh-keygen -t ecdsa -b 384` makes one.")
         return cls(key)
 
     def private_bytes(self) -> bytes:
-        """The key as a file for `read`."""
+        """Return the key as a file for `read`."""
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
 
     def public_line(self, name: str) -> str:
-        """The public key as a line of a roster."""
+        """Return the public key as a line of a roster."""
         return f"{_public_text(self.key.public_key())} {check_identity_name(name)}\n"
 
     def sign(self, purpose: str, message: bytes) -> bytes:
-        """A signature that is valid for this purpose alone: the same key signs other things elsewhere."""
+        """Sign a message for this purpose only, because the same key signs other things elsewhere."""
         return self.key.sign(_bound(purpose, message), SIGNATURE)
 
 
 @dataclass(frozen=True)
 class SiteKeys:
-    """The sites this site believes, by name."""
+    """The public keys of the sites that this site trusts, by name."""
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
 
@@ -107,7 +107,7 @@ class SiteKeys:
             place = f"line {number} of {source}"
             words = line.split()
             if len(words) != 3:
-                raise InputError(f"{place} must be a kind of key, a key and a site's name, not {line.strip()[:60]!r}.")
+                raise InputError(f"{place} must hold a key type, a key and a site's name, not {line.strip()[:60]!r}.")
             name = check_identity_name(words[2])
             try:
                 key = load_ssh_public_key(" ".join(words[:2]).encode())
@@ -125,7 +125,7 @@ class SiteKeys:
         return cls(keys)
 
     def name_of(self, identity: Identity) -> str:
-        """What the owner of this private key is called here."""
+        """Return the name of the owner of this private key."""
         mine = _public_text(identity.key.public_key())
         for name, key in self.keys.items():
             if _public_text(key) == mine:
@@ -133,7 +133,7 @@ class SiteKeys:
         raise InputError(f"the roster ({', '.join(sorted(self.keys))}) does not have this site's own public key.")
 
     def signed(self, name: str, purpose: str, message: bytes, signature: bytes) -> bool:
-        """Whether the site of this name signed the message for this purpose; an unknown site has signed nothing."""
+        """Return whether this site signed the message for this purpose; False if the site is unknown."""
         key = self.keys.get(name)
         if key is None:
             return False
@@ -149,5 +149,5 @@ def _public_text(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def _bound(purpose: str, message: bytes) -> bytes:
-    """What is really signed. The purpose cannot run into the message, because that is hashed."""
+    """Return the bytes to sign. The message is hashed, so the purpose cannot run into it."""
     return b"fedloom:" + purpose.encode() + b":" + hashlib.sha384(message).digest()

@@ -1,4 +1,4 @@
-"""The head of a network, its last linear layer, and what goes into it. For methods that work on representations."""
+"""The head of a network (its last linear layer) and its inputs, for methods that work on representations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from fedloom.errors import InputError
 
 
-def find_classifier_head(module: nn.Module, method: str) -> tuple[str, nn.Linear]:
-    """The linear layer called `head`, or else the last one, and its name. Into it goes the representation."""
+def find_classifier_head(module: nn.Module, method_name: str) -> tuple[str, nn.Linear]:
+    """Return the linear layer called `head`, or else the last one, and its name. Its input is the representation."""
     linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
-        raise InputError(f"{method} needs a network that ends in a linear layer, and this one has none.")
+        raise InputError(f"{method_name} needs a network that ends in a linear layer, and this one has none.")
     return next((pair for pair in linear if pair[0].rpartition(".")[2] == "head"), linear[-1])
 
 
 @contextmanager
 def capture_head_inputs(head: nn.Linear) -> Iterator[list[Tensor]]:
-    """The inputs of the head, one for each time the network is used inside."""
+    """Collect the inputs of the head, one per forward pass inside the context."""
     seen: list[Tensor] = []
     handle = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:

@@ -1,9 +1,9 @@
-"""Differentiable augmentation: random changes of images that let gradients through to the images.
+"""Differentiable augmentation: random changes of images through which gradients flow.
 
 Zhao and Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021, with the constants of its
-published code. Each call makes one kind of change, chosen at random; how much of it is drawn for each image. A draw
-can be applied more than once, and then does the same: what the "Siamese" of the name asks for, and what lets a
-gradient be computed again. It holds a few numbers an image, and nothing as large as an image.
+published code. Each call makes one kind of change, chosen at random; its strength is drawn per image. Applying a draw
+again gives the same change: the "Siamese" of the name needs that, and so does recomputing a gradient. A draw stores a
+few numbers per image.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 Change = Callable[[Tensor], Tensor]
-"""The same images, changed: N x C x H x W in and out."""
+"""Maps images to changed images, both N x C x H x W."""
 
 BRIGHTNESS, SATURATION, CONTRAST = 1.0, 2.0, 0.5
 CROP, CUTOUT, FLIP, SCALE, ROTATE = 0.125, 0.5, 0.5, 1.2, 15.0
@@ -23,7 +23,7 @@ CROP, CUTOUT, FLIP, SCALE, ROTATE = 0.125, 0.5, 0.5, 1.2, 15.0
 
 @dataclass(frozen=True)
 class DifferentiableAugmentation:
-    """A change that is drawn anew whenever it is made, from a seed of its own: always the same, and nothing is kept."""
+    """A change that is drawn from its own seed at each call: always the same change, without storing the draw."""
 
     kind: str
     seed: int
@@ -37,24 +37,24 @@ class DifferentiableAugmentation:
         return self.drawn(x)
 
     def drawn(self, x: Tensor) -> Tensor:
-        """The change, with whatever the generator gives next."""
+        """Apply the change with the next draws of the generator."""
         return KINDS[self.kind](AugmentationDraw(self.count, self.shape, self.dtype, self.generator))(x)
 
 
 class AugmentationDraw:
-    """The random numbers of one change: one for each of `count` images, from `generator`, where that lies."""
+    """The random numbers of one change, one for each of `count` images, on the device of `generator`."""
 
     def __init__(self, count: int, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> None:
         self.count, self.dtype, self.generator = count, dtype, generator
         self.height, self.width = shape[1:]
 
     def uniform(self) -> Tensor:
-        """In [0, 1), shaped to be broadcast over images."""
+        """Draw from [0, 1), in a shape that broadcasts over images."""
         size = (self.count, 1, 1, 1)
         return torch.rand(size, generator=self.generator, dtype=self.dtype, device=self.generator.device)
 
     def whole(self, low: int, high: int) -> Tensor:
-        """Whole numbers from `low` to `high`, both included."""
+        """Draw integers from `low` to `high`, both included."""
         size = (self.count, 1, 1, 1)
         return torch.randint(low, high + 1, size, generator=self.generator, device=self.generator.device)
 
@@ -63,7 +63,7 @@ class AugmentationDraw:
 
 
 def _random_color(draw: AugmentationDraw) -> Change:
-    """Brightness, saturation and contrast, in this order."""
+    """Change brightness, saturation and contrast, in this order."""
     shift = (draw.uniform() - 0.5) * BRIGHTNESS
     saturation = draw.uniform() * SATURATION
     contrast = draw.uniform() + CONTRAST
@@ -79,7 +79,7 @@ def _random_color(draw: AugmentationDraw) -> Change:
 
 
 def _random_crop(draw: AugmentationDraw) -> Change:
-    """A window of the same size, after padding with zeros by an eighth of the sides."""
+    """Cut a window of the same size, after padding with zeros by an eighth of the sides."""
     down, right = (int(side * CROP + 0.5) for side in (draw.height, draw.width))
     rows = draw.pixels(draw.height).view(1, 1, -1, 1) + draw.whole(0, 2 * down)
     columns = draw.pixels(draw.width) + draw.whole(0, 2 * right)
@@ -94,7 +94,7 @@ def _random_crop(draw: AugmentationDraw) -> Change:
 
 
 def _random_cutout(draw: AugmentationDraw) -> Change:
-    """A rectangle of half the sides is set to zero; it may stick out."""
+    """Set a rectangle of half the side lengths to zero; it may extend beyond the image."""
     outside = []
     for side, shape in ((draw.height, (1, 1, -1, 1)), (draw.width, (1, 1, 1, -1))):
         size = int(side * CUTOUT + 0.5)
@@ -106,13 +106,13 @@ def _random_cutout(draw: AugmentationDraw) -> Change:
 
 
 def _random_flip(draw: AugmentationDraw) -> Change:
-    """Half of the images, left to right."""
+    """Flip half of the images left to right."""
     flipped = draw.uniform() < FLIP
     return lambda x: torch.where(flipped, x.flip(3), x)
 
 
 def _random_scale(draw: AugmentationDraw) -> Change:
-    """Height and width by factors of their own."""
+    """Scale height and width by separate factors."""
     low = 1 / SCALE
     across, down = (draw.uniform().flatten() * (SCALE - low) + low for _ in range(2))
     nothing = torch.zeros_like(across)
@@ -120,16 +120,16 @@ def _random_scale(draw: AugmentationDraw) -> Change:
 
 
 def _random_rotation(draw: AugmentationDraw) -> Change:
-    """By up to fifteen degrees, either way."""
+    """Rotate by up to 15 degrees in either direction."""
     angle = (draw.uniform().flatten() - 0.5) * 2 * ROTATE / 180 * pi
     cos, sin, nothing = angle.cos(), angle.sin(), torch.zeros_like(angle)
     return _affine(torch.stack([cos, -sin, nothing, sin, cos, nothing], 1).view(-1, 2, 3), draw)
 
 
 def _affine(theta: Tensor, draw: AugmentationDraw) -> Change:
-    """Each pixel is read where `theta` sends its place, from the four pixels around; zeros outside.
+    """Apply an affine map by bilinear interpolation, with zeros outside.
 
-    That is `F.grid_sample`, whose gradient on a GPU adds up in varying order; that of an index does not.
+    It equals `F.grid_sample`, but the gradient of that sums in varying order on a GPU; that of indexing does not.
     """
     count, height, width = draw.count, draw.height, draw.width
 
@@ -161,7 +161,7 @@ KINDS: dict[str, Callable[[AugmentationDraw], Change]] = {
 
 
 def parse_differentiable_augmentation(spec: str) -> tuple[str, ...]:
-    """The kinds of change that `none`, `dsa` (all) or a list such as `crop+flip` names; ValueError for others."""
+    """Return the kinds of change of `none`, `dsa` (all) or a list such as `crop+flip`, or raise a ValueError."""
     if spec == "none":
         return ()
     kinds = tuple(KINDS) if spec == "dsa" else tuple(spec.split("+"))

@@ -1,1 +1,1 @@
-"""Matching the neurons of networks."""
+"""Matching of the neurons of networks."""

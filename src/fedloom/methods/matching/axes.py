@@ -1,52 +1,52 @@
-"""What lies along one axis of a tensor: units (neurons, channels) that may change places, and how axes are tied.
+"""Axes of tensors as sequences of units (neurons, channels) that may be permuted, and how axes are tied.
 
-An axis is a row of segments. A segment is a set of units in their order, each taking `inner` positions: after
-flattening maps of 8 x 8, every channel takes 64. Two axes that are added, or that meet in a product, must be permuted
-alike: `tie` makes their units the same, and splits sets where only a part of them is tied. Units that must stay where
-they are, such as pixels and classes, are fixed.
+An axis is a sequence of segments. A segment is an ordered set of units, each with `inner` positions: after flattening
+maps of 8 x 8, every channel has 64. Two axes that are added, or that meet in a product, need the same permutation:
+`tie_axes` makes their units the same, and splits sets if only a part of them is tied. Units that must stay in place,
+such as pixels and classes, are fixed.
 """
 
 from typing import NamedTuple
 
 
 class AxisUnits:
-    """A set of units with an order, which is permuted as a whole.
+    """An ordered set of units with one permutation.
 
-    It may turn out to be fixed, to be the same as another, or to consist of smaller sets, or of larger units.
+    Tracing may find that it is fixed, is the same as another set, or consists of smaller sets or of larger units.
     """
 
     def __init__(self, size: int, *, fixed: bool = False, coupled: bool = False) -> None:
         self.size = size
-        self.fixed = fixed or size <= 1  # one alone has nowhere to go
+        self.fixed = fixed or size <= 1  # a single unit cannot move
         self.coupled = coupled
-        """Whether what one of them computes depends on how many others there are, as in a norm over all of them."""
+        """Whether the output of a unit depends on the number of the others, as in a norm over all of them."""
         self._same: AxisUnits | None = None
         self._parts: Axis | None = None
 
     def root(self) -> "AxisUnits":
-        """The set that this one was found to be the same as."""
+        """Return the set that stands for all that were found to be the same as this one."""
         return self if self._same is None else self._same.root()
 
     def leaves(self, inner: int = 1) -> "list[AxisSegment]":
-        """What it was found to consist of, if each of its units takes `inner` positions."""
+        """Return the segments that it consists of, if each of its units has `inner` positions."""
         root = self.root()
         if root._parts is None:
             return [AxisSegment(root, inner)]
         return [leaf for part in root._parts for leaf in part.units.leaves(part.inner * inner)]
 
     def join(self, other: "AxisUnits") -> None:
-        """Say that this set and another of the same size are one; both are roots."""
+        """Make this set and another of the same size one; both are roots."""
         if self is not other:
             other.fixed |= self.fixed
             other.coupled |= self.coupled
             self._same = other
 
     def split(self, at: int) -> None:
-        """Say that the first `at` units and the others do not mix."""
+        """Split the first `at` units from the others."""
         self._parts = tuple(self._like(size) for size in (at, self.size - at))
 
     def bundle(self, count: int) -> None:
-        """Say that its units move in bundles of `count` neighbours only."""
+        """Let units move only in bundles of `count` neighbors."""
         self._parts = (self._like(self.size // count, count),)
 
     def _like(self, size: int, inner: int = 1) -> "AxisSegment":
@@ -54,7 +54,7 @@ class AxisUnits:
 
 
 class AxisSegment(NamedTuple):
-    """Units along an axis, each taking `inner` positions."""
+    """Units along an axis, each with `inner` positions."""
 
     units: AxisUnits
     inner: int = 1
@@ -68,17 +68,17 @@ Axis = tuple[AxisSegment, ...]
 
 
 def make_fixed_axis(size: int) -> Axis:
-    """An axis whose positions have their meaning."""
+    """Return an axis whose positions must not move."""
     return (AxisSegment(AxisUnits(size, fixed=True)),)
 
 
 def make_permutable_axis(size: int) -> Axis:
-    """An axis of units of its own."""
+    """Return an axis with new units."""
     return (AxisSegment(AxisUnits(size)),)
 
 
 def resolve_axis_segments(axis: Axis) -> list[AxisSegment]:
-    """The segments as they now stand, of sets that are not split."""
+    """Return the present segments, in terms of sets that are not split."""
     return [leaf for segment in axis for leaf in segment.units.leaves(segment.inner)]
 
 
@@ -91,19 +91,19 @@ def is_fixed_axis(axis: Axis) -> bool:
 
 
 def fix_axis(axis: Axis) -> None:
-    """Let nothing along this axis change places."""
+    """Fix all units along this axis."""
     for segment in resolve_axis_segments(axis):
         segment.units.fixed = True
 
 
 def couple_axis_units(axis: Axis) -> None:
-    """Say that the units along this axis are normalised together."""
+    """Mark the units along this axis as normalized together."""
     for segment in resolve_axis_segments(axis):
         segment.units.coupled = True
 
 
 def tie_axes(a: Axis, b: Axis) -> None:
-    """Let two axes of the same length be permuted alike from now on."""
+    """Give two axes of the same length the same permutation."""
     if axis_length(a) != axis_length(b):
         raise ValueError(f"axes of {axis_length(a)} and {axis_length(b)} positions cannot be tied")
     while not _tied(a, b):
@@ -111,7 +111,7 @@ def tie_axes(a: Axis, b: Axis) -> None:
 
 
 def _tied(a: Axis, b: Axis) -> bool:
-    """Tie from the left; False when a set had to be split or fixed, so that one must start again."""
+    """Tie from the left; return False if a set was split or fixed and tying must start again."""
     left, right = resolve_axis_segments(a)[::-1], resolve_axis_segments(b)[::-1]
     while left:
         x, y = (AxisSegment(segment.units.root(), segment.inner) for segment in (left.pop(), right.pop()))
@@ -137,7 +137,7 @@ def _tied(a: Axis, b: Axis) -> bool:
 
 
 def _bundle(coarse: AxisSegment, fine: AxisSegment) -> None:
-    """Let the first units of `fine` move in such bundles as one unit of `coarse` takes, or not at all."""
+    """Bundle the first units of `fine` to the size of one unit of `coarse`, or fix them."""
     count, rest = divmod(coarse.inner, fine.inner)
     if rest or fine.units.size < count:
         coarse.units.fixed = fine.units.fixed = True
@@ -150,7 +150,7 @@ def _bundle(coarse: AxisSegment, fine: AxisSegment) -> None:
 
 
 def _cut(segment: AxisSegment, at: int) -> None:
-    """Split a segment's units where a position lies; units that the cut goes through cannot be permuted."""
+    """Split the units of a segment at a position; if that cuts through a unit, fix them."""
     whole, rest = divmod(at, segment.inner)
     if rest:
         segment.units.fixed = True
@@ -159,7 +159,7 @@ def _cut(segment: AxisSegment, at: int) -> None:
 
 
 def slice_axis(axis: Axis, start: int, size: int) -> Axis:
-    """The piece of an axis from `start` on."""
+    """Return the part of an axis from `start` on, of length `size`."""
     while True:
         taken: list[AxisSegment] = []
         place = 0
@@ -179,7 +179,7 @@ def slice_axis(axis: Axis, start: int, size: int) -> Axis:
 
 
 def merge_axes(axes: list[Axis]) -> Axis:
-    """Several axes as one, the last running fastest."""
+    """Merge axes into one; the last varies fastest."""
     result: Axis = (AxisSegment(AxisUnits(1, fixed=True)),)
     for axis in axes:
         if not is_fixed_axis(axis) and is_fixed_axis(result):
@@ -193,7 +193,7 @@ def merge_axes(axes: list[Axis]) -> Axis:
 
 
 def _split_axis(axis: Axis, sizes: list[int]) -> list[Axis]:
-    """One axis as several, where each unit takes enough positions to fill all but the first."""
+    """Split an axis into several, if each unit has enough positions to fill all but the first."""
     first, *others = sizes
     rest = axis_length(axis) // first
     if any(segment.inner % rest for segment in resolve_axis_segments(axis) if not segment.units.fixed):
@@ -207,23 +207,23 @@ def _split_axis(axis: Axis, sizes: list[int]) -> list[Axis]:
     return [outer, *(make_fixed_axis(size) for size in others)]
 
 
-def reshape_axes(axes: list[Axis], before: tuple[int, ...], after: tuple[int, ...]) -> list[Axis]:
-    """The axes of a tensor of shape `before` when it is seen as one of shape `after`."""
-    result = [make_fixed_axis(1) for _ in after]
-    old = [i for i, size in enumerate(before) if size != 1]
-    new = [i for i, size in enumerate(after) if size != 1]
+def reshape_axes(axes: list[Axis], old_shape: tuple[int, ...], new_shape: tuple[int, ...]) -> list[Axis]:
+    """Return the axes of a tensor after a reshape from `old_shape` to `new_shape`."""
+    result = [make_fixed_axis(1) for _ in new_shape]
+    old = [i for i, size in enumerate(old_shape) if size != 1]
+    new = [i for i, size in enumerate(new_shape) if size != 1]
     while old:
         olds, news = [old.pop(0)], [new.pop(0)]
-        have, want = before[olds[0]], after[news[0]]
+        have, want = old_shape[olds[0]], new_shape[news[0]]
         while have != want:
             if have < want:
                 olds.append(old.pop(0))
-                have *= before[olds[-1]]
+                have *= old_shape[olds[-1]]
             else:
                 news.append(new.pop(0))
-                want *= after[news[-1]]
+                want *= new_shape[news[-1]]
         axis = merge_axes([axes[i] for i in olds]) if len(olds) > 1 else axes[olds[0]]
-        pieces = _split_axis(axis, [after[i] for i in news]) if len(news) > 1 else [axis]
+        pieces = _split_axis(axis, [new_shape[i] for i in news]) if len(news) > 1 else [axis]
         for i, piece in zip(news, pieces, strict=True):
             result[i] = piece
     return result

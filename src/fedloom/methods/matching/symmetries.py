@@ -1,14 +1,11 @@
-"""The permutation symmetries of a network: units that may change places, and where each of them lies in a row.
+"""The permutation symmetries of a network: which units may be permuted, and their positions in a row.
 
-A unit is a neuron or a channel. To let the units of a layer change places without changing what the network computes,
-the rows of its weights, its biases and norms must be permuted, and the columns of every layer that reads it; layers
-that write into one residual stream share one permutation. `find` sees this by letting the network compute once
-(tracing.py); a network for which it cannot be told is refused by name.
+A unit is a neuron or a channel. Permuting the units of a layer keeps the function of the network if the rows of its
+weights, its biases and norms are permuted, and the columns of every layer that reads them. Layers that write into one
+residual stream share one permutation. `find_symmetries` finds this by tracing one forward pass.
 
-Which axes of a network's tensors are permuted together, found by watching it compute once.
-
-Every operation that the network calls is met with what it does to the units of its inputs (operations.py). One that is
-not known there, on something whose units may change places, is an error: to guess would change the function.
+The tracer applies a rule (operations.py) to every operation that the network calls. An operation without a rule on
+units that may be permuted is an error: a guess could change the function.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,23 +35,23 @@ from fedloom.methods.matching.operations import RULES, Axes, find_operation_tens
 
 
 class _UnclearSymmetryError(Exception):
-    """It cannot be told which units of this network may change places; the reason is the text."""
+    """The units of this network that may be permuted cannot be determined; the message is the reason."""
 
 
 class SymmetryTracer(TorchFunctionMode):
-    """Watches operations; knows the axes of every tensor that comes from the network's own or from its input."""
+    """Traces operations; knows the axes of every tensor that depends on the network's tensors or its input."""
 
     def __init__(self, module: nn.Module, movable: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.where = ""
         self.used: set[int] = set()
-        """Tensors of the network that took part, by id."""
+        """Tensors of the network that were used, by id."""
         self.consuming: set[tuple[int, int]] = set()
-        """(tensor of the network by id, axis) along which a product sums: its units are made elsewhere."""
+        """(id of a tensor of the network, axis) of each sum of a product: the units are made elsewhere."""
         self.first: dict[int, int] = {}
-        """When each tensor of the network first took part."""
+        """The order in which tensors of the network were first used."""
         self._axes: dict[int, Axes | None] = {}
-        self._alive: list[Tensor] = []  # so that no other tensor gets the id of one that is gone
+        self._alive: list[Tensor] = []  # so that no id is reused
         self._own = {id(tensor) for tensor in movable.values()}
         for tensor in (*module.parameters(), *module.buffers()):
             self.put(
@@ -65,25 +62,25 @@ class SymmetryTracer(TorchFunctionMode):
             child.register_forward_pre_hook(lambda *_, name=name: setattr(self, "where", name))
 
     def put(self, tensor: Tensor, axes: Axes | None) -> None:
-        """Say what lies along the axes of a tensor; None: something that cannot be said."""
+        """Set the axes of a tensor; None if they are unknown."""
         if axes is not None and [axis_length(axis) for axis in axes] != list(tensor.shape):
-            raise ValueError(f"these are not the axes of a tensor of shape {tuple(tensor.shape)}")
+            raise ValueError(f"the axes do not fit a tensor of shape {tuple(tensor.shape)}")
         self._axes[id(tensor)] = axes
         self._alive.append(tensor)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor comes from the network's tensors or its input, and is no constant."""
+        """Return whether a tensor depends on the network's tensors or its input, and is no constant."""
         return id(tensor) in self._axes
 
     def of(self, tensor: Tensor) -> Axes:
-        """The axes of a tensor; those of a constant are fixed."""
+        """Return the axes of a tensor; those of a constant are fixed."""
         axes = self._axes.get(id(tensor), [make_fixed_axis(n) for n in tensor.shape])
         if axes is None:
-            raise self.unclear("it uses the last state of a recurrent layer that has several")
+            raise self.unclear("it uses the last state of a recurrent layer with several layers or directions")
         return axes
 
     def consume(self, tensor: Tensor, axis: int, by: Axis) -> None:
-        """A product sums over this axis of `tensor`, against `by`."""
+        """Note that a product sums over this axis of `tensor` against `by`."""
         tie_axes(self.of(tensor)[axis], by)
         self.consuming.add((id(tensor), axis))
 
@@ -112,32 +109,32 @@ class SymmetryTracer(TorchFunctionMode):
             for tensor in made:
                 self.put(tensor, [make_fixed_axis(n) for n in tensor.shape])
         elif name not in RULES:
-            raise self.unclear(f"it is not known what the operation {name!r} does to units")
+            raise self.unclear(f"there is no rule for the operation {name!r} on units")
         else:
             try:
                 RULES[name](self, out, *args, **kwargs)
             except (TypeError, ValueError, IndexError):
-                raise self.unclear(f"it calls {name!r} in a form that is not known") from None
+                raise self.unclear(f"it calls {name!r} in an unsupported form") from None
         return out
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """What a function is called, the same for functions, methods, operators and in-place forms."""
+    """Return the name of a function, the same for functions, methods, operators and in-place forms."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
-    elif name == "fn":  # pools, which come in two forms
+    elif name == "fn":  # pools with two forms
         name = (resolve_name(func) or name).rpartition(".")[2]
     return name.strip("_")
 
 
 def _trace_network(module: nn.Module, movable: Mapping[str, Tensor], x: Tensor) -> SymmetryTracer:
-    """Let a network compute once, and say what was found. `movable` are the tensors whose units may change places."""
+    """Trace one forward pass. `movable` are the tensors whose units may be permuted."""
     trace = SymmetryTracer(module, movable)
     trace.put(x, [make_fixed_axis(n) for n in x.shape])
     with torch.no_grad(), trace:
         out = module(x)
-    for tensor in find_operation_tensors(out):  # what comes out has its meaning
+    for tensor in find_operation_tensors(out):  # outputs must not be permuted
         for axis in trace.of(tensor):
             fix_axis(axis)
     return trace
@@ -145,34 +142,34 @@ def _trace_network(module: nn.Module, movable: Mapping[str, Tensor], x: Tensor) 
 
 @dataclass(frozen=True)
 class SymmetryTie:
-    """Where the units of a group lie in one tensor: along `axis` from `start` on, `inner` positions for each."""
+    """The position of a group's units in one tensor: along `axis` from `start` on, `inner` positions each."""
 
     entry: LayoutEntry
     axis: int
     start: int
     inner: int
-    made: bool
-    """Whether this tensor makes what the units are (weights into them, biases, norms), or reads them."""
+    produces_units: bool
+    """Whether this tensor produces the units (incoming weights, biases, norms) or reads them."""
 
     def view(self, row: Tensor, size: int) -> Tensor:
-        """The `size` units along `axis` and their positions along the next, as a view into `row`."""
+        """Return a view into `row`: the `size` units along `axis` and their positions along the next axis."""
         block = self.entry.view(row).narrow(self.axis, self.start, size * self.inner)
         return torch.unflatten(block, self.axis, (size, self.inner))
 
 
 @dataclass(frozen=True)
 class SymmetryGroup:
-    """Units that may change places among themselves."""
+    """Units that may be permuted among themselves."""
 
     name: str
-    """The layer that first makes them, and which part of its units, if they are several groups."""
+    """The layer that first makes them, with a number if it has several groups."""
     size: int
     ties: tuple[SymmetryTie, ...]
     coupled: bool
-    """Whether they are normalised together, so that more of them change what each one does."""
+    """Whether they are normalized together, so that adding units changes each output."""
 
     def vectors(self, row: Tensor, ties: Sequence[SymmetryTie]) -> Tensor:
-        """One row of numbers for each unit: what lies in these ties."""
+        """Return a vector for each unit: its values in these ties."""
         parts = [tie.view(row, self.size).movedim(tie.axis, 0).reshape(self.size, -1) for tie in ties]
         return torch.cat(parts, dim=1) if parts else row.new_zeros(self.size, 0)
 
@@ -183,7 +180,7 @@ class SymmetryGroup:
             block.copy_(block.index_select(tie.axis, order))
 
     def transport_(self, row: Tensor, P: Tensor) -> None:
-        """Put the mixture sum_j P[i, j] (unit j) into place i; a permutation matrix permutes."""
+        """Put the mixture sum_j P[i, j] (unit j) into place i; a permutation matrix permutes the units."""
         for tie in self.ties:
             if tie.entry.kind is not TensorKind.INTEGER:
                 block = tie.view(row, self.size)
@@ -197,7 +194,7 @@ class Symmetries:
     groups: tuple[SymmetryGroup, ...]
 
     def elsewhere(self, tie: SymmetryTie) -> set[str]:
-        """The groups that lie along the other axes of a tie's tensor, perhaps the tie's own among them."""
+        """Return the groups along the other axes of a tie's tensor; its own may be among them."""
         return {
             other.name
             for other in self.groups
@@ -206,19 +203,19 @@ class Symmetries:
         }
 
     def permuted(self, row: Tensor, orders: Sequence[Tensor]) -> Tensor:
-        """A copy of the model in which each group is permuted, see `Group.permute_`: the same function."""
+        """Return a copy of the model with each group permuted (see `SymmetryGroup.permute_`): the same function."""
         row = row.clone()
         for group, order in zip(self.groups, orders, strict=True):
             group.permute_(row, order)
         return row
 
     def random(self, generator: torch.Generator) -> list[Tensor]:
-        """A permutation for each group."""
+        """Return a random permutation for each group."""
         return [torch.randperm(group.size, generator=generator) for group in self.groups]
 
 
 def find_symmetries(module: nn.Module, layout: Layout, shape: tuple[int, ...]) -> Symmetries:
-    """The symmetries of a network for inputs of `shape`."""
+    """Return the symmetries of a network for inputs of `shape`."""
     name = type(module).__name__
     module = deepcopy(module).to("cpu").eval()  # a copy: models of a run share their frozen weights
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -233,18 +230,18 @@ def find_symmetries(module: nn.Module, layout: Layout, shape: tuple[int, ...]) -
 
 
 def find_run_symmetries(context: MethodContext) -> Symmetries:
-    """The symmetries of a run's network."""
-    return find_symmetries(context.make_module(), context.layout, context.shape)
+    """Return the symmetries of a run's network."""
+    return find_symmetries(context.make_model(), context.layout, context.shape)
 
 
 def _watched(module: nn.Module, movable: dict[str, Tensor], shape: tuple[int, ...]) -> tuple[Tensor, SymmetryTracer]:
-    """An input of two samples, images or whatever the network takes, and what was seen."""
+    """Return an input of two samples, images or tokens, and the trace of a forward pass on it."""
     dtype = next((p.dtype for p in movable.values() if p.is_floating_point()), torch.float32)
     x = torch.rand((2, *shape), generator=torch.Generator().manual_seed(0), dtype=dtype)
     try:
         return x, _trace_network(module, movable, x)
     except (RuntimeError, IndexError):
-        tokens = x.round().long()  # an embedding takes whole numbers
+        tokens = x.round().long()  # an embedding takes integers
         return tokens, _trace_network(module, movable, tokens)
 
 
@@ -266,9 +263,9 @@ def _groups(layout: Layout, tensors: dict[str, Tensor], trace: SymmetryTracer) -
     names: dict[str, int] = {}
     groups = []
     for key, theirs in ties.items():
-        if not any(tie.made for tie in theirs):
-            continue  # columns that read constants: what lies there is no unit of the network
-        home = next(tie for tie in theirs if tie.made).entry.unit
+        if not any(tie.produces_units for tie in theirs):
+            continue  # columns that read constants: there are no units of the network
+        home = next(tie for tie in theirs if tie.produces_units).entry.layer
         names[home] = names.get(home, 0) + 1
         name = home if names[home] == 1 else f"{home}#{names[home]}"
         groups.append(SymmetryGroup(name, sets[key].size, tuple(theirs), sets[key].coupled))
@@ -277,7 +274,7 @@ def _groups(layout: Layout, tensors: dict[str, Tensor], trace: SymmetryTracer) -
 
 @torch.no_grad()
 def _try_out(name: str, module: nn.Module, layout: Layout, found: Symmetries, x: Tensor) -> None:
-    """Refuse rather than be wrong: a random permutation must leave what the network computes as it is."""
+    """Raise an error if a random permutation changes the function of the network."""
     generator = torch.Generator().manual_seed(0)
     row = layout.read(module)
     for entry in layout.entries:
@@ -285,7 +282,7 @@ def _try_out(name: str, module: nn.Module, layout: Layout, found: Symmetries, x:
             continue
         values = entry.view(row)
         noise = torch.rand(values.shape, generator=generator, dtype=row.dtype)
-        values.copy_(values * (1 + 0.3 * noise) + 0.1 * noise * (values == 0))  # what starts as zero must count too
+        values.copy_(values * (1 + 0.3 * noise) + 0.1 * noise * (values == 0))  # zero initial values must matter too
     outputs = []
     for each in (row, found.permuted(row, found.random(generator))):
         layout.bind(module, each)
@@ -295,6 +292,6 @@ def _try_out(name: str, module: nn.Module, layout: Layout, found: Symmetries, x:
     before, after = outputs
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.abs().max())):
         raise InputError(
-            f"the units of the model {name} cannot be matched: it computes something else when those change places "
-            "that should be free to, so it treats some of them in a way that cannot be seen."
+            f"the units of the model {name} cannot be matched: it computes something else after a permutation of units "
+            "that the trace found free, so it depends on them in a way that the trace does not see."
         )

@@ -1,1 +1,1 @@
-"""Layers that are not torch's own, and their kernels."""
+"""Layers that torch does not have, or has only in slower forms, and their Triton kernels."""

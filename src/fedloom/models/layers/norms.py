@@ -1,6 +1,6 @@
-"""The norm layers that a network may be made with.
+"""Norm layers of the networks, and batch norm that a GPU fuses with the residual sum and ReLU after it.
 
-Batch norm that a GPU computes together with the sum and the ReLU behind it, see `fedloom.models.fusing`.
+See `fused_relu.py` for when layers are fused.
 """
 
 from typing import Any, Literal
@@ -14,18 +14,18 @@ from torch.autograd import Function
 from fedloom.errors import InputError
 from fedloom.models.base import ModelRequest
 from fedloom.models.layers import fused_relu
-from fedloom.models.layers.fused_relu import FusedReLULayer, fused_kernel_device, hooks_prevent_fusion
+from fedloom.models.layers.fused_relu import FusedReLULayer, fused_relu_device, hooks_prevent_fusion
 from fedloom.utils.settings import Settings
 
 
 class BatchNorm2d(nn.BatchNorm2d, FusedReLULayer):
-    """`nn.BatchNorm2d`, faster on a GPU where maps are in channels-last order."""
+    """`nn.BatchNorm2d`, faster on a GPU for maps in channels-last order."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._fused(x, None, relu=False) if self._may_fuse(x) else super().forward(x)
 
     def relu(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
-        """relu(norm(x) + beside)"""
+        """Return relu(norm(x) + beside)."""
         if self._may_fuse(x) and _alike(x, beside) and not hooks_prevent_fusion(self):
             return self._fused(x, beside, relu=True)
         y: Tensor = self(x)
@@ -33,13 +33,13 @@ class BatchNorm2d(nn.BatchNorm2d, FusedReLULayer):
 
     def _may_fuse(self, x: Tensor) -> bool:
         if not (
-            fused_relu.can_use_fused_kernels(x)
+            fused_relu.can_use_fused_relu(x)
             and x.is_contiguous(memory_format=torch.channels_last)
             and x.numel() <= 2**30
         ):
             return False
         by_batch = self.training or self.running_mean is None
-        several = x.numel() > x.shape[1] == self.num_features  # if not, torch says what is wrong
+        several = x.numel() > x.shape[1] == self.num_features  # otherwise torch raises an error
         statistics, counter = (self.running_mean, self.running_var), self.num_batches_tracked
         whole = len({one is None for one in (*statistics, counter)}) == 1
         tensors = (self.weight, self.bias, *statistics)
@@ -50,7 +50,7 @@ class BatchNorm2d(nn.BatchNorm2d, FusedReLULayer):
     def _fused(self, x: Tensor, beside: Tensor | None, *, relu: bool) -> Tensor:
         tracked = self.training and self.track_running_stats and self.running_mean is not None
         running = (self.running_mean, self.running_var, self.num_batches_tracked) if tracked else None
-        y: Tensor = BatchNormReLUFunction.apply(
+        y: Tensor = _BatchNormReLUFunction.apply(
             x, beside, self.weight, self.bias, running, self.momentum, self.eps, relu
         )  # type: ignore[no-untyped-call]  # torch's
         return y
@@ -60,42 +60,42 @@ def _alike(x: Tensor, beside: Tensor | None) -> bool:
     return beside is None or (beside.shape == x.shape and beside.dtype is x.dtype)
 
 
-def normalize_and_activate(norm: nn.Module, x: Tensor, beside: Tensor | None = None) -> Tensor:
-    """relu(norm(x) + beside), whatever norm it is."""
+def normalize_and_activate(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Return relu(norm(x) + residual) for any norm."""
     if isinstance(norm, BatchNorm2d):
-        return norm.relu(x, beside)
+        return norm.relu(x, residual)
     y: Tensor = norm(x)
-    return F.relu(y if beside is None else y + beside)
+    return F.relu(y if residual is None else y + residual)
 
 
-class BatchNormReLUFunction(Function):
-    """Batch norm by the batch at hand, plus another tensor, through a ReLU or not."""
+class _BatchNormReLUFunction(Function):
+    """Batch norm with the statistics of the batch, plus another tensor, with or without ReLU."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        beside: Tensor | None,
+        residual: Tensor | None,
         weight: Tensor,
         bias: Tensor,
-        running: tuple[Tensor, Tensor, Tensor] | None,
+        running_stats: tuple[Tensor, Tensor, Tensor] | None,
         momentum: float,
         eps: float,
         relu: bool,
     ) -> Tensor:
-        with fused_kernel_device(x):
+        with fused_relu_device(x):
             y, saved = _load_norm_kernels().triton_batch_norm_forward(
-                x, beside, weight, bias, running, momentum, eps, relu
+                x, residual, weight, bias, running_stats, momentum, eps, relu
             )
-        ctx.save_for_backward(x, beside if relu else None, weight, bias, y if relu else None, saved)
-        ctx.beside, ctx.relu, ctx.eps = beside is not None, relu, eps
+        ctx.save_for_backward(x, residual if relu else None, weight, bias, y if relu else None, saved)
+        ctx.beside, ctx.relu, ctx.eps = residual is not None, relu, eps
         result: Tensor = y
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (x, beside, weight, bias, y, saved) = gradients, ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody wants the gradient of the gradient
+        if torch.is_grad_enabled():  # for the gradient of the gradient
             d_x, d_beside, d_weight, d_bias = _differentiable(g, (x, beside, weight, bias), ctx.eps, ctx.relu)
             if ctx.beside and not ctx.relu:
                 d_beside = g
@@ -109,8 +109,8 @@ class BatchNormReLUFunction(Function):
 def _differentiable(
     g: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor], eps: float, relu: bool
 ) -> list[Tensor | None]:
-    """The gradients by torch's own operations, which have gradients themselves."""
-    # Views, because x may have been computed from what is beside it: that way is not this layer's.
+    """Return the gradients from torch's own operations, which can be differentiated again."""
+    # Views, because x may have been computed from `beside`: that path is not part of this layer.
     views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     x, beside, weight, bias = views
     assert x is not None, "only what is beside it may be missing"
@@ -122,7 +122,7 @@ def _differentiable(
 
 
 def _load_norm_kernels() -> Any:
-    """Those written with Triton, which may not be there."""
+    """Return the module of Triton kernels. Triton may not be installed."""
     from fedloom.models.layers import triton_batch_norm
 
     return triton_batch_norm
@@ -132,12 +132,12 @@ NormName = Literal["batch", "batch-stateless", "group", "instance", "none"]
 
 
 class NormOptions(Settings):
-    """Options of every network whose norm layers can be chosen."""
+    """Options of networks with a choice of norm layers."""
 
     norm: NormName = "batch"
-    """batch, group, instance, none, or batch-stateless: batch norm by the batch at hand, in tests too"""
+    """norm layers: batch, group, instance, none, or batch-stateless (batch statistics in evaluation too)"""
     groups: int = Field(2, ge=1)
-    """groups of channels, where norm is group"""
+    """number of groups of channels, for norm=group"""
 
     @model_validator(mode="after")
     def _groups_are_used(self) -> "NormOptions":
@@ -147,18 +147,18 @@ class NormOptions(Settings):
 
     @property
     def biased(self) -> bool:
-        """Whether a convolution beside a norm needs a bias of its own, because the norm brings none."""
+        """Return whether convolutions need a bias, because no norm after them has one."""
         return self.norm == "none"
 
     def make(self, wanted: ModelRequest, channels: int, size: tuple[int, int]) -> nn.Module:
-        """A norm for maps of this many channels and this size; the identity where norm is none."""
+        """Return a norm for maps of this size and number of channels; the identity if norm is none."""
         if self.norm == "none":
             return nn.Identity()
         if self.norm == "batch":
             return BatchNorm2d(channels)
         if self.norm == "batch-stateless":
             return StatelessBatchNorm2d(channels)
-        # One channel a group is instance norm without running statistics.
+        # With one channel per group this is instance norm without running statistics.
         groups = channels if self.norm == "instance" else self.groups
         if channels % groups:
             raise InputError(f"model {wanted.name!r} cannot share {channels} channels among {groups} groups.")
@@ -172,11 +172,11 @@ class NormOptions(Settings):
 
 
 class StatelessBatchNorm2d(BatchNorm2d):
-    """Batch norm without running statistics: always by the mean and variance of the batch at hand, also in a test.
+    """Batch norm without running statistics: it uses the batch's mean and variance, in evaluation too.
 
-    So a prediction depends on what else is in its batch, and there are no buffers to average. Where a channel has a
-    single value in the whole batch (one sample, 1 x 1 pixel) torch refuses; here it is treated as any other: the value
-    less its mean is 0, so the output is the bias, just as for a batch of copies of that sample.
+    So a prediction depends on the other samples in its batch, and there are no buffers to average. torch refuses a
+    channel with a single value in the whole batch (one sample, 1 x 1 pixel). Here the value minus its mean is 0, so the
+    output is the bias, just as for a batch of copies of that sample.
     """
 
     def __init__(self, channels: int) -> None:

@@ -1,4 +1,4 @@
-"""Halving the sides of images, by the mean or the largest of four pixels, with gradients that a GPU computes fast."""
+"""2 x 2 pooling of images, by mean or maximum, with gradients that are fast on a GPU."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fedloom.models.layers import fused_relu
-from fedloom.models.layers.fused_relu import FusedReLULayer, fused_kernel_device
+from fedloom.models.layers.fused_relu import FusedReLULayer, fused_relu_device
 
 
 class AvgPool2x2(nn.AvgPool2d):
-    """`nn.AvgPool2d(2)`, to the last bit.
+    """`nn.AvgPool2d(2)`, equal to the last bit.
 
-    On a GPU torch's kernel for its gradient takes several times as long as writing its result does. The gradient
-    spreads each number over four pixels, and the gradient of that is the mean again, so each is the other's.
+    On a GPU torch's gradient kernel takes several times as long as writing its result. The gradient spreads each number
+    over four pixels. The gradient of that is the mean again, so each is the other's.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Mean(Function):
 
 
 class _Spread(Function):
-    """The gradient of the mean: a quarter for each of the four; an odd last row or column has no part in it."""
+    """The gradient of the mean: a quarter for each of the four pixels. An odd last row or column gets none."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, height: int, width: int) -> Tensor:
@@ -57,7 +57,7 @@ class _Spread(Function):
 
 
 class MaxPool2x2(nn.MaxPool2d):
-    """`nn.MaxPool2d(2)`, to the last bit; its gradient takes less than half the time on a GPU."""
+    """`nn.MaxPool2d(2)`, equal to the last bit; its gradient takes less than half the time on a GPU."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -67,11 +67,11 @@ class MaxPool2x2(nn.MaxPool2d):
 
 
 class PooledConv2d(nn.Conv2d, FusedReLULayer):
-    """`nn.Conv2d` and then `nn.MaxPool2d(2)`.
+    """`nn.Conv2d`, then `nn.MaxPool2d(2)`.
 
-    On a GPU the bias is added to what the pool has left, a quarter of the pixels: adding the same to all four and then
-    rounding does not change which is the largest, so the output is the same to the last bit. Pixels that are only made
-    equal by rounding may have each other's gradient, and the sum that is the bias's gradient is the same to rounding.
+    On a GPU the bias is added after the pool, to a quarter of the pixels. Adding the same number to all four before
+    rounding does not change which is the largest, so the output is equal to the last bit. Pixels that only rounding
+    makes equal may get each other's gradient, and the gradient of the bias is equal up to rounding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,28 +80,28 @@ class PooledConv2d(nn.Conv2d, FusedReLULayer):
         return F.max_pool2d(super().forward(x), 2)
 
     def relu(self, x: Tensor) -> Tensor:
-        """The same through a ReLU."""
-        if self.bias is None or not fused_relu.can_use_fused_kernels(x):
+        """Return relu(self(x))."""
+        if self.bias is None or not fused_relu.can_use_fused_relu(x):
             return F.relu(self(x))
         maps = self._conv_forward(x, self.weight, None)
-        if maps.shape[2] % 2 or maps.shape[3] % 2 or not fused_relu.can_use_fused_kernels(maps):
+        if maps.shape[2] % 2 or maps.shape[3] % 2 or not fused_relu.can_use_fused_relu(maps):
             return F.relu(self._biased(_largest(maps)))
-        y: Tensor = MaxPoolReLUFunction.apply(maps, self.bias.to(maps.dtype))  # type: ignore[no-untyped-call]  # torch's
+        y: Tensor = _MaxPoolReLUFunction.apply(maps, self.bias.to(maps.dtype))  # type: ignore[no-untyped-call]  # torch's
         return y
 
     def _biased(self, pooled: Tensor) -> Tensor:
         assert self.bias is not None, "who calls this has asked for it"
-        return pooled + self.bias.to(pooled.dtype).view(-1, 1, 1)  # autocast only casts what goes into products
+        return pooled + self.bias.to(pooled.dtype).view(-1, 1, 1)  # autocast only casts inputs of matrix products
 
 
-class MaxPoolReLUFunction(Function):
-    """The largest of four pixels, plus a bias, through a ReLU: one kernel, see `fedloom.models.layers.fused_relu`."""
+class _MaxPoolReLUFunction(Function):
+    """The largest of four pixels, plus a bias, through a ReLU: one kernel, see `fused_relu.py`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         ctx.shape, ctx.bias_type = x.shape, bias.dtype
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        with fused_kernel_device(x):
+        with fused_relu_device(x):
             y, which = _load_pooling_kernels().triton_pooling_forward(x, bias, ctx.channels_last)
         ctx.save_for_backward(y, which)
         result: Tensor = y
@@ -110,7 +110,7 @@ class MaxPoolReLUFunction(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (g,), (y, which) = gradients, ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody wants the gradient of the gradient, so torch's operations it is
+        if torch.is_grad_enabled():  # the gradient of the gradient needs torch's operations
             g = torch.where(y <= 0, 0, g)
             four = torch.stack([torch.where(which == place, g, 0) for place in range(4)], -1)
             d_x = four.view(*g.shape, 2, 2).transpose(3, 4).reshape(ctx.shape)
@@ -121,7 +121,7 @@ class MaxPoolReLUFunction(Function):
 
 
 def _load_pooling_kernels() -> Any:
-    """Those written with Triton, which may not be there."""
+    """Return the module of Triton kernels. Triton may not be installed."""
     from fedloom.models.layers import triton_pooling
 
     return triton_pooling
@@ -133,9 +133,9 @@ def _largest(x: Tensor) -> Tensor:
 
 
 class _Largest(Function):
-    """The largest of four pixels, and which it is.
+    """The largest of four pixels, and its index.
 
-    Its gradient belongs to one pixel of the four, so all are set to zero and then these are put in their places.
+    Only one pixel of the four gets the gradient: all are set to zero, then the gradients are scattered into place.
     """
 
     generate_vmap_rule = True
@@ -163,5 +163,5 @@ class _Largest(Function):
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Images as (image, pixel, channel)."""
+    """Return images as (image, pixel, channel)."""
     return x.permute(0, 2, 3, 1).flatten(1, 2)

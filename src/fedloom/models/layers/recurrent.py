@@ -1,9 +1,9 @@
-"""Recurrent networks with dropout between their layers, on a GPU.
+"""Stacked recurrent networks with dropout between their layers, on a GPU.
 
-cuDNN computes all layers in one go, and its dropout has a state of its own, one for the whole GPU: it knows nothing of
-generators, so its draws would depend on which clients were trained before, and slots that train side by side, or replay
-what was recorded, would disturb each other. So while such a network trains its layers are computed one by one, still by
-cuDNN, and dropout between them is that of everybody else.
+cuDNN computes all layers in one call. Its dropout has a state of its own, one for the whole GPU, and ignores
+generators. Its draws would depend on which clients trained before, and slots that train at once or replay graphs would
+disturb each other. So in training the layers of such a network run one by one, still in cuDNN, with torch's own dropout
+between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,24 +19,24 @@ KINDS = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 def split_recurrent_layers(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module; on a GPU its recurrent networks are computed layer by layer where there is dropout between them."""
+    """Return the module; on a GPU, recurrent networks with dropout between layers run layer by layer."""
     for network in module.modules() if device.type == "cuda" else ():
         if isinstance(network, nn.RNNBase) and _is_stacked(network):
             layers = [_layer(network, number) for number in range(network.num_layers)]
-            # No closure, and no part of the module: a copy of it must compute with its own weights, and its state is as
-            # it was.
+            # Neither a closure nor a submodule: a copy must compute with its own weights, and the state dict must not
+            # change.
             network.forward = partial(_forward, network, network.forward, layers)
     return module
 
 
 def _is_stacked(network: nn.RNNBase) -> bool:
-    """Whether it is torch's own, with dropout between layers, and weights that nobody else makes for each step."""
+    """Return whether it is torch's own class, has dropout between layers, and owns its weights."""
     usual = type(network) in KINDS and all(name in network._parameters for name in network._flat_weights_names)
     return usual and network.num_layers > 1 and network.dropout > 0
 
 
 def _layer(network: nn.RNNBase, number: int) -> nn.RNNBase:
-    """One layer as a network of its own, with the same weights."""
+    """Return one layer as a network of its own, with the same weights."""
     ways = 2 if network.bidirectional else 1
     width = network.input_size if not number else (network.proj_size or network.hidden_size) * ways
     given: dict[str, Any] = {"bias": network.bias, "batch_first": network.batch_first, "device": "meta"}
@@ -49,8 +49,8 @@ def _layer(network: nn.RNNBase, number: int) -> nn.RNNBase:
     layer: nn.RNNBase = kind(width, network.hidden_size, **given)
     for name, _ in list(layer.named_parameters()):
         setattr(layer, name, getattr(network, name.replace("_l0", f"_l{number}")))
-    # It looks for new weights whenever it computes, and puts those that it finds next to each other in memory of their
-    # own. Let it find them now: later they lie in a model's row and must stay there.
+    # A layer that finds new weights moves them next to each other into new memory. Let it find them now: later they
+    # are views of a model's row and must stay there.
     layer._init_flat_weights()
     return layer
 

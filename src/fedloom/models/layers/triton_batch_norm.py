@@ -1,39 +1,39 @@
-"""Batch norm with what follows it, in two kernels forward and two backward, written with Triton.
+"""Triton kernels for batch norm and what follows it: two kernels forward and two backward.
 
-For relu(norm(x) + beside) torch has a kernel or more for each of the three, and some that only prepare others. Here one
-kernel sums up, and the other reads the sums and does all the rest. Every program of the second adds up the few partial
-sums itself, always in the same order, so results are repeatable.
+For relu(norm(x) + beside) torch has at least one kernel for each of the three, and some that only prepare others. Here
+one kernel computes partial sums, and the other reads them and does all the rest. Every program of the second adds up
+the few partial sums itself, always in the same order, so results are deterministic.
 
-Maps are in channels-last order, and seen as a matrix, see `fedloom.models.layers.triton_tiling`.
+Maps are in channels-last order and treated as a matrix, see `triton_tiling.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
-# Triton's own language has no types that mypy knows.
+# mypy does not know the types of Triton's language.
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.models.layers.triton_tiling import Tiling, tile_channels, tile_relu_gradient
+from fedloom.models.layers.triton_tiling import Tiling, tile_channels, triton_tiling_relu_gradient
 
 TILE = 2048
-"""Numbers that a program works on at once."""
+"""Numbers that a program processes at once."""
 
 PROGRAMS = 256
-"""Most programs of a kernel, some two for each processor of a large GPU: each of the second reads all partial sums."""
+"""Maximum programs of a kernel, about two per multiprocessor of a large GPU; each adds up all partial sums."""
 
 CHUNKS = 128
-"""Most partial sums of a channel."""
+"""Maximum number of partial sums per channel."""
 
 _BY_BATCH = ["M", "rows", "chunks", "share"]
 _ANYWHERE = ["weight", "bias", "running_mean", "running_var", "counter", "d_weight", "d_bias"]
-"""What lies in a model's row, at any address."""
+"""Tensors that are views of a model's row, at any address."""
 
 
 @triton.jit
 def _partial(sums, which: tl.constexpr, c, there, chunks, C: tl.constexpr, CHUNKS: tl.constexpr):
-    """Partial sums of these channels, one row for each chunk, and zeros."""
+    """Return the partial sums of these channels, one row for each chunk, padded with zeros."""
     k = tl.arange(0, CHUNKS)
     return tl.load(sums + (which * CHUNKS + k)[:, None] * C + c[None, :], (k < chunks)[:, None] & there[None, :], 0.0)
 
@@ -43,12 +43,12 @@ def _moments(
     x, sums, M, rows,
     C: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The mean of each channel in a chunk of rows, and the sum of squares about it."""
+    """Compute the mean of each channel in a chunk of rows, and the sum of squares about it."""
     k = tl.program_id(0)
     c, there = tile_channels(C, WIDE)
     first = k * rows
     end = tl.minimum(first + rows, M)
-    # Sums about some number of the channel: about zero, small differences of large numbers would be lost.
+    # Sums about a value of the channel: about zero, small differences of large numbers would be lost.
     about = tl.load(x + first * C + c, there, 0.0).to(tl.float32)
     total = tl.zeros([TALL, WIDE], tl.float32)
     squares = tl.zeros([TALL, WIDE], tl.float32)
@@ -72,7 +72,7 @@ def _normalise(
     C: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr,
     RELU: tl.constexpr, BESIDE: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
-    """relu(norm(x) + beside) for a share of the rows; the first program keeps mean and deviation of its channels."""
+    """Compute relu(norm(x) + beside) for a share of the rows; the first program saves mean and deviation."""
     c, there = tile_channels(C, WIDE)
     k = tl.arange(0, CHUNKS)
     counts = tl.maximum(tl.minimum(M - k * rows, rows), 0).to(tl.float32)[:, None]
@@ -104,7 +104,7 @@ def _normalise(
         if BESIDE:
             value += tl.load(beside + at, inside, 0.0).to(tl.float32)
         if RELU:
-            value = tl.where(value < 0, 0.0, value)  # what is not a number stays what it is
+            value = tl.where(value < 0, 0.0, value)  # NaN stays NaN
         tl.store(y + at, value.to(y.dtype.element_ty), inside)
 
 
@@ -114,7 +114,7 @@ def _slopes(
     C: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr,
     RELU: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the gradient, and of the gradient times the normalised x, in a chunk of rows."""
+    """Sum the gradient, and the gradient times the normalized x, over a chunk of rows."""
     k = tl.program_id(0)
     c, there = tile_channels(C, WIDE)
     first = k * rows
@@ -127,7 +127,7 @@ def _slopes(
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
         at = m[:, None] * C + c[None, :]
-        slope = tile_relu_gradient(g, y, at, inside, RELU)
+        slope = triton_tiling_relu_gradient(g, y, at, inside, RELU)
         if BESIDE:
             tl.store(d_beside + at, slope.to(d_beside.dtype.element_ty), inside)
         normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean) * scale
@@ -142,7 +142,7 @@ def _backward(
     x, y, g, d_x, weight, d_weight, d_bias, saved, sums, M, chunks, share,
     C: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x for a share of the rows; the first program writes those of weight and bias."""
+    """Compute the gradient of x for a share of the rows; the first program writes those of weight and bias."""
     c, there = tile_channels(C, WIDE)
     total = tl.sum(_partial(sums, 0, c, there, chunks, C, CHUNKS), 0)
     along = tl.sum(_partial(sums, 1, c, there, chunks, C, CHUNKS), 0)
@@ -161,17 +161,17 @@ def _backward(
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
         at = m[:, None] * C + c[None, :]
-        slope = tile_relu_gradient(g, y, at, inside, RELU)
+        slope = triton_tiling_relu_gradient(g, y, at, inside, RELU)
         normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - mean) * scale
         tl.store(d_x + at, (factor * (slope - level - normal * along)).to(d_x.dtype.element_ty), inside)
 
 
 class _Plan(Tiling):
-    """How the work on maps like x is divided among programs: chunks to sum up, and shares to go through once more."""
+    """How the work on maps like x is divided among programs: chunks for the sums, shares for the second kernel."""
 
     def __init__(self, x: Tensor) -> None:
-        super().__init__(x.shape, channels_last=True, tile=TILE)
-        # What is compiled depends on the channels alone.
+        super().__init__(x.shape, channels_last=True, tile_size=TILE)
+        # Compiled code may depend on the channels only.
         self.partial = max(1, min(CHUNKS, PROGRAMS // triton.next_power_of_2(self.blocks)))
         self.compiled_for["CHUNKS"] = self.partial
         self.rows, self.chunks = self.chunk(self.partial)
@@ -183,48 +183,51 @@ class _Plan(Tiling):
 
 def triton_batch_norm_forward(
     x: Tensor,
-    beside: Tensor | None,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
-    running: tuple[Tensor, Tensor, Tensor] | None,
+    running_stats: tuple[Tensor, Tensor, Tensor] | None,
     momentum: float,
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    """relu(norm(x) + beside), and what `backward` needs to know of it: mean and inverse deviation of each channel.
+    """Return relu(norm(x) + residual), and mean and inverse deviation of each channel for the backward pass.
 
-    `running` are mean, variance and the number of batches so far, which are brought up to date.
+    `running_stats` holds mean, variance and the number of batches so far; they are updated.
     """
     plan = _Plan(x)
     y, sums = torch.empty_like(x), plan.sums(x)
     saved = x.new_empty(2, plan.channels, dtype=torch.float32)
-    if beside is not None:
-        beside = beside.contiguous(memory_format=torch.channels_last)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
     plan.launch(_moments, plan.chunks, x, sums, plan.M, plan.rows)
     plan.launch(
-        _normalise, plan.shares, x, x if beside is None else beside, y, weight, bias, sums, saved,
-        *((saved, saved, saved) if running is None else running),
+        _normalise, plan.shares, x, x if residual is None else residual, y, weight, bias, sums, saved,
+        *((saved, saved, saved) if running_stats is None else running_stats),
         plan.M, plan.rows, plan.chunks, plan.share, float(momentum), float(eps),
-        RELU=relu, BESIDE=beside is not None, TRACKED=running is not None,
+        RELU=relu, BESIDE=residual is not None, TRACKED=running_stats is not None,
     )  # fmt: skip
     return y, saved
 
 
 def triton_batch_norm_backward(
-    g: Tensor, x: Tensor, y: Tensor, weight: Tensor, saved: Tensor, relu: bool, beside: bool
+    grad_output: Tensor, x: Tensor, y: Tensor, weight: Tensor, saved_stats: Tensor, relu: bool, has_residual: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The gradients of x, of what was added, of weight and bias."""
+    """Return the gradients of x, of the residual, of weight and of bias."""
     plan = _Plan(x)
-    g, sums = g.contiguous(memory_format=torch.channels_last), plan.sums(x)
-    d_x, d_beside = torch.empty_like(x), torch.empty_like(x) if beside and relu else None
+    grad_output, sums = grad_output.contiguous(memory_format=torch.channels_last), plan.sums(x)
+    d_x, d_beside = torch.empty_like(x), torch.empty_like(x) if has_residual and relu else None
     d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
     plan.launch(
-        _slopes, plan.chunks, x, y, g, x if d_beside is None else d_beside, saved, sums, plan.M, plan.rows,
+        _slopes, plan.chunks, x, y, grad_output, x if d_beside is None else d_beside, saved_stats, sums, plan.M,
+        plan.rows,
         RELU=relu, BESIDE=d_beside is not None,
     )  # fmt: skip
-    masked = g if d_beside is None else d_beside  # the gradient where y is not 0, once somebody has written it down
+    masked = (
+        grad_output if d_beside is None else d_beside
+    )  # in d_beside, the first kernel has stored the gradient with ReLU applied
     plan.launch(
-        _backward, plan.shares, x, y, masked, d_x, weight, d_weight, d_bias, saved, sums,
+        _backward, plan.shares, x, y, masked, d_x, weight, d_weight, d_bias, saved_stats, sums,
         plan.M, plan.chunks, plan.share, RELU=relu and d_beside is None,
     )  # fmt: skip
-    return d_x, (masked if beside else None), d_weight, d_bias
+    return d_x, (masked if has_residual else None), d_weight, d_bias

@@ -1,31 +1,31 @@
-"""A bias, the largest of four pixels and a ReLU in one kernel, and the gradient in another, written with Triton.
+"""Triton kernels for pooling: bias, largest of four pixels and ReLU in one kernel, and the gradient in another.
 
-torch needs three kernels forward, which write the place of the largest as eight bytes, and four backward, one of which
-only fills the gradient with zeros. Here a place is one byte.
+torch needs three kernels forward, which write the index of the largest pixel as eight bytes, and four backward, one of
+which only fills the gradient with zeros. Here an index is one byte.
 
-What comes out of the pool is seen as a matrix, see `fedloom.models.layers.triton_tiling`.
+The output of the pool is treated as a matrix, see `triton_tiling.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
-# Triton's own language has no types that mypy knows.
+# mypy does not know the types of Triton's language.
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.models.layers.triton_tiling import Tiling, tile_channels, tile_relu_gradient
+from fedloom.models.layers.triton_tiling import Tiling, tile_channels, triton_tiling_relu_gradient
 
 CHUNKS = 64
-"""Most partial sums of a bias's gradient."""
+"""Maximum number of partial sums of a bias's gradient."""
 
 TILE = 1024
-"""Numbers behind the pool that a program works on at once; there are four times as many before it."""
+"""Outputs of the pool that a program processes at once, from four times as many inputs."""
 
 
 @triton.jit
 def _behind(m, c, C: tl.constexpr, PIXELS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """Where these rows and channels lie behind the pool."""
+    """Return the offsets of these rows and channels in the output of the pool."""
     if CHANNELS_LAST:
         at = m[:, None] * C + c[None, :]
     else:
@@ -35,7 +35,7 @@ def _behind(m, c, C: tl.constexpr, PIXELS: tl.constexpr, CHANNELS_LAST: tl.const
 
 @triton.jit
 def _before(m, c, C: tl.constexpr, PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """Where the first of their four pixels lies before the pool."""
+    """Return the offsets of the first of their four pixels in the input of the pool."""
     pixel = m % PIXELS
     within = (pixel // WIDTH) * (4 * WIDTH) + 2 * (pixel % WIDTH)
     if CHANNELS_LAST:
@@ -60,7 +60,7 @@ def _forward(
     place = tl.zeros([TALL, WIDE], tl.int8)
     for k in tl.static_range(1, 4):
         value = tl.load(first + ((k // 2) * 2 * WIDTH + k % 2) * right, inside, 0.0).to(tl.float32)
-        larger = (value > largest) | (value != value)  # what is not a number wins, as with torch
+        larger = (value > largest) | (value != value)  # NaN wins, as in torch
         largest = tl.where(larger, value, largest)
         place = tl.where(larger, k, place).to(tl.int8)
     value = largest + tl.load(bias + c, there, 0.0).to(tl.float32)[None, :]
@@ -85,7 +85,7 @@ def _backward(
         m = start + tl.arange(0, TALL)
         inside = (m < end)[:, None] & there[None, :]
         at = _behind(m, c, C, PIXELS, CHANNELS_LAST)
-        slope = tile_relu_gradient(g, y, at, inside, True)
+        slope = triton_tiling_relu_gradient(g, y, at, inside, True)
         total += slope
         place = tl.load(which + at, inside, 0)
         corner = d_x + _before(m, c, C, PIXELS, WIDTH, CHANNELS_LAST)
@@ -96,7 +96,7 @@ def _backward(
 
 
 class _Plan(Tiling):
-    """How the work on what a pool leaves of maps of this shape is divided among programs."""
+    """How the work on the output of a pool is divided among programs, for inputs of this shape."""
 
     def __init__(self, shape: torch.Size, channels_last: bool) -> None:
         count, channels, height, width = shape
@@ -108,7 +108,7 @@ class _Plan(Tiling):
 
 
 def triton_pooling_forward(x: Tensor, bias: Tensor, channels_last: bool) -> tuple[Tensor, Tensor]:
-    """relu(pool(x) + bias) for maps with even sides, and which of the four pixels was the largest."""
+    """Return relu(pool(x) + bias) for maps with even sides, and which of the four pixels was the largest."""
     plan = _Plan(x.shape, channels_last)
     y = torch.empty(plan.shape, dtype=x.dtype, device=x.device, memory_format=plan.memory_format)
     which = torch.empty(plan.shape, dtype=torch.int8, device=x.device, memory_format=plan.memory_format)
@@ -117,13 +117,13 @@ def triton_pooling_forward(x: Tensor, bias: Tensor, channels_last: bool) -> tupl
 
 
 def triton_pooling_backward(
-    g: Tensor, y: Tensor, which: Tensor, shape: torch.Size, channels_last: bool
+    grad_output: Tensor, y: Tensor, max_indices: Tensor, input_shape: torch.Size, channels_last: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, which had this shape, and of the bias."""
-    plan = _Plan(shape, channels_last)
+    """Return the gradients of x, which had this shape, and of the bias."""
+    plan = _Plan(input_shape, channels_last)
     rows, chunks = plan.chunk(CHUNKS)
-    d_x = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=plan.memory_format)
-    sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=g.device)
-    g = g.contiguous(memory_format=plan.memory_format)
-    plan.launch(_backward, chunks, g, y, which, d_x, sums, plan.M, rows)
+    d_x = torch.empty(input_shape, dtype=grad_output.dtype, device=grad_output.device, memory_format=plan.memory_format)
+    sums = torch.empty(chunks, plan.channels, dtype=torch.float32, device=grad_output.device)
+    grad_output = grad_output.contiguous(memory_format=plan.memory_format)
+    plan.launch(_backward, chunks, grad_output, y, max_indices, d_x, sums, plan.M, rows)
     return d_x, sums.sum(0)

@@ -1,11 +1,11 @@
-"""Maps as kernels written with Triton see them: a matrix of M rows, one for each pixel of each image, and C channels.
+"""Tiling of maps for the Triton kernels: a matrix of M rows, one for each pixel of each image, and C channels.
 
-A program works on a tile of it, and may move down the rows. Sizes that differ from batch to batch are plain arguments,
-for which nothing is compiled anew: that must not happen while a step is being recorded.
+A program works on one tile of the matrix, and may move down the rows. Sizes that differ from batch to batch are plain
+arguments, so nothing is compiled for them: compilation must not happen during a capture.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, no-untyped-call"
-# Triton's own language has no types that mypy knows.
+# mypy does not know the types of Triton's language.
 
 from collections.abc import Sequence
 from threading import Lock
@@ -16,48 +16,48 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 32
-"""Channels of a tile at most, where channels lie side by side in memory; where pixels do, a tile has one."""
+"""Maximum channels of a tile in channels-last order. In other orders a tile has one channel."""
 
 _launching = Lock()
 
 
 @triton.jit
 def tile_channels(C: tl.constexpr, WIDE: tl.constexpr):
-    """The channels of this program, and which of them there are."""
+    """Return the channels of this program, and which of them exist."""
     c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     return c, c < C
 
 
 @triton.jit
-def tile_relu_gradient(g, y, at, inside, RELU: tl.constexpr):
-    """The gradient of what went into a ReLU, or not, where y came out; what is not a number lets it through."""
-    slope = tl.load(g + at, inside, 0.0).to(tl.float32)
+def triton_tiling_relu_gradient(grad_output, y, offsets, mask, RELU: tl.constexpr):
+    """Return the gradient before a ReLU with output y, or without one; NaN in y lets it through."""
+    slope = tl.load(grad_output + offsets, mask, 0.0).to(tl.float32)
     if RELU:
-        slope = tl.where(tl.load(y + at, inside, 0.0) <= 0, 0.0, slope)
+        slope = tl.where(tl.load(y + offsets, mask, 0.0) <= 0, 0.0, slope)
     return slope
 
 
 class Tiling:
-    """How maps of this shape are divided into tiles of so many numbers, and rows into chunks for some programs."""
+    """How maps of this shape are divided into tiles of `tile_size` numbers, and rows into chunks for programs."""
 
-    def __init__(self, shape: Sequence[int], channels_last: bool, tile: int) -> None:
+    def __init__(self, shape: Sequence[int], channels_last: bool, tile_size: int) -> None:
         count, self.channels, height, width = shape
         self.M = count * height * width
         wide = min(triton.next_power_of_2(self.channels), WIDEST) if channels_last else 1
-        self.tall = tile // wide
+        self.tall = tile_size // wide
         self.blocks = triton.cdiv(self.channels, wide)
         self.compiled_for: dict[str, Any] = {"C": self.channels, "TALL": self.tall, "WIDE": wide}
 
     def chunk(self, most: int) -> tuple[int, int]:
-        """Rows of a chunk, in whole tiles, and how many chunks there are: no more than `most`."""
+        """Return the rows of a chunk, in whole tiles, and the number of chunks, at most `most`."""
         rows = triton.cdiv(triton.cdiv(self.M, most), self.tall) * self.tall
         return rows, triton.cdiv(self.M, rows)
 
     def launch(self, kernel: Any, programs: int, *given: Tensor | float, **flags: bool) -> None:
         """Launch a kernel, in one thread at a time.
 
-        Triton takes a kernel for loaded as soon as it begins to load it, and also if that has failed, for want of
-        memory. So then it is to forget it.
+        Triton marks a kernel as loaded when loading begins, and keeps the mark if memory runs out. So the mark is
+        deleted.
         """
         with _launching:
             try:

@@ -1,9 +1,4 @@
-"""The parts of the page that need no script: tables, bars, settings.
-
-The page's section about a grid: heat maps, what each part did, the best pairs, what was left out.
-
-HTML that is escaped unless it was made here.
-"""
+"""HTML sections of a report, and the markup helpers. All text is escaped unless it is `SectionHtml`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,20 +6,20 @@ from html import escape
 
 from fedloom.report.comparison_table import ComparisonTable, Part
 from fedloom.report.effects import GridEffects
-from fedloom.report.figures import MOST_PARTITIONS, Data
+from fedloom.report.figures import MOST_DIAGNOSTICS, MOST_PARTITIONS, Data
 from fedloom.report.records import find_record_differences, flatten_record_config
 from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_list, format_plural, format_seconds, format_value
 
 
 class SectionHtml(str):
-    """Text that is already HTML."""
+    """A string that is already HTML."""
 
     __slots__ = ()
 
 
 def render_section_tag(name: str, *content: str, **attributes: str | bool | None) -> SectionHtml:
-    """An element. Plain text inside it is escaped; `class_` is written `class`, `data_x` is `data-x`."""
+    """Return an element with escaped text. `class_` becomes `class`, `data_x` becomes `data-x`."""
     given = ""
     for key, value in attributes.items():
         if value is not None and value is not False:
@@ -34,12 +29,12 @@ def render_section_tag(name: str, *content: str, **attributes: str | bool | None
 
 
 def join_section_html(*content: str) -> SectionHtml:
-    """Pieces of HTML one after the other."""
+    """Join pieces of HTML and escape plain text."""
     return SectionHtml("".join(one if isinstance(one, SectionHtml) else escape(one) for one in content))
 
 
-def render_section_table(titles: list[str], rows: list[list[str]], class_: str | None = None) -> SectionHtml:
-    """A table whose first column names its rows, in a box that scrolls by itself on a narrow screen."""
+def render_section_table(titles: list[str], rows: list[list[str]], css_class: str | None = None) -> SectionHtml:
+    """Return a table whose first column names the rows, in a box that scrolls on narrow screens."""
     head = render_section_tag("tr", *[render_section_tag("th", title, scope="col") for title in titles])
     body = [
         render_section_tag(
@@ -48,14 +43,14 @@ def render_section_table(titles: list[str], rows: list[list[str]], class_: str |
         for row in rows
     ]
     table = render_section_tag(
-        "table", render_section_tag("thead", head), render_section_tag("tbody", *body), class_=class_
+        "table", render_section_tag("thead", head), render_section_tag("tbody", *body), class_=css_class
     )
     return render_section_tag("div", table, class_="scroll", tabindex="0")
 
 
 HUES = 8
-PARTS = ("train", "evaluate", "refine", "collect", "dispatch", "select", "checkpoint")
-"""Where a round's time goes, the large parts first; the colours follow this order."""
+PARTS = ("train", "evaluate", "refine", "aggregate", "dispatch", "sample_clients", "checkpoint")
+"""The phases of a round, largest first. The colours follow this order."""
 
 
 def render_section(title: str, hint: str, *content: str) -> SectionHtml:
@@ -68,18 +63,18 @@ def render_section(title: str, hint: str, *content: str) -> SectionHtml:
 
 
 def _colored_label(group: GroupStatistics) -> SectionHtml:
-    """A group's label after its colour."""
+    """Return the label of a group with its colour."""
     return join_section_html(
         render_section_tag("span", class_="swatch", style=f"background:{_hue(group)}"), group.label
     )
 
 
 def _hue(group: GroupStatistics) -> str:
-    return f"var(--c{group.name.kind % HUES})"
+    return f"var(--c{group.record_group.kind % HUES})"
 
 
 def render_results_section(comparison: ComparisonTable) -> SectionHtml:
-    """The table, with a strip of dots beside the result: one dot a seed."""
+    """Return the result table, with a strip of one dot for each seed."""
     titles, rows = _coloured(comparison, "result")
     strips = _strips(comparison.groups)
     if strips and "seeds" in titles:
@@ -92,15 +87,32 @@ def render_results_section(comparison: ComparisonTable) -> SectionHtml:
     )
 
 
+def render_curves_section(figure_data: Data) -> SectionHtml:
+    """Return the section that the script fills with learning curves; empty without evaluations."""
+    if not figure_data["curves"]:
+        return SectionHtml("")
+    several = any(seeds > 1 for curve in figure_data["curves"] for line in curve["lines"] for seeds in line["seeds"])
+    hint = "Line: mean over seeds. Band: lowest to highest seed." if several else "One seed, so there is no band."
+    return render_section(
+        "Learning curves",
+        hint,
+        render_section_tag("div", *(_choice(f"choose-{what}") for what in ("y", "x", "task")), class_="choices"),
+        render_section_tag("div", id="legend", class_="legend"),
+        render_section_tag(
+            "div", id="curves", role="img", aria_label="Learning curves; the table above has the numbers."
+        ),
+    )
+
+
 def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
-    """What the results took: rounds, bytes, time and clients that did not answer."""
+    """Return the table of costs: rounds, bytes, time and failed clients."""
     titles, rows = _coloured(comparison, "cost")
     if len(titles) < 2:
         return SectionHtml("")
-    hint = "Of one run, mean over seeds."
+    hint = "Cost of one run, mean over seeds."
     if any(group.accuracy and group.target for group in comparison.groups):
-        hint += " Rounds: the median over seeds until that accuracy was first measured."
-    return render_section("What it took", hint, render_section_table(titles, rows))
+        hint += " Rounds: median over seeds of the first round with that accuracy."
+    return render_section("Cost", hint, render_section_table(titles, rows))
 
 
 def _coloured(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
@@ -109,7 +121,7 @@ def _coloured(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[
 
 
 def _strips(groups: Sequence[GroupStatistics]) -> list[SectionHtml]:
-    """Every seed's result on the scale of its task, the mean as a line; nothing if there is one number."""
+    """Return a strip for each group: seeds as dots, the mean as a line, one scale per task; empty for one number."""
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     for group in groups:
         values[group.task, group.metric] += group.result.values if group.result else ()
@@ -132,7 +144,7 @@ def _strips(groups: Sequence[GroupStatistics]) -> list[SectionHtml]:
 
 
 def render_durations_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """A bar for each group, as long as its mean time and split by what the time went into."""
+    """Return a bar for each group: its mean time, split by phase."""
     split = [_parts(group) for group in groups]
     longest = max((sum(parts.values()) for parts in split), default=0.0)
     if not longest:
@@ -169,8 +181,8 @@ def render_durations_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
         for name in names
         if (share := sum(parts.get(name, 0) for parts in split) / everything) >= 0.005
     ]
-    hint = "Mean over seeds, all rounds."
-    return render_section("Where the time goes", hint, *bars, render_section_tag("ul", *key, class_="key"))
+    hint = "Sum over all rounds, mean over seeds."
+    return render_section("Time by phase", hint, *bars, render_section_tag("ul", *key, class_="key"))
 
 
 def _paint(name: str) -> str:
@@ -179,7 +191,7 @@ def _paint(name: str) -> str:
 
 
 def _parts(group: GroupStatistics) -> dict[str, float]:
-    """Seconds by part, mean over seeds; what no part accounts for is `other`."""
+    """Return seconds by phase, mean over seeds; `other` is the rest."""
     names = {
         name: None
         for run in group.runs
@@ -196,28 +208,28 @@ def _parts(group: GroupStatistics) -> dict[str, float]:
 
 
 def render_failures_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """Clients that were asked and whose answer never counted, with the reasons they gave."""
+    """Return the table of failed clients and rejected updates, with the reasons."""
     rows = []
     for group in groups:
-        if not group.lost:
+        if not group.failed:
             continue
         reasons: Counter[str] = Counter()
         for run in group.runs:
             for row in run.history:
-                told = row.get("lost_clients")
+                told = row.get("failed_clients")
                 reasons.update(str(reason) for reason in (told.values() if isinstance(told, dict) else ()))
         why = format_list([f"{reason} ({count})" for reason, count in reasons.most_common()]) or "not recorded"
-        share = f"{group.lost / group.asked:.1%}" if group.asked else "–"
-        rows.append([_colored_label(group), str(group.lost), str(group.asked), share, why])
+        share = f"{group.failed / group.asked:.1%}" if group.asked else "–"
+        rows.append([_colored_label(group), str(group.failed), str(group.asked), share, why])
     if not rows:
         return SectionHtml("")
-    hint = "Answers that did not come, came too late, or were refused; over all seeds."
-    table = render_section_table(["method", "lost", "asked", "share", "why"], rows, "text")
-    return render_section("Clients lost", hint, table)
+    hint = "Client updates that did not arrive, arrived too late or were rejected; sum over all seeds."
+    table = render_section_table(["method", "failed", "tasks", "share", "reasons"], rows, "text")
+    return render_section("Failed clients", hint, table)
 
 
 def render_settings_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """What all runs share, said once; and a table of what they do not."""
+    """Return the settings that all runs share, and a table of those that differ."""
     tables = [flatten_record_config(group.runs[0].config) for group in groups]
     odd = [key for key in find_record_differences(tables) if key != "method"]
     shared = {key: value for key, value in tables[0].items() if key not in odd}
@@ -234,32 +246,32 @@ def render_settings_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
             for group, table in zip(groups, tables, strict=True)
         ]
         table = render_section_table(["method", *odd], rows, "text")
-    hint = "Common to all runs" + (", then what differs." if odd else ".") if len(groups) > 1 else ""
+    hint = "Settings of all runs" + (", then those that differ." if odd else ".") if len(groups) > 1 else ""
     return render_section("Settings", hint, render_section_tag("dl", *pairs), table)
 
 
 def render_initial_weights_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """What was taken from the files that runs started from; each start once."""
+    """Return what the runs loaded from files with initial weights, each file once."""
     rows: dict[tuple[str, ...], None] = {}
     for run in (run for group in groups for run in group.members):
-        if run.beginning is not None:
-            lists = [run.beginning.get(key) for key in ("matched", "replaced", "missing", "unexpected")]
+        if run.initial_weights is not None:
+            lists = [run.initial_weights.get(key) for key in ("matched", "replaced", "missing", "unexpected")]
             taken, *others = (list(map(str, names)) if isinstance(names, list) else [] for names in lists)
             rows[
                 (
-                    format_value(run.beginning.get("file", "?")),
+                    format_value(run.initial_weights.get("file", "?")),
                     str(len(taken)),
                     *(format_list(one) or "none" for one in others),
                 )
             ] = None
     if not rows:
         return SectionHtml("")
-    titles = ["start", "tensors taken", "new classifier", "missing in the file", "unexpected in it"]
-    return render_section("Starting models", "", render_section_table(titles, [list(row) for row in rows], "text"))
+    titles = ["file", "loaded tensors", "new classifier", "missing in the file", "unexpected in the file"]
+    return render_section("Initial weights", "", render_section_table(titles, [list(row) for row in rows], "text"))
 
 
 def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """Every run by itself: where it is, how far it came, what it left, and how to make it again."""
+    """Return the table of runs, with the commands that repeat them."""
     rows: list[list[str]] = []
     commands: dict[str, None] = {}
     made: dict[str, None] = {}
@@ -272,62 +284,73 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
             rows.append([_colored_label(group), run.seed, run.folder.name, str(run.last_round), state, short])
             if isinstance(run.config.get("command"), str):
                 commands[run.config["command"]] = None
-            versions = run.config.get("made_with")
+            versions = run.config.get("versions")
             if isinstance(versions, dict):
                 made[", ".join(f"{name} {format_value(version)}" for name, version in versions.items())] = None
     table = render_section_table(["method", "seed", "folder", "rounds", "state", "digest"], rows, "text")
     again: str = ""
     if commands:
-        title = render_section_tag("h3", "To run it again" if len(commands) == 1 else "To run them again")
+        title = render_section_tag(
+            "h3", "Command to repeat the run" if len(commands) == 1 else "Commands to repeat the runs"
+        )
         again = join_section_html(title, render_section_tag("pre", render_section_tag("code", "\n".join(commands))))
-    hint = f"Made with {'; '.join(made)}." if made else ""
+    hint = f"Versions: {'; '.join(made)}." if made else ""
     return render_section(format_plural(len(rows), "run").capitalize(), hint, table, again)
 
 
 def render_effects_section(effects: GridEffects) -> SectionHtml:
-    """The section."""
+    """Return the section of a grid: heat maps, effects, pairs and refused combinations."""
     what = "Final test accuracy in percent" if effects.metric == "accuracy" else "Final test loss"
     several = any(len(values) > 1 for values in effects.scores.values())
     hint = f"{what}{', mean ± standard deviation over seeds' if several else ''}."
     if any(effects.spread(cell) is None for cell in effects.grid.cells):
-        hint += " Hatched: no result; point at it for the reason."
+        hint += " Hatched cells have no result; their tooltips give the reason."
     content = [render_section_tag("p", effects.sentence, class_="lead")] if effects.sentence else []
     if effects.scores:
-        label = "Heat maps; the table of results has the numbers."
+        label = "Heat maps; the result table has the numbers."
         content.append(render_section_tag("div", id="grid", class_="maps", role="img", aria_label=label))
     else:
         hint = "No combination has a result."
     if effects.effects:
-        content += [render_section_tag("h3", "What each part did"), render_section_table(*effects.effect_table())]
+        content += [render_section_tag("h3", "Effect of each part"), render_section_table(*effects.effect_table())]
     if effects.pairs:
         content += [
-            render_section_tag("h3", "Pairs of parts, the best first"),
+            render_section_tag("h3", "Pairs of parts, best first"),
             render_section_table(*effects.pair_table()),
         ]
     if effects.effects:
         content.append(render_section_tag("p", effects.footnote(), class_="hint"))
     if refused := effects.grid.refused:
         rows = [[name, reason] for name, reason in refused.items()]
-        summary = render_section_tag("summary", f"{format_plural(len(rows), 'combination')} left out, and why")
+        summary = render_section_tag("summary", f"{format_plural(len(rows), 'combination')} left out, with reasons")
         content.append(
-            render_section_tag("details", summary, render_section_table(["combination", "why"], rows, "text"))
+            render_section_tag("details", summary, render_section_table(["combination", "reason"], rows, "text"))
         )
-    return render_section("Which part helped", hint, join_section_html(*content))
+    return render_section("Effects in the grid", hint, join_section_html(*content))
 
 
-def render_partition_section(data: Data) -> SectionHtml:
-    """The section with the circles; nothing if no partition is known."""
-    if not data["partitions"]:
+def render_partition_section(figure_data: Data) -> SectionHtml:
+    """Return the section that the script fills with a partition; empty if none is known."""
+    if not figure_data["partitions"]:
         return SectionHtml("")
-    hint = "The area of a circle is the number of examples of a class that a client holds."
-    cut = len(data["partitions"]) == MOST_PARTITIONS
+    hint = "The area of a circle is the number of samples that a client has of a class."
+    cut = len(figure_data["partitions"]) == MOST_PARTITIONS
     return render_section(
-        "Who holds what",
-        hint + (f" The first {MOST_PARTITIONS} partitions." if cut else ""),
+        "Samples by client and class",
+        hint + (f" Only the first {MOST_PARTITIONS} partitions are shown." if cut else ""),
         render_section_tag("div", _choice("choose-partition"), class_="choices"),
         render_section_tag("div", render_section_tag("div", id="partition"), class_="scroll", tabindex="0"),
         render_section_tag("p", id="partition-note", class_="hint"),
     )
+
+
+def render_diagnostics_section(figure_data: Data) -> SectionHtml:
+    """Return the section that the script fills with diagnostics; empty if there are none."""
+    if not figure_data["diagnostics"]:
+        return SectionHtml("")
+    cut = len(figure_data["diagnostics"]) == MOST_DIAGNOSTICS
+    hint = "By round, mean over seeds." + (f" Only the first {MOST_DIAGNOSTICS} are shown." if cut else "")
+    return render_section("Diagnostics", hint, render_section_tag("div", id="diagnostics", class_="smalls"))
 
 
 def _choice(name: str) -> SectionHtml:
