@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 FLOWER := .venv-flower/bin
 
-.PHONY: setup setup-flower demo test golden golden-cuda test-gpu test-flower test-flower-faults fuzz check format bench clean
+.PHONY: setup setup-flower demo test test-all golden golden-cuda test-gpu test-flower test-flower-faults fuzz check format bench clean
 
 setup: .venv/ready
 
@@ -27,8 +27,11 @@ demo: setup  ## five methods on the embedded digits: a table and a report
 	$(BIN)/fedloom compare fedavg scaffold fedcross fedmr fedcda --seeds 3 --partition dirichlet:0.1 --rounds 60 \
 	  --set fedcda.warmup=20
 
-test: setup  ## all tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
-	$(BIN)/python -m pytest -q -n auto
+test: setup  ## the tests; those that want real data sets are skipped where FEDLOOM_DATA does not name their folder
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m 'not exhaustive'
+
+test-all: test  ## and the exhaustive ones: every method, network and option in turn
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m exhaustive
 
 golden: setup  ## about 290 small runs: the working tree writes what the old commit writes, and draws what it draws
 	$(BIN)/python -m tests.golden
@@ -41,7 +44,7 @@ test-flower: setup-flower  ## federations of real Flower processes on this machi
 test-flower-faults: setup-flower  ## the same with faults: processes killed and frozen, nodes that lie (a quarter of an hour)
 	$(FLOWER)/python -m pytest -q -m faults tests/flower/faults
 
-test-gpu: setup  ## the engine on a GPU, held against a plain loop and the plain engine
+test-gpu: setup  ## the engine on a GPU, held against a plain loop and the sequential engine
 	$(BIN)/python -m pytest -q -m gpu tests/engines/cuda/test_gpu.py tests/devices/test_precision.py \
 	  tests/utils/test_storage.py tests/runs/test_background_writer.py tests/runs/test_out_of_memory.py \
 	  tests/methods/test_partial_results.py tests/methods/test_fedcross_precision.py tests/models
@@ -63,7 +66,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup  ## against a plain PyTorch loop, as ratios
-	$(BIN)/python benchmarks/rounds.py --out results/rounds.json
+	$(BIN)/python -m benchmarks rounds --out results/rounds.json
 
 clean:
 	rm -rf .venv .venv-flower .golden .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,11 +1,6 @@
 """Whole federations of real processes take minutes: they are played where they are asked for by their mark."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

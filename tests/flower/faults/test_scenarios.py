@@ -1,4 +1,4 @@
-"""Every scenario of benchmarks/flower_scenarios.py, with real processes; each judges its run by itself."""
+"""Every scenario of benchmarks/flower/scenarios.py, with real processes; each checks its run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,22 +7,22 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flower_scenarios import SCENARIOS
-from flower_world import World, a_world
+from benchmarks.flower.deployment import Deployment, open_deployment
+from benchmarks.flower.scenarios import SCENARIOS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder: Path = tmp_path_factory.mktemp("world")
-    with a_world(folder) as world:
-        yield world
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder: Path = tmp_path_factory.mktemp("deployment")
+    with open_deployment(folder) as deployment:
+        yield deployment
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_run_ends_well(name: str, world: World) -> None:
-    world.ready()
-    found = SCENARIOS[name](world)
+def test_the_run_ends_well(name: str, deployment: Deployment) -> None:
+    deployment.reset()
+    found = SCENARIOS[name](deployment)
     assert found
     assert all(row.same_digest and row.said for row in found)

@@ -1,0 +1,1 @@
+"""Measurements of the engines, the methods and whole experiments: `python -m benchmarks --list`."""

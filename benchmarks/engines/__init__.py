@@ -1,0 +1,1 @@
+"""Benchmarks of training on a CPU."""

@@ -1,0 +1,1 @@
+"""Whole experiments of the papers on a GPU."""

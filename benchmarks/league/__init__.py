@@ -1,0 +1,1 @@
+"""The league table: every method on the same tasks."""
