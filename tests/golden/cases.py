@@ -149,7 +149,7 @@ def of_options() -> Iterable[Case]:
         "fedmut": [{"granularity": "tensor", "T_a": 2}],
         "gamf": [{"output": "soft"}],
         "lss": [
-            {"spread": "volume", "estimate": True},
+            {"spread": "volume", "estimate": True, "affinity": 4.0},
             {"distance": "l2", "share": True, "first_alone": True, "new_optimizer": False, "scale": "absolute"},
         ],
         "scaffold": [{"option": "I"}],
