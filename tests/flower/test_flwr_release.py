@@ -12,6 +12,7 @@ from fedloom.errors import InputError
 from fedloom.flower import commands, flwr_patches
 from fedloom.flower.flwr_patches import TESTED, require_supported_flwr
 from fedloom.flower.server.serve import serve_app
+from fedloom.flower.site.client_app import client_app
 from tests.support.small_runs import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,9 @@ def test_another_release_is_refused_wherever_flower_starts(
     assert not list(out.rglob("metrics.jsonl"))
     with pytest.raises(InputError) as refused:  # the ServerApp, whatever its SuperLink is
         serve_app(None, None, tmp_path)  # type: ignore[arg-type]
+    assert str(refused.value) == said
+    with pytest.raises(InputError) as refused:  # the ClientApp, which Flower's own SuperNode may start
+        client_app(str(tmp_path / "client.py"))
     assert str(refused.value) == said
     capfd.readouterr()
     monkeypatch.setattr(sys, "argv", ["flwr_patches", "supernode"])  # a process of fedloom's own

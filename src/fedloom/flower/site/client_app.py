@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 def client_app(file: str) -> "ClientApp":
     """Return the ClientApp of the app that contains `file`."""
+    from fedloom.flower.flwr_patches import require_supported_flwr
+
+    require_supported_flwr()
     from flwr.app import Message
     from flwr.clientapp import ClientApp
 
