@@ -165,9 +165,10 @@ class RoundRunner:
                     statistics.loss_sum += answer.num_examples * answer.loss
                 self.engine.commit_update(answer)
                 yield answer
-        # If enough clients can never answer, an error here would block the run forever.
+        # If no update came and enough clients can never answer, an error here would block the run forever.
         min_clients = self._min_clients(len(tasks))
-        hopeless = statistics.num_permanent and len(tasks) - statistics.num_permanent < min_clients
+        never = statistics.num_permanent
+        hopeless = never and len(tasks) - never < min_clients and not statistics.accepted
         if statistics.accepted < min_clients and not hopeless:
             reasons = "; ".join(
                 f"client {client_id}: {reason}" for client_id, reason in list(statistics.failed.items())[:3]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.errors import FedloomError
-from fedloom.flower.message import SiteMessage
+from fedloom.flower.message import SiteMessage, make_failure_message
 from fedloom.runs.execute import resume
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
 from tests.support.flower_runs import plainly, play
@@ -32,6 +32,20 @@ def test_more_than_half_must_answer(asked: int, needed: int, tmp_path: Path) -> 
     says = rf"round 1: {needed - 1} of {asked} clients answered, but min_clients is {needed} by default \(client 0: no"
     with pytest.raises(FedloomError, match=says):
         play(config, tmp_path / "again", too_few)
+
+
+@pytest.mark.parametrize("refusing", [4, 5])
+def test_sites_that_claim_to_fail_forever_do_not_lower_the_minimum(refusing: int, tmp_path: Path) -> None:
+    config = make_run(rounds=1, deadline=0.05, min_clients=None)
+    link = FakeLink(make_sites(config, tmp_path))
+
+    def meddle(node: int, question: SiteMessage, answer: SiteMessage) -> SiteMessage | None:
+        refused = question.kind == "train" and question.header["client_id"] < refusing
+        return make_failure_message(question, "never", permanent=True) if refused else answer
+
+    link.meddle = meddle
+    with pytest.raises(FedloomError, match=f"round 1: {5 - refusing} of 5 clients answered, but min_clients is 3"):
+        play(config, tmp_path, link)
 
 
 def test_an_explicit_0_goes_on_with_whoever_answers(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ class FlowerEngine(Engine):
             if isinstance(answer, EngineNoReply):
                 if answer.state_lost:
                     self.accepted.pop(task.client_id, None)
-                yield ClientFailure(task, answer.reason, answer.permanent, answer.was_sent)
+                # Outside the exchange a site's word alone does not lift the minimum of updates.
+                yield ClientFailure(task, answer.reason, answer.permanent and exchanged, answer.was_sent)
                 continue
             try:
                 update = self._update(task, answer)
