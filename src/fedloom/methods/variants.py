@@ -105,7 +105,7 @@ def parse_method_variant(text: str) -> MethodVariant:
             shown[key if target is settings else f"{name}:{key}"] = _format_value(field, target[key])
     last = parts[-1][0]
     lines = {name: [f"{key}={shown[f'{name}:{key}']}" for key in sorted(options.get(name, ()))] for name, _ in parts}
-    clash = known[last].options.model_fields
+    clash = {key for name, _ in parts for key in known[name].options.model_fields}
     lines[last] += [f"{RUN if key in clash else ''}{key}={shown[key]}" for key in sorted(settings)]
     label = "+".join(f"{name}:{','.join(lines[name])}" if lines[name] else name for name, _ in parts)
     return MethodVariant("+".join(name for name, _ in parts), options, settings, label)

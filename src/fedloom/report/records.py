@@ -54,7 +54,7 @@ class RunRecord:
     def own_settings(self) -> set[str]:
         """Settings that the variant sets, and those that they replace. They differ from other runs on purpose."""
         plain = re.sub(r'"(?:[^"\\]|\\.)*"|\[.*?\]', "", self.label)  # quoted text may look like a key
-        options = {key for values in self.config.get("options", {}).values() for key in values}
+        options = {key.partition(".")[2] for key in flatten_record_config(self.config)}  # `fedprox.mu` is an option
         found = {key for run, key in re.findall(r"[:,](run\.)?(\w+)=", plain) if run or key not in options}
         return found | {other for key, other in (("epochs", "steps"), ("init", "new_head")) if key in found}
 
