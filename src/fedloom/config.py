@@ -6,7 +6,6 @@ Loads no torch, so that the help of the command and the client app of a site sta
 import math
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
-from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, settings_to_toml, validate_settings
+from fedloom.utils.settings import (
+    MAX_CONCURRENCY,
+    MAX_COUNT,
+    Settings,
+    format_toml_value,
+    parse_setting_value,
+    validate_settings,
+)
 
 
 class TrainingConfig(Settings):
@@ -100,6 +106,8 @@ class Config(TrainingConfig):
     """seed of all random draws"""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of the methods, by method and name"""
+    variant: str | None = None
+    """the method as it was given, if options or settings stood behind its name; they are in the other fields"""
 
     eval_every: int = Field(1, ge=1, le=MAX_COUNT)
     """rounds between two evaluations; the last round is always evaluated"""
@@ -268,6 +276,11 @@ class Config(TrainingConfig):
         return re.sub(r"[^A-Za-z0-9.+_-]", "_", (Path(path).name.split(".")[0] or kind) if path else kind)[:60]
 
     @property
+    def label(self) -> str:
+        """The name of the run in tables: its variant or its method."""
+        return self.variant or self.method
+
+    @property
     def cohort_size(self) -> int:
         """Number of clients sampled in a round; correct only if `clients` is known or at least 10."""
         return self.clients_per_round if self.clients_per_round is not None else min(10, self.clients or 10)
@@ -324,7 +337,7 @@ def config_to_command(config: Config) -> str:
     for name, field in Config.model_fields.items():
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
         default = _default_client_count(config.partition) if name == "clients" else field.default
-        if name in ("method", "options", "imports") or value == default:
+        if name in ("method", "options", "variant", "imports") or value == default:
             continue
         if isinstance(value, bool) and field.default is None:
             words += [flag, "yes" if value else "no"]
@@ -343,11 +356,7 @@ def config_to_command(config: Config) -> str:
 
 def _setting(value: Any) -> str:
     """Format a value as `parse_config_overrides` reads it: TOML, without quotes that are not needed."""
-    if isinstance(value, str) and parse_config_overrides([f"method.option={value}"])["method"]["option"] == value:
-        return value
-    if isinstance(value, list):  # on one line; the TOML writer would use one line per element
-        return f"[{', '.join(settings_to_toml({'value': each}).removeprefix('value = ').rstrip() for each in value)}]"
-    return settings_to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
+    return value if isinstance(value, str) and parse_setting_value(value) == value else format_toml_value(value)
 
 
 def parse_config_overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -358,11 +367,7 @@ def parse_config_overrides(assignments: Iterable[str]) -> dict[str, dict[str, An
         method, dot, option = key.strip().partition(".")
         if not (equals and dot and method and option):
             raise InputError(f"--set takes METHOD.OPTION=VALUE, such as fedprox.mu=0.1, not {assignment!r}.")
-        try:
-            value: Any = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text.strip()
-        options.setdefault(method, {})[option] = value
+        options.setdefault(method, {})[option] = parse_setting_value(text)
     return options
 
 
@@ -431,7 +436,7 @@ class PretrainConfig(Settings):
         return self
 
     @property
-    def method(self) -> str:
+    def label(self) -> str:
         """The name of this work on a progress display."""
         return f"pretraining {self.model}"
 

@@ -194,6 +194,27 @@ def test_other_settings_that_differ_between_methods_are_confessed():
     assert not any("differ in" in note for note in own.notes)
 
 
+def test_what_a_variant_sets_on_purpose_is_not_confessed():
+    fedavg, fedmr = run("fedavg", lr=0.1), run("fedmr", lr=0.1)
+    variant = run("fedavg", lr=0.01, variant="fedavg:lr=0.01")
+    comparison = make_comparison_table([fedavg, variant, fedmr])
+    assert [group.label for group in comparison.groups] == ["fedavg", "fedavg:lr=0.01", "fedmr"]
+    assert not any("differ in" in note for note in comparison.notes)
+    others = make_comparison_table([fedavg, variant, run("fedmr", lr=0.2)])
+    assert any("differ in lr" in note for note in others.notes), "fedavg and fedmr differ by no variant"
+    option = run("lss", lr=0.2, variant="lss:lr=5", options={"lss": {"lr": 5}})
+    assert any("differ in lr" in note for note in make_comparison_table([fedavg, option]).notes), "it sets its option"
+    longer = run("fedavg", epochs=2, variant="fedavg:epochs=2")
+    notes = make_comparison_table([run("fedmr", epochs=1, steps=5), longer]).notes
+    assert not any("differ in" in note for note in notes), "epochs replace steps"
+
+
+def test_rows_of_one_variant_with_other_settings_are_told_apart():
+    records = [run("fedavg", lr=lr, variant="fedavg:momentum=0.9", momentum=0.9) for lr in (0.1, 0.2)]
+    labels = [group.label for group in make_comparison_table([*records, run("fedavg", momentum=0.0)]).groups]
+    assert labels == ["fedavg:momentum=0.9 · lr=0.1", "fedavg:momentum=0.9 · lr=0.2", "fedavg"]
+
+
 def test_an_unfinished_seed_is_left_out_of_the_mean_and_said():
     comparison = make_comparison_table([run(rounds=2), run(seed=1, curve=[0.2], finished=False, rounds=2)])
     assert comparison.groups[0].accuracy.values == (0.9,)

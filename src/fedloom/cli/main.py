@@ -16,7 +16,7 @@ from fedloom.cli.flower import flower
 from fedloom.cli.options import PRETRAINING, add_cli_options
 from fedloom.cli.output import print_effects, print_methods, print_run_summary, print_table
 from fedloom.cli.partition import partition
-from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, make_config, parse_config_overrides
+from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
 from fedloom.utils.formatting import format_percent
 
@@ -59,7 +59,10 @@ def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[st
 @app.command()
 @add_cli_options()
 def run(
-    method: Annotated[str, typer.Argument(help="method, or several joined by +")],
+    method: Annotated[
+        str,
+        typer.Argument(help="method, or several joined by +, each with options and settings: fedprox:mu=0.1,lr=0.05"),
+    ],
     set_: Settings = None,
     import_: Imports = None,
     out: Out = None,
@@ -74,8 +77,9 @@ def run(
     """
     from fedloom.cli.progress import ProgressDisplay
     from fedloom.runs.execute import execute_run
+    from fedloom.runs.resolve import resolve_config
 
-    config = make_config(
+    config = resolve_config(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
     )
     display = ProgressDisplay(quiet)
@@ -139,7 +143,13 @@ def verify(
 @app.command()
 @add_cli_options()
 def compare(
-    methods: Annotated[list[str] | None, typer.Argument(help="methods; with --grid, the rest of the grid")] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="methods, each with options and settings of its own: fedavg fedavg:lr=0.03 fedprox:mu=0.1; "
+            "with --grid, the rest of the grid"
+        ),
+    ] = None,
     grid: Annotated[
         str | None,
         typer.Option(
@@ -170,7 +180,8 @@ def compare(
     To resume a stopped comparison, repeat the command with the same --out.
     """
     from fedloom.cli.progress import ProgressDisplay
-    from fedloom.runs.compare import compare, plan_comparison_grid
+    from fedloom.runs.compare import compare
+    from fedloom.runs.grids import plan_comparison_grid
 
     count, options = _number("seeds", seeds, int), parse_config_overrides(set_ or ())
     goal = None if target is None else _number("target", target, float)

@@ -130,10 +130,13 @@ def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
     said += _server_data([group.runs[0] for group in groups])
     causes: dict[str, None] = {}
     for name in dict.fromkeys(group.task for group in groups):
-        tables = [flatten_record_config(group.runs[0].config) for group in groups if group.task == name]
+        runs = [group.runs[0] for group in groups if group.task == name]
+        tables = [flatten_record_config(run.config) for run in runs]
         methods = {part for group in groups for part in group.runs[0].method.split("+")}
-        keys = (key for key in find_record_differences(tables) if key not in NO_CAUSE)
-        causes |= dict.fromkeys(key for key in keys if key.partition(".")[0] not in methods)
+        for key in find_record_differences(tables):
+            others = {table.get(key) for run, table in zip(runs, tables, strict=True) if key not in run.own_settings}
+            if key not in NO_CAUSE and key.partition(".")[0] not in methods and len(others) > 1:
+                causes[key] = None
     several = len({group.runs[0].method for group in groups}) > 1
     if causes and several:
         said.append(f"The runs also differ in {format_list(list(causes))}, which may cause differences too.")

@@ -300,7 +300,7 @@ def analyze_effects(grid: EffectGrid, groups: Sequence[GroupStatistics]) -> Grid
         runs = ((run.seed, final_record_value(run, metric)) for run in group.runs if run.finished)
         found = {seed: value for seed, value in runs if value is not None}
         if found:
-            by_method[group.runs[0].method] = found
+            by_method[group.runs[0].label] = found
     scores = {
         cell.levels: by_method[cell.method] for cell in grid.cells if cell.refusal is None and cell.method in by_method
     }

@@ -51,7 +51,7 @@ def write_report_page(
     path = Path(path)
     if grid:  # baselines come first, in whatever order the directories were read
         order = {method: at for at, method in enumerate(grid.methods)}
-        records = sorted(records, key=lambda record: order.get(record.method, len(order)))
+        records = sorted(records, key=lambda record: order.get(record.label, len(order)))
     write_html_page(path, _render_report(make_comparison_table(records, target), title, grid))
 
 
@@ -138,7 +138,7 @@ def build_html_page(title: str, body: Sequence[str], figure_data: Data) -> Secti
 
 
 def _title(comparison: ComparisonTable, grid: EffectGrid | None) -> str:
-    methods = list(dict.fromkeys(group.runs[0].method for group in comparison.groups))
+    methods = list(dict.fromkeys(group.runs[0].label for group in comparison.groups))
     data = {str(group.runs[0].config.get("data", "")) for group in comparison.groups} - {""}
     what = (
         " × ".join(format_plural(len(one.levels), one.name) for one in grid.factors) if grid else format_list(methods)

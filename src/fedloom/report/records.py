@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,9 +41,22 @@ class RunRecord:
         return str(self.config.get("method", "unknown method"))
 
     @property
+    def label(self) -> str:
+        """The name of the run: its variant, such as `fedavg:lr=0.03`, or its method."""
+        return str(self.config.get("variant", self.method))
+
+    @property
     def seed(self) -> str:
         """The seed as text, because here it is only a name."""
         return str(self.config.get("seed", "?"))
+
+    @property
+    def own_settings(self) -> set[str]:
+        """Settings that the variant sets, and those that they replace. They differ from other runs on purpose."""
+        plain = re.sub(r'"(?:[^"\\]|\\.)*"|\[.*?\]', "", self.label)  # quoted text may look like a key
+        options = {key.partition(".")[2] for key in flatten_record_config(self.config)}  # `fedprox.mu` is an option
+        found = {key for run, key in re.findall(r"[:,](run\.)?(\w+)=", plain) if run or key not in options}
+        return found | {other for key, other in (("epochs", "steps"), ("init", "new_head")) if key in found}
 
     @property
     def finished(self) -> bool:
@@ -168,7 +182,7 @@ def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...]]:
 
 
 NOT_SETTINGS = frozenset(
-    {"seed", "command", "server_data_used_by", "name", "out", "folder", "workers", "versions", "format"}
+    {"seed", "command", "variant", "server_data_used_by", "name", "out", "folder", "workers", "versions", "format"}
     | {"checkpoint_seconds", "keep_checkpoints", "cache_dir"}
 )
 """Keys of a config that cannot change the result, and the seed, over which results are averaged."""
@@ -210,7 +224,7 @@ class RecordGroup:
     """Runs that differ only in the seed, and the names of the group."""
 
     short: str
-    """The method, with the settings that distinguish it from other groups of this method on this task."""
+    """The method or variant, with the settings that distinguish it from other groups of this name on this task."""
     task: str
     """The settings that distinguish this task from the others; all settings of a single task."""
     label: str
@@ -229,7 +243,7 @@ def group_records(records: Iterable[RunRecord]) -> list[RecordGroup]:
     tables = [flatten_record_config(group[0].config) for group in groups]
     odd = [key for key in TASK if key in find_record_differences(tables)]
     tasks = [_said(table, odd or TASK) or "unnamed task" for table in tables]
-    shorts = _shorts([group[0].method for group in groups], tables, tasks)
+    shorts = _shorts([group[0] for group in groups], tables, tasks)
     kinds = list(dict.fromkeys(shorts))
     named = [
         RecordGroup(short, task, f"{short} · {task}" if odd else short, kinds.index(short), tuple(group))
@@ -246,14 +260,14 @@ def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
     return ", ".join(told[key] for key in keys if key in told)
 
 
-def _shorts(methods: Sequence[str], tables: Sequence[Mapping[str, str]], tasks: Sequence[str]) -> list[str]:
+def _shorts(records: Sequence[RunRecord], tables: Sequence[Mapping[str, str]], tasks: Sequence[str]) -> list[str]:
     made: list[str] = []
-    for at, (method, table) in enumerate(zip(methods, tables, strict=True)):
-        same = [other for name, other in zip(methods, tables, strict=True) if name == method]
-        parts = [method]
+    for at, (record, table) in enumerate(zip(records, tables, strict=True)):
+        same = [other for one, other in zip(records, tables, strict=True) if one.label == record.label]
+        parts = [record.label]
         for key in find_record_differences(same):
             if key in table and key not in TASK:
-                name = key.removeprefix(f"{method}.")
+                name = key.removeprefix(f"{record.method}.")
                 parts.append(table[key] if key == "model" else f"{name}={table[key]}")
         short = " · ".join(parts)
         # Two settings may look the same once shortened, so a number distinguishes them.

@@ -48,7 +48,7 @@ class RunResult:
     def __repr__(self) -> str:
         accuracy = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}"
         ended = f"{accuracy} after round {self.summary['rounds']}"
-        return f"<{self.config.method} on {self.config.data}, {ended}: {self.path}>"
+        return f"<{self.config.label} on {self.config.data}, {ended}: {self.path}>"
 
     @property
     def history(self) -> list[dict[str, Any]]:
