@@ -29,9 +29,9 @@ AgreementSettings = Mapping[str, Any]
 
 OF_THE_MACHINE = {
     "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
-    "imports",
+    "imports", "window",
 }  # fmt: skip
-"""Settings that may differ between sites."""
+"""Settings that may differ between sites, or that only the server reads."""
 SHOWN = 3
 """Number of settings that a refusal names; it only counts the rest."""
 LONGEST = 24
