@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
+from fedloom.utils.result_window import DEFAULT_WINDOW, count_evaluations, limit_window
 from fedloom.utils.settings import (
     MAX_CONCURRENCY,
     MAX_COUNT,
@@ -111,6 +112,8 @@ class Config(TrainingConfig):
 
     eval_every: int = Field(1, ge=1, le=MAX_COUNT)
     """rounds between two evaluations; the last round is always evaluated"""
+    window: int = Field(DEFAULT_WINDOW, ge=1, le=MAX_COUNT)
+    """number of last evaluations whose mean is the result of the run; at most a fifth of all, at least one"""
     min_clients: int | None = Field(None, ge=0, le=MAX_COUNT)
     """minimum number of clients that return an update in a round; fewer end the run with an error; by default 0, and
     with sites more than half of the clients of the round"""
@@ -279,6 +282,11 @@ class Config(TrainingConfig):
     def label(self) -> str:
         """The name of the run in tables: its variant or its method."""
         return self.variant or self.method
+
+    @property
+    def result_window(self) -> int:
+        """Number of last evaluations whose mean is the result: `window` within its limits."""
+        return limit_window(self.window, count_evaluations(self.rounds, self.eval_every))
 
     @property
     def cohort_size(self) -> int:

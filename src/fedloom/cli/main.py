@@ -14,7 +14,7 @@ import typer
 from fedloom._version import __version__
 from fedloom.cli.flower import flower
 from fedloom.cli.options import PRETRAINING, add_cli_options
-from fedloom.cli.output import print_effects, print_methods, print_run_summary, print_table
+from fedloom.cli.output import print_comparison, print_methods, print_run_summary, print_table
 from fedloom.cli.partition import partition
 from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
@@ -209,19 +209,7 @@ def compare(
         display,
         advice,
     )
-    if json_:
-        runs = [finished.summary for finished in result.runs]
-        found = {"path": str(result.path), "headline": result.table.headline, "runs": runs}
-        print(json.dumps(found | ({"grid": result.effects.to_dict()} if result.effects else {})))
-        return
-    titles, rows = result.table.table("brief")
-    print_table(titles, rows)
-    if result.effects:
-        print_effects(result.effects)
-    print(f"\n{result.table.headline}")
-    for note in result.table.notes:
-        print(note)
-    print(f"report: {result.path / 'report.html'}")
+    print_comparison(result, json_)
 
 
 @app.command()
@@ -259,13 +247,22 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="directories of runs or of comparisons")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="file to write")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(metavar="TEXT", help="title of the page")] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="number of last evaluations whose mean is the result, at most a fifth of all; by default the setting "
+            "of each run",
+            metavar="N",
+        ),
+    ] = None,
 ) -> None:
     """Write one report about several runs."""
     from fedloom.report import read_effect_grid, read_run_record, write_report_page
 
+    count = None if window is None else _number("window", window, int)
     folders = [folder for path in runs for folder in _runs_in(path)]
     grid = read_effect_grid(runs[0]) if len(runs) == 1 else None  # with other runs, a grid's cells would be ambiguous
-    write_report_page([read_run_record(folder) for folder in folders], out, title=title, grid=grid)
+    write_report_page([read_run_record(folder) for folder in folders], out, title=title, grid=grid, window=count)
     print(out)
 
 

@@ -105,7 +105,8 @@ def compare(
         options: Options by method, as in `run`. A run gets the options of its methods.
         out: The folder of the comparison; by default a new one in `runs`.
         runs: The parent of new folders.
-        target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best.
+        target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best
+            result. A target that guessing reaches is not counted.
         concurrent_runs: Number of runs that share a GPU at a time, if one alone does not fill it (`device="cuda"`).
         callback: Watches and stops the runs.
         report: Whether to write `report.html` for the comparison and for each run.

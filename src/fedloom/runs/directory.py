@@ -159,11 +159,15 @@ class RunDirectory:
 
     # other files
 
-    def write_partition(self, label_counts: np.ndarray | None, class_names: tuple[str, ...]) -> None:
-        """Write the number of samples per client and class."""
+    def write_partition(
+        self, label_counts: np.ndarray | None, class_names: tuple[str, ...], test_counts: np.ndarray | None
+    ) -> None:
+        """Write the number of samples per client and class, and the number of test samples per class."""
         if label_counts is None:
             return
         value = {"classes": label_counts.shape[1], "class_names": list(class_names), "counts": label_counts.tolist()}
+        if test_counts is not None:
+            value["test_counts"] = test_counts.tolist()
         write_atomically(self.path / "partition.json", json.dumps(value).encode())
 
     def write_initial_weights(self, initial_weights: InitialWeights, state_dict: Mapping[str, Tensor]) -> None:

@@ -142,8 +142,12 @@ def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
     directory = RunDirectory.create(path, config, user_objects.names, built_run.method.use_server_data)
     _begin(directory, built_run, callback)
-    directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
+    _write_partition(directory, built_run)
     run_rounds(directory, built_run, callback, first_round=None)
+
+
+def _write_partition(directory: RunDirectory, built_run: BuiltRun) -> None:
+    directory.write_partition(built_run.rounds.label_counts, built_run.class_names, built_run.count_test_labels())
 
 
 @contextmanager
@@ -265,7 +269,7 @@ def _go_on(
                 )
             callback.on_message(f"{text} Going on from the checkpoint before it.")
         if latest is None:
-            directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
+            _write_partition(directory, built_run)
             directory.rewind(-1)
             run_rounds(directory, built_run, callback, first_round=None)
         else:

@@ -61,7 +61,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             **({"variant": config.variant} if config.variant else {}),
             "data": config.data,
             "seed": config.seed,
-            **summarize_run_metrics(directory.history()),
+            **summarize_run_metrics(directory.history(), config.result_window),
             "run": str(directory.path),
             "digest": model_digest(global_model),
         }

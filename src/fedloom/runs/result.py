@@ -57,8 +57,17 @@ class RunResult:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the test accuracy of the global model; None without classes or test samples."""
+        """Return the result of the run: the mean test accuracy of the global model over the last evaluations.
+
+        `summary["window"]` says how many. None without classes or test samples, or if one of them is not finite.
+        """
         value = self.summary["accuracy"]
+        return None if value is None else float(value)
+
+    @property
+    def last_accuracy(self) -> float | None:
+        """Return the test accuracy of the final global model alone; None without classes or test samples."""
+        value = self.summary["last_accuracy"]
         return None if value is None else float(value)
 
     @property
