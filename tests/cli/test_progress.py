@@ -146,7 +146,7 @@ def test_a_long_path_leaves_room_for_the_rounds(
 
 
 def test_a_run_that_begins_again_is_counted_once(capfd: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(runs=2)
+    display = ProgressDisplay(methods=["fedavg"], seeds=2)
     for folder in ("a", "a", "b"):  # the first has found no memory, and goes on with fewer clients at once
         display.on_run_start(Path(folder), make_config({"rounds": 3}), [])
         display.on_run_end()
@@ -168,16 +168,16 @@ def bar_line(display: ProgressDisplay) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-@pytest.mark.parametrize("runs", [1, 12])
+@pytest.mark.parametrize("methods", [(), ("fedavg", "fedcross", "lss")])
 def test_nothing_moves_when_numbers_grow(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, runs: int
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, methods: tuple[str, ...]
 ) -> None:
     clock = 1000.0
     monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
     on_terminal(monkeypatch, width)
-    display = ProgressDisplay(runs=runs)
+    display = ProgressDisplay(methods=methods, seeds=4)
     places = set()
-    for run in range(min(runs, 3)):
+    for run in range(4 * len(methods) or 1):
         display.on_run_start(Path(f"{run}"), make_config({"rounds": 1000}), [])
         for round, accuracy, loss in ((0, 0.0, 0.0), (1, 0.05, 9.9), (9, 0.5, 10.1), (10, 0.1, 123.4), (999, 1.0, 0.1)):
             display.on_round_end({"round": round, "accuracy": accuracy, "loss": loss})
@@ -201,7 +201,7 @@ def test_a_comparison_tells_the_time_left_of_all_its_runs(
     clock = 1000.0
     monkeypatch.setattr("fedloom.cli.progress.time.monotonic", lambda: clock)
     on_terminal(monkeypatch, 120)
-    display = ProgressDisplay(runs=6, seeds=2)
+    display = ProgressDisplay(methods=["fedavg", "fedcross", "lss"], seeds=2)
     said = []
     for run, seconds in enumerate((1, 1, 4, 4)):
         display.on_run_start(Path(f"{run}"), make_config({"rounds": 10}), [])
@@ -234,20 +234,20 @@ def test_runs_that_were_finished_before_are_counted_and_take_no_time(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").touch()
-    display = ProgressDisplay(runs=4, seeds=2)
+    display = ProgressDisplay(methods=["fedavg", "fedcross"], seeds=2)
     history = [{"round": round} for round in range(6)]
-    display.on_run_start(tmp_path / "c", make_config({"rounds": 10}), history)
+    display.on_run_start(tmp_path / "fedcross-seed0", make_config({"rounds": 10}), history)
     for round in range(6, 9):
         clock += 10
         display.on_round_end({"round": round})
     display.on_run_end()
-    display.on_run_start(tmp_path / "d", make_config({"rounds": 10}), [])
+    display.on_run_start(tmp_path / "fedcross-seed1", make_config({"rounds": 10}), [])
     for round in range(3):
         clock += 10
         display.on_round_end({"round": round})
     display.on_run_end()
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith("3/4  ")
+    assert lines[0].startswith("3/4  fedcross on digits, seed 0: ")
     assert lines[0].endswith("resumes after round 5 of 10")
     assert any(line.endswith("round 8/10    2 min 00 s left in all") for line in lines), lines  # 2 rounds and a run
     assert any(line.endswith("round 2/10    1 min 20 s left in all") for line in lines), lines

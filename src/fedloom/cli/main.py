@@ -198,10 +198,8 @@ def compare(
         text, names, grid_display = " ".join([grid, *names]), [], ProgressDisplay(quiet)
         plan = _interruptible(lambda: plan_comparison_grid(text, options, values, callback=grid_display), grid_display)
         grid_display.on_run_end()
-    num_runs = (
-        count * len(plan.methods if plan else names) if num_concurrent == 1 else 1
-    )  # concurrent ones share one bar
-    display = ProgressDisplay(quiet, runs=num_runs, seeds=count)
+    # concurrent runs share one bar
+    display = ProgressDisplay(quiet, () if num_concurrent > 1 else plan.methods if plan else names, count)
     advice = f"continue with the same command and --out {out}" if out else None
     result = _interruptible(
         lambda: compare(

@@ -8,7 +8,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,10 +36,13 @@ ELAPSED = len("0:00:00")
 class ProgressDisplay:
     """A callback that shows the progress of runs and handles Ctrl-C."""
 
-    def __init__(self, quiet: bool = False, runs: int = 1, unit: str = "round", seeds: int = 1) -> None:
-        """Show the progress of `runs` runs, where every `seeds` runs in a row have the same method."""
-        self._runs, self._run, self._unit = runs, 0, unit
-        self._time_left = TimeLeft(runs, seeds)
+    def __init__(
+        self, quiet: bool = False, methods: Sequence[str] = (), seeds: int = 1, *, unit: str = "round"
+    ) -> None:
+        """Show the progress of one run, or of a comparison of `methods`, each with `seeds` seeds in a row."""
+        self._methods, self._unit = methods, unit
+        self._runs, self._run = max(len(methods) * seeds, 1), 0
+        self._time_left = TimeLeft(self._runs, seeds)
         self._name_width = 0
         # Paths and names are shown literally: [old] is no markup, and :cat: no emoji.
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -57,20 +60,24 @@ class ProgressDisplay:
         self._close_bars()
         self._take_signals()
         if self.folder is None and self._runs > 1:  # a comparison that continues does not start its finished runs
-            self._run = min(len(list(folder.parent.glob("*/summary.json"))), self._runs - 1)
-        self._run += folder != self.folder  # a run that ran out of memory starts again in the same directory
+            self._run = len(list(folder.parent.glob("*/summary.json")))
+        # a run that ran out of memory starts again in the same directory
+        self._run = min(self._run + (folder != self.folder), self._runs)
         self.folder, self._config, self._server_progress = folder, config, {}
         self._printed_at = time.monotonic()
         done = max((record["round"] for record in history), default=0)
         self._time_left.start_run(self._run, config.rounds, done)
         number = f"{self._run:{len(str(self._runs))}}/{self._runs}  " if self._runs > 1 else ""
         place = "" if config.device == "cpu" else f", on {config.device}"
-        self._name = f"{number}{config.method} on {config.data}, seed {config.seed}{place}"
+        # the folders of a comparison are named after its rows
+        method = (self._runs > 1 and folder.name.rpartition("-seed")[0]) or config.method
+        self._name = f"{number}{method} on {config.data}, seed {config.seed}{place}"
         if self.live:
             # a full path would leave no room for the progress
             data = "" if self._runs > 1 else f" on {_brief(config.data)}"  # all runs of a comparison have the same data
             name = self._name.replace(f" on {config.data}", data)
-            self._name_width = max(self._name_width, len(name))  # the bars of several runs are aligned
+            longest = max(map(len, self._methods), default=0)  # the bars of all runs are aligned
+            self._name_width = max(self._name_width, len(name) + max(longest - len(method), 0))
             self._bars = Progress(*self._columns(), console=self.console)
             self._task = self._bars.add_task(
                 name, total=config.rounds, completed=done, state="", left=self._format_time_left()

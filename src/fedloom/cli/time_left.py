@@ -47,7 +47,8 @@ class TimeLeft:
             left = max(known.get(current, _mean(known)) - elapsed, 0.0)
         else:
             return None
-        return left + sum(known.get(self._method(run), _mean(known)) for run in range(self._number + 1, self._runs + 1))
+        usual = _mean(known)
+        return left + sum(known.get(self._method(run), usual) for run in range(self._number + 1, self._runs + 1))
 
     def _start(self, number: int, rounds: int, done: int) -> None:
         self._number, self._rounds, self._round = number, rounds, done
