@@ -12,6 +12,7 @@ from fedloom.methods import registry
 ROOT = Path(__file__).parents[1]
 LIGHT = (
     "fedloom",
+    "fedloom.cli.catalog",
     "fedloom.cli.main",
     "fedloom.config",
     "fedloom.flower.flwr_patches",

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.cache import cache_folder, load_through_cache
+from fedloom.data.cache import load_through_cache
 from fedloom.data.dataset import Dataset
 from fedloom.data.readers.images import LARGE, _allocate_images
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import cache_folder
 from tests.support.cache_content import content, same
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.cli.output import _list_methods
+from fedloom.cli.catalog import read_listing
 from fedloom.core.layout import TensorKind
 from fedloom.methods import methods
 from fedloom.methods.registry import BUILT_IN
@@ -119,7 +119,7 @@ def test_the_server_keeps_what_a_method_says(name: str) -> None:
 
 
 def test_every_method_has_a_year_a_cost_and_words_for_its_computation() -> None:
-    for entry in _list_methods():
+    for entry in read_listing("methods"):
         assert entry["year"] in range(2017, 2026), entry["name"]
         assert entry["extra compute"], entry["name"]
         assert entry["server data"] in ("no", "inputs", "labels")

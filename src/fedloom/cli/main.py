@@ -13,8 +13,10 @@ import typer
 
 from fedloom._version import __version__
 from fedloom.cli.flower import flower
+from fedloom.cli.listing import list_
+from fedloom.cli.loading import show_loading
 from fedloom.cli.options import PRETRAINING, add_cli_options
-from fedloom.cli.output import print_comparison, print_methods, print_run_summary, print_table
+from fedloom.cli.output import print_comparison, print_run_summary
 from fedloom.cli.partition import partition
 from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
@@ -23,10 +25,21 @@ from fedloom.utils.formatting import format_percent
 # typer has its own copy of click since 0.26, and uses the installed one before: take the base class from its errors
 ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+START = """\
+fedloom runs and compares methods of federated learning. Five things to try:
+
+  fedloom demo                                 five papers put to the test
+  fedloom run fedcross                         one method, on handwritten digits
+  fedloom compare fedavg fedcross --seeds 3    two methods: a table and a report
+  fedloom run fedavg --data mine.csv,label=y   your own data
+  fedloom list methods                         also: datasets, models, ...
+
+All commands: fedloom --help. The options of one: fedloom run --help."""
+
 app = typer.Typer(
     name="fedloom",
     help="Run and compare methods of federated learning on heterogeneous data. Every run is reproducible bit for bit.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -75,9 +88,10 @@ def run(
 
     Writes a directory with the configuration, metrics, checkpoints, the model and a report.
     """
-    from fedloom.cli.progress import ProgressDisplay
-    from fedloom.runs.execute import execute_run
-    from fedloom.runs.resolve import resolve_config
+    with show_loading(quiet):
+        from fedloom.cli.progress import ProgressDisplay
+        from fedloom.runs.execute import execute_run
+        from fedloom.runs.resolve import resolve_config
 
     config = resolve_config(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
@@ -98,9 +112,10 @@ def resume(
     settings: dict[str, Any],
 ) -> None:
     """Continue a run that was stopped or killed. The result has the same bits as without the interruption."""
-    from fedloom.cli.progress import ProgressDisplay
-    from fedloom.methods import import_file
-    from fedloom.runs.execute import resume
+    with show_loading(quiet):
+        from fedloom.cli.progress import ProgressDisplay
+        from fedloom.methods import import_file
+        from fedloom.runs.execute import resume
 
     for path in import_ or ():
         import_file(path)
@@ -116,10 +131,11 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Repeat a finished run and check that it gives the same model, bit for bit."""
-    from fedloom.cli.progress import ProgressDisplay
-    from fedloom.methods import import_file
-    from fedloom.runs.execute import verify
-    from fedloom.runs.result import count_failures_in_result
+    with show_loading(quiet):
+        from fedloom.cli.progress import ProgressDisplay
+        from fedloom.methods import import_file
+        from fedloom.runs.execute import verify
+        from fedloom.runs.result import count_failures_in_result
 
     for path in import_ or ():
         import_file(path)
@@ -179,9 +195,10 @@ def compare(
 
     To resume a stopped comparison, repeat the command with the same --out.
     """
-    from fedloom.cli.progress import ProgressDisplay
-    from fedloom.runs.compare import compare
-    from fedloom.runs.grids import plan_comparison_grid
+    with show_loading(quiet):
+        from fedloom.cli.progress import ProgressDisplay
+        from fedloom.runs.compare import compare
+        from fedloom.runs.grids import plan_comparison_grid
 
     count, options = _number("seeds", seeds, int), parse_config_overrides(set_ or ())
     goal = None if target is None else _number("target", target, float)
@@ -192,7 +209,8 @@ def compare(
         text, names, grid_display = " ".join([grid, *names]), [], ProgressDisplay(quiet)
         plan = _interruptible(lambda: plan_comparison_grid(text, options, values, callback=grid_display), grid_display)
         grid_display.on_run_end()
-    display = ProgressDisplay(quiet, runs=count * len(plan.methods if plan else names))
+    # concurrent runs share one bar
+    display = ProgressDisplay(quiet, () if num_concurrent > 1 else plan.methods if plan else names, count)
     advice = f"continue with the same command and --out {out}" if out else None
     result = _interruptible(
         lambda: compare(
@@ -226,8 +244,9 @@ def pretrain(
 
     To resume a stopped pretraining, repeat the command. The result has the same bits.
     """
-    from fedloom.cli.progress import ProgressDisplay
-    from fedloom.runs.pretrain import pretrain
+    with show_loading(quiet):
+        from fedloom.cli.progress import ProgressDisplay
+        from fedloom.runs.pretrain import pretrain
 
     display = ProgressDisplay(quiet, unit="epoch")
     work = partial(pretrain, data, out, callback=display, **settings)
@@ -257,7 +276,8 @@ def report(
     ] = None,
 ) -> None:
     """Write one report about several runs."""
-    from fedloom.report import read_effect_grid, read_run_record, write_report_page
+    with show_loading():
+        from fedloom.report import read_effect_grid, read_run_record, write_report_page
 
     count = None if window is None else _number("window", window, int)
     folders = [folder for path in runs for folder in _runs_in(path)]
@@ -285,59 +305,9 @@ def _runs_in(path: Path) -> list[Path]:
     return inside
 
 
-@app.command("list")
-def list_(
-    what: Annotated[str, typer.Argument(metavar="methods|datasets|models|partitions", help="kind of thing to list")],
-    json_: Json = False,
-    import_: Imports = None,
-) -> None:
-    """List the methods with their options, the data sets, the networks or the partitions."""
-    from fedloom.cli.output import LISTINGS
-    from fedloom.methods import import_file
-
-    if what not in LISTINGS:
-        from fedloom.errors import unknown_name_error
-
-        raise unknown_name_error("kind of thing to list", what, LISTINGS)
-    for path in import_ or ():
-        import_file(path)
-    entries = LISTINGS[what]()
-    if json_:
-        print(json.dumps(entries))
-        return
-    if what == "methods":
-        print_methods(entries)
-    else:
-        titles = [title for title in entries[0] if title not in ("options", "found", "missing", "get")]
-        print_table(titles, [[_cell(entry[title]) for title in titles] for entry in entries])
-    if what == "models":
-        print("\nAdd MOON's projection before the last layer of any network: --model NAME+projection")
-    for entry in entries:
-        if entry.get("missing"):
-            print(f"\n{entry['name']} is read without {', '.join(entry['missing'])}.")
-        if entry.get("get"):
-            print(f"\n{entry['name']} must be downloaded by hand: {entry['get']}.")
-    if "options" in entries[0]:
-        form, dot = ("--set METHOD.OPTION=VALUE", ".") if what == "methods" else ("--model NAME:OPTION=VALUE,...", ":")
-        print(f"\nOptions ({form}):")
-        lines = [
-            [f"{entry['name']}{dot}{option['name']}", _cell(option["default"]), option["help"]]
-            for entry in entries
-            for option in entry["options"]
-        ]
-        print_table(["option", "default", "meaning"], lines, width=100)
-
-
+app.command("list")(list_)
 app.command()(partition)
 app.add_typer(flower)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return " x ".join(map(str, value)) if value and isinstance(value[0], int) else ", ".join(map(str, value))
-    return (
-        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
-    )
 
 
 def _interruptible(work: Callable[[], Any], display: Any, advice: str | None = None) -> Any:
@@ -370,12 +340,14 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", metavar="", callback=_version, is_eager=True, help="print the version and exit"),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(START)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Output of the command: listings as plain data, the summary of a run, and tables on the terminal."""
+"""Output of the command: the summary of a run, and tables on the terminal."""
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,86 +14,6 @@ from fedloom.utils.result_window import count_evaluations
 if TYPE_CHECKING:  # so that `fedloom --help` does not load numpy
     from fedloom.report import GridEffects
     from fedloom.runs.compare import ComparisonResult
-
-
-def _list_methods() -> list[dict[str, Any]]:
-    """List the methods with their parts, costs and options."""
-    from fedloom.methods import methods
-
-    return [
-        {
-            "name": method.name,
-            "provides": list(method.parts),
-            "year": method.year,
-            "summary": method.summary,
-            "models a round": method.models_sent,
-            "client state": method.client_state,
-            "server state": method.server_state,
-            "extra compute": method.extra_compute,
-            "server data": method.server_data or "no",
-            "reference": method.reference,
-            "options": [
-                {"name": name, "default": field.default, "help": field.description}
-                for name, field in method.options.model_fields.items()
-            ],
-        }
-        for method in methods().values()
-    ]
-
-
-def _list_datasets() -> list[dict[str, Any]]:
-    """List the data sets, and whether they are on this machine."""
-    from fedloom.data.registry import available_datasets
-
-    return [
-        {
-            "name": info.name,
-            "summary": info.summary,
-            "classes": info.classes,
-            "shape": list(info.shape),
-            "training": info.num_train_examples,
-            "test": info.num_test_examples,
-            "state": info.state,
-            "found": str(info.folder) if info.folder else None,
-            "missing": list(info.missing_parts),
-            "get": info.manual_steps or None,
-        }
-        for info in available_datasets()
-    ]
-
-
-def _list_models() -> list[dict[str, Any]]:
-    """List the networks with their sizes and options."""
-    from fedloom.models import available_models
-
-    return [
-        {
-            "name": info.name,
-            "summary": info.summary,
-            "parameters, 1 x 28 x 28": info.parameters_1x28x28,
-            "parameters, 3 x 32 x 32": info.parameters_3x32x32,
-            "parameters, text": info.parameters_text,
-            "options": [
-                {"name": option.name, "default": option.default, "help": option.help} for option in info.options
-            ],
-        }
-        for info in available_models()
-    ]
-
-
-def _list_partitions() -> list[dict[str, Any]]:
-    """List the partitions."""
-    from fedloom.data.partitions import available_partitions
-
-    return [{"name": info.spec, "summary": info.summary} for info in available_partitions()]
-
-
-LISTINGS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "methods": _list_methods,
-    "datasets": _list_datasets,
-    "models": _list_models,
-    "partitions": _list_partitions,
-}
 
 
 def print_run_summary(run_result: Any, as_json: bool) -> None:
@@ -173,16 +93,6 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, width=None if sys.stdout.isatty() else width, markup=False).print(table)
-
-
-def print_methods(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Print what the methods do and what they cost."""
-    about = [[entry["name"], str(entry["year"] or ""), entry["summary"]] for entry in entries]
-    print_table(["name", "year", "summary"], about, width=100)
-    print("\nWhat they cost: models sent in a round of K of the N clients, and data on the server:")
-    keys = ["models a round", "client state", "server state", "extra compute", "server data"]
-    costs = [[entry["name"], ", ".join(entry["provides"]), *(entry[key] for key in keys)] for entry in entries]
-    print_table(["name", "provides", "models", *keys[1:4], "data"], costs, width=100)
 
 
 def print_comparison(result: "ComparisonResult", as_json: bool) -> None:

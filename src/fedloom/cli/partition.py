@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedloom.cli.loading import show_loading
 from fedloom.cli.options import add_cli_options
 from fedloom.config import Config, make_config
 from fedloom.errors import InputError
@@ -35,7 +36,8 @@ def partition(
     settings: dict[str, Any],
 ) -> None:
     """Show the samples of each client in a run with the same data, partition, clients and seed."""
-    from fedloom.report.partition_plot import check_partition_plot_path
+    with show_loading():
+        from fedloom.report.partition_plot import check_partition_plot_path
 
     config = make_config({**settings, "data": data, "partition": spec})
     if plot is not None:
@@ -46,14 +48,15 @@ def partition(
 
 
 def _show(config: Config, spec: str, plot: Path | None, out: Path | None, as_json: bool) -> None:
-    from fedloom.cli.progress import ProgressDisplay
-    from fedloom.core.rng import RngStreams
-    from fedloom.data import load_dataset, select_classes
-    from fedloom.data.partitions import partition_indices
-    from fedloom.data.partitions.base import make_partition_pool
-    from fedloom.data.partitions.files import write_partition_file
-    from fedloom.data.partitions.statistics import compute_partition_statistics, count_partition_labels
-    from fedloom.report.partition_plot import write_partition_plot
+    with show_loading():
+        from fedloom.cli.progress import ProgressDisplay
+        from fedloom.core.rng import RngStreams
+        from fedloom.data import load_dataset, select_classes
+        from fedloom.data.partitions import partition_indices
+        from fedloom.data.partitions.base import make_partition_pool
+        from fedloom.data.partitions.files import write_partition_file
+        from fedloom.data.partitions.statistics import compute_partition_statistics, count_partition_labels
+        from fedloom.report.partition_plot import write_partition_plot
 
     display = ProgressDisplay()
     dataset = select_classes(load_dataset(config.data, progress=display.on_download), config.classes)

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from fedloom.data.dataset import Dataset
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import cache_folder
 
 try:
     import fcntl
@@ -163,13 +164,6 @@ NAMES = "names.json"
 MARKS = ("owners", "domains", "test_owners", "test_domains")
 """Optional arrays of a `Dataset`."""
 WORDS = ("class_names", "owner_names", "domain_names", "notes")
-
-
-def cache_folder() -> Path:
-    """Return the cache folder: $FEDLOOM_CACHE, $XDG_CACHE_HOME/fedloom or ~/.cache/fedloom."""
-    if own := os.environ.get("FEDLOOM_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
 
 
 def load_through_cache(

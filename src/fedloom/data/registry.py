@@ -1,12 +1,12 @@
 """Registry of data sets: list them, find them on this machine, download and load them by name."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fedloom.data.cache import Progress, cache_folder, load_through_cache
-from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, State, parse_dataset_name
+from fedloom.data.cache import Progress, load_through_cache
+from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, parse_dataset_name
 from fedloom.data.readers.huggingface import read_huggingface_dataset
 from fedloom.data.readers.images import read_own_images
 from fedloom.data.readers.tables import read_table_dataset
@@ -18,6 +18,7 @@ from fedloom.data.sources.femnist import FEMNIST
 from fedloom.data.sources.image_folders import CINIC10, DOMAINNET, PACS
 from fedloom.data.sources.mnist import TEN_DIGITS, read_sklearn_digits
 from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.data_folders import cache_folder, describe_data_state, possible_data_folders
 from fedloom.utils.system import expand_user_path
 
 DATASET_SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
@@ -96,7 +97,6 @@ def _load_digits() -> Dataset:
 
 def _describe(source: DatasetSource) -> DatasetInfo:
     found = _find(source)
-    state: State = "at hand" if found else "must be downloaded by hand" if source.manual_steps else "can be downloaded"
     return DatasetInfo(
         source.name,
         source.summary,
@@ -104,7 +104,7 @@ def _describe(source: DatasetSource) -> DatasetInfo:
         source.shape,
         source.num_train_examples,
         source.num_test_examples,
-        state,
+        describe_data_state(found, source.manual_steps),
         found,
         source.missing_parts(found) if found else (),
         "" if found else source.manual_steps,
@@ -125,18 +125,8 @@ def _read_as(name: str) -> str:
 
 
 def _find(source: DatasetSource) -> Path | None:
-    return next((folder for folder in _places(source) if source.is_complete(folder)), None)
-
-
-def _places(source: DatasetSource) -> Iterator[Path]:
-    if own := os.environ.get("FEDLOOM_DATA"):
-        root = Path(own).resolve()
-        yield from (root / name for name in source.folder_names)
-        # mnist and fashion-mnist have files of the same names, so only the folder's name tells them apart.
-        if root.name.lower() in source.folder_names:
-            yield root
-    yield from source.system_folders
-    yield from (cache_folder() / name for name in source.folder_names)
+    places = possible_data_folders(source.folder_names, source.system_folders)
+    return next((folder for folder in places if source.is_complete(folder)), None)
 
 
 def _download(source: DatasetSource, allowed: bool, progress: Progress | None) -> Path:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.cache import cache_folder, load_through_cache
+from fedloom.data.cache import load_through_cache
 from fedloom.data.dataset import Dataset, DatasetSpec
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError, shorten_error_message
+from fedloom.utils.data_folders import cache_folder
 from fedloom.utils.storage import list_files_recursively
 
 LARGE = 1 << 28

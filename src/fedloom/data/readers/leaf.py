@@ -21,15 +21,20 @@ class _LeafUsers:
     test: Users | None
 
 
+LEAF_SPLIT = (("train/*.json", "test/*.json"), ("data/train/*.json", "data/test/*.json"))
+"""Where LEAF puts the training and test files of data that it has split."""
+LEAF_WHOLE = (("all_data/*.json",), ("all_data*.json",), ("data/all_data/*.json",), ("data/all_data*.json",))
+"""Where it puts all files of data that it has not split."""
+
+
 def find_leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
     """Find training and test files in `train/` and `test/`, or all files in `all_data/`, also under `data/`."""
-    for root in (folder, folder / "data"):
-        train, test = (sorted((root / part).glob("*.json")) for part in ("train", "test"))
-        if train and test:
-            return train, test
-    for root in (folder, folder / "data"):
-        everything = sorted((root / "all_data").glob("*.json")) or sorted(root.glob("all_data*.json"))
-        if everything:
+    for train, test in LEAF_SPLIT:
+        split = sorted(folder.glob(train)), sorted(folder.glob(test))
+        if all(split):
+            return split
+    for (pattern,) in LEAF_WHOLE:
+        if everything := sorted(folder.glob(pattern)):
             return everything, []
     return None
 

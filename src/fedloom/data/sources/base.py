@@ -8,6 +8,7 @@ from fedloom.data.cache import Progress
 from fedloom.data.dataset import Dataset, DatasetSpec
 from fedloom.data.samples import InputTransform
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 from fedloom.utils.storage import list_files_recursively
 
 
@@ -39,9 +40,10 @@ class DatasetSource(ABC):
     def files(self) -> tuple[str, ...]:
         """The names of the files a person would put in place by hand."""
 
+    @property
     @abstractmethod
-    def is_complete(self, folder: Path) -> bool:
-        """Whether `folder` holds all files."""
+    def expected_files(self) -> ExpectedFiles:
+        """The files by which a folder is recognised."""
 
     @abstractmethod
     def read(self, folder: Path) -> Dataset:
@@ -51,9 +53,13 @@ class DatasetSource(ABC):
         """Makes `folder` complete."""
         raise InputError(f"{self.name!r} must be downloaded by hand: {self.manual_steps}.")
 
+    def is_complete(self, folder: Path) -> bool:
+        """Whether `folder` holds all files, or enough of them."""
+        return self.expected_files.is_complete(folder)
+
     def missing_parts(self, folder: Path) -> tuple[str, ...]:
-        """Parts that `folder` lacks and that can be done without."""
-        return ()
+        """Parts that a complete `folder` lacks and that can be done without."""
+        return self.expected_files.missing_parts(folder)
 
     def input_files(self, folder: Path) -> list[Path]:
         """Every file that `read` may look at."""

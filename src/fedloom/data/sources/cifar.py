@@ -15,6 +15,7 @@ from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources import cifar
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 
 PIXELS = 3 * 32 * 32
 
@@ -122,8 +123,9 @@ class CifarSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return (*self.records.train_files, *self.records.test_files)
 
-    def is_complete(self, folder: Path) -> bool:
-        return all((folder / name).is_file() for name in self.files)
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        return ExpectedFiles({name: [[name]] for name in self.files})
 
     def read(self, folder: Path) -> Dataset:
         train, test = (

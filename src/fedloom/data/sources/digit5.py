@@ -20,6 +20,7 @@ from fedloom.data.sources import digit5_files as files
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.mnist import MNIST, TEN_DIGITS
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 
 SIDE = 32
 CHUNK = 4096
@@ -86,12 +87,16 @@ class Digit5Source(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return tuple(f"{folders[0]}/" for folders, _, _ in DOMAINS.values())
 
-    def is_complete(self, folder: Path) -> bool:
-        return len(_find_domain_files(folder)) >= 2
-
-    def missing_parts(self, folder: Path) -> tuple[str, ...]:
-        found = _find_domain_files(folder)
-        return tuple(domain for domain in DOMAINS if domain not in found)
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        parts = {}
+        for domain, (folders, own, anywhere) in DOMAINS.items():
+            inside = [(f"{place}/", form) for place in folders for form in own + anywhere]
+            choices = inside + [("", form) for form in anywhere]
+            parts[domain] = [[place + form.train_file, place + form.test_file] for place, form in choices]
+        for place in DOMAINS["mnist"][0]:
+            parts["mnist"].append([f"{place}/{name}|{place}/{name}.gz" for name in MNIST.files])
+        return ExpectedFiles(parts, enough_parts=2)
 
     def input_files(self, folder: Path) -> list[Path]:
         paths: list[Path] = []

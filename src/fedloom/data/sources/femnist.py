@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.readers.leaf import Users, find_leaf_files, read_leaf_users
+from fedloom.data.readers.leaf import LEAF_SPLIT, Users, find_leaf_files, read_leaf_users
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 
 PIXELS = 28 * 28
 
@@ -26,9 +27,9 @@ class FemnistSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return ("train/*.json", "test/*.json")
 
-    def is_complete(self, folder: Path) -> bool:
-        found = find_leaf_files(folder)
-        return found is not None and bool(found[1])
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        return ExpectedFiles({"LEAF's files": LEAF_SPLIT})
 
     def input_files(self, folder: Path) -> list[Path]:
         train, test = find_leaf_files(folder) or ([], [])

@@ -14,6 +14,7 @@ from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.cifar import CIFAR10
 from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.data_folders import ExpectedFiles
 from fedloom.utils.storage import list_files_recursively
 
 IMAGENET = InputTransform((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -44,8 +45,9 @@ class CinicSource(_ImageFolderSource):
     def files(self) -> tuple[str, ...]:
         return ("train/", "valid/", "test/")
 
-    def is_complete(self, folder: Path) -> bool:
-        return all((folder / name).is_dir() for name in self.files)
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        return ExpectedFiles({name: [[name]] for name in self.files})
 
     def with_options(self, spec: DatasetSpec) -> "CinicSource":
         changed = super().with_options(spec)
@@ -88,16 +90,16 @@ class _ImageDomainSource(_ImageFolderSource):
 
     def root(self, folder: Path) -> Path:
         """PACS comes with its domains in a folder `kfold` of their own."""
-        return folder / "kfold" if (folder / "kfold").is_dir() else folder
+        inside = folder / "kfold"
+        return inside if any((inside / domain).is_dir() for domain in self.domain_names) else folder
 
     def found_domains(self, folder: Path) -> tuple[str, ...]:
         return tuple(domain for domain in self.domain_names if (self.root(folder) / domain).is_dir())
 
-    def is_complete(self, folder: Path) -> bool:
-        return len(self.found_domains(folder)) >= 2
-
-    def missing_parts(self, folder: Path) -> tuple[str, ...]:
-        return tuple(domain for domain in self.domain_names if domain not in self.found_domains(folder))
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        parts = {domain: [[f"kfold/{domain}/"], [f"{domain}/"]] for domain in self.domain_names}
+        return ExpectedFiles(parts, enough_parts=2)
 
     def input_files(self, folder: Path) -> list[Path]:
         # Of other things that lie in the same folder nothing is read.
@@ -161,11 +163,10 @@ class PacsSource(_ImageDomainSource):
 
     PACKED = "pacs64.npz"
 
-    def is_complete(self, folder: Path) -> bool:
-        return (folder / self.PACKED).is_file() or super().is_complete(folder)
-
-    def missing_parts(self, folder: Path) -> tuple[str, ...]:
-        return () if (folder / self.PACKED).is_file() else super().missing_parts(folder)
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        folders = super().expected_files
+        return replace(folders, parts={domain: [[self.PACKED], *found] for domain, found in folders.parts.items()})
 
     def read(self, folder: Path) -> Dataset:
         path = folder / self.PACKED

@@ -26,6 +26,7 @@ from fedloom.data.readers.arrays import read_npz_arrays
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 
 CHUNK = 1 << 20
 
@@ -121,8 +122,9 @@ class MnistSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return tuple(self.checksums)
 
-    def is_complete(self, folder: Path) -> bool:
-        return all(_find_idx_file(folder, name) for name in self.files)
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        return ExpectedFiles({name: [[f"{name}|{name}.gz"]] for name in self.files})
 
     def read(self, folder: Path) -> Dataset:
         official = {name: (count, digest) for name, (count, digest, _) in self.checksums.items()}

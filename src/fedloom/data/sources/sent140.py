@@ -8,11 +8,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions
-from fedloom.data.readers.leaf import Users, find_leaf_files, read_leaf_users
+from fedloom.data.readers.leaf import LEAF_SPLIT, LEAF_WHOLE, Users, find_leaf_files, read_leaf_users
 from fedloom.data.readers.text import LENGTH_IN_WORDS, TextTokenizer, select_first_text_samples
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 
 NAMES = ("negative", "positive")
 TEXT = 4
@@ -33,8 +34,9 @@ class Sent140Source(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return ("train/*.json and test/*.json of LEAF",)
 
-    def is_complete(self, folder: Path) -> bool:
-        return find_leaf_files(folder) is not None
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        return ExpectedFiles({"LEAF's files": LEAF_SPLIT + LEAF_WHOLE})
 
     def input_files(self, folder: Path) -> list[Path]:
         return super().input_files(folder) + ([self.tokenizer.vocabulary] if self.tokenizer.vocabulary else [])

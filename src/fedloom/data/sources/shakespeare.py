@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions
-from fedloom.data.readers.leaf import Users, find_leaf_files, read_leaf_users
+from fedloom.data.readers.leaf import LEAF_SPLIT, LEAF_WHOLE, Users, find_leaf_files, read_leaf_users
 from fedloom.data.readers.text import (
     LENGTH_IN_CHARACTERS,
     NAMES,
@@ -27,6 +27,7 @@ from fedloom.data.readers.text import (
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
+from fedloom.utils.data_folders import ExpectedFiles
 from fedloom.utils.storage import parse_json_file
 
 
@@ -75,8 +76,12 @@ class ShakespeareSource(DatasetSource):
     def files(self) -> tuple[str, ...]:
         return "train/*.json and test/*.json of LEAF", BY_ROLE
 
+    @property
+    def expected_files(self) -> ExpectedFiles:
+        return ExpectedFiles({"text": [*LEAF_SPLIT, *LEAF_WHOLE, [BY_ROLE], ["*.txt"]]})
+
     def is_complete(self, folder: Path) -> bool:
-        return (folder / self.file).is_file() if self.file else _find_text_file(folder) is not None
+        return (folder / self.file).is_file() if self.file else super().is_complete(folder)
 
     def with_options(self, spec: DatasetSpec) -> "ShakespeareSource":
         min_characters, stride, test_share = (
