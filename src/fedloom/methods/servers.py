@@ -154,23 +154,3 @@ class MultiModelServer(Server[O]):
 
     def models(self) -> Tensor:
         return self.bank.rows
-
-
-class SingleModelServer(Server[O]):
-    """A server with one model; a subclass implements `aggregate`."""
-
-    state_attributes = ("bank",)
-
-    def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(1)
-        self.bank.rows[0] = context.initial
-
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
-
-    def global_model(self) -> Tensor:
-        return self.bank.rows[0]
-
-    def models(self) -> Tensor:
-        return self.bank.rows
