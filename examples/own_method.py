@@ -7,24 +7,11 @@
 docs/write-a-method.md explains them.
 """
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom import (
-    Client,
-    ClientTask,
-    ClientUpdate,
-    LocalTrainer,
-    Method,
-    MethodContext,
-    Options,
-    Server,
-    WeightedMean,
-    register,
-)
+from fedloom import AveragingServer, Client, LocalTrainer, Method, Options, register
 
 # A client: add Gaussian noise to every gradient
 
@@ -66,38 +53,19 @@ class MomentumOptions(Options):
     """momentum on the server; 0 is FedAvg"""
 
 
-class MomentumServer(Server[MomentumOptions]):
+class MomentumServer(AveragingServer[MomentumOptions]):
     """Treat the step from the old model to the mean of the client models as a gradient, and apply momentum to it."""
 
     state_attributes = ("bank", "velocity")
 
-    def __init__(self, context: MethodContext, options: MomentumOptions) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(1)
-        self.bank.rows[0] = context.initial
-        self.velocity = torch.zeros_like(self.bank.rows[0, : context.layout.trainable])
+    def start(self) -> None:
+        self.velocity = self.zeros()
 
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
-
-    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        w, trainable = self.bank.rows[0], self.context.layout.trainable
-        old = w[:trainable].clone()
-        mean = WeightedMean(self.context.layout)
-        for update in updates:
-            mean.add(update.row, update.num_examples)
-        if not mean.write_to(w):  # no client answered: keep the model and the velocity
-            return
-        # w now holds the mean. Momentum applies to the trainable parameters only, not to batch norm's buffers.
-        if beta := self.options.beta:
-            self.velocity.mul_(beta).add_(w[:trainable] - old)
-            w[:trainable] = old + self.velocity
-
-    def global_model(self) -> Tensor:
-        return self.bank.rows[0]
-
-    def models(self) -> Tensor:
-        return self.bank.rows
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        if not self.options.beta:
+            return mean
+        self.velocity.mul_(self.options.beta).add_(mean - old)
+        return old + self.velocity
 
     def diagnostics(self) -> dict[str, float]:
         return {"speed": float(self.velocity.norm())}

@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from fedloom.core.tasks import ClientTask, ClientUpdate
     from fedloom.data import FederatedDataset, Samples
     from fedloom.errors import FedloomError, InputError
-    from fedloom.methods import Client, Extras, Method, MethodContext, Options, Refiner, Server, register
+    from fedloom.methods import (
+        AveragingServer,
+        Client,
+        Extras,
+        Method,
+        MethodContext,
+        Options,
+        Refiner,
+        Server,
+        register,
+    )
     from fedloom.runs.compare import ComparisonResult, compare
     from fedloom.runs.execute import resume, run, verify
     from fedloom.runs.pretrain import PretrainResult, pretrain
@@ -27,7 +37,17 @@ _FILES = {
     "fedloom.core.tasks": ("ClientTask", "ClientUpdate"),
     "fedloom.data": ("FederatedDataset", "Samples"),
     "fedloom.errors": ("FedloomError", "InputError"),
-    "fedloom.methods": ("Client", "Extras", "Method", "MethodContext", "Options", "Refiner", "Server", "register"),
+    "fedloom.methods": (
+        "AveragingServer",
+        "Client",
+        "Extras",
+        "Method",
+        "MethodContext",
+        "Options",
+        "Refiner",
+        "Server",
+        "register",
+    ),
     "fedloom.runs.compare": ("ComparisonResult", "compare"),
     "fedloom.runs.execute": ("resume", "run", "verify"),
     "fedloom.runs.pretrain": ("PretrainResult", "pretrain"),
@@ -51,6 +71,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AveragingServer",
     "Batch",
     "Client",
     "ClientTask",

@@ -51,6 +51,10 @@ class WeightedMean:
         for mine, theirs in zip(*map(self.layout.integers, (self._mean, row)), strict=True):
             torch.maximum(mine, theirs, out=mine)
 
+    def result(self) -> Tensor | None:
+        """Return the mean, or None if no row with a positive weight was added. The next `add` changes it."""
+        return self._mean
+
     def write_to(self, row: Tensor) -> bool:
         """Write the mean into `row`.
 

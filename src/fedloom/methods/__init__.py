@@ -3,8 +3,10 @@
 from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose
 from fedloom.methods.registry import Method, import_file, methods, register
+from fedloom.methods.servers import AveragingServer
 
 __all__ = [
+    "AveragingServer",
     "Client",
     "ComposedMethod",
     "Extras",

@@ -17,9 +17,9 @@ import torch
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
-from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.base import Options
 from fedloom.methods.registry import Method, register
-from fedloom.methods.servers import SingleModelServer
+from fedloom.methods.servers import AveragingServer
 
 
 class ABAVGOptions(Options):
@@ -27,12 +27,11 @@ class ABAVGOptions(Options):
     """weight by accuracy times the client's number of samples, and not by accuracy alone"""
 
 
-class ABAVGServer(SingleModelServer[ABAVGOptions]):
+class ABAVGServer(AveragingServer[ABAVGOptions]):
     """One model, the mean of the client models weighted by accuracy."""
 
-    def __init__(self, context: MethodContext, options: ABAVGOptions) -> None:
-        super().__init__(context, options)
-        self._proxy = DistillationData(context, "abavg")
+    def start(self) -> None:
+        self._proxy = DistillationData(self.context, "abavg")
         self._accuracies: list[float] = []
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:

@@ -28,10 +28,10 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
 from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.base import Options
 from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import AveragingServer
 
 Masses = NDArray[np.int64]
 BLOCK = {"cpu": 1 << 14, "cuda": 1 << 18}
@@ -43,19 +43,17 @@ class CluSampOptions(Options):
     """distance of two updates: the angle between them, or the L2 or L1 norm of their difference"""
 
 
-class CluSampServer(Server[CluSampOptions]):
+class CluSampServer(AveragingServer[CluSampOptions]):
     """FedAvg's model, the last update of each client, and their distances."""
 
     state_attributes = ("bank", "G", "distances")
 
-    def __init__(self, context: MethodContext, options: CluSampOptions) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(1)
-        self.bank.rows[0] = context.initial
+    def start(self) -> None:
         self.G: dict[int, Tensor] = {}
         """The last update of each client that has trained; that of the others is zero."""
-        self.distances = torch.zeros(context.num_clients, context.num_clients, dtype=torch.float64)
+        self.distances = torch.zeros(self.context.num_clients, self.context.num_clients, dtype=torch.float64)
         self._times: Counter[int] = Counter()
+        self._seen: list[int] = []
 
     def sample_clients(self, round: int) -> list[int]:
         n = np.array(
@@ -71,14 +69,17 @@ class CluSampServer(Server[CluSampOptions]):
         self._times = Counter(client_ids)
         return [ClientTask(client_id, self.bank.rows[0]) for client_id in self._times]
 
-    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        w, mean, seen = self.bank.rows[0], WeightedMean(self.context.layout), []
+    def weight(self, update: ClientUpdate) -> float:
+        return self._times[update.client_id]
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
         trainable = self.context.layout.trainable
-        for update in updates:
-            mean.add(update.row, self._times[update.client_id])
-            self.G[update.client_id] = update.row[:trainable] - w[:trainable]
-            seen.append(update.client_id)
-        mean.write_to(w)
+        self.G[update.client_id] = update.row[:trainable] - self.bank.rows[0, :trainable]
+        self._seen.append(update.client_id)
+
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        seen = self._seen = []
+        super().aggregate(round, updates)
         known = sorted(self.G)
         distances = clusamp_update_distances(
             [self.G[c] for c in known], [known.index(c) for c in seen], self.options.distance
@@ -91,12 +92,6 @@ class CluSampServer(Server[CluSampOptions]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.G = {client_id: g.to(self.bank.rows.device) for client_id, g in self.G.items()}
-
-    def global_model(self) -> Tensor:
-        return self.bank.rows[0]
-
-    def models(self) -> Tensor:
-        return self.bank.rows
 
 
 def clusamp_update_distances(updates: list[Tensor], update_indices: list[int], metric: str) -> Tensor:

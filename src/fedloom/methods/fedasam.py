@@ -24,7 +24,7 @@ from torch import Tensor
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientUpdate
-from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.base import Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.methods.fedsam import TINY, SharpnessAwareClient
 from fedloom.methods.registry import Method, register
@@ -91,10 +91,9 @@ class FedASAMSwaServer(FedAvgServer):
     state_attributes = ("bank", "averaged", "pending")
     options: FedASAMSwaOptions
 
-    def __init__(self, context: MethodContext, options: FedASAMSwaOptions) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(2)
-        self.bank.rows[:] = context.initial
+    def start(self) -> None:
+        self.bank = self.context.bank(2)
+        self.bank.rows[:] = self.context.initial
         self.averaged = 0
         self.pending = False
         """Whether row 0 ends a cycle. It joins the mean a round later, after the refiner has changed it."""

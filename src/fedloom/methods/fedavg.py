@@ -7,16 +7,15 @@ samples; several later papers average uniformly, hence the option. `server_lr` (
 old model to the mean, for trainable parameters only: an extrapolated running variance may turn negative.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
-from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.base import Client, Options
 from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import AveragingServer
 
 
 class FedAvgOptions(Options):
@@ -26,34 +25,15 @@ class FedAvgOptions(Options):
     """factor on the step from the old model to the mean; 1 is the mean itself"""
 
 
-class FedAvgServer(Server[FedAvgOptions]):
+class FedAvgServer(AveragingServer[FedAvgOptions]):
     """One model, the weighted mean of the client models."""
 
-    state_attributes: ClassVar[tuple[str, ...]] = ("bank",)
+    def weight(self, update: ClientUpdate) -> float:
+        return update.num_examples if self.options.weighting == "samples" else 1
 
-    def __init__(self, context: MethodContext, options: FedAvgOptions) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(1)
-        self.bank.rows[0] = context.initial
-
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
-
-    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        w = self.bank.rows[0]
-        mean = WeightedMean(self.context.layout)
-        for update in updates:
-            mean.add(update.row, update.num_examples if self.options.weighting == "samples" else 1)
-        old = w[: self.context.layout.trainable].clone() if self.options.server_lr != 1 else None
-        if mean.write_to(w) and old is not None:
-            new = w[: old.numel()]
-            new.sub_(old).mul_(self.options.server_lr).add_(old)
-
-    def global_model(self) -> Tensor:
-        return self.bank.rows[0]
-
-    def models(self) -> Tensor:
-        return self.bank.rows
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        server_lr = self.options.server_lr
+        return mean if server_lr == 1 else old + server_lr * (mean - old)
 
 
 register(

@@ -13,7 +13,6 @@ clients train one after the other, each once per cycle.
 import numpy as np
 from pydantic import Field
 
-from fedloom.methods.base import MethodContext
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.methods.registry import Method, register
 
@@ -28,9 +27,9 @@ class FedClusterServer(FedAvgServer):
 
     options: FedClusterOptions
 
-    def __init__(self, context: MethodContext, options: FedClusterOptions) -> None:
-        super().__init__(context, options)
-        count = min(options.clusters, context.num_clients)
+    def start(self) -> None:
+        context = self.context
+        count = min(self.options.clusters, context.num_clients)
         order = context.rng_streams.numpy("fedcluster").permutation(context.num_clients)
         self.clusters = [sorted(int(client_id) for client_id in part) for part in np.array_split(order, count)]
 

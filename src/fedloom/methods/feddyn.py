@@ -16,18 +16,18 @@ The authors evaluate the mean of the client models, not w, which runs ahead of i
 trainable parameters only; batch-norm statistics are the plain mean. A failed client keeps its g_k.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.layout import Layout
-from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
-from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.core.tasks import ClientUpdate, Shapes
+from fedloom.methods.base import Client, Options
 from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import AveragingServer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
@@ -54,19 +54,15 @@ class FedDynClient(Client[FedDynOptions]):
         trainer.gradient.add_(trainer.weights - w, alpha=self.options.alpha).sub_(trainer.client_state["g"])
 
 
-class FedDynServer(Server[FedDynOptions]):
+class FedDynServer(AveragingServer[FedDynOptions]):
     """Server with the model w, the last mean of the client models, and h."""
 
     state_attributes = ("bank", "h")
 
-    def __init__(self, context: MethodContext, options: FedDynOptions) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(2)
-        self.bank.rows[:] = context.initial
-        self.h = torch.zeros_like(context.initial[: context.layout.trainable])
-
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
+    def start(self) -> None:
+        self.bank = self.context.bank(2)
+        self.bank.rows[:] = self.context.initial
+        self.h = self.zeros()
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, m = self.bank.rows

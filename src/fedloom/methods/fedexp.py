@@ -12,7 +12,7 @@ learning rate; here epsilon is constant. Norms and the step cover trainable para
 the plain mean, because an extrapolated variance may turn negative.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -20,9 +20,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean
-from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.base import Options
 from fedloom.methods.registry import Method, register
+from fedloom.methods.servers import AveragingServer
 
 
 class FedExPOptions(Options):
@@ -34,39 +35,39 @@ class FedExPOptions(Options):
     """use the mean of the last two models as global model, otherwise the last one"""
 
 
-class FedExPServer(Server[FedExPOptions]):
+class FedExPServer(AveragingServer[FedExPOptions]):
     """Server with the last two models, in rows 0 (the newer) and 1."""
 
     state_attributes = ("bank", "aggregations")
 
-    def __init__(self, context: MethodContext, options: FedExPOptions) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(2)
-        self.bank.rows[:] = context.initial
+    def start(self) -> None:
+        self.bank = self.context.bank(2)
+        self.bank.rows[:] = self.context.initial
         self.aggregations = 0
         self._eta: float | None = None
+        self._p: list[float] = []
+        self._squares: list[Tensor] = []
 
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
+    def weight(self, update: ClientUpdate) -> float:
+        return update.num_examples if self.options.weighting == "samples" else 1
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
+        p, trainable = self.weight(update), self.context.layout.trainable
+        delta = update.row[:trainable] - self.bank.rows[0, :trainable]
+        self._p.append(p)
+        self._squares.append(p * delta.square().sum().double())
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        self.bank.rows[1] = self.bank.rows[0]
+        self.aggregations += 1
+        delta = mean - old
+        squared = sum(torch.stack(self._squares).tolist()) / sum(self._p)
+        self._eta = fedexp_step_size(squared, float(delta.square().sum()), self.options.epsilon)
+        return old + self._eta * delta if self._eta > 1 else mean
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        self._eta = None
-        w, trainable = self.bank.rows[0], self.context.layout.trainable
-        old = w.clone()
-        mean, squares = WeightedMean(self.context.layout), list[Tensor]()
-        for update in updates:
-            p = update.num_examples if self.options.weighting == "samples" else 1
-            mean.add(update.row, p)
-            squares.append(p * (update.row - old)[:trainable].square().sum().double())
-        if not mean.write_to(w):
-            return
-        self.bank.rows[1] = old
-        self.aggregations += 1
-        delta = w[:trainable] - old[:trainable]
-        squared = sum(torch.stack(squares).tolist())
-        self._eta = fedexp_step_size(squared / mean.weight, float(delta.square().sum()), self.options.epsilon)
-        if self._eta > 1:
-            w[:trainable] = old[:trainable] + self._eta * delta
+        self._eta, self._p, self._squares = None, [], []
+        super().aggregate(round, updates)
 
     def global_model(self) -> Tensor:
         if not self.options.average or self.aggregations < 2:

@@ -29,9 +29,9 @@ from torch import Tensor
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
-from fedloom.methods.base import MethodContext, Options
+from fedloom.methods.base import Options
 from fedloom.methods.registry import Method, register
-from fedloom.methods.servers import SingleModelServer
+from fedloom.methods.servers import AveragingServer
 from fedloom.training.optimizers import Adam
 
 
@@ -54,12 +54,11 @@ class FedLAWOptions(Options):
     """with swa: number of first epochs left out of that average; if none remains, only the last epoch counts"""
 
 
-class FedLAWServer(SingleModelServer[FedLAWOptions]):
+class FedLAWServer(AveragingServer[FedLAWOptions]):
     """Server with one model, whose aggregation weights are learned on the server's data."""
 
-    def __init__(self, context: MethodContext, options: FedLAWOptions) -> None:
-        super().__init__(context, options)
-        self._proxy = DistillationData(context, "fedlaw", needs_classes=False)
+    def start(self) -> None:
+        self._proxy = DistillationData(self.context, "fedlaw", needs_classes=False)
         self._last: dict[str, float] = {}
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:

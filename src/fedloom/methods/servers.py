@@ -1,4 +1,7 @@
-"""Base classes of servers: with one model, and with several models (FedCross, FedMR).
+"""Base classes of servers: with one model (FedAvg), and with several models (FedCross, FedMR).
+
+A server with one model sends it to all clients. `next_model` computes the next model from the old one and the mean of
+the client models. Without an update the model stays as it is.
 
 A server with several models keeps K of them, equal at first. K is the number of clients per round. In every round the
 i-th sampled client trains model i and returns v_i. `combine` computes the next K models from v_0, ..., v_{K-1}. If a
@@ -7,8 +10,9 @@ client fails, v_i is the old model i. The global model is the uniform mean, whic
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean
@@ -19,6 +23,78 @@ MULTI_MODEL_DEFAULTS: Mapping[str, Any] = {"fedgen.alpha": 1.0, "fedgen.beta": 1
 """Options of other methods for servers that do not average their models in every round.
 
 With FedGen's own weights, 10, the models learn but drift so far apart that their mean is useless."""
+
+
+class AveragingServer(Server[O]):
+    """A server with one model; a subclass computes the next model from the mean of the client models.
+
+    Override `aggregate` instead of `next_model` if the server needs the client models themselves.
+
+    Example:
+        class MomentumServer(AveragingServer[MomentumOptions]):
+            state_attributes = ("bank", "velocity")
+
+            def start(self) -> None:
+                self.velocity = self.zeros()
+
+            def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+                self.velocity.mul_(self.options.beta).add_(mean - old)
+                return old + self.velocity
+    """
+
+    state_attributes: ClassVar[tuple[str, ...]] = ("bank",)
+
+    def __init__(self, context: MethodContext, options: O) -> None:
+        super().__init__(context, options)
+        self.bank = context.bank(1)
+        self.bank.rows[0] = context.initial
+        self.start()
+
+    def start(self) -> None:
+        """Create the state of your own, before the first round. Name it in `state_attributes`."""
+
+    def zeros(self) -> Tensor:
+        """Return a vector of zeros, as long as the trainable parameters of a model."""
+        return torch.zeros_like(self.context.initial[: self.context.layout.trainable])
+
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
+
+    def weight(self, update: ClientUpdate) -> float:
+        """Return the weight of this client in the mean: here its number of samples."""
+        return update.num_examples
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
+        """See one update before it joins the mean. Copy what `next_model` needs of it."""
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        """Compute the next model from the old one and the mean of the client models; here it is the mean.
+
+        Args:
+            round: The round, from 0.
+            old: The trainable parameters of the model that the clients received. Do not change them.
+            mean: The weighted mean of the clients' trainable parameters.
+
+        Returns:
+            The trainable parameters of the next model. Its buffers are the mean of the clients' buffers.
+        """
+        return mean
+
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        mean = WeightedMean(self.context.layout)
+        for update in updates:
+            self.observe(round, update)
+            mean.add(update.row, self.weight(update))
+        row, w, trainable = mean.result(), self.bank.rows[0], self.context.layout.trainable
+        if row is not None:
+            new = self.next_model(round, w[:trainable], row[:trainable])
+            w[:trainable], w[trainable:] = new, row[trainable:]
+
+    def global_model(self) -> Tensor:
+        return self.bank.rows[0]
+
+    def models(self) -> Tensor:
+        return self.bank.rows
 
 
 class MultiModelServer(Server[O]):
@@ -75,26 +151,6 @@ class MultiModelServer(Server[O]):
 
     def global_model(self) -> Tensor:
         return self.mean(self.bank.rows)
-
-    def models(self) -> Tensor:
-        return self.bank.rows
-
-
-class SingleModelServer(Server[O]):
-    """A server with one model; a subclass implements `aggregate`."""
-
-    state_attributes = ("bank",)
-
-    def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(1)
-        self.bank.rows[0] = context.initial
-
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
-
-    def global_model(self) -> Tensor:
-        return self.bank.rows[0]
 
     def models(self) -> Tensor:
         return self.bank.rows

@@ -16,7 +16,7 @@ S_i = s0 + n_i s and G_i = s0 mu0 + s (sum of theirs), a client's neuron u gains
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Generic, Literal, TypeVar
@@ -27,9 +27,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean
-from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.core.tasks import ClientUpdate
+from fedloom.methods.base import Options
 from fedloom.methods.matching.symmetries import find_run_symmetries
+from fedloom.methods.servers import AveragingServer
 
 
 class AlignmentOptions(Options):
@@ -40,20 +41,12 @@ class AlignmentOptions(Options):
 A = TypeVar("A", bound=AlignmentOptions)
 
 
-class AlignmentServer(Server[A], Generic[A]):
+class AlignmentServer(AveragingServer[A], Generic[A]):
     """Server with one model: the mean of the client models after `align`."""
 
-    state_attributes = ("bank",)
-
-    def __init__(self, context: MethodContext, options: A) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(1)
-        self.bank.rows[0] = context.initial
-        self.symmetries = find_run_symmetries(context)
+    def start(self) -> None:
+        self.symmetries = find_run_symmetries(self.context)
         self._last: dict[str, float] = {}
-
-    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
-        return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._last = {}
@@ -80,12 +73,6 @@ class AlignmentServer(Server[A], Generic[A]):
     @abstractmethod
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         """Permute the units of `rows`, in place, to match the first one, which has the most samples."""
-
-    def global_model(self) -> Tensor:
-        return self.bank.rows[0]
-
-    def models(self) -> Tensor:
-        return self.bank.rows
 
     def diagnostics(self) -> dict[str, float]:
         return dict(self._last)

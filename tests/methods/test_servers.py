@@ -1,0 +1,86 @@
+"""AveragingServer: what its hooks see, in which order, and what they cannot change."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom import AveragingServer, ClientTask, ClientUpdate, Options
+from fedloom.runs.build import BuiltRun
+from fedloom.testing.fixtures import build_small_run
+
+
+class NotingServer(AveragingServer[Options]):
+    """Goes twice as far as the mean, and notes what it sees."""
+
+    state_attributes: ClassVar[tuple[str, ...]] = ("bank", "steps")
+
+    def start(self) -> None:
+        self.steps = self.zeros()
+        self.seen: list[str] = []
+
+    def weight(self, update: ClientUpdate) -> float:
+        self.seen.append(f"weight {update.client_id}")
+        return update.steps
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
+        self.seen.append(f"observe {update.client_id} in {round}")
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        self.seen.append(f"next {round}")
+        self.old, self.mean = old.clone(), mean.clone()
+        return old + 2 * (mean - old)
+
+
+def updates_of(built_run: BuiltRun, changes: Sequence[float], steps: Sequence[int]) -> list[ClientUpdate]:
+    """Clients that add a number to every float of the model."""
+    sent = built_run.rounds.parts.server.global_model().clone()
+    found = []
+    for client_id, (change, count) in enumerate(zip(changes, steps, strict=True)):
+        row = sent.clone()
+        row[: built_run.layout.floats] += change
+        found.append(ClientUpdate(ClientTask(client_id, sent), row, num_examples=1, loss=1.0, steps=count))
+    return found
+
+
+def noting(built_run: BuiltRun) -> NotingServer:
+    return NotingServer(built_run.rounds.context, Options())
+
+
+def test_the_next_model_comes_from_the_old_one_and_the_weighted_mean() -> None:
+    with build_small_run("fedavg", {}).engine_closed() as built_run:
+        server, layout = noting(built_run), built_run.layout
+        before = server.global_model().clone()
+        server.aggregate(3, iter(updates_of(built_run, [1.0, 4.0], [2, 1])))  # their mean is 2
+        assert server.seen == ["observe 0 in 3", "weight 0", "observe 1 in 3", "weight 1", "next 3"]
+        assert torch.equal(server.old, before[: layout.trainable])
+        torch.testing.assert_close(server.mean, before[: layout.trainable] + 2)
+        now = server.global_model()
+        torch.testing.assert_close(now[: layout.trainable], before[: layout.trainable] + 4)
+
+
+def test_buffers_are_the_mean_however_far_the_model_goes() -> None:
+    with build_small_run("fedavg", {}).engine_closed() as built_run:
+        server, buffers = noting(built_run), slice(built_run.layout.trainable, built_run.layout.floats)
+        before = server.global_model()[buffers].clone()
+        assert len(before)
+        server.aggregate(0, iter(updates_of(built_run, [1.0, 4.0], [2, 1])))
+        torch.testing.assert_close(server.global_model()[buffers], before + 2)
+
+
+def test_without_a_mean_there_is_no_next_model() -> None:
+    with build_small_run("fedavg", {}).engine_closed() as built_run:
+        server = noting(built_run)
+        before = server.global_model().clone()
+        server.aggregate(0, iter([]))
+        server.aggregate(1, iter(updates_of(built_run, [1.0, 4.0], [0, 0])))  # all weights are zero
+        assert not any(line.startswith("next") for line in server.seen)
+        assert torch.equal(server.global_model(), before)
+
+
+def test_zeros_are_as_many_as_the_trainable_parameters() -> None:
+    with build_small_run("fedavg", {}).engine_closed() as built_run:
+        server = noting(built_run)
+        assert torch.equal(server.steps, torch.zeros(built_run.layout.trainable))
+        assert set(server.state_dict()) == {"bank", "steps"}
