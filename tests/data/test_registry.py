@@ -58,9 +58,11 @@ def test_prepared_digits_are_standardised() -> None:
     assert float(x.std()) == pytest.approx(1, abs=1e-3)
 
 
-def test_digits_do_not_import_scikit_learn() -> None:
+@pytest.mark.parametrize("name", ["digits", "hard-digits"])
+def test_digits_do_not_import_scikit_learn(name: str) -> None:
     code = (
-        "import sys; from fedloom.data import load_dataset; load_dataset('digits'); assert 'sklearn' not in sys.modules"
+        "import sys; from fedloom.data import load_dataset; "
+        f"load_dataset({name!r}); assert 'sklearn' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
