@@ -83,11 +83,11 @@ def test_an_unknown_name() -> None:
 def test_a_path_alone_is_told_how_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "imgs").mkdir()  # near 'digits', which nobody means who has such a folder
-    (tmp_path / "people.csv").touch()
-    with pytest.raises(InputError, match=r"^'imgs' is a folder; name it as folder:imgs "):
+    (tmp_path / "people.dat").touch()
+    with pytest.raises(InputError, match=r"^'imgs' is a folder; name it as imgs/ "):
         load_dataset("imgs")
-    with pytest.raises(InputError, match=r"^'people.csv' is a file; name it as table:people.csv,label=COLUMN or"):
-        load_dataset("people.csv")
+    with pytest.raises(InputError, match=r"^'people.dat' is a file; name it as table:people.dat,label=COLUMN, arrays:"):
+        load_dataset("people.dat")
     for name in ("", "x" * 5000, "\0"):
         with pytest.raises(InputError, match="unknown data set"):
             load_dataset(name)

@@ -9,6 +9,7 @@ from fedloom.data.cache import Progress, cache_folder, load_through_cache
 from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, State, parse_dataset_name
 from fedloom.data.readers.huggingface import read_huggingface_dataset
 from fedloom.data.readers.images import read_own_images
+from fedloom.data.readers.own_arrays import read_array_dataset
 from fedloom.data.readers.tables import read_table_dataset
 from fedloom.data.samples import InputTransform
 from fedloom.data.sources import DATASET_SOURCES
@@ -19,6 +20,7 @@ from fedloom.data.sources.hard_digits import NUM_TEST, NUM_TRAIN, SIDE, TRANSFOR
 from fedloom.data.sources.image_folders import CINIC10, DOMAINNET, PACS
 from fedloom.data.sources.mnist import TEN_DIGITS, read_sklearn_digits
 from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.data_names import complete_data_name
 from fedloom.utils.system import expand_user_path
 
 DATASET_SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
@@ -28,6 +30,7 @@ OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
     "folder": ("images of your own, one folder a class", read_own_images),
     "domains": ("images of your own, one folder a domain, then one a class", read_own_images),
     "table": ("a CSV or Parquet table of your own", read_table_dataset),
+    "arrays": ("arrays of your own in an .npz file", read_array_dataset),
     "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_huggingface_dataset),
 }
 """Kinds of user data: the prefix of the name, a summary, and the reader."""
@@ -52,7 +55,7 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
     the operating system, and in the cache. Decoded data are cached and mapped into memory.
 
     Args:
-        name: Name with options, such as "mnist", "cinic10:size=32" or "table:people.csv,label=income".
+        name: Name with options, such as "mnist", "cinic10:size=32" or "people.csv,label=income".
         download: Whether a download is allowed.
         progress: Called as `progress(file, bytes_done, bytes_total)` during a download.
 
@@ -67,6 +70,7 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
         >>> len(digits.train), digits.shape
         (1438, (1, 8, 8))
     """
+    name = complete_data_name(name)
     kind = name.partition(":")[0]
     if kind in OWN:
         return replace(OWN[kind][1](parse_dataset_name(name, takes_path=True)), name=name)
@@ -132,9 +136,9 @@ def _read_as(name: str) -> str:
     path = expand_user_path(name)
     try:
         if path.is_file():
-            return f"a file; name it as table:{name},label=COLUMN or hf:{name}"
+            return f"a file; name it as table:{name},label=COLUMN, arrays:{name} or hf:{name}"
         if name and path.is_dir():
-            return f"a folder; name it as folder:{name} (of classes of images), domains:{name} or hf:{name}"
+            return f"a folder; name it as {name}/ (one folder of images for each class), domains:{name} or hf:{name}"
     except (OSError, ValueError):  # not a valid path
         pass
     return ""
