@@ -24,6 +24,7 @@ BENCHMARKS = {
     "flower-faults": "flower.faults",
     "secure-exchange": "flower.secure_exchange",
     "privacy": "privacy.main",
+    "hard-digits": "pictures",
 }
 """The module in this package of each benchmark."""
 

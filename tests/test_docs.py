@@ -169,6 +169,41 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
     assert isinstance(ended.value, Understood) or not ended.value.code, line
 
 
+@pytest.fixture
+def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that docs/own-data.md names, small."""
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    rows = [f"{20 + k % 50},{('cook', 'nurse')[k % 2]},{('low', 'high')[k % 50 > 25]},site{k % 4}" for k in range(400)]
+    Path("mine.csv").write_text("\n".join(["age,job,income,site", *rows]))
+    pictures = rng.integers(0, 256, (300, 8, 8)).astype(np.uint8)
+    np.savez("mine.npz", x=pictures, y=np.arange(300) % 3, owner=np.arange(300) % 5)
+    for k in range(400):
+        folder = Path("photos", ("cat", "dog")[k % 2])
+        folder.mkdir(parents=True, exist_ok=True)
+        image.fromarray(pictures[k % 300]).save(folder / f"{k}.png")
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [(block, line) for block, line in TYPED if block.page.name == "own-data.md"],
+    ids=lambda value: str(value),
+)
+def test_the_commands_for_your_own_data_run(
+    block: Block, line: str, own_files: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--rounds", "1", "--epochs", "1", "--engine", "sequential", "--quiet", "--json")
+    with pytest.raises(SystemExit) as ended:
+        main([*shlex.split(line)[1:], *small])
+    printed = capfd.readouterr()
+    assert not ended.value.code, printed.err
+    summary = json.loads(printed.out)
+    for run in summary.get("runs", [summary]):
+        assert run["rounds"] == 1
+        assert np.isfinite(run["loss"])
+
+
 def test_the_example_of_a_method_keeps_the_contract(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tiny = ("--rounds", "2", "--clients", "4", "--model", "logreg", "--epochs", "1", "--workers", "1", "--json", "-q")
     with pytest.raises(SystemExit) as ended:

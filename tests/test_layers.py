@@ -20,6 +20,7 @@ LIGHT = (
     "fedloom.flower.records",
     "fedloom.flower.site.client_app",
     "fedloom.flower.site.socket",
+    "fedloom.utils.data_names",
     "fedloom.utils.formatting",
     "fedloom.utils.system",
 )

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
+from fedloom.utils.data_names import PATHS, complete_data_name
 from fedloom.utils.result_window import DEFAULT_WINDOW, count_evaluations, limit_window
 from fedloom.utils.settings import (
     MAX_CONCURRENCY,
@@ -75,7 +76,7 @@ class Config(TrainingConfig):
     method: str = "fedavg"
     """method, or several joined by +"""
     data: str = "digits"
-    """data set (`fedloom list datasets`)"""
+    """data set (`fedloom list datasets`), or your own: a .csv, .parquet or .npz file, or a folder/ of images"""
     classes: str | None = None
     """classes of the data set to keep, such as 0-4 or 0,2,7; by default all"""
     normalize: str = "default"
@@ -196,12 +197,12 @@ class Config(TrainingConfig):
     @field_validator("data")
     @classmethod
     def _absolute_data(cls, name: str) -> str:
-        return _absolute_data_path(name)  # a run may be resumed from another folder
+        return complete_data_name(name)  # a run may be resumed from another folder
 
     @field_validator("server_data")
     @classmethod
     def _absolute_server_data(cls, name: str | None) -> str | None:
-        return None if name is None else _absolute_data_path(name)
+        return None if name is None else complete_data_name(name)
 
     @field_validator("imports")
     @classmethod
@@ -304,32 +305,6 @@ def _default_client_count(partition: object) -> int | None:
     return None if name in PARTITIONS_WITH_CLIENTS else 20
 
 
-PATHS = {
-    "table": ("", "test"),
-    "hf": ("", "vocabulary"),
-    "folder": ("",),
-    "domains": ("",),
-    "sent140": ("vocabulary",),
-}
-"""Data sets whose names contain paths: after the colon (written '' here), or in the options listed."""
-
-
-def _absolute_data_path(data: str) -> str:
-    """Make the paths in a data set's name absolute, as in `table:/data/people.csv,label=income`."""
-    kind, _, rest = data.partition(":")
-    if kind not in PATHS or not rest or "\0" in rest:
-        return data
-    pieces = rest.split(",")
-    for number, piece in enumerate(pieces):
-        key, equals, value = piece.partition("=") if number or "" not in PATHS[kind] else ("", "", piece)
-        share = re.fullmatch(r"[\d.eE+-]+", value.strip()) and key.strip() == "test"
-        if key.strip() in PATHS[kind] and value.strip() and not share:
-            path = value.strip()
-            home = Path.home() / path[2:] if path.startswith("~/") else Path(path)
-            pieces[number] = f"{key}{equals}{home.absolute()}"
-    return f"{kind}:{','.join(pieces)}"
-
-
 EXECUTION_SETTINGS = {"engine", "nodes", "deadline", "workers", "slots", "checkpoint_seconds", "keep_checkpoints"}
 """Settings that do not change a single bit of the result."""
 
@@ -430,7 +405,7 @@ class PretrainConfig(Settings):
     @field_validator("data")
     @classmethod
     def _absolute_data(cls, spec: str) -> str:
-        return _absolute_data_path(spec)
+        return complete_data_name(spec)
 
     @field_validator("device")
     @classmethod

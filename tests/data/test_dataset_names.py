@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.config import Config, _absolute_data_path, make_config
+from fedloom.config import Config, make_config
 from fedloom.data import load_dataset
 from fedloom.data.dataset import DatasetSpec, parse_dataset_name
 from fedloom.errors import InputError
+from fedloom.utils.data_names import complete_data_name
 
 
 def test_the_parts_of_a_name() -> None:
@@ -84,12 +85,43 @@ def test_paths_in_a_config_are_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     named = make_config({"data": "table:d/people.csv,label=income,test=more.csv"})
     assert named.data == f"table:{tmp_path}/d/people.csv,label=income,test={tmp_path}/more.csv"
-    assert _absolute_data_path("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
-    assert _absolute_data_path("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
-    assert _absolute_data_path(named.data) == named.data
+    assert complete_data_name("table:people.csv,test=0.2") == f"table:{tmp_path}/people.csv,test=0.2"
+    assert complete_data_name("sent140:vocabulary=glove.txt,min=3") == f"sent140:vocabulary={tmp_path}/glove.txt,min=3"
+    assert complete_data_name(named.data) == named.data
     for plain in ("digits", "shakespeare:file=a.txt", "table:", "hf", "~no-one"):
-        assert _absolute_data_path(plain) == plain
-    assert _absolute_data_path("table:~no-one/x.csv").endswith("/~no-one/x.csv")
+        assert complete_data_name(plain) == plain
+    assert complete_data_name("table:~no-one/x.csv").endswith("/~no-one/x.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mine.csv", "table"),
+        ("mine.CSV.gz,label=y", "table"),
+        ("some/where/mine.tsv", "table"),
+        ("mine.parquet,label=y,owner=site", "table"),
+        ("mine.npz", "arrays"),
+        ("a b.npz,test=0.1", "arrays"),
+        ("photos/", "folder"),
+        ("some/photos,size=32", "folder"),
+        ("./photos", "folder"),
+    ],
+)
+def test_a_path_alone_gets_its_kind(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complete_data_name(name) == complete_data_name(f"{kind}:{name}") == make_config({"data": name}).data
+    assert complete_data_name(name).startswith(f"{kind}:{tmp_path}/")
+
+
+def test_a_path_in_the_home_folder() -> None:
+    assert complete_data_name("~/mine.npz") == f"arrays:{Path.home()}/mine.npz"
+
+
+@pytest.mark.parametrize(
+    "name", ["digits", "mnist", "split:0.05", "cifar10:size=3", "photos", "shakespeare:file=a.csv"]
+)
+def test_other_names_stay(name: str) -> None:
+    assert complete_data_name(name) == name
 
 
 def test_folders_are_called_after_the_data() -> None:

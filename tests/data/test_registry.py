@@ -58,9 +58,11 @@ def test_prepared_digits_are_standardised() -> None:
     assert float(x.std()) == pytest.approx(1, abs=1e-3)
 
 
-def test_digits_do_not_import_scikit_learn() -> None:
+@pytest.mark.parametrize("name", ["digits", "hard-digits"])
+def test_digits_do_not_import_scikit_learn(name: str) -> None:
     code = (
-        "import sys; from fedloom.data import load_dataset; load_dataset('digits'); assert 'sklearn' not in sys.modules"
+        "import sys; from fedloom.data import load_dataset; "
+        f"load_dataset({name!r}); assert 'sklearn' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -81,11 +83,11 @@ def test_an_unknown_name() -> None:
 def test_a_path_alone_is_told_how_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "imgs").mkdir()  # near 'digits', which nobody means who has such a folder
-    (tmp_path / "people.csv").touch()
-    with pytest.raises(InputError, match=r"^'imgs' is a folder; name it as folder:imgs "):
+    (tmp_path / "people.dat").touch()
+    with pytest.raises(InputError, match=r"^'imgs' is a folder; name it as imgs/ "):
         load_dataset("imgs")
-    with pytest.raises(InputError, match=r"^'people.csv' is a file; name it as table:people.csv,label=COLUMN or"):
-        load_dataset("people.csv")
+    with pytest.raises(InputError, match=r"^'people.dat' is a file; name it as table:people.dat,label=COLUMN, arrays:"):
+        load_dataset("people.dat")
     for name in ("", "x" * 5000, "\0"):
         with pytest.raises(InputError, match="unknown data set"):
             load_dataset(name)

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from fedloom.data.samples import Array, InputTransform, Samples, samples_are_integer
+from fedloom.data.array_samples import (
+    check_array_labels,
+    count_array_classes,
+    make_array_samples,
+    match_array_samples,
+)
+from fedloom.data.samples import Array, InputTransform, Samples
 from fedloom.errors import InputError
 from fedloom.utils.formatting import short_repr
 
@@ -85,8 +91,9 @@ class FederatedDataset(ABC):
     ) -> "FederatedDataset":
         """Make a federated data set from one `(x, y)` pair per client.
 
-        Inputs of dtype uint8 and shape n x H x W x C are images. Other integers are tokens and reach the network as
-        int64. All other inputs reach it as float32. Integer labels mean classification, float labels regression.
+        Inputs of dtype uint8 and shape n x H x W x C or n x H x W are images. Other integers are tokens and reach the
+        network as int64. All other inputs reach it as float32. Integer labels mean classification, float labels
+        regression.
 
         Args:
             clients: Inputs and labels of each client, as numpy arrays or tensors. A client may have no samples.
@@ -99,6 +106,46 @@ class FederatedDataset(ABC):
             InputError: If the arrays of a client do not match each other or those of the other clients.
         """
         return _federate_arrays(clients, test, classes, name, transform)
+
+    @staticmethod
+    def from_pool(
+        x: Array,
+        y: Array,
+        partition: str | None = None,
+        clients: int | None = None,
+        seed: int = 0,
+        owner: Any = None,
+        test: tuple[Array, Array] | float | None = None,
+        name: str = "own",
+    ) -> "PartitionedDataset":
+        """Make a federated data set from one array of inputs and one of labels, split among clients.
+
+        The types of arrays mean the same as in `from_arrays`. The command `fedloom run --data mine.npz` with the same
+        arrays, partition, clients and seed makes the same clients.
+
+        Args:
+            x: Inputs, one row per sample.
+            y: Labels, one per sample.
+            partition: The scheme, such as "iid" or "dirichlet:0.1"; see `available_partitions`. By default "natural" if
+                `owner` is given, else "dirichlet:0.3".
+            clients: Number of clients. By default 20, or as many as the partition defines.
+            seed: Seed of the partition.
+            owner: The owner of each sample, integers or texts, for the partition "natural": one client per owner.
+            test: Inputs and labels for testing, or the share of each owner's samples to hold out. By default 0.2.
+            name: Name in reports.
+
+        Raises:
+            InputError: If the arrays do not match each other, or the partition cannot split them.
+
+        Example:
+            >>> import numpy as np
+            >>> x, y = np.zeros((100, 4)), np.arange(100) % 2
+            >>> len(FederatedDataset.from_pool(x, y, partition="iid", clients=5))
+            5
+        """
+        from fedloom.data.array_pool import federate_array_pool
+
+        return federate_array_pool(x, y, partition, clients, seed, owner, test, name)
 
     @staticmethod
     def from_datasets(
@@ -194,10 +241,6 @@ def _count_client_labels(client_labels: Iterable[Tensor], num_clients: int, clas
     return np.stack([torch.bincount(y.flatten(), minlength=classes).numpy() for y in client_labels])
 
 
-MOST_CLASSES = 100_000
-"""More classes than this, and than samples, are an error unless `classes` is given."""
-
-
 class _PerClientDataset(FederatedDataset):
     """Separate samples of each client, read by `read_client(client_id)` and kept if `keep_in_memory` is set."""
 
@@ -223,21 +266,16 @@ class _PerClientDataset(FederatedDataset):
         self._samples_in_memory: dict[int, Samples] = {}
         self.name, self.shape = name, example.shape
         self.transform = example.default_transform() if transform is None else transform
-        self.test = None if test is None else _alike(test, example, "the test set")
+        self.test = None if test is None else match_array_samples(test, example, "the test set")
         self.classes = 0
         if classes is None and not example.y.is_floating_point():
             labels = [self.client_samples(k).y for k in range(len(self))] + ([self.test.y] if self.test else [])
-            classes = 1 + max(int(y.max()) for y in labels if len(y))
-            if classes > max(MOST_CLASSES, sum(map(len, labels))):  # IDs as labels: so many outputs never fit
-                raise InputError(
-                    f"the largest label is {classes - 1}, so there would be {classes:,} classes; number them from 0 "
-                    "on, or say how many there are with classes."
-                )
+            classes = count_array_classes(labels, ", or say how many there are with classes")
         self.classes = classes or 0
         if self.test is not None:
-            _check_labels(self.test.y, self.classes, "the test set")
+            check_array_labels(self.test.y, self.classes, "the test set")
         for k, held in self._samples_in_memory.items():
-            _check_labels(held.y, self.classes, f"client {k}")
+            check_array_labels(held.y, self.classes, f"client {k}")
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -250,8 +288,8 @@ class _PerClientDataset(FederatedDataset):
             return self._samples_in_memory[client_id]
         if self._sizes[client_id] == 0:
             return self._example.take(np.arange(0))
-        samples = _alike(self._read_client(client_id), self._example, f"client {client_id}")
-        _check_labels(samples.y, self.classes, f"client {client_id}")
+        samples = match_array_samples(self._read_client(client_id), self._example, f"client {client_id}")
+        check_array_labels(samples.y, self.classes, f"client {client_id}")
         if self._keep_in_memory:
             self._samples_in_memory[client_id] = samples
         return samples
@@ -270,11 +308,11 @@ def _federate_arrays(
     transform: InputTransform | None,
 ) -> _PerClientDataset:
     """See `FederatedDataset.from_arrays`."""
-    held = [_samples(*_pair(client, f"client {k}"), f"client {k}") for k, client in enumerate(clients)]
+    held = [make_array_samples(*_pair(client, f"client {k}"), f"client {k}") for k, client in enumerate(clients)]
     sizes = [len(samples) for samples in held]
     example = held[_first(sizes, name)]
     if test is not None and not isinstance(test, Samples):
-        test = _samples(*_pair(test, "the test set"), "the test set")
+        test = make_array_samples(*_pair(test, "the test set"), "the test set")
     federated_data = _PerClientDataset(sizes, held.__getitem__, example, test, classes, name, transform)
     for k in range(len(held)):
         federated_data.client_samples(k)  # check the arrays now, not in the middle of a run
@@ -336,58 +374,4 @@ def _read(data: TorchDataset[Any], size: int, who: str) -> Samples:
         x, y = (np.stack([np.asarray(value) for value in column]) for column in zip(*items, strict=True))
     except ValueError:
         raise InputError(f"{who} has items of different shapes; expected one shape.") from None
-    return _samples(x, y, who)
-
-
-def _samples(x: Array, y: Array, who: str) -> Samples:
-    """Convert arrays to `Samples`: 4-d uint8 stays images, other integers become tokens, the rest float32."""
-    inputs, labels = _tensor(x, who), _tensor(y, who)
-    if inputs.dtype == torch.uint8 and inputs.ndim == 4:
-        pass
-    elif samples_are_integer(inputs):
-        inputs = inputs.to(torch.int64)
-    else:
-        inputs = inputs.to(torch.float32)
-        if not bool(torch.isfinite(inputs).all()):
-            raise InputError(f"{who} has inputs that are NaN or infinite; expected finite numbers.")
-    labels = labels.to(torch.float32 if labels.is_floating_point() else torch.int64)
-    if labels.is_floating_point() and not bool(torch.isfinite(labels).all()):
-        raise InputError(f"{who} has labels that are NaN or infinite; expected finite numbers.")
-    try:
-        return Samples(inputs, labels)
-    except InputError as error:
-        raise InputError(f"{who}: {error}") from None
-
-
-def _tensor(values: Array, who: str) -> Tensor:
-    if not isinstance(values, Tensor):
-        try:
-            # torch rejects negative strides, and warns about read-only arrays.
-            values = torch.from_numpy(np.require(values, requirements=["C", "W"]))
-        except (TypeError, ValueError):
-            raise InputError(f"{who} has values that are not an array of numbers.") from None
-    if values.is_complex():
-        raise InputError(f"{who} has complex values; expected real numbers.")
-    return values.detach()
-
-
-def _alike(samples: Samples, example: Samples, who: str) -> Samples:
-    """Return `samples` if their types and shapes match `example`; no samples always match."""
-    if not len(samples):
-        return example.take(np.arange(0))
-    for got, want, what in ((samples.x, example.x, "inputs"), (samples.y, example.y, "labels")):
-        if got.dtype != want.dtype or got.shape[1:] != want.shape[1:]:
-            raise InputError(
-                f"{who} has {what} of type {got.dtype} and shape {tuple(got.shape[1:])}; expected "
-                f"{want.dtype} and {tuple(want.shape[1:])}, as the first client with samples has."
-            )
-    return samples
-
-
-def _check_labels(y: Tensor, classes: int, who: str) -> None:
-    if classes and y.is_floating_point():
-        raise InputError(f"{who} has labels of type {y.dtype}; expected integers from 0 to {classes - 1}.")
-    if not y.is_floating_point() and len(y) and int(y.min()) < 0:
-        raise InputError(f"{who} has the label {int(y.min())}; expected labels from 0 on.")
-    if classes and len(y) and int(y.max()) >= classes:
-        raise InputError(f"{who} has the label {int(y.max())}; expected labels from 0 to {classes - 1}.")
+    return make_array_samples(x, y, who)

@@ -9,16 +9,19 @@ from fedloom.data.cache import Progress, load_through_cache
 from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, parse_dataset_name
 from fedloom.data.readers.huggingface import read_huggingface_dataset
 from fedloom.data.readers.images import read_own_images
+from fedloom.data.readers.own_arrays import read_array_dataset
 from fedloom.data.readers.tables import read_table_dataset
 from fedloom.data.samples import InputTransform
 from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.digit5 import DIGIT5
 from fedloom.data.sources.femnist import FEMNIST
+from fedloom.data.sources.hard_digits import NUM_TEST, NUM_TRAIN, SIDE, TRANSFORM, make_hard_digits
 from fedloom.data.sources.image_folders import CINIC10, DOMAINNET, PACS
 from fedloom.data.sources.mnist import TEN_DIGITS, read_sklearn_digits
 from fedloom.errors import InputError, unknown_name_error
 from fedloom.utils.data_folders import cache_folder, describe_data_state, possible_data_folders
+from fedloom.utils.data_names import complete_data_name
 from fedloom.utils.system import expand_user_path
 
 DATASET_SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIGIT5, DOMAINNET, PACS)})
@@ -28,17 +31,22 @@ OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
     "folder": ("images of your own, one folder a class", read_own_images),
     "domains": ("images of your own, one folder a domain, then one a class", read_own_images),
     "table": ("a CSV or Parquet table of your own", read_table_dataset),
+    "arrays": ("arrays of your own in an .npz file", read_array_dataset),
     "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_huggingface_dataset),
 }
 """Kinds of user data: the prefix of the name, a summary, and the reader."""
 
 DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
+HARD_DIGITS = DatasetInfo(
+    "hard-digits", "distorted digits, grey, 16 x 16", 10, (1, SIDE, SIDE), NUM_TRAIN, NUM_TEST, "embedded"
+)
 
 
 def available_datasets() -> list[DatasetInfo]:
     """Return all data sets, and whether they are on this machine. Nothing is read or downloaded."""
     own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, (what, _) in OWN.items()]
-    return [DIGITS, *(_describe(source) for source in DATASET_SOURCES.values()), *own]
+    embedded = [info for info, _ in EMBEDDED.values()]
+    return [*embedded, *(_describe(source) for source in DATASET_SOURCES.values()), *own]
 
 
 def load_dataset(name: str, *, download: bool = True, progress: Progress | None = None) -> Dataset:
@@ -48,7 +56,7 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
     the operating system, and in the cache. Decoded data are cached and mapped into memory.
 
     Args:
-        name: Name with options, such as "mnist", "cinic10:size=32" or "table:people.csv,label=income".
+        name: Name with options, such as "mnist", "cinic10:size=32" or "people.csv,label=income".
         download: Whether a download is allowed.
         progress: Called as `progress(file, bytes_done, bytes_total)` during a download.
 
@@ -63,18 +71,18 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
         >>> len(digits.train), digits.shape
         (1438, (1, 8, 8))
     """
-    if name == DIGITS.name:
-        return _load_digits()
+    name = complete_data_name(name)
     kind = name.partition(":")[0]
     if kind in OWN:
         return replace(OWN[kind][1](parse_dataset_name(name, takes_path=True)), name=name)
-    if kind == DIGITS.name:
+    if kind in EMBEDDED:
         parse_dataset_name(name, takes_path=False).refuse_unused_options()
-        return _load_digits()
+        info, load = EMBEDDED[kind]
+        return replace(load(), name=info.name)
     if kind not in DATASET_SOURCES:
         if kind == name and (advice := _read_as(name)):
             raise InputError(f"{name!r} is {advice}.")
-        raise unknown_name_error("data set", kind, [DIGITS.name, *DATASET_SOURCES, *OWN])
+        raise unknown_name_error("data set", kind, [*EMBEDDED, *DATASET_SOURCES, *OWN])
     spec = parse_dataset_name(name, takes_path=False)
     source = DATASET_SOURCES[spec.name].with_options(spec)
     spec.refuse_unused_options()
@@ -92,7 +100,19 @@ def _load_digits() -> Dataset:
     train, test = read_sklearn_digits()
     grey = train.x.double() / 255
     transform = InputTransform((float(grey.mean()),), (float(grey.std()),))
-    return Dataset(train, test, TEN_DIGITS, name=DIGITS.name, transform=transform)
+    return Dataset(train, test, TEN_DIGITS, transform=transform)
+
+
+def _load_hard_digits() -> Dataset:
+    train, test = make_hard_digits()
+    return Dataset(train, test, TEN_DIGITS, transform=TRANSFORM)
+
+
+EMBEDDED: dict[str, tuple[DatasetInfo, Callable[[], Dataset]]] = {
+    DIGITS.name: (DIGITS, _load_digits),
+    HARD_DIGITS.name: (HARD_DIGITS, _load_hard_digits),
+}
+"""Data sets that need no files: the description and the loader of each."""
 
 
 def _describe(source: DatasetSource) -> DatasetInfo:
@@ -116,9 +136,9 @@ def _read_as(name: str) -> str:
     path = expand_user_path(name)
     try:
         if path.is_file():
-            return f"a file; name it as table:{name},label=COLUMN or hf:{name}"
+            return f"a file; name it as table:{name},label=COLUMN, arrays:{name} or hf:{name}"
         if name and path.is_dir():
-            return f"a folder; name it as folder:{name} (of classes of images), domains:{name} or hf:{name}"
+            return f"a folder; name it as {name}/ (one folder of images for each class), domains:{name} or hf:{name}"
     except (OSError, ValueError):  # not a valid path
         pass
     return ""

@@ -16,6 +16,7 @@ from fedloom.report.records import (
     group_records,
     select_record_per_seed,
 )
+from fedloom.report.shared_partition import describe_shared_partition
 from fedloom.report.significance import LEVEL, adjust_p_values, format_p_value
 from fedloom.report.statistics import (
     REACH,
@@ -37,6 +38,7 @@ def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
     """Return the notes without which the table would mislead."""
     said = [note for group in groups for note in _about(group)]
     said += _server_data([group.runs[0] for group in groups])
+    said += describe_shared_partition(groups)
     causes: dict[str, None] = {}
     for name in dict.fromkeys(group.task for group in groups):
         runs = [group.runs[0] for group in groups if group.task == name]

@@ -102,7 +102,8 @@ def check_forward_pass(context: TrainingContext, federated_data: FederatedDatase
         raise
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = "; its inputs are token ids, so it needs a network for text" if samples.are_tokens else ""
+        text = "its inputs are token ids, so it needs a network for text; store integers that are quantities as floats"
+        hint = f"; {text}" if samples.are_tokens else ""
         raise InputError(
             f"the model cannot be trained on {federated_data.name!r}: {first.rstrip('.')}{hint}."
         ) from error

@@ -1,14 +1,14 @@
 """Compare methods over seeds, with the same clients, batches and initial models for all methods."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fedloom.config import EXECUTION_SETTINGS, Config, replace_config
+from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_config
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
 from fedloom.errors import InputError, RunStopped
@@ -27,9 +27,11 @@ from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directo
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.grids import plan_comparison_grid
 from fedloom.runs.resolve import (
+    PARTITION_BY_SEED,
     UserObjects,
     describe_user_objects,
     import_method_files,
+    make_data_by_seed,
     make_variant_config,
     record_partition_hash,
     resolve_method,
@@ -73,7 +75,7 @@ class ComparisonResult:
 def compare(
     methods: Sequence[str] = (),
     seeds: int = 1,
-    data: str | FederatedDataset = "digits",
+    data: str | FederatedDataset | Callable[[int], FederatedDataset] = "digits",
     model: str | nn.Module | Callable[[], nn.Module] = "mlp",
     *,
     grid: str | Sequence[Sequence[str]] | EffectGrid | None = None,
@@ -96,7 +98,8 @@ def compare(
         methods: Names of methods, such as `["fedavg", "fedprox+swa"]`. Options and training settings of one row stand
             behind its name, in place of those in other arguments: `["fedavg", "fedavg:lr=0.03", "fedprox:mu=0.1"]`.
         seeds: Number of seeds for each method, counted from the setting `seed`.
-        data: As in `run`.
+        data: As in `run`, or a function from a seed to a `FederatedDataset`, called once for each seed. One
+            `FederatedDataset` gives all seeds the same clients.
         model: As in `run`.
         grid: Servers, clients and optional refiners to combine, in place of `methods`: a text such as
             "fedavg,fedcross x sgd,fedprox x none,dynafed", or a list of lists. Combinations that cannot run are left
@@ -141,7 +144,14 @@ def compare(
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
     if (grid is None) == (not methods):
         raise InputError("give either methods to compare or a grid, and not both.")
-    user_objects, described = describe_user_objects(data, model, loss)
+    first_seed = make_config({"seed": settings.get("seed", 0)}).seed
+    data_by_seed = make_data_by_seed(data, seeds, first_seed)
+    user_objects, described = describe_user_objects(data_by_seed[first_seed] if data_by_seed else data, model, loss)
+    if data_by_seed:
+        user_objects, described = (
+            replace(user_objects, data_by_seed=data_by_seed),
+            described | {"partition": PARTITION_BY_SEED},
+        )
     options = resolve_method_options(options)
     if grid is not None and not isinstance(grid, EffectGrid):
         grid = plan_comparison_grid(grid, options, described | settings, user_objects, callback)
@@ -184,16 +194,17 @@ def _run_all(
         write_atomically(path / GRID_FILE, grid.to_json().encode())
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
+        objects = user_objects.select_seed(config.seed)
         if is_run_directory(place):
             return resume(
                 place,
-                data=user_objects.data,
-                model=user_objects.model,
-                loss=user_objects.loss,
+                data=objects.data,
+                model=objects.model,
+                loss=objects.loss,
                 callback=callback,
                 report=report,
             )
-        return execute_run(config, user_objects, out=place, callback=callback, report=report)
+        return execute_run(config, objects, out=place, callback=callback, report=report)
 
     finished = []
     try:

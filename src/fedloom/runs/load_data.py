@@ -1,18 +1,19 @@
 """Load the data of a run: those of the clients and those of the server."""
 
+import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
 from fedloom import data as datasets
 from fedloom.config import Config
 from fedloom.core.rng import RngStreams
-from fedloom.data import FederatedDataset
+from fedloom.data import Dataset, FederatedDataset, PartitionedDataset
 from fedloom.data import splits as on_server
 from fedloom.data.cache import Progress
 from fedloom.data.splits import ServerDataSplit
 from fedloom.errors import InputError
 from fedloom.methods.composition import ComposedMethod
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import OWN_PARTITION, PARTITION_BY_SEED, UserObjects
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ def _brought(
     federated_data: FederatedDataset, config: Config, rng_streams: RngStreams, progress: Progress | None
 ) -> _RunData:
     name, source = federated_data.name, config.server_data
-    if config.partition != "own":
+    if config.partition not in (OWN_PARTITION, PARTITION_BY_SEED):
         raise InputError(f"the data {name!r} is already divided among its clients; leave out partition.")
     if config.classes is not None:
         raise InputError(f"classes needs a data set given by name, but {name!r} is your own.")
     if config.normalize != "default":
-        raise InputError(f"normalize needs a data set given by name, but {name!r} is your own; set its `transform`.")
+        federated_data = _change_normalization(federated_data, config.normalize)
     if config.client_test:
         raise InputError(f"client_test needs a data set given by name, but {name!r} is your own.")
     if source is None:
@@ -69,6 +70,19 @@ def _brought(
             federated_data, source, partial(datasets.load_dataset, progress=progress)
         )
     return _RunData(federated_data, server_data=server_data)
+
+
+def _change_normalization(federated_data: FederatedDataset, spec: str) -> FederatedDataset:
+    """Return the same clients with their images normalized in another way."""
+    if not isinstance(federated_data, PartitionedDataset):
+        raise InputError(
+            f"normalize needs a data set given by name or made by from_pool, but {federated_data.name!r} is neither; "
+            "set its `transform`."
+        )
+    pool = Dataset(federated_data.pool, federated_data.pool[:0], (), name=federated_data.name)
+    changed = copy.copy(federated_data)
+    changed.transform = datasets.with_normalization(pool, spec).transform
+    return changed
 
 
 def _named(config: Config, rng_streams: RngStreams, progress: Progress | None) -> _RunData:

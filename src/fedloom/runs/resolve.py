@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,11 @@ from fedloom.privacy import compose_privacy_compatible
 from fedloom.training.context import Criterion
 from fedloom.utils.formatting import short_repr
 
+OWN_PARTITION = "own"
+"""The setting `partition` of a user's own `FederatedDataset`."""
+PARTITION_BY_SEED = "own by seed"
+"""The same, if a function makes the data of each seed."""
+
 
 @dataclass(frozen=True)
 class UserObjects:
@@ -26,6 +31,12 @@ class UserObjects:
     data: FederatedDataset | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
     loss: Criterion | None = None
+    data_by_seed: Mapping[int, FederatedDataset] = field(default_factory=dict)
+    """The data of each seed of a comparison, if a function makes them; `data` are those of the first seed."""
+
+    def select_seed(self, seed: int) -> "UserObjects":
+        """Return the objects for the run with this seed."""
+        return replace(self, data=self.data_by_seed[seed]) if self.data_by_seed else self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,7 +117,7 @@ def select_method_options(
 
 
 def describe_user_objects(
-    data: str | FederatedDataset, model: str | nn.Module | Callable[[], nn.Module], loss: Criterion | None
+    data: object, model: str | nn.Module | Callable[[], nn.Module], loss: Criterion | None
 ) -> tuple[UserObjects, dict[str, Any]]:
     """Return the user's Python objects, and the settings that follow from them."""
     if not isinstance(data, str | FederatedDataset):
@@ -127,8 +138,38 @@ def describe_user_objects(
     )
     values: dict[str, Any] = {"model": model if isinstance(model, str) else _name_of(model)}
     if isinstance(data, FederatedDataset):
-        return user_objects, values | {"data": data.name, "partition": "own", "clients": len(data)}
+        return user_objects, values | {"data": data.name, "partition": OWN_PARTITION, "clients": len(data)}
     return user_objects, values | {"data": data}
+
+
+def make_data_by_seed(
+    data: str | FederatedDataset | Callable[[int], FederatedDataset], seeds: int, first_seed: int
+) -> dict[int, FederatedDataset]:
+    """Call the function `data` for each seed; return nothing if `data` is not a function.
+
+    All methods of a comparison get the same object for one seed, so that they train on the same clients.
+    """
+    if isinstance(data, str | FederatedDataset) or not callable(data):
+        return {}
+    made: dict[int, FederatedDataset] = {}
+    for seed in range(first_seed, first_seed + seeds):
+        federated_data = data(seed)
+        if not isinstance(federated_data, FederatedDataset):
+            raise InputError(
+                f"data({seed}) is {short_repr(federated_data)}; expected a FederatedDataset, as from "
+                "FederatedDataset.from_pool."
+            )
+        first = made.setdefault(first_seed, federated_data)
+        for what in ("name", "classes", "shape"):
+            ours, theirs = getattr(federated_data, what), getattr(first, what)
+            if ours != theirs:
+                raise InputError(f"data({seed}) has {what} {ours!r}, but data({first_seed}) has {what} {theirs!r}.")
+        if len(federated_data) != len(first):
+            raise InputError(
+                f"data({seed}) has {len(federated_data)} clients, but data({first_seed}) has {len(first)}."
+            )
+        made[seed] = federated_data
+    return made
 
 
 def _name_of(model: nn.Module | Callable[[], nn.Module]) -> str:

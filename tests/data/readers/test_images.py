@@ -56,6 +56,26 @@ def test_a_folder_a_class(photos: Path) -> None:
     assert float(data.transform(data.train.x).max()) <= 1
 
 
+def test_a_path_with_a_slash_is_a_folder_of_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos.parent)
+    data = load_dataset("photos/")
+    assert (data.class_names, data.notes) == (("cat", "dog"), ())
+    assert load_dataset("./photos,size=4").shape == (3, 4, 4)
+    with pytest.raises(InputError, match=r"^/.*/phtos is not a folder; expected one with a folder of images for each"):
+        load_dataset("phtos/")
+
+
+@pytest.mark.parametrize("inner", ["", "train"])
+def test_domains_that_are_read_as_classes_are_noted(tmp_path: Path, inner: str) -> None:
+    for domain in ("winter", "summer"):
+        for label in ("cat", "dog"):
+            fill(tmp_path / inner / domain / label, 3)
+            fill(tmp_path / "test" / domain / label, 1) if inner else None
+    data = load_dataset(f"folder:{tmp_path}")
+    assert data.class_names == ("summer", "winter")
+    assert f"domains are named domains:{tmp_path}." in data.notes[0]
+
+
 @pytest.mark.parametrize("name", ["test", "val", "valid"])
 def test_a_folder_for_testing_is_used(tmp_path: Path, name: str) -> None:
     for part, count in (("train", 3), (name, 2)):

@@ -70,6 +70,13 @@ def test_numbers_are_standardised_and_words_one_hot(tmp_path: Path) -> None:
     assert not any("read as words" in note for note in data.notes)
 
 
+def test_the_column_of_labels_may_be_called_label(tmp_path: Path) -> None:
+    put(tmp_path / "people.csv", PEOPLE.replace("income", "label"))
+    named, short = (load_dataset(f"{kind}{tmp_path / 'people.csv'}") for kind in ("table:", ""))
+    assert named.class_names == short.class_names == ("high", "low")
+    assert np.array_equal(named.train.x.numpy(), short.train.x.numpy())
+
+
 def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
     """A test row that is far away moves no mean."""
     test = put(tmp_path / "more.csv", "age,job,income,site\n1e6,pilot,high,a\n")
@@ -174,7 +181,11 @@ def test_a_number_too_large_for_a_float_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (PEOPLE, "owner=site", "wants to know which column holds the labels"),
+        (
+            PEOPLE,
+            "owner=site",
+            r"has no column 'label'; name the column of labels, as in people.csv,label=NAME. Its columns: age, ",
+        ),
         (PEOPLE, "label=incom", "unknown column of .* 'incom'; did you mean 'income'"),
         (PEOPLE, "label=income,owner=who", "unknown column of .* 'who'"),
         (PEOPLE, "label=income,drop=job+agee", "'agee'; did you mean 'age'"),

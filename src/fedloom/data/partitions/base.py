@@ -92,7 +92,10 @@ class PartitionRequest:
         """Return the class of each sample, numbered from 0 without gaps."""
         if not np.issubdtype(self.pool.labels.dtype, np.integer) or self.pool.labels.ndim != 1:
             kind = f"{self.pool.labels.dtype}{' rows' if self.pool.labels.ndim > 1 else ''}"
-            raise InputError(f"partition {self.name!r} wants integer labels; these are {kind}.")
+            raise InputError(
+                f"partition {self.name!r} wants integer labels; these are {kind}. For a regression use iid, quantity:A "
+                "or natural."
+            )
         return np.unique(self.pool.labels, return_inverse=True)[1].astype(np.int64)
 
     def check_min_examples(self, min_examples: int) -> None:

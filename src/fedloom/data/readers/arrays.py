@@ -5,7 +5,7 @@ Nothing is unpickled, and an .npz array never takes more memory than its archive
 
 import io
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import InputError, shorten_error_message
+from fedloom.utils.formatting import format_list
 
 LARGEST = 1 << 33
 """Largest size of one array in bytes."""
 KINDS = {"u": "unsigned integers", "i": "integers", "f": "floats", "U": "text", "b": "truth values"}
 
 
-def read_npz_arrays(path: Path, expected: Mapping[str, tuple[str, int]]) -> dict[str, NDArray[Any]]:
-    """Read the `expected` arrays of a file; each name maps to the allowed kinds (numpy's letters) and the rank."""
+def read_npz_arrays(
+    path: Path, expected: Mapping[str, tuple[str, int | None]], optional: Collection[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """Read the `expected` arrays of a file; each name maps to the allowed kinds (numpy's letters) and the rank.
+
+    A rank of None stands for 1 or more. The result lacks `optional` arrays that the file does not have.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             sizes = {info.filename: info.file_size for info in archive.infolist()}
-            if lacking := [name for name in expected if f"{name}.npy" not in sizes]:
-                raise InputError(f"{path} lacks the array {lacking[0]!r}.")
-            return {
-                name: _read(archive, name, sizes[f"{name}.npy"], kinds, rank, path)
-                for name, (kinds, rank) in expected.items()
-            }
+            there = [name for name in expected if f"{name}.npy" in sizes]
+            if lacking := [name for name in expected if name not in there and name not in optional]:
+                held = format_list([repr(name.removesuffix(".npy")[:40]) for name in sizes]) if sizes else "no array"
+                raise InputError(f"{path} lacks the array {lacking[0]!r}; it has {held}.")
+            return {name: _read(archive, name, sizes[f"{name}.npy"], *expected[name], path) for name in there}
     except InputError:
         raise
     except OSError as error:
@@ -38,7 +43,7 @@ def read_npz_arrays(path: Path, expected: Mapping[str, tuple[str, int]]) -> dict
         raise InputError(f"{path} is not a whole .npz file: {shorten_error_message(error)}.") from None
 
 
-def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int, path: Path) -> NDArray[Any]:
+def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int | None, path: Path) -> NDArray[Any]:
     if size > LARGEST:
         raise InputError(f"{path} says that its array {name!r} has {size} bytes; at most {LARGEST} are read.")
     with archive.open(f"{name}.npy") as stream:
@@ -50,9 +55,9 @@ def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int,
             raise InputError(
                 f"{path} has no readable header of the array {name!r}: {shorten_error_message(error)}."
             ) from None
-        if dtype.kind not in kinds or len(shape) != rank:
-            what = " or ".join(KINDS[kind] for kind in kinds)
-            raise InputError(f"{path} has {name!r} of type {dtype} and shape {shape}; expected {what} of rank {rank}.")
+        if dtype.kind not in kinds or (len(shape) != rank if rank is not None else not shape):
+            what = f"{' or '.join(KINDS[kind] for kind in kinds)} of rank {'1 or more' if rank is None else rank}"
+            raise InputError(f"{path} has {name!r} of type {dtype} and shape {shape}; expected {what}.")
         count = 1
         for length in shape:
             count *= length
@@ -62,7 +67,8 @@ def _read(archive: zipfile.ZipFile, name: str, size: int, kinds: str, rank: int,
     if len(content) != count * dtype.itemsize:
         raise InputError(f"{path} has {name!r} of shape {shape}, but not as many bytes as that says.")
     values = np.frombuffer(io.BytesIO(content).getbuffer(), dtype=dtype)
-    return values.reshape(shape, order="F" if fortran else "C")
+    # torch takes no numbers in another machine's byte order.
+    return values.reshape(shape, order="F" if fortran else "C").astype(dtype.newbyteorder("="), copy=False)
 
 
 def read_mat_arrays(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:

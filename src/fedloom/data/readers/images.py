@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,16 +164,22 @@ def read_own_images(spec: DatasetSpec) -> Dataset:
     assert spec.path is not None
     folder = spec.path
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; {spec.name}:PATH wants one.")
+        raise InputError(f"{folder} is not a folder; expected one with a folder of images for each class.")
 
     def make() -> Dataset:
         return read_images_in_folders(
             folder, [path.name for path in _subfolders(folder)] if spec.name == "domains" else (), size
         )
 
-    return load_through_cache(
-        f"{spec.name}-{folder.resolve().name}", folder, f"{spec.name} 1 {size}", _pictures(folder), make
+    pictures = _pictures(folder)
+    content = load_through_cache(
+        f"{spec.name}-{folder.resolve().name}", folder, f"{spec.name} 1 {size}", pictures, make
     )
+    depth = 3 if (folder / TRAIN).is_dir() else 2  # of CLASS/image.png
+    if spec.name == "folder" and all(len(path.relative_to(folder).parts) > depth for path in pictures):
+        note = f"{folder}: all images lie deeper than in one folder for each class; domains are named domains:{folder}."
+        content = replace(content, notes=(*content.notes, note))
+    return content
 
 
 def read_images_in_folders(

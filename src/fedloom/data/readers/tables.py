@@ -26,6 +26,7 @@ from fedloom.data.readers.columns import (
 )
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError, unknown_name_error
+from fedloom.utils.formatting import format_list
 from fedloom.utils.system import expand_user_path
 
 
@@ -182,6 +183,9 @@ class _TableEncoder:
 MOST_CLASSES = 1000
 """With more different integers it is unclear whether they are classes or quantities."""
 
+DEFAULT_LABEL = "label"
+"""The column of labels, if no other is named."""
+
 TASKS = ("auto", "classification", "regression")
 
 
@@ -272,20 +276,23 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
     """
     assert spec.path is not None
     label, owner, test, task = (
-        spec.text_option("label"),
+        spec.text_option("label", DEFAULT_LABEL),
         spec.text_option("owner"),
         spec.text_option("test", "0.2"),
         parse_table_task(spec),
     )
     drop = [name for name in spec.text_option("drop").split("+") if name]
     spec.refuse_unused_options()
-    if not label:
-        raise InputError(f"'table' wants to know which column holds the labels, as in {spec.name}:PATH,label=NAME.")
     test_share = parse_dataset_number(test)
     if test_share == test_share and not 0 < test_share < 1:
         raise InputError(f"test of 'table' is {test!r}; expected a file, or a share above 0 and below 1.")
     path, text_columns = spec.path, {label, owner}
     columns = _read(path, text_columns)
+    if label == DEFAULT_LABEL and label not in columns:
+        raise InputError(
+            f"{path} has no column {label!r}; name the column of labels, as in {path.name},label=NAME. Its columns: "
+            f"{format_list(list(columns))}."
+        )
     for name in (label, *([owner] if owner else []), *drop):
         if name not in columns:
             raise unknown_name_error(f"column of {path}", name, columns)
