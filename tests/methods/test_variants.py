@@ -222,7 +222,7 @@ def test_different_variants_have_folders_of_different_names(
     assert all(re.fullmatch(r"[A-Za-z0-9._=+-]{1,140}", folder) for folder in folders)
 
 
-SHORT = st.text(".,:+=-1are", min_size=1, max_size=9)
+SHORT = st.text(".,:+=-_1are", min_size=1, max_size=9)
 
 
 @given(st.lists(SHORT, min_size=2, max_size=60, unique=True))
@@ -240,6 +240,7 @@ def test_values_that_look_like_the_form_get_folders_of_their_own(values: list[st
         ("fedcross:alpha=0.9+fedprox:mu=0.1,lr=1e-05", "fedcross.alpha=0.9+fedprox.mu=0.1.lr=1e-05"),
         ("fedavg:model=lenet+projection", "fedavg.model=lenet+projection"),
         ("odd:run.lr=1", "odd.run.lr=1"),
+        ("odd:text=in_order", "odd.text=in_order"),
     ],
 )
 def test_folders_are_readable(text: str, folder: str) -> None:

@@ -33,7 +33,7 @@ machine may not, because the runs would then have another task."""
 RUN = "run."
 KEY = re.compile(r"\s*([^\s=,:+]+)\s*=\s*")
 _NAME = r"[A-Za-z0-9_-]+"
-_VALUE = r"(?:-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|[A-Za-z][A-Za-z0-9-]*(?:\+[A-Za-z0-9-]+)*)"
+_VALUE = r"(?:-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|[A-Za-z][\w-]*(?:\+[\w-]+)*)"
 _PAIR = rf"(?:run\.)?[A-Za-z_]\w*={_VALUE}"
 _PART = rf"{_NAME}(?::{_PAIR}(?:,{_PAIR})*)?"
 SIMPLE = re.compile(rf"{_PART}(?:\+{_PART})*", re.ASCII)
