@@ -43,7 +43,7 @@ def far_apart(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate
         row[: layout.trainable] += 0.5 * torch.randn(layout.trainable, generator=draw)
         uploads = experiment.rounds.parts.client.upload_shapes(layout)
         extras = {name: torch.randint(1, 9, shape, generator=draw).float() for name, shape in uploads.items()}
-        answers.append(ClientUpdate(job, row, 5, 1.0, 2, extras))
+        answers.append(ClientUpdate(job, row, 5, 1.0, 2 + job.client_id, extras))
     return answers
 
 

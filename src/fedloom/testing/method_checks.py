@@ -92,7 +92,7 @@ def _answer(built_run: BuiltRun, task: ClientTask, change: float) -> ClientUpdat
         counter += 1 + 10 * task.client_id**2  # no mean of these values is one of them
     upload_shapes = built_run.rounds.parts.client.upload_shapes(layout)
     extras = {name: change * torch.randn(shape, generator=generator) for name, shape in upload_shapes.items()}
-    return ClientUpdate(task, row, num_examples=3 + task.client_id, loss=1.0, steps=2, extras=extras)
+    return ClientUpdate(task, row, num_examples=3 + task.client_id, loss=1.0, steps=2 + task.client_id, extras=extras)
 
 
 # The checks
