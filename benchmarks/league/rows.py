@@ -145,5 +145,11 @@ def rows(task: Task) -> list[Row]:
             {"fedgen": {"alpha": 0.2, "beta": 0.2}},
         ),
         Row("lss x 4", "lss", "the paper: all epochs for each of 4 members, four times the computation; added later"),
+        # Added after the results, with the defaults of fedloom.
+        Row("fedavgm", "fedavgm", "momentum 0.9, the paper of FedAdam; server learning rate 1"),
+        Row("fedadagrad", "fedadagrad", "beta1 0, tau 0.001, the paper; server learning rate 0.1"),
+        Row("fedadam", "fedadam", "beta1 0.9, beta2 0.99, tau 0.001, the paper; server learning rate 0.01"),
+        Row("fedyogi", "fedyogi", "as fedadam"),
+        Row("fednova", "fednova", "no options"),
         Row("gamf", "gamf", "the authors: 50 sweeps, temperature 10, cooling 0.8; ends with permutations"),
     ]

@@ -72,6 +72,15 @@ TABLE = [
     Equal("fedgen", {"alpha": 0.0, "beta": 0.0}),
     Equal("fedgen", {"alpha": 10.0, "beta": 10.0}, {"rounds": 1}),  # nothing has been generated yet
     Equal("fedcluster", {"clusters": 1}),
+    Equal("fedavgm", {"momentum": 0.0}),
+    Equal("fedavgm", {"momentum": 0.9}, {"rounds": 1}, bits=False),  # there is no momentum yet
+    # Where tau is large the step is m / tau, or m / 2 tau if v stays tau squared.
+    Equal("fedadam", {"beta1": 0.0, "beta2": 0.0, "tau": 1e6, "server_lr": 1e6}, bits=False),
+    Equal("fedadagrad", {"tau": 1e4, "server_lr": 2e4}, bits=False),
+    Equal("fedyogi", {"beta1": 0.0, "tau": 1e4, "server_lr": 2e4}, bits=False),
+    Equal("fednova", {}, {"steps": 3}, bits=False),
+    Equal("fednova", {}, {"steps": 3, "nesterov": True}, bits=False),
+    Equal("fednova", {}, {"clients_per_round": 1}, bits=False),
     Equal("scaffold", {"option": "II"}, {"rounds": 1, "momentum": 0.0, "weight_decay": 0.0}, fedavg=UNIFORM),
     Equal("scaffold", {"option": "I"}, {"rounds": 1, "momentum": 0.0, "weight_decay": 0.0}, fedavg=UNIFORM),
     Equal("fedexp", {"average": False}, {"clients_per_round": 1}),  # one client: the step is 1

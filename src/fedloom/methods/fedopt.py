@@ -1,0 +1,164 @@
+"""FedAvgM, FedAdagrad, FedAdam and FedYogi: the step from the old model to the mean is the gradient of an optimizer.
+
+Reddi et al., "Adaptive Federated Optimization", ICLR 2021. With w the old model and Delta the mean of all w_k - w,
+
+    m <- beta1 m + (1 - beta1) Delta
+    v <- v + Delta^2                                    (FedAdagrad)
+    v <- beta2 v + (1 - beta2) Delta^2                  (FedAdam)
+    v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)      (FedYogi)
+    w <- w + eta m / (sqrt(v) + tau)
+
+There is no bias correction. m starts at 0 and v at tau^2, the smallest value that the paper allows. It tunes eta, here
+`server_lr`, for every task; the defaults are a start. beta1, beta2 and tau are those of its experiments. Its algorithm
+averages uniformly, its experiments by samples; `weighting` selects one.
+
+FedAvgM is SGD with momentum on the server. Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification", arXiv 2019:
+
+    m <- beta m + Delta,        w <- w + eta m
+
+All moments cover trainable parameters only; batch-norm statistics are the plain mean.
+"""
+
+from abc import abstractmethod
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
+from fedloom.methods.registry import Method, register
+
+
+class FedAvgMOptions(FedAvgOptions):
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """momentum on the server (beta); 0 is FedAvg"""
+
+
+class FedAvgMServer(FedAvgServer):
+    """Server with momentum."""
+
+    state_attributes = ("bank", "m")
+    options: FedAvgMOptions
+
+    def start(self) -> None:
+        self.m = self.zeros()
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        if not self.options.momentum:
+            return super().next_model(round, old, mean)
+        self.m.mul_(self.options.momentum).add_(mean - old)
+        return old + self.options.server_lr * self.m
+
+
+class FedAdagradOptions(FedAvgOptions):
+    server_lr: float = Field(0.1, gt=0)
+    """learning rate of the server (eta)"""
+    beta1: float = Field(0.0, ge=0, lt=1)
+    """decay of the first moment; the paper's Adagrad has none"""
+    tau: float = Field(1e-3, gt=0)
+    """degree of adaptivity, added to the root of the second moment; steps are more alike if it is smaller"""
+
+
+class FedAdamOptions(FedAdagradOptions):
+    server_lr: float = Field(0.01, gt=0)
+    """learning rate of the server (eta)"""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """decay of the first moment"""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """decay of the second moment"""
+
+
+class FedOptServer(FedAvgServer):
+    """Server with the first moment m and the second moment v; a subclass updates v."""
+
+    state_attributes = ("bank", "m", "v")
+    options: FedAdagradOptions
+
+    def start(self) -> None:
+        self.m, self.v = self.zeros(), self.zeros() + self.options.tau**2
+
+    @abstractmethod
+    def next_v(self, square: Tensor) -> Tensor:
+        """Return the next second moment, from the old one and Delta^2."""
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        beta1, delta = self.options.beta1, mean - old
+        self.m = beta1 * self.m + (1 - beta1) * delta
+        self.v = self.next_v(delta.square())
+        return old + self.options.server_lr * self.m / (self.v.sqrt() + self.options.tau)
+
+
+class FedAdagradServer(FedOptServer):
+    """Adagrad on the server."""
+
+    def next_v(self, square: Tensor) -> Tensor:
+        return self.v + square
+
+
+class FedAdamServer(FedOptServer):
+    """Adam on the server."""
+
+    options: FedAdamOptions
+
+    def next_v(self, square: Tensor) -> Tensor:
+        return self.options.beta2 * self.v + (1 - self.options.beta2) * square
+
+
+class FedYogiServer(FedOptServer):
+    """Yogi on the server: v falls more slowly than Adam's if the steps become small."""
+
+    options: FedAdamOptions
+
+    def next_v(self, square: Tensor) -> Tensor:
+        return self.v - (1 - self.options.beta2) * square * (self.v - square).sign()
+
+
+register(
+    Method(
+        name="fedavgm",
+        summary="momentum on the server",
+        reference="Hsu et al., arXiv 2019",
+        options=FedAvgMOptions,
+        server=FedAvgMServer,
+        neutral={"momentum": 0.0},
+        models_sent="2K",
+        uses_single_updates="",
+        server_state="2 models",
+    )
+)
+register(
+    Method(
+        name="fedadagrad",
+        summary="Adagrad on the server",
+        reference="Reddi et al., ICLR 2021",
+        options=FedAdagradOptions,
+        server=FedAdagradServer,
+        models_sent="2K",
+        uses_single_updates="",
+        server_state="3 models",
+    )
+)
+register(
+    Method(
+        name="fedadam",
+        summary="Adam on the server",
+        reference="Reddi et al., ICLR 2021",
+        options=FedAdamOptions,
+        server=FedAdamServer,
+        models_sent="2K",
+        uses_single_updates="",
+        server_state="3 models",
+    )
+)
+register(
+    Method(
+        name="fedyogi",
+        summary="Yogi on the server",
+        reference="Reddi et al., ICLR 2021",
+        options=FedAdamOptions,
+        server=FedYogiServer,
+        models_sent="2K",
+        uses_single_updates="",
+        server_state="3 models",
+    )
+)
