@@ -33,7 +33,7 @@ class FedAvgServer(AveragingServer[FedAvgOptions]):
 
     def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
         server_lr = self.options.server_lr
-        return mean if server_lr == 1 else old + server_lr * (mean - old)
+        return mean if server_lr == 1 else (mean - old).mul_(server_lr).add_(old)
 
 
 register(

@@ -18,6 +18,8 @@ paper, which fedloom does not use. Adam's steps are no weighted sum of gradients
 The formula is a step from w to the mean of the w_k with weights n_k / |a_k|. Batch-norm statistics are that mean.
 """
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from fedloom.config import TrainingConfig
@@ -50,8 +52,11 @@ class FedNovaServer(AveragingServer[Options]):
         n = sum(n for n, _ in self._n_and_a)
         self._tau_eff = sum(n_k * a_k for n_k, a_k in self._n_and_a) / n
         step = self._tau_eff * sum(n_k / a_k for n_k, a_k in self._n_and_a) / n
-        self._n_and_a = []
         return old + step * (mean - old)
+
+    def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+        self._n_and_a, self._tau_eff = [], None
+        super().aggregate(round, updates)
 
     def diagnostics(self) -> dict[str, float]:
         return {} if self._tau_eff is None else {"tau_eff": self._tau_eff}
