@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fedloom.report import RunRecord, make_comparison_table
 from fedloom.report.conclusion import _judge_groups
-
-HOLD = "\N{NO-BREAK SPACE}"
+from fedloom.report.significance import HOLD
 
 
 def run(method, seed, value, metric="accuracy"):
@@ -32,7 +31,7 @@ def test_a_significant_difference_is_called_so_with_its_size_and_p_value():
     said = compared({"fedavg": AVG, "fedmr": [0.900, 0.902, 0.904]}).headline
     assert said == (
         f"fedmr has the highest accuracy: 90.2{HOLD}±{HOLD}0.2{HOLD}% (last evaluation, 3 seeds). fedmr (+10.1 points, "
-        f"p < 0.001) is significantly higher than fedavg (80.1{HOLD}±{HOLD}0.1{HOLD}%)."
+        f"p{HOLD}<{HOLD}0.001) is significantly higher than fedavg (80.1{HOLD}±{HOLD}0.1{HOLD}%)."
     )
 
 
@@ -45,14 +44,14 @@ def test_noise_is_called_no_significant_difference():
 def test_a_lower_method_is_called_lower():
     said = compared({"fedavg": AVG, "fedmr": [0.7, 0.702, 0.704]}).headline
     assert said.startswith("fedavg has the highest accuracy")
-    assert "fedmr (−9.9 points, p < 0.001) is significantly lower than fedavg" in said
+    assert f"fedmr (−9.9 points, p{HOLD}<{HOLD}0.001) is significantly lower than fedavg" in said
 
 
 def test_a_method_that_scatters_is_not_level_with_one_that_is_closer_and_differs():
     """`wild` is lower than `steady`, which is significantly lower: no significant difference would contradict that."""
     said = compared({"fedavg": AVG, "steady": [0.75, 0.751, 0.7523], "wild": [0.5, 0.9, 0.6]}).headline
-    assert "steady (−5.0 points, p < 0.001) is significantly lower" in said
-    assert "wild (−13.4 points, p = 0.38) varies too much over seeds to be judged." in said
+    assert f"steady (−5.0 points, p{HOLD}<{HOLD}0.001) is significantly lower" in said
+    assert f"wild (−13.4 points, p{HOLD}={HOLD}0.38) varies too much over seeds to be judged." in said
     assert "no significant" not in said
 
 
@@ -72,7 +71,7 @@ def test_a_method_with_too_few_seeds_does_not_spoil_the_verdict_on_others():
 def test_of_a_regression_the_lowest_error_is_best():
     said = compared({"fedavg": [0.5, 0.501, 0.502], "fedmr": [0.3, 0.301, 0.3022]}, metric="loss").headline
     assert said.startswith(f"fedmr has the lowest error: test loss 0.301{HOLD}±{HOLD}0.001 (last evaluation, 3 seeds).")
-    assert "fedmr (−0.200, p < 0.001) is significantly lower than fedavg (0.501" in said
+    assert f"fedmr (−0.200, p{HOLD}<{HOLD}0.001) is significantly lower than fedavg (0.501" in said
     assert "accuracy" not in said
 
 

@@ -127,10 +127,13 @@ def test_of_a_grid_without_results_only_what_was_left_out_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("gains", "said"),
     [
-        ([0.1, 0.11, 0.12], "The server cross helped: +11.00 ± 0.58 points against fedavg (significant, p = 0.003)."),
+        (
+            [0.1, 0.11, 0.12],
+            "The server cross helped: +11.00 ± 0.58 points against fedavg (significant, p\u00a0=\u00a00.003).",
+        ),
         (
             [-0.1, 0.3, 0.1],
-            "The server cross helped: +10.00 ± 11.55 points against fedavg (no significant difference, p = 0.48).",
+            "cross helped: +10.00 ± 11.55 points against fedavg (no significant difference, p\u00a0=\u00a00.48).",
         ),
         ([0.1, 0.2], "+15.00 ± 5.00 points against fedavg. Fewer than 3 seeds cannot judge it."),
         ([-0.1, -0.1, -0.2], "The server cross did no better than fedavg."),
@@ -147,7 +150,10 @@ def test_where_there_is_only_a_loss_less_is_better():
     lists = (("fedavg",), ("sgd", "prox", "soup"))
     scores = {"fedavg": [1.0, 1.0, 1.0], "prox": [0.5, 0.52, 0.51], "soup": [2.0, 2.0, 2.1]}
     found = analysed(grid_of(lists), scores, metric="loss")
-    assert "Of the clients, prox helped most: −0.490 ± 0.006 against sgd (significant, p < 0.001)." in found.sentence
+    assert (
+        "Of the clients, prox helped most: −0.490 ± 0.006 against sgd (significant, p\u00a0<\u00a00.001)."
+        in found.sentence
+    )
     assert heat_map_figure_data(found)["better"] == "low"
 
 
@@ -208,7 +214,12 @@ def test_a_browser_draws_a_map_for_each_refiner(gridded, tmp_path, browse):
     write_report_page(records, tmp_path / "report.html", grid=grid)
     page = browse(tmp_path / "report.html")
     maps = re.search(r'id="grid".*?<h3>Effect of each part', page, flags=re.DOTALL)[0]
-    assert maps.count('class="hm"') == 2
-    assert maps.count('class="annotation"') == 2 * 5
-    assert maps.count('class="shape-group"') == 2 * 5  # a box and four lines where there is no result
-    assert all(f">{one}\u2002</text>" in maps or f">{one}</text>" in maps for one in ("cross", "soup"))
+    assert maps.count('<svg class="heat"') == 2
+    assert maps.count('<g class="cell"') == 2 * 6
+    assert maps.count("<line ") == 2 * 4  # four where there is no result
+    assert maps.count("<title>cross+prox\nno: ") == 1  # a tooltip gives the reason
+    assert all(f">{one}</text>" in maps for one in ("cross", "soup"))
+    for group in make_comparison_table(records).groups:
+        assert f">{group.accuracy.show(100, 2)}</text>" in maps
+    colours = re.findall(r'<g class="cell"[^>]*><title>[^<]*</title><rect [^>]*fill="rgb\((\d+),(\d+),(\d+)\)"', maps)
+    assert len(set(colours)) > 5

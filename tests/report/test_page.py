@@ -2,6 +2,8 @@ import base64
 import hashlib
 import json
 import re
+import shlex
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from fedloom.errors import InputError
 from fedloom.report import RunRecord, make_comparison_table, read_run_record, write_report_page
 from fedloom.report.figures import MOST_CLIENTS, _metric_curve, collect_figure_data
-from fedloom.report.html_sections import SectionHtml, render_section_tag
+from fedloom.report.markup import SectionHtml, render_section_tag
 from tests.support.fake_runs import write_run, write_runs
 from tests.support.report_pages import EVIL, Page
 
@@ -51,7 +53,8 @@ def test_the_page_shows_every_number_of_the_table(records, tmp_path):
     titles, rows = comparison.table()
     assert lines.issuperset(titles)
     assert lines.issuperset(cell for row in rows for cell in row)
-    assert lines.issuperset([*comparison.headlines, "Three methods", "dirichlet:0.3", "lowest_similarity"])
+    assert lines.issuperset([*comparison.headlines, "Three methods", "dirichlet:0.3"])
+    assert "fedcross.alpha 0.99, fedcross.strategy lowest_similarity" in lines
     assert "fedloom run fedmr --clients 20 --seed 2" in lines
     assert "no answer within 30 s" in page.text
     assert "torch 2.13.0" in page.text
@@ -75,8 +78,88 @@ def test_the_page_fetches_nothing(records, tmp_path):
     for _, given in page.elements:
         assert not {"src", "href", "srcset", "data", "action"} & given.keys()
     text = (tmp_path / "report.html").read_text(encoding="utf-8").replace(page.scripts[1], "")
+    text = text.replace('"http://www.w3.org/2000/svg"', "")  # the name of SVG, not an address
     assert not re.search(r"https?://|@import|url\(", text)
     assert "plotly.js" in page.scripts[1][:200]
+
+
+def test_a_page_is_at_most_one_and_a_half_megabytes(records, tmp_path):
+    report(records, tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 1_500_000
+
+
+def test_the_vendored_library_is_the_one_that_its_readme_names():
+    folder = resources.files("fedloom.report").joinpath("vendor")
+    library = folder.joinpath("plotly-basic.min.js").read_bytes()
+    readme = folder.joinpath("README.md").read_text()
+    assert f"`{hashlib.sha256(library).hexdigest()}`" in readme
+    version = re.search(r"version ([\d.]+)\.", readme)[1]
+    assert f"plotly.js (basic - minified) v{version}".encode() in library[:100]
+    assert b"MIT license" in library[:200]
+    assert folder.joinpath("LICENSE-plotly.txt").read_text().startswith("MIT License")
+
+
+def test_every_method_has_a_dash_of_its_own(records, tmp_path):
+    page = report(records, tmp_path / "report.html")
+    groups = json.loads(page.scripts[0])["groups"]
+    assert len({group["dash"] for group in groups}) == len(groups) == 3
+    samples = [given.get("stroke-dasharray", "") for name, given in page.elements if given.get("class") == "sample"]
+    assert set(samples) == {group["dash"] for group in groups}
+
+
+def test_only_settings_at_their_defaults_are_folded(tmp_path):
+    command = "fedloom run fedavg --momentum 0.9 --no-tidy --set fedavg.server_lr=2"
+    more = {"options": {"fedavg": {"server_lr": 2, "weighting": "uniform"}}, "tidy": False, "nesterov": False}
+    record = read_run_record(write_run(tmp_path / "run", command=command, rounds=4, **more))
+    write_report_page([record], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    settings, folded = text.partition("<h2>Settings")[2].partition("</section>")[0].split("<details>")
+    assert re.findall("<dt>(.*?)</dt>", folded) == ["eval_every", "nesterov", "fedavg.weighting"]
+    assert {"momentum", "tidy", "fedavg.server_lr", "partition", "lr"} <= set(re.findall("<dt>(.*?)</dt>", settings))
+    assert "3 settings at default" in folded
+
+
+def test_one_command_is_at_the_top(records, tmp_path):
+    page = report(
+        records, tmp_path / "report.html", command="fedloom compare fedavg --data table:/home/me/my\\ data.csv"
+    )
+    lines = [line for line in page.text.split("\n") if line.startswith("fedloom ")]
+    assert lines[1] == "fedloom compare fedavg --data 'table:my data.csv'"
+    assert "Files are named without their folders; add yours before you run it." in page.text
+    alone = report(records[:1], tmp_path / "report.html")
+    assert [line for line in alone.text.split("\n") if line.startswith("fedloom ")][1] == records[0].config["command"]
+    assert "without their folders" not in alone.text
+
+
+def test_no_absolute_path_is_in_a_page(tmp_path):
+    """Data, partitions, initial weights and plugins may lie anywhere; a report names the files only."""
+    secret = tmp_path / "home of me" / "secret"
+    folders = [
+        write_run(
+            tmp_path / f"run{at}",
+            data=f"table:{secret}/{at}/people.csv,label=income,test={secret}/test.csv",
+            partition=f"file:{secret}/split.json",
+            init=f"{secret}/start.safetensors",
+            imports=[f"{secret}/mine.py"],
+            command=shlex.join(["fedloom", "run", "fedavg", "--data", f"table:{secret}/{at}/people.csv"]),
+            rounds=4,
+        )
+        for at in range(2)
+    ]
+    for folder in folders:
+        (folder / "initial.json").write_text(json.dumps({"file": f"{secret}/start.safetensors"}))
+        row = {"round": 5, "failed": 1, "failed_clients": {"1": f"[Errno 2] no file: '{secret}/x.npz'"}}
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    command = shlex.join(["fedloom", "compare", "fedavg", "--cache-dir", f"{secret}/cache"])
+    page = report([read_run_record(folder) for folder in folders], tmp_path / "report.html", command=command)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "secret" not in text
+    assert str(tmp_path) not in text
+    tasks = json.loads(page.scripts[0])["tasks"]
+    assert ["0/people.csv" in tasks[0], "1/people.csv" in tasks[1]] == [True, True], "two files stay two tasks"
+    assert "mine.py" in page.text
+    assert "no file: 'x.npz'" in page.text
 
 
 def test_the_policy_names_exactly_the_scripts_of_the_page(records, tmp_path):
@@ -178,6 +261,7 @@ def test_a_browser_draws_the_figures(records, tmp_path, browse):
     curves, _, rest = page.partition('id="partition"')
     assert curves.count('class="trace scatter') == 2 * 3  # a line and a band for each method
     assert page.count('aria-pressed="true"') == 6  # y, x, three methods, one partition
+    assert page.count(">Copy</button>") == 1  # the commands of single runs
     radii = [float(r) for r in re.findall(r'class="point"[^>]*? d="M([\d.]+),0A', rest)]
     counts = collect_figure_data(make_comparison_table(records).groups)["partitions"][0]["count"]
     assert len(radii) == len(counts)

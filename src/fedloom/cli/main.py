@@ -277,12 +277,15 @@ def report(
 ) -> None:
     """Write one report about several runs."""
     with show_loading():
-        from fedloom.report import read_effect_grid, read_run_record, write_report_page
+        from fedloom.report import read_comparison_command, read_effect_grid, read_run_record, write_report_page
 
     count = None if window is None else _number("window", window, int)
     folders = [folder for path in runs for folder in _runs_in(path)]
-    grid = read_effect_grid(runs[0]) if len(runs) == 1 else None  # with other runs, a grid's cells would be ambiguous
-    write_report_page([read_run_record(folder) for folder in folders], out, title=title, grid=grid, window=count)
+    alone = len(runs) == 1  # with other runs, the cells of a grid would be ambiguous
+    grid, command = (read_effect_grid(runs[0]), read_comparison_command(runs[0])) if alone else (None, None)
+    write_report_page(
+        [read_run_record(folder) for folder in folders], out, title=title, grid=grid, window=count, command=command
+    )
     print(out)
 
 

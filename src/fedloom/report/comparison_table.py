@@ -8,6 +8,7 @@ import numpy as np
 
 from fedloom.errors import InputError
 from fedloom.report.conclusion import conclude_comparison, describe_windows
+from fedloom.report.file_names import hide_record_folders
 from fedloom.report.records import (
     TASK,
     RunRecord,
@@ -184,7 +185,7 @@ def make_comparison_table(
         raise InputError(f"the window must be 1 evaluation or more, not {window}.")
     groups: list[GroupStatistics] = []
     notes: list[str] = []
-    found = [compute_group_statistics(one, window) for one in group_records(records)]
+    found = [compute_group_statistics(one, window) for one in group_records(hide_record_folders(records))]
     for task in dict.fromkeys(group.task for group in found):
         of_task = _add_differences([group for group in found if group.task == task])
         target = _choose_target(of_task, target_accuracy, notes)
@@ -260,7 +261,7 @@ def _window(group: GroupStatistics) -> str:
 def _p_value(group: GroupStatistics) -> str:
     if group.difference is None or group.difference.p is None:
         return NOTHING
-    return format_p_value(group.difference.p).removeprefix("p ").removeprefix("= ")
+    return format_p_value(group.difference.p)
 
 
 def _privacy(group: GroupStatistics) -> str:

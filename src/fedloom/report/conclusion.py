@@ -7,11 +7,9 @@ method. The methods are not tested against each other, so the sentences rank not
 from collections.abc import Sequence
 from typing import Literal
 
-from fedloom.report.significance import ENOUGH, LEVEL, format_p_value
+from fedloom.report.significance import ENOUGH, HOLD, LEVEL, format_p_statement
 from fedloom.report.statistics import GroupStatistics, PairedDifference
 from fedloom.utils.formatting import format_list, format_plural, format_signed
-
-HOLD = "\N{NO-BREAK SPACE}"
 
 Verdict = Literal["higher", "lower", "level", "scattered", "untested"]
 """How a method compares with the reference: a significant difference (higher, lower), none (level), none although a
@@ -146,4 +144,4 @@ def _format_gap(difference: PairedDifference | None, metric: str) -> str:
         return "no common seed"
     scale, digits, unit = (100.0, 1, " points") if metric == "accuracy" else (1.0, 3, "")
     text = f"{format_signed(scale * difference.mean, digits)}{unit}"
-    return text if difference.p is None else f"{text}, {format_p_value(difference.p)}"
+    return text if difference.p is None else f"{text}, {format_p_statement(difference.p)}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.errors import InputError
-from fedloom.report.significance import ENOUGH, LEVEL, adjust_p_values, format_p_value, paired_p_value
+from fedloom.report.significance import ENOUGH, LEVEL, adjust_p_values, format_p_statement, paired_p_value
 from fedloom.report.statistics import GroupStatistics, SeedStatistics
 from fedloom.utils.formatting import format_plural, format_signed
 
@@ -278,7 +278,7 @@ class GridEffects:
         if best.estimate.p is None:
             return f"{said}. Fewer than {ENOUGH} seeds cannot judge it."
         significance = "significant" if best.estimate.significant else "no significant difference"
-        return f"{said} ({significance}, {format_p_value(best.estimate.p)})."
+        return f"{said} ({significance}, {format_p_statement(best.estimate.p)})."
 
     def footnote(self) -> str:
         """Return how to read the tables."""

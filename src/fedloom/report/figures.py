@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.report.effects import EffectCell, GridEffects
+from fedloom.report.file_names import hide_folders
+from fedloom.report.markup import group_dash
 from fedloom.report.records import Counts, RunRecord
 from fedloom.report.statistics import GroupStatistics
 
@@ -29,7 +31,10 @@ Data = dict[str, Any]
 def collect_figure_data(groups: Sequence[GroupStatistics]) -> Data:
     """Collect the data of all plots of a page. A line refers to its group by index."""
     return {
-        "groups": [{"label": group.short, "task": group.task, "kind": group.record_group.kind} for group in groups],
+        "groups": [
+            {"label": group.short, "task": group.task, "kind": group.record_group.kind, "dash": group_dash(group)}
+            for group in groups
+        ],
         "tasks": list(dict.fromkeys(group.task for group in groups)),
         "curves": [
             {"key": key, "title": title, "lines": lines}
@@ -146,7 +151,7 @@ def _hover(effects: GridEffects, cell: EffectCell) -> str:
     """Return the tooltip of a cell."""
     spread, (scale, digits) = effects.spread(cell), effects.scale
     if spread is None:
-        return cell.refusal or "has no result yet"
+        return hide_folders(cell.refusal or "has no result yet")
     unit = " %" if effects.metric == "accuracy" else ""
     each = ", ".join(f"{scale * value:.{digits}f}" for value in spread.values)
     return f"{spread.show(scale, digits)}{unit}" + (f", over seeds: {each}" if len(spread.values) > 1 else "")

@@ -1,76 +1,29 @@
-"""HTML sections of a report, and the markup helpers. All text is escaped unless it is `SectionHtml`."""
+"""HTML sections of a report. All text is escaped unless it is `SectionHtml`."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from html import escape
+from pathlib import PurePath
 
+from fedloom.report.command import render_command
 from fedloom.report.comparison_table import ComparisonTable, Part
 from fedloom.report.effects import GridEffects
 from fedloom.report.figures import MOST_DIAGNOSTICS, MOST_PARTITIONS, Data
+from fedloom.report.markup import (
+    SectionHtml,
+    group_hue,
+    join_section_html,
+    render_colored_label,
+    render_section,
+    render_section_table,
+    render_section_tag,
+)
 from fedloom.report.records import find_record_differences, flatten_record_config
 from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_list, format_plural, format_seconds, format_value
 
-
-class SectionHtml(str):
-    """A string that is already HTML."""
-
-    __slots__ = ()
-
-
-def render_section_tag(name: str, *content: str, **attributes: str | bool | None) -> SectionHtml:
-    """Return an element with escaped text. `class_` becomes `class`, `data_x` becomes `data-x`."""
-    given = ""
-    for key, value in attributes.items():
-        if value is not None and value is not False:
-            key = key.rstrip("_").replace("_", "-")
-            given += f" {key}" if value is True else f' {key}="{escape(value)}"'
-    return SectionHtml(f"<{name}{given}>{join_section_html(*content)}</{name}>")
-
-
-def join_section_html(*content: str) -> SectionHtml:
-    """Join pieces of HTML and escape plain text."""
-    return SectionHtml("".join(one if isinstance(one, SectionHtml) else escape(one) for one in content))
-
-
-def render_section_table(titles: list[str], rows: list[list[str]], css_class: str | None = None) -> SectionHtml:
-    """Return a table whose first column names the rows, in a box that scrolls on narrow screens."""
-    head = render_section_tag("tr", *[render_section_tag("th", title, scope="col") for title in titles])
-    body = [
-        render_section_tag(
-            "tr", render_section_tag("th", row[0], scope="row"), *[render_section_tag("td", cell) for cell in row[1:]]
-        )
-        for row in rows
-    ]
-    table = render_section_tag(
-        "table", render_section_tag("thead", head), render_section_tag("tbody", *body), class_=css_class
-    )
-    return render_section_tag("div", table, class_="scroll", tabindex="0")
-
-
-HUES = 8
 PARTS = ("train", "evaluate", "refine", "aggregate", "dispatch", "sample_clients", "checkpoint")
 """The phases of a round, largest first. The colours follow this order."""
-
-
-def render_section(title: str, hint: str, *content: str) -> SectionHtml:
-    return render_section_tag(
-        "section",
-        render_section_tag("h2", title),
-        render_section_tag("p", hint, class_="hint") if hint else "",
-        *content,
-    )
-
-
-def _colored_label(group: GroupStatistics) -> SectionHtml:
-    """Return the label of a group with its colour."""
-    return join_section_html(
-        render_section_tag("span", class_="swatch", style=f"background:{_hue(group)}"), group.label
-    )
-
-
-def _hue(group: GroupStatistics) -> str:
-    return f"var(--c{group.record_group.kind % HUES})"
 
 
 def render_results_section(comparison: ComparisonTable) -> SectionHtml:
@@ -117,7 +70,7 @@ def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
 
 def _coloured(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
     titles, rows = comparison.table(part)
-    return titles, [[_colored_label(group), *row[1:]] for group, row in zip(comparison.groups, rows, strict=True)]
+    return titles, [[render_colored_label(group), *row[1:]] for group, row in zip(comparison.groups, rows, strict=True)]
 
 
 def _strips(groups: Sequence[GroupStatistics]) -> list[SectionHtml]:
@@ -133,12 +86,12 @@ def _strips(groups: Sequence[GroupStatistics]) -> list[SectionHtml]:
             return SectionHtml("")
         scale = values[group.task, group.metric]
         low, wide = min(scale), (max(scale) - min(scale)) or 1.0
-        *seeds, mean = (6 + 108 * (one - low) / wide for one in (*group.result.values, group.result.mean))
+        *seeds, mean = (5 + 74 * (one - low) / wide for one in (*group.result.values, group.result.mean))
         marks = [f'<circle cx="{x:.1f}" cy="9" r="4" fill-opacity=".55"/>' for x in seeds]
         marks.append(f'<line x1="{mean:.1f}" x2="{mean:.1f}" y1="2" y2="16" stroke="var(--ink)"/>')
-        axis = SectionHtml('<line x1="0" x2="120" y1="9" y2="9" stroke="var(--line)"/>')
-        inner = render_section_tag("g", axis, SectionHtml("".join(marks)), fill=_hue(group))
-        return render_section_tag("svg", inner, width="120", height="18", aria_hidden="true")
+        axis = SectionHtml('<line x1="0" x2="84" y1="9" y2="9" stroke="var(--line)"/>')
+        inner = render_section_tag("g", axis, SectionHtml("".join(marks)), fill=group_hue(group))
+        return render_section_tag("svg", inner, width="84", height="18", aria_hidden="true")
 
     return [strip(group) for group in groups]
 
@@ -220,7 +173,7 @@ def render_failures_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
                 reasons.update(str(reason) for reason in (told.values() if isinstance(told, dict) else ()))
         why = format_list([f"{reason} ({count})" for reason, count in reasons.most_common()]) or "not recorded"
         share = f"{group.failed / group.asked:.1%}" if group.asked else "–"
-        rows.append([_colored_label(group), str(group.failed), str(group.asked), share, why])
+        rows.append([render_colored_label(group), str(group.failed), str(group.asked), share, why])
     if not rows:
         return SectionHtml("")
     hint = "Client updates that did not arrive, arrived too late or were rejected; sum over all seeds."
@@ -228,26 +181,53 @@ def render_failures_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     return render_section("Failed clients", hint, table)
 
 
+MAIN = ("method", "data", "partition", "clients", "clients_per_round", "model", "rounds", "epochs", "batch_size", "lr")
+"""Settings that a reader looks for, shown even if they are defaults."""
+
+
 def render_settings_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
-    """Return the settings that all runs share, and a table of those that differ."""
+    """Return the settings that all runs share, and a table of those that differ. Defaults are folded away."""
     tables = [flatten_record_config(group.runs[0].config) for group in groups]
     odd = [key for key in find_record_differences(tables) if key != "method"]
     shared = {key: value for key, value in tables[0].items() if key not in odd}
     if len(groups) > 1:
         shared.pop("method", None)
-    pairs = [
-        render_section_tag("div", render_section_tag("dt", key), render_section_tag("dd", value))
-        for key, value in shared.items()
-    ]
+    commands = [group.runs[0].config.get("command") for group in groups]
+    given = {key for command in commands if isinstance(command, str) for key in _given_settings(command)}
+    rest = {key: value for key, value in shared.items() if key not in MAIN and key not in given}
+    known = all(isinstance(command, str) for command in commands)  # else Python objects were given
+    title = f"{format_plural(len(rest), 'setting')} at default" if known else format_plural(len(rest), "more setting")
     table: str = ""
     if odd:
+        parts = {part for group in groups for part in group.runs[0].method.split("+")}
+        options = [key for key in odd if key.partition(".")[0] in parts]
+        others = [key for key in odd if key not in options]
         rows = [
-            [_colored_label(group), *(table.get(key, "–") for key in odd)]
+            [render_colored_label(group), *(table.get(key, "–") for key in others)]
+            + ([", ".join(f"{key} {table[key]}" for key in options if key in table) or "–"] if options else [])
             for group, table in zip(groups, tables, strict=True)
         ]
-        table = render_section_table(["method", *odd], rows, "text")
+        titles = ["method", *others, *(["options"] if options else [])]
+        table = render_section_table(titles, rows, "text wrap")
+    folded = render_section_tag("details", render_section_tag("summary", title), _render_pairs(rest)) if rest else ""
     hint = "Settings of all runs" + (", then those that differ." if odd else ".") if len(groups) > 1 else ""
-    return render_section("Settings", hint, render_section_tag("dl", *pairs), table)
+    shown = {key: value for key, value in shared.items() if key not in rest}
+    return render_section("Settings", hint, _render_pairs(shown), table, folded)
+
+
+def _render_pairs(settings: dict[str, str]) -> SectionHtml:
+    pairs = [
+        render_section_tag("div", render_section_tag("dt", key), render_section_tag("dd", value))
+        for key, value in settings.items()
+    ]
+    return render_section_tag("dl", *pairs)
+
+
+def _given_settings(command: str) -> set[str]:
+    """Return the settings in the command of a run. It holds each one that is not a default."""
+    flags = {name.replace("-", "_") for name in re.findall(r"(?<!\S)--([a-z][a-z0-9-]*)", command)}
+    options = set(re.findall(r"--set '?([\w.-]+)=", command))
+    return flags | {flag.removeprefix("no_") for flag in flags} | options
 
 
 def render_initial_weights_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
@@ -259,7 +239,7 @@ def render_initial_weights_section(groups: Sequence[GroupStatistics]) -> Section
             taken, *others = (list(map(str, names)) if isinstance(names, list) else [] for names in lists)
             rows[
                 (
-                    format_value(run.initial_weights.get("file", "?")),
+                    PurePath(format_value(run.initial_weights.get("file", "?"))).name,
                     str(len(taken)),
                     *(format_list(one) or "none" for one in others),
                 )
@@ -281,7 +261,7 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
             state += "" if run in group.runs else ", not counted"
             digest = str((run.summary or {}).get("digest") or "–")
             short = render_section_tag("code", digest if len(digest) < 24 else digest[:23] + "…", title=digest)
-            rows.append([_colored_label(group), run.seed, run.folder.name, str(run.last_round), state, short])
+            rows.append([render_colored_label(group), run.seed, run.folder.name, str(run.last_round), state, short])
             if isinstance(run.config.get("command"), str):
                 commands[run.config["command"]] = None
             versions = run.config.get("versions")
@@ -290,10 +270,8 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     table = render_section_table(["method", "seed", "folder", "rounds", "state", "digest"], rows, "text")
     again: str = ""
     if commands:
-        title = render_section_tag(
-            "h3", "Command to repeat the run" if len(commands) == 1 else "Commands to repeat the runs"
-        )
-        again = join_section_html(title, render_section_tag("pre", render_section_tag("code", "\n".join(commands))))
+        title = format_plural(len(commands), "command") + " to repeat single runs"
+        again = render_section_tag("details", render_section_tag("summary", title), render_command(list(commands)))
     hint = f"Versions: {'; '.join(made)}." if made else ""
     return render_section(format_plural(len(rows), "run").capitalize(), hint, table, again)
 
@@ -311,7 +289,7 @@ def render_effects_section(effects: GridEffects, basis: str) -> SectionHtml:
     content = [render_section_tag("p", effects.sentence, class_="lead")] if effects.sentence else []
     if effects.scores:
         label = "Heat maps; the result table has the numbers."
-        content.append(render_section_tag("div", id="grid", class_="maps", role="img", aria_label=label))
+        content.append(render_section_tag("div", id="grid", class_="maps", role="group", aria_label=label))
     else:
         hint = "No combination has a result."
     if effects.effects:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.report.html_sections import SectionHtml, render_section, render_section_tag
+from fedloom.report.markup import SectionHtml, render_section, render_section_tag
 from fedloom.report.records import RunRecord
 from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_plural

@@ -10,12 +10,11 @@ from importlib import resources
 from pathlib import Path
 
 from fedloom.errors import InputError
+from fedloom.report.command import render_command
 from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
 from fedloom.report.effects import EffectGrid, analyze_effects
 from fedloom.report.figures import Data, collect_figure_data, heat_map_figure_data
 from fedloom.report.html_sections import (
-    SectionHtml,
-    join_section_html,
     render_costs_section,
     render_curves_section,
     render_diagnostics_section,
@@ -26,10 +25,10 @@ from fedloom.report.html_sections import (
     render_partition_section,
     render_results_section,
     render_runs_section,
-    render_section_tag,
     render_settings_section,
 )
 from fedloom.report.images import render_synthetic_images
+from fedloom.report.markup import SectionHtml, join_section_html, render_section_tag
 from fedloom.report.records import RunRecord
 from fedloom.utils.formatting import format_list, format_plural
 
@@ -44,17 +43,18 @@ def write_report_page(
     target: float | None = None,
     grid: EffectGrid | None = None,
     window: int | None = None,
+    command: str | None = None,
 ) -> None:
     """Write the report of `records` to `path`, completely or not at all.
 
     For the runs of a `grid`, the page also shows the effect of each part. `window` replaces the setting of the runs:
-    how many of the last evaluations are averaged.
+    how many of the last evaluations are averaged. `command` repeats all of them.
     """
     path = Path(path)
     if grid:  # baselines come first, in whatever order the directories were read
         order = {method: at for at, method in enumerate(grid.methods)}
         records = sorted(records, key=lambda record: order.get(record.label, len(order)))
-    write_html_page(path, _render_report(make_comparison_table(records, target, window), title, grid))
+    write_html_page(path, _render_report(make_comparison_table(records, target, window), title, grid, command))
 
 
 def write_html_page(path: Path, html: str) -> None:
@@ -79,7 +79,9 @@ def _is_page(path: Path) -> bool:
         return file.read(len(DOCTYPE)).lower() == DOCTYPE.encode()
 
 
-def _render_report(comparison: ComparisonTable, title: str | None = None, grid: EffectGrid | None = None) -> str:
+def _render_report(
+    comparison: ComparisonTable, title: str | None = None, grid: EffectGrid | None = None, command: str | None = None
+) -> str:
     """Return the page as HTML."""
     groups = comparison.groups
     figure_data = collect_figure_data(groups)
@@ -87,6 +89,8 @@ def _render_report(comparison: ComparisonTable, title: str | None = None, grid: 
     if effects and effects.scores:
         figure_data["grid"] = heat_map_figure_data(effects)
     title = title or _title(comparison, grid)
+    if command is None and len(groups) == len(groups[0].members) == 1:
+        command = groups[0].runs[0].config.get("command")
     count = sum(len(group.members) for group in groups)
     tasks = (
         figure_data["tasks"][0] if len(figure_data["tasks"]) == 1 else format_plural(len(figure_data["tasks"]), "task")
@@ -98,6 +102,7 @@ def _render_report(comparison: ComparisonTable, title: str | None = None, grid: 
         render_section_tag("h1", title),
         *(render_section_tag("p", said, class_="lead") for said in comparison.headlines),
         render_section_tag("ul", *notes, class_="notes") if notes else "",
+        render_command([command]) if command else "",
     )
     body = [
         header,
@@ -119,9 +124,7 @@ def _render_report(comparison: ComparisonTable, title: str | None = None, grid: 
 
 def build_html_page(title: str, body: Sequence[str], figure_data: Data) -> SectionHtml:
     """Return a page with this body, the data of its plots and the scripts that draw them."""
-    from plotly.offline import get_plotlyjs
-
-    scripts = [get_plotlyjs(), _asset("report.js")]
+    scripts = [_asset("vendor/plotly-basic.min.js"), _asset("report.js")]
     body = [
         *body,
         render_section_tag("script", SectionHtml(_inert(figure_data)), type="application/json", id="data"),

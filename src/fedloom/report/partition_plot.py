@@ -8,12 +8,9 @@ from typing import Literal
 
 from fedloom.errors import InputError
 from fedloom.report.figures import Data, partition_figures
-from fedloom.report.html_sections import (
-    render_partition_section,
-    render_section,
-    render_section_table,
-    render_section_tag,
-)
+from fedloom.report.file_names import hide_setting_folders
+from fedloom.report.html_sections import render_partition_section
+from fedloom.report.markup import render_section, render_section_table, render_section_tag
 from fedloom.report.page import build_html_page, write_html_page
 from fedloom.report.records import Counts
 from fedloom.utils.storage import write_atomically
@@ -139,7 +136,7 @@ def write_partition_plot(
     """
     check_partition_plot_path(path)
     names = [*class_names, *map(str, range(len(class_names), counts.shape[1]))]
-    figure = partition_figures(title, counts, names)
+    figure = partition_figures(hide_setting_folders(title), counts, names)
     if path.suffix.lower() == ".html":
         write_html_page(path, _page(figure, statistics_rows))
     else:

@@ -4,29 +4,36 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const state = { y: 0, x: "round", task: 0, partition: 0, hidden: new Set() };
-  const axes = { round: "rounds", bytes: "data sent", seconds: "time" };
+  const axes = { round: "rounds of training", bytes: "data sent", seconds: "time" };
   const config = {
     displaylogo: false,
     displayModeBar: "hover",
     modeBarButtons: [["toImage"]],
     toImageButtonOptions: { format: "svg", filename: "fedloom" },
   };
-  const dashes = ["solid", "dash", "dot", "dashdot"];
   const hues = 8;
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const kind = (line) => data.groups[line.group].kind;
   const paint = (line) => colour(`--c${kind(line) % hues}`);
-  const dash = (line) => dashes[Math.floor(kind(line) / hues) % dashes.length];
+  const dash = (line) => data.groups[line.group].dash.replace(/\d+/g, "$&px") || "solid";
   const faint = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
   // Plotly interprets some HTML in its texts, so names are escaped.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (text) => plain(text.length > 18 ? `${text.slice(0, 17)}…` : text);
+  const cut = (text) => (text.length > 18 ? `${text.slice(0, 17)}…` : text);
+  const short = (text) => plain(cut(text));
   const find = (id) => document.getElementById(id);
   const make = (name, parent, text = "", kind = "") => {
     const node = parent.appendChild(document.createElement(name));
     node.textContent = text;
     node.className = kind;
+    return node;
+  };
+
+  const shape = (name, parent, given, text = "") => {
+    const node = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", name));
+    Object.entries(given).forEach(([key, value]) => node.setAttribute(key, value));
+    node.textContent = text;
     return node;
   };
 
@@ -78,7 +85,7 @@
         x, y: line.mean, mode: x.length > 1 ? "lines" : "markers",
         line: { color: paint(line), width: 2, dash: dash(line) },
         marker: { color: paint(line), size: 8 },
-        text: line.mean.map((mean, at) => show(mean) + (line.seeds[at] > 1
+        text: line.mean.map((mean, at) => show(mean) + (line.round[at] ? "" : ", before training") + (line.seeds[at] > 1
           ? `  (${show(line.low[at])} to ${show(line.high[at])}, ${line.seeds[at]} seeds)` : "")),
         hovertemplate: `<b>${plain(data.groups[line.group].label)}</b>  %{text}<extra></extra>`,
       });
@@ -151,18 +158,8 @@
     return colour(against("--ink") > against("--paper") ? "--ink" : "--paper");
   };
 
-  // A cell without a result: a box with four slanted lines, as large as the other cells with their gaps.
-  function hatch(x, y) {
-    const inset = 0.485, place = (at, share) => at - inset + 2 * inset * share;
-    const line = ([x0, y0, x1, y1]) => ({
-      type: "line", x0: place(x, x0), y0: place(y, y0), x1: place(x, x1), y1: place(y, y1),
-      line: { color: colour("--line"), width: 2 }, layer: "below",
-    });
-    return [{
-      type: "rect", x0: place(x, 0), x1: place(x, 1), y0: place(y, 0), y1: place(y, 1),
-      fillcolor: colour("--wash"), line: { width: 0 }, layer: "below",
-    }, ...[[0, 0.8, 0.3, 0], [0.1, 1, 0.55, 0], [0.4, 1, 0.8, 0], [0.65, 1, 1, 0.2]].map(line)];
-  }
+  // A cell without a result: four slanted lines.
+  const hatch = [[0, 0.8, 0.3, 0], [0.1, 1, 0.55, 0], [0.4, 1, 0.8, 0], [0.65, 1, 1, 0.2]];
 
   function heat() {
     const { rows, columns, maps, better } = data.grid;
@@ -172,32 +169,30 @@
       const up = high > low ? (value - low) / (high - low) : 0.5;
       return better === "high" ? up : 1 - up;
     };
-    const steps = [...Array(11).keys()].map((at) => at / 10);
+    const wide = 104, tall = 44, left = 16 + 8 * Math.max(...rows.names.map((name) => cut(name).length));
     maps.forEach((map, at) => {
       const box = find("grid").children[at].lastElementChild.firstElementChild;
-      const label = 20 + 8 * Math.max(...rows.names.map((name) => short(name).length));
-      const width = label + 20 + columns.names.length * 104, height = 56 + rows.names.length * 46;
-      const cells = map.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, x, y })));
-      Plotly.react(box, [{
-        type: "heatmap", xgap: 2, ygap: 2, showscale: false, zmin: 0, zmax: 1, hoverongaps: true,
-        x: columns.names.map((_, x) => x), y: rows.names.map((_, y) => y),
-        z: map.cells.map((row) => row.map((cell) => (cell.value === null ? null : share(cell.value)))),
-        colorscale: steps.map((step) => [step, `rgb(${blend(step)})`]),
-        customdata: map.cells.map((row) => row.map((cell) => `<b>${plain(cell.method)}</b><br>${plain(cell.hover)
-          .replace(/(.{40,60}?) /g, "$1<br>")}`)),
-        hovertemplate: "%{customdata}<extra></extra>",
-      }], layout(width, height, {
-        hovermode: "closest",
-        shapes: cells.filter((cell) => cell.value === null).flatMap((cell) => hatch(cell.x, cell.y)),
-        annotations: cells.filter((cell) => cell.value !== null).map((cell) => ({
-          x: cell.x, y: cell.y, text: cell.text, showarrow: false,
-          font: { size: 13, color: legible(blend(share(cell.value))) },
-        })),
-        xaxis: { range: [-0.5, columns.names.length - 0.5], side: "top", showgrid: false, showline: false,
-          tickvals: columns.names.map((_, x) => x), ticktext: columns.names.map(short) },
-        yaxis: { range: [rows.names.length - 0.5, -0.5], showgrid: false, showline: false, ticksuffix: "\u2002",
-          tickvals: rows.names.map((_, y) => y), ticktext: rows.names.map(short) },
-      }), { displayModeBar: false });
+      box.replaceChildren();
+      const size = { width: left + columns.names.length * wide, height: 30 + rows.names.length * tall };
+      const svg = shape("svg", box, { class: "heat", ...size });
+      columns.names.forEach((name, x) => shape("text", svg,
+        { x: left + (x + 0.5) * wide, y: 15, "text-anchor": "middle" }, cut(name)));
+      map.cells.forEach((row, y) => {
+        shape("text", svg, { x: left - 10, y: 30 + (y + 0.5) * tall, "text-anchor": "end" }, cut(rows.names[y]));
+        row.forEach((cell, x) => {
+          const group = shape("g", svg, { class: "cell", transform: `translate(${left + x * wide + 1} ${31 + y * tall})` });
+          const paper = cell.value === null ? parts(colour("--wash")) : blend(share(cell.value));
+          shape("title", group, {}, `${cell.method}\n${cell.hover}`);
+          shape("rect", group, { width: wide - 2, height: tall - 2, rx: 3, fill: `rgb(${paper})` });
+          if (cell.value === null) {
+            hatch.forEach(([x0, y0, x1, y1]) => shape("line", group, {
+              x1: x0 * (wide - 2), y1: y0 * (tall - 2), x2: x1 * (wide - 2), y2: y1 * (tall - 2), stroke: "var(--line)",
+            }));
+          } else {
+            shape("text", group, { x: wide / 2 - 1, y: tall / 2 - 1, "text-anchor": "middle", fill: legible(paper) }, cell.text);
+          }
+        });
+      });
     });
   }
 
@@ -222,8 +217,10 @@
     box.replaceChildren();
     data.groups.forEach((group, at) => {
       if (group.task !== data.tasks[state.task]) return;
-      const button = make("button", box, group.label);
-      button.style.setProperty("--hue", `var(--c${group.kind % hues})`);
+      const button = make("button", box, "");
+      const sample = shape("svg", button, { class: "sample", width: 28, height: 8, "aria-hidden": true });
+      shape("line", sample, { x1: 1, x2: 27, y1: 4, y2: 4, stroke: `var(--c${group.kind % hues})`, "stroke-dasharray": group.dash });
+      button.append(group.label);
       button.setAttribute("aria-pressed", !state.hidden.has(at));
       button.onclick = () => {
         if (!state.hidden.delete(at)) state.hidden.add(at);
@@ -264,6 +261,20 @@
     const box = make("div", find("grid"));
     make("h3", box, map.title);
     make("div", make("div", box, "", "scroll"));
+  });
+  document.querySelectorAll(".command").forEach((box) => {
+    const button = make("button", box, "Copy");
+    button.onclick = async () => {
+      const text = box.querySelector("code").textContent;
+      try {
+        await navigator.clipboard.writeText(text);
+      } catch { // without permission the text is only selected
+        getSelection().selectAllChildren(box.querySelector("code"));
+        document.execCommand("copy");
+      }
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    };
   });
   draw();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -8,6 +8,7 @@ ENOUGH = 3
 """Common seeds needed to judge a difference. Two seeds agree by chance too easily."""
 LEVEL = 0.05
 """A difference is significant if its corrected p-value is below this."""
+HOLD = "\N{NO-BREAK SPACE}"
 NO_SPREAD = 1e-9
 """A standard deviation below this is rounding: all seeds gave the same difference."""
 
@@ -50,8 +51,14 @@ def adjust_p_values(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def format_p_value(p: float) -> str:
-    """Format a p-value: p = 0.004, p < 0.001."""
-    return "p < 0.001" if p < 0.0005 else f"p = {p:.3f}" if p < 0.0995 else f"p = {p:.2f}"
+    """Format a p-value: < 0.001, 0.004, 0.37."""
+    return "< 0.001" if p < 0.0005 else f"{p:.3f}" if p < 0.0995 else f"{p:.2f}"
+
+
+def format_p_statement(p: float) -> str:
+    """Format a p-value for a sentence: p = 0.004, on one line."""
+    text = format_p_value(p)
+    return ("p " if text.startswith("<") else "p = ").replace(" ", HOLD) + text.replace(" ", HOLD)
 
 
 def _standard_error(differences: Sequence[float]) -> float | None:

@@ -16,12 +16,20 @@ from fedloom.methods import compose
 from fedloom.methods import methods as known_methods
 from fedloom.methods.variants import parse_method_variant, variant_folder_name
 from fedloom.models.initial_weights import initial_weights_sha256
-from fedloom.report import ComparisonTable, GridEffects, analyze_effects, read_run_record, write_report_page
+from fedloom.report import (
+    ComparisonTable,
+    GridEffects,
+    analyze_effects,
+    read_run_record,
+    write_comparison_command,
+    write_report_page,
+)
 from fedloom.report import make_comparison_table as tabulate
 from fedloom.report.effects import FILE as GRID_FILE
 from fedloom.report.effects import EffectGrid
 from fedloom.runs.build import build_run
 from fedloom.runs.callback import Callback
+from fedloom.runs.comparison_command import comparison_to_command
 from fedloom.runs.concurrent import run_concurrently
 from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, parse_run_path
 from fedloom.runs.execute import execute_run, resume
@@ -163,10 +171,13 @@ def compare(
         )
     place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{plans[0][1].data_name}"
     with claim_directory(place, _refuse_run, numbered=out is None) as path:
-        finished = _run_all(path, plans, user_objects, grid, concurrent_runs, callback, report)
+        command = None  # Python objects have none
+        if not user_objects.names:
+            command = comparison_to_command(methods, grid, seeds, target, options, described | settings)
+        finished = _run_all(path, plans, user_objects, grid, command, concurrent_runs, callback, report)
         records = [read_run_record(run.path) for run in finished]
         if report:
-            write_report_page(records, path / "report.html", target=target, grid=grid)
+            write_report_page(records, path / "report.html", target=target, grid=grid, command=command)
     table = tabulate(records, target)
     return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
 
@@ -181,6 +192,7 @@ def _run_all(
     plans: Sequence[tuple[str, Config]],
     user_objects: UserObjects,
     grid: EffectGrid | None,
+    command: str | None,
     concurrent_runs: int,
     callback: Callback | None,
     report: bool,
@@ -192,6 +204,8 @@ def _run_all(
             _same_plan(place, config)
     if grid is not None:
         write_atomically(path / GRID_FILE, grid.to_json().encode())
+    if command is not None:
+        write_comparison_command(path, command)
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
         objects = user_objects.select_seed(config.seed)
