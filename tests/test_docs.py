@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs, its commands parse, its links lead somewhere, its tables are complete."""
+"""Tests of the documentation: code runs, commands parse, links and tables match."""
 
 import importlib
 import json

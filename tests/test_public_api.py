@@ -1,4 +1,4 @@
-"""The public names, their docstrings, and the page that lists them."""
+"""Tests of the public names: docstrings, arguments, and docs/python.md."""
 
 import importlib
 import inspect

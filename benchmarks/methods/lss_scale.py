@@ -1,4 +1,4 @@
-"""Compare scales of the coefficients of Local Superior Soups, and treatments of batch norm statistics.
+"""Compare scales of LSS's coefficients, and treatments of batch norm statistics.
 
 A small CNN is pretrained on 6,000 images of MNIST and gets a new last layer. 5 clients hold 6,000 images of
 Fashion-MNIST (dirichlet:1.0) and train for three rounds with Adam at 5e-4. FEDLOOM_DATA must name the folder of both

@@ -1,4 +1,4 @@
-"""Image folders from the command line."""
+"""Tests of image folders on the command line."""
 
 import json
 import re

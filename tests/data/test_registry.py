@@ -1,4 +1,4 @@
-"""The data sets known by name."""
+"""Tests of the registry of data sets."""
 
 import subprocess
 import sys

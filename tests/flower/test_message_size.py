@@ -1,4 +1,4 @@
-"""What sites send is measured before the server has it in memory."""
+"""Tests that the size of a message is checked before it is in memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What runs of the CUDA engine on fake graphs come to, stored so that a change of the code cannot change it unseen.
+"""Results of the CUDA engine on fake graphs, stored to detect changes.
 
 For each run `cuda_values.json` holds
 - `tapes`: steps that were recorded, replayed and done, by who asked for them: slots, judge, sweep;

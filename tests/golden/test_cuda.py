@@ -1,4 +1,4 @@
-"""Runs of the CUDA engine on fake graphs come to what is stored (see cuda.py)."""
+"""Tests that the CUDA engine on fake graphs gives the stored results."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Networks, data and options that DynaFed refuses, and the options that it has by default."""
+"""Tests of networks, data and options that DynaFed rejects, and its defaults."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""DynaFed, round by round: when it is FedAvg, what its trajectory holds, and when it synthesises and fine-tunes."""
+"""Tests of DynaFed's rounds: trajectory, synthesis, fine-tuning.
+
+They include the case in which it equals FedAvg.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""FedBE: what is drawn, what the ensemble says, and what the student becomes."""
+"""Tests of FedBE: sampled models, ensemble, student."""
 
 from typing import Any
 

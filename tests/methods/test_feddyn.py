@@ -1,4 +1,4 @@
-"""FedDyn: its invariants, its first round, and what it is for."""
+"""Tests of FedDyn: invariants, first round, convergence."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD: its invariants, and what it is for."""
+"""Tests of SCAFFOLD: its invariants and its convergence."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Every network with every method: a round or two on a few samples, or a refusal that says why.
+"""Tests of every network with every method on a few samples.
+
+A combination that cannot run says why.
 
 One client holds a single sample, so each network also meets a batch of one.
 """

@@ -1,4 +1,4 @@
-"""Residual networks: shortcuts, stems, where norms stand, and files of others as a start."""
+"""Tests of residual networks: shortcuts, stems, norms, weights of other tools."""
 
 from pathlib import Path
 

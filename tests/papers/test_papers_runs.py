@@ -1,4 +1,7 @@
-"""Every command of docs/papers.md is understood, fits its data at their full size, and plays a round on small files."""
+"""Tests that every command of docs/papers.md runs on small files.
+
+They also check that it fits its data in full size.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Private runs from end to end: the model, the account in every record, resuming, refusals, and what is printed."""
+"""Tests of private runs: model, epsilon in records, resume, rejections, output."""
 
 import json
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Tests of the comparison table: groups, means, intervals, conclusions."""
+
 from pathlib import Path
 
 import numpy as np

@@ -1,4 +1,7 @@
-"""Checkpoints that are written beside the next rounds: from copies, one at a time, and with nothing lost."""
+"""Tests of checkpoints written in the background.
+
+They come from copies, one at a time, and lose nothing.
+"""
 
 import threading
 import time

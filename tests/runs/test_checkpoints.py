@@ -1,4 +1,7 @@
-"""Checkpoints: state and homes come back whole, only what changed is written, and no crash loses the last one."""
+"""Tests that checkpoints restore the state of all parts and clients.
+
+Only changes are written, and no crash loses the last checkpoint.
+"""
 
 import time
 from collections.abc import Callable, Iterable

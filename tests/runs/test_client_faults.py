@@ -1,4 +1,4 @@
-"""Clients that fail, lie or end their process: they are counted and named, and the rest goes on."""
+"""Tests of clients that fail, send bad updates or end their process."""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Runs whose files were damaged or changed: one sentence that names what is wrong, or on from what is whole."""
+"""Tests of runs with damaged or changed files.
+
+A run says what is wrong, or continues from intact files.
+"""
 
 import json
 import os

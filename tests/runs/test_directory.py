@@ -1,4 +1,4 @@
-"""The run folder: what is written is read back, what is torn or foreign is said, nothing is overwritten."""
+"""Tests of the run directory: round trip, damaged files, no overwriting."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Several processes that want the same folder at the same time: one gets it, and the others change nothing."""
+"""Tests that one process at a time gets a folder."""
 
 import io
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Pretraining: it is ordinary training, it is exact, it goes on, and its file is a start for runs."""
+"""Tests of pretraining: ordinary training, exact, resumable, a start for runs."""
 
 import json
 import math

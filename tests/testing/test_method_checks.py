@@ -1,4 +1,4 @@
-"""The conformance suite: every method passes it, and broken methods do not."""
+"""Tests that every method passes `check_method`, and broken methods do not."""
 
 from collections.abc import Iterator
 

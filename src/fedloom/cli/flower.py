@@ -1,4 +1,7 @@
-"""`fedloom flower new`, `superlink`, `supernode`, `agreement` and `certificates`: runs over real sites with Flower."""
+"""`fedloom flower`: commands for runs over real sites with Flower.
+
+The commands are `new`, `superlink`, `supernode`, `agreement` and `certificates`.
+"""
 
 import re
 import sys

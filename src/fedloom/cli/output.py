@@ -1,4 +1,4 @@
-"""Output of the command: listings as plain data, the summary of a run, and tables on the terminal."""
+"""Output of the command: listings, the summary of a run, tables."""
 
 import json
 import sys

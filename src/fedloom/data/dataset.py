@@ -1,4 +1,7 @@
-"""A data set in memory, and the parser of data set names such as `table:people.csv,label=income,owner=site`."""
+"""`Dataset`, a data set in memory, and the parser of data set names.
+
+A name may have a path and options, as in `table:people.csv,label=income,owner=site`.
+"""
 
 import math
 from collections.abc import Sequence

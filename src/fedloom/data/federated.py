@@ -1,4 +1,7 @@
-"""Clients and their samples: the base class, one pool split among clients, and separate data per client."""
+"""The base class `FederatedDataset`, and data sets split among clients.
+
+The samples are one pool that is split, or separate data per client.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Registry of data sets: list them, find them on this machine, download and load them by name."""
+"""Registry of data sets: list, find, download and load them by name."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,6 @@
-"""All patches of Flower, for what its settings do not offer. No other file changes Flower's internals.
+"""All patches of Flower, for what its settings do not offer.
+
+No other file changes Flower's internals.
 
     python -m fedloom.flower.flwr_patches supernode ARGUMENTS...    instead of  flower-supernode ARGUMENTS...
 

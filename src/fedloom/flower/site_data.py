@@ -1,4 +1,4 @@
-"""The data of real sites: the description for the server, and the samples at a site.
+"""Data of real sites: the server's description, the samples at a site.
 
 On the server a federated data set has sizes and no samples. At a site it has only the samples of that site's clients.
 """

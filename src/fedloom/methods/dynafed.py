@@ -1,4 +1,4 @@
-"""DynaFed: synthesize data from the global models of the first rounds, and fine-tune later models on it.
+"""DynaFed: synthesize data from early global models, fine-tune later ones on it.
 
 Pi et al., "DynaFed: Tackling Client Data Heterogeneity with Global Dynamics", CVPR 2023. In the first L rounds the
 server records the global models w^1 (the initial one), ..., w^L. Then it synthesizes, once, images X with soft labels y

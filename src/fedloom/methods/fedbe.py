@@ -1,4 +1,4 @@
-"""FedBE: distill a Bayesian ensemble, drawn from a distribution over the client models, into their mean.
+"""FedBE: distill a Bayesian ensemble of client models into their mean.
 
 Chen and Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning", ICLR 2021. The server fits a
 distribution to the client models of a round and draws S models from it:

@@ -1,4 +1,4 @@
-"""FedLAW: learn the weights of the mean, and a factor that shrinks it, on labelled server data.
+"""FedLAW: learn the weights of the mean, and its scale, on labeled server data.
 
 Li et al., "Revisiting Weighted Aggregation in Federated Learning with Neural Networks", ICML 2023:
 

@@ -1,4 +1,4 @@
-"""Base classes of servers: with one model, and with several models (FedCross, FedMR).
+"""Base classes of servers with one model and with several models.
 
 A server with several models keeps K of them, equal at first. K is the number of clients per round. In every round the
 i-th sampled client trains model i and returns v_i. `combine` computes the next K models from v_0, ..., v_{K-1}. If a

@@ -1,4 +1,4 @@
-"""Model soups: each client trains several models with different hyper-parameters and returns their mean.
+"""Model soups: each client averages models with different hyperparameters.
 
 Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing
 inference time", ICML 2022. Every model starts from the one the client received.

@@ -1,4 +1,7 @@
-"""ModelSpec, the catalogue entry of a network, and ModelRequest, what the network is built for."""
+"""ModelSpec, the registry entry of a network, and ModelRequest.
+
+A request says what the network is built for.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy

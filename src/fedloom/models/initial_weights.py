@@ -1,4 +1,6 @@
-"""Starting weights from a file: read it, match its tensors by name, and replace the classifier if needed.
+"""Initial weights from a file.
+
+Read the file, match its tensors by name, and replace the classifier if needed.
 
 Only the classifier may have another shape, for another number of classes; it is then created anew. Names that are
 missing in the file or unexpected are reported. Every other difference is an error. Reading never executes code:

@@ -1,4 +1,4 @@
-"""Build networks by name: `build_model`, `available_models` and `count_parameters`.
+"""Networks by name: `build_model`, `available_models`, `count_parameters`.
 
 Networks are plain modules whose tensors keep their names and order. Each ends in a linear layer called `head`; the rest
 is the body. Parameters belong to leaf modules, which FedMR calls layers. `NAME+projection` is a network with MOON's

@@ -1,4 +1,6 @@
-"""Residual networks: He's ResNet-20 for CIFAR, ResNet-18 and -50, and the one that FedMR's code calls ResNet-20.
+"""Residual networks: ResNet-18, ResNet-20, ResNet-50.
+
+ResNet-20 is He's for CIFAR, or the one that FedMR's code calls ResNet-20.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. Each stage after the first halves the sides. If a
 block changes the shape, its shortcut is a strided 1 x 1 convolution with a norm (B), or takes every other pixel and

@@ -1,4 +1,6 @@
-"""Vision transformers from `transformers`, optionally with `peft`'s LoRA. They need the extra `fedloom[vit]`.
+"""Vision transformers, optionally with LoRA.
+
+They come from `transformers` and `peft`, and need the extra `fedloom[vit]`.
 
 LoRA freezes the body. It trains the head and two thin matrices next to every query and value projection, A (rank x
 width) and B (width x rank). Only these are in a row, so only they are sent and averaged. The frozen body is in memory

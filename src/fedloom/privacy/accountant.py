@@ -1,4 +1,6 @@
-"""Privacy accountant: epsilon of rounds with noise, by the Rényi accountant of Google's dp-accounting.
+"""Privacy accountant: epsilon of rounds with noise.
+
+It uses the Rényi accountant of Google's dp-accounting.
 
 A round is one Poisson-sampled Gaussian mechanism: every client takes part independently with probability q, and the sum
 of updates no longer than C gets noise of standard deviation Z C. Two federated data sets are neighbours if one client,

@@ -1,4 +1,6 @@
-"""Comparison table and conclusions: groups of runs over seeds, a headline for each task, and notes.
+"""Comparison table and conclusions over groups of runs.
+
+A group has runs over several seeds. Each task gets a headline and notes.
 
 A headline claims no more than the seeds show.
 """

@@ -1,4 +1,7 @@
-"""HTML sections of a report, and the markup helpers. All text is escaped unless it is `SectionHtml`."""
+"""HTML sections of a report, and the markup helpers.
+
+All text is escaped unless it is `SectionHtml`.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""A partition as an HTML page with statistics, or as an SVG image with the same circles."""
+"""A partition as an HTML page with statistics, or as an SVG image.
+
+Both have the same circles.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,6 @@
-"""Compare methods over seeds, with the same clients, batches and initial models for all methods.
+"""Compare methods over seeds.
+
+All methods have the same clients, batches and initial models.
 
 A grid of methods combines each server with each client and each refiner. Combinations that cannot run are left out with
 a reason.

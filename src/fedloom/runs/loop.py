@@ -1,4 +1,4 @@
-"""Run all rounds of a run, record each one, save checkpoints when due, and stop on request."""
+"""Run all rounds: record each one, save checkpoints, stop on request."""
 
 import time
 from contextlib import suppress

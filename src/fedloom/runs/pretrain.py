@@ -1,4 +1,4 @@
-"""Pretraining: ordinary training on one data set, to make the initial weights of federated runs.
+"""Pretraining: ordinary training that makes initial weights for federated runs.
 
 The sequential engine trains one client with all samples, one epoch per round. The optimizer keeps its state from epoch
 to epoch, as in ordinary training. The same seed gives the same bits, also after a crash and a restart.

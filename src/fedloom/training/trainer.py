@@ -1,4 +1,4 @@
-"""The trainer of a client: its model, gradient and samples, and how to run training steps.
+"""LocalTrainer: a client's model, gradient and samples, and its training steps.
 
 A `Client` (methods/base.py) works with the trainer and yields `LocalSteps`. An engine owns the trainers and runs these
 steps. Nothing here depends on methods or processes.

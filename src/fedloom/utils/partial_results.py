@@ -1,4 +1,7 @@
-"""Partial results of server work that takes much longer than a round, from which a run continues."""
+"""Partial results of server work that takes much longer than a round.
+
+A stopped run continues from them.
+"""
 
 import hashlib
 import shutil

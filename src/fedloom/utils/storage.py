@@ -1,4 +1,6 @@
-"""Write and read files safely: atomic writes, safetensors and JSON with checksums, and the tree of a state.
+"""Write and read files safely: atomic writes, safetensors, JSON, state trees.
+
+Files have checksums.
 
 A state is a tree of dicts, lists, tensors and plain values. Its tensors go into one safetensors file, the rest into
 JSON. A file appears under its name only when it is complete and on disk, so a crash at any time loses nothing. Reading

@@ -1,4 +1,4 @@
-"""Every scheme gives what it promises: how many samples, of which classes, from whom."""
+"""Tests that every partition scheme gives the promised sizes, classes and owners."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: resumed, checked, whole or not there."""
+"""Tests of downloads from a local server: resumed, verified, complete or absent."""
 
 import gzip
 import hashlib

@@ -1,4 +1,7 @@
-"""Where a GPU is short of memory there are fewer slots, fewer places, or samples that come and go; on the CPU."""
+"""Tests that a GPU short of memory gets fewer slots, on the CPU.
+
+It may also get fewer places for results, or load samples in parts.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

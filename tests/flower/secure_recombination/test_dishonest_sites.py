@@ -1,4 +1,4 @@
-"""The sealed exchange with a site that does not keep to its part, while the relay does."""
+"""Tests of the secure exchange with a dishonest site and an honest relay."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The sealed exchange over a relay that keeps to its part, and with sites that drop out."""
+"""Tests of the secure exchange over an honest relay, with dropped sites."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,7 @@
-"""FedMR's secure exchange in the rounds of the Flower engine: the host's bits, and a server that sees nothing."""
+"""Tests of the secure exchange in rounds of the Flower engine.
+
+The results are those of the multiprocess engine, and the server sees no layer.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Answers that are wrong, or from a site that is: each is refused by name and harms nobody."""
+"""Tests that bad replies of sites are rejected by name, without other effects."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

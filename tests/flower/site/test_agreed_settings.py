@@ -1,4 +1,7 @@
-"""Sites whose operators agreed to settings: they serve these and no others, and touch no data for others."""
+"""Tests that a site serves agreed settings only.
+
+For other settings it does not read its data.
+"""
 
 import json
 import logging

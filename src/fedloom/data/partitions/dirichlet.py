@@ -1,4 +1,6 @@
-"""Dirichlet partitions: by class, in blocks, by size, balanced (DynaFed), and by client (Hsu et al., 2019).
+"""Dirichlet partitions: by class, by size, by client, balanced, in blocks.
+
+By client is the partition of Hsu et al., 2019; balanced is DynaFed's.
 
 A draw that gives some client too few samples is repeated, up to a limit: with a small alpha it may never succeed.
 """

@@ -1,4 +1,4 @@
-"""Read Hugging Face data sets from disk: the files of `save_to_disk`, or Parquet files by split.
+"""Read Hugging Face data sets: `save_to_disk` files, or Parquet files by split.
 
 Only pyarrow reads the files: nothing is downloaded, and no code of a data set is executed.
 """

@@ -1,4 +1,4 @@
-"""Read folders of images, one folder per class, or one per domain with one per class in each.
+"""Read folders of images, one folder per class, or per domain and class.
 
     folder:PATH    PATH/CLASS/*.png, or PATH/train/CLASS/ and PATH/test/CLASS/
     domains:PATH   PATH/DOMAIN/CLASS/*.jpg, or PATH/DOMAIN/train/CLASS/ and PATH/DOMAIN/test/CLASS/

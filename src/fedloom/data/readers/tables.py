@@ -1,4 +1,6 @@
-"""Read a CSV or Parquet table with a column of labels and optionally a column of owners.
+"""Read a table, CSV or Parquet, with a column of labels.
+
+It may have a column of owners.
 
 Columns of numbers are standardized and columns of words become one-hot, both fitted to the training rows.
 """

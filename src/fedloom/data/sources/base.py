@@ -1,4 +1,4 @@
-"""A published data set: what it is, which files hold it, and where those come from."""
+"""`DatasetSource`: base class of data sets that are read from files."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

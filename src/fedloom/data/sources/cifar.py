@@ -1,4 +1,7 @@
-"""CIFAR's binary versions: records of one label, or a coarse and a fine one, and three planes of 32 x 32 bytes."""
+"""CIFAR-10 and CIFAR-100 in their binary versions.
+
+A record has one label, or a coarse and a fine one, and three planes of 32 x 32 bytes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
-"""The files in which MNIST-M, SVHN, USPS and SynthDigits are passed around, each read by a function.
+"""Readers of the files of MNIST-M, SVHN, USPS and SynthDigits.
 
-A reader takes the file of the training images and the one of the test images, which may be the same, and returns for
-both the images as bytes, n x H x W x C, and their labels from 0 to 9.
+A reader takes the file of the training images and the file of the test images, which may be the same. It returns the
+images of both as bytes, n x H x W x C, and their labels from 0 to 9.
 """
 
 import bz2

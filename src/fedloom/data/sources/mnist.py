@@ -1,10 +1,7 @@
-"""The published data sets: what they are, which files hold them, and where those come from.
+"""MNIST, Fashion-MNIST and scikit-learn's digits: IDX files, checksums, writers.
 
-MNIST's file format: a magic number, the dimensions, then bytes; plain or compressed by gzip.
-
-The 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn.
-
-Who wrote the digits of MNIST, where a file beside them says so.
+An IDX file holds a magic number, the dimensions, then bytes. It may be compressed by gzip. scikit-learn includes 1,797
+handwritten digits of 8 x 8 pixels. A file beside MNIST may list who wrote each digit.
 """
 
 import gzip

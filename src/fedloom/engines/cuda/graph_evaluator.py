@@ -1,4 +1,7 @@
-"""Evaluation on a GPU: the whole test set as one CUDA graph, with one wait at the end."""
+"""Evaluation on a GPU: the whole test set as one CUDA graph.
+
+The host waits once, at the end.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""Layers that the clients of a run exchange. Server and sites each derive them from the run's settings."""
+"""Layers that clients exchange, derived from the run's settings.
+
+Server and sites each derive them.
+"""
 
 from fedloom.config import Config
 from fedloom.core.layout import Layout

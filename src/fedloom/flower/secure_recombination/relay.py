@@ -1,4 +1,6 @@
-"""The server's relay in the secure exchange of layers: it carries messages between sites and cannot read them.
+"""The server's relay in the secure exchange of layers.
+
+It carries messages between sites and cannot read them.
 
 The stages are those of participant.py. At each stage the relay asks every site, and passes on the replies:
 

@@ -1,4 +1,6 @@
-"""A site's handlers in the secure exchange of layers, whose stages are those of participant.py.
+"""A site's handlers in the secure exchange of layers.
+
+Their stages are those of participant.py.
 
 A client's trained model waits in the memory of the site process until its round is over, and is never written to disk.
 The node configuration says who the site is and whom it trusts:

@@ -1,4 +1,4 @@
-"""The Flower engine: clients are at remote sites, and each task is one message to a site.
+"""The Flower engine: each task is one message to a remote site.
 
 Client states stay at the sites. A site stages the new state under the nonce of the task, and the next request to that
 client names the nonce of the update that the server accepted. So a client's work counts only after its update was

@@ -1,4 +1,4 @@
-"""The ServerApp: runs the rounds (runs/execute.py) with the sites behind a transport."""
+"""The ServerApp: runs the rounds with the sites behind a transport."""
 
 import logging
 from pathlib import Path

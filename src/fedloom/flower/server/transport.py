@@ -1,4 +1,6 @@
-"""Transports between server and sites: over Flower's Grid, or over a local socket to the process with the Grid.
+"""Transports between server and sites: Flower's Grid, or a local socket.
+
+The socket leads to the process that has the Grid.
 
 `fedloom run --engine flower` uses the socket. Its own process runs the rounds, so progress, Ctrl-C and resuming work as
 with every other engine. The ServerApp that Flower starts for it only forwards messages.

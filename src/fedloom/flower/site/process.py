@@ -1,4 +1,4 @@
-"""The process of one site: it keeps torch, the data and the network between messages.
+"""The process of one site: keeps torch, data and network between messages.
 
     python -m fedloom.flower.site.process FOLDER PID
 

@@ -1,4 +1,4 @@
-"""Differentiable augmentation: random changes of images through which gradients flow.
+"""Differentiable augmentation: random changes of images that pass gradients.
 
 Zhao and Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021, with the constants of its
 published code. Each call makes one kind of change, chosen at random; its strength is drawn per image. Applying a draw

@@ -1,4 +1,4 @@
-"""Norm layers of the networks, and batch norm that a GPU fuses with the residual sum and ReLU after it.
+"""Norm layers, and batch norm fused with a residual sum and ReLU on a GPU.
 
 See `fused_relu.py` for when layers are fused.
 """
