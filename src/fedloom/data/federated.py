@@ -63,7 +63,11 @@ class FederatedDataset(ABC):
 
     @abstractmethod
     def client_samples(self, client_id: int) -> Samples:
-        """Return the training samples of client `client_id`."""
+        """Return the training samples of a client.
+
+        Args:
+            client_id: The client, from 0.
+        """
 
     @property
     def available_client_ids(self) -> Sequence[int]:
@@ -71,7 +75,11 @@ class FederatedDataset(ABC):
         return () if self.is_remote else range(len(self))
 
     def num_examples(self, client_id: int) -> int:
-        """Return the number of training samples of a client. Override it if you know it without loading them."""
+        """Return the number of training samples of a client. Override it if you know it without loading them.
+
+        Args:
+            client_id: The client, from 0.
+        """
         return len(self.client_samples(client_id))
 
     def label_counts(self) -> NDArray[np.int64] | None:
@@ -98,6 +106,9 @@ class FederatedDataset(ABC):
             name: Name in reports.
             transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
 
+        Returns:
+            The federated data set, with all samples in memory.
+
         Raises:
             InputError: If the arrays of a client do not match each other or those of the other clients.
         """
@@ -121,6 +132,9 @@ class FederatedDataset(ABC):
             name: Name in reports.
             transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
             keep_in_memory: Whether to keep samples in memory after reading them. If False, read them again each time.
+
+        Returns:
+            The federated data set.
 
         Raises:
             InputError: If a data set has no length, or its items do not match those of the other clients.

@@ -23,6 +23,9 @@ class Samples:
 
     Raises:
         InputError: If `x` and `y` differ in length.
+
+    Example:
+        Samples(torch.zeros(8, 28, 28, 1, dtype=torch.uint8), torch.arange(8))  # eight gray images and their labels
     """
 
     x: Tensor
@@ -39,7 +42,11 @@ class Samples:
         return len(self.x)
 
     def take(self, index: Array) -> "Samples":
-        """Return a copy of the samples at the positions `index`, in that order."""
+        """Return a copy of some samples.
+
+        Args:
+            index: The positions of the samples, in the order of the result.
+        """
         at = torch.as_tensor(index, dtype=torch.int64, device=self.x.device)
         return Samples(self.x.index_select(0, at), self.y.index_select(0, at))
 
@@ -104,7 +111,11 @@ class InputTransform:
 
     @staticmethod
     def unit(channels: int) -> "InputTransform":
-        """Return the transform that scales images to 0..1."""
+        """Return the transform that scales images to 0..1.
+
+        Args:
+            channels: Number of channels of an image.
+        """
         return InputTransform((0.0,) * channels, (1.0,) * channels)
 
     def __call__(self, x: Tensor, channels_last: bool = False) -> Tensor:

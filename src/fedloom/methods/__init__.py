@@ -3,6 +3,7 @@
 from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose
 from fedloom.methods.registry import Method, import_file, methods, register
+from fedloom.methods.servers import MultiModelServer
 
 __all__ = [
     "Client",
@@ -12,6 +13,7 @@ __all__ = [
     "MethodContext",
     "MethodPart",
     "MethodParts",
+    "MultiModelServer",
     "Options",
     "Refiner",
     "Server",

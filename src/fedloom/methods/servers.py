@@ -22,7 +22,20 @@ With FedGen's own weights, 10, the models learn but drift so far apart that thei
 
 
 class MultiModelServer(Server[O]):
-    """A server with K models; a subclass combines them after every round."""
+    """A server with K models; a subclass combines them after every round.
+
+    K is the number of clients per round. All models are equal at first, and each client trains one of them. The global
+    model is their uniform mean.
+
+    Attributes:
+        bank: The models, one per row of `bank.rows`.
+        absent: Indices of the models that no client returned in this round.
+
+    Example:
+        class RotationServer(MultiModelServer[Options]):
+            def combine(self, round: int, v: Tensor, w: Tensor) -> None:
+                w.copy_(v.roll(1, 0))  # each model goes on to the next client
+    """
 
     state_attributes = ("bank",)
 
@@ -33,7 +46,6 @@ class MultiModelServer(Server[O]):
         self._uploaded = context.bank(context.clients_per_round)
         self._places = self._uploaded.rows.unbind()  # once, because each call on a GPU costs time
         self.absent: set[int] = set()
-        """Indices of the models that no client returned in this round."""
 
     def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
         model_indices = self._model_indices(round, len(client_ids))
@@ -63,10 +75,20 @@ class MultiModelServer(Server[O]):
 
     @abstractmethod
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
-        """Write the next models into the rows of `w`, from the client models in `v`. Do not change `v`."""
+        """Compute the next models from the client models.
+
+        Args:
+            round: The round, from 0.
+            v: The client models, one per row. If a client failed, its row is the old model. Do not change `v`.
+            w: The models of the server, one per row. Write the next models into it.
+        """
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Return the uniform mean of models."""
+        """Return the uniform mean of models.
+
+        Args:
+            rows: The models, one per row.
+        """
         mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.device)
         for row in rows:
             mean.add(row)

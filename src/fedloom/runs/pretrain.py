@@ -73,7 +73,7 @@ class PretrainResult:
         return str(self.metadata["digest"])
 
 
-class _PretrainCallback(Protocol):
+class PretrainCallback(Protocol):
     """Watch a pretraining; `fedloom.runs.callback.Callback` explains the methods. Rounds are epochs."""
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None: ...
@@ -85,7 +85,7 @@ class _PretrainCallback(Protocol):
 
 
 def pretrain(
-    data: str, out: Path | str, model: str = "mlp", *, callback: _PretrainCallback | None = None, **settings: Any
+    data: str, out: Path | str, model: str = "mlp", *, callback: PretrainCallback | None = None, **settings: Any
 ) -> PretrainResult:
     """Train a network on one data set in the ordinary way, and write it to a file for the setting `init`.
 
@@ -122,7 +122,7 @@ def pretrain(
     return result
 
 
-def _train(path: Path, work: Path, config: PretrainConfig, callback: _PretrainCallback) -> PretrainResult:
+def _train(path: Path, work: Path, config: PretrainConfig, callback: PretrainCallback) -> PretrainResult:
     """Train and write the file; checkpoints go to the folder `work`."""
     with explain_out_of_memory(config.device, work=NO_ROOM):
         pretrainer = _Pretrainer(config, callback)
@@ -166,7 +166,7 @@ def _same(before: Mapping[str, Any], config: PretrainConfig, where: Path) -> Non
 class _Pretrainer:
     """Model, data, optimizer and engine of a pretraining. The caller must close it."""
 
-    def __init__(self, config: PretrainConfig, callback: _PretrainCallback) -> None:
+    def __init__(self, config: PretrainConfig, callback: PretrainCallback) -> None:
         self.config, self.callback = config, callback
         device, rng_streams, training_config = (
             select_device(config.device),
