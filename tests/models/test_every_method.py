@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
 
 SHORT: dict[str, dict[str, Any]] = {
     "diwa": {"models": 2},
-    "dynafed": {"L": 2, "s": 1, "inner_steps": 1, "iterations": 1, "images_per_class": 1, "at_once": True},
+    "dynafed": {"L": 2, "s": 1, "inner_steps": 1, "iterations": 1, "images_per_class": 1, "refine_at_synthesis": True},
     "fedbe": {"samples": 1, "epochs": 1},
     "fedcda": {"warmup": 0},
     "fedcluster": {"clusters": 2},

@@ -74,7 +74,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "diwa": {"models": 2},
     "soups": {"models": 2},
     "dynafed": {
-        **{"L": 2, "s": 1, "at_once": True, "iterations": 1, "inner_steps": 1, "images_per_class": 1},
+        **{"L": 2, "s": 1, "refine_at_synthesis": True, "iterations": 1, "inner_steps": 1, "images_per_class": 1},
         **{"refine_epochs": 1, "augment": "flip"},
     },
     "fedbabu": {"finetune_epochs": 0},
