@@ -155,7 +155,7 @@ def dataset_owner_positions(owners: Sequence[str | None], owner_names: Sequence[
     return np.array([NO_OWNER if name is None else at.get(name, NO_OWNER) for name in owners], dtype=np.int64)
 
 
-State = Literal["embedded", "at hand", "can be downloaded", "must be downloaded by hand", "your own"]
+State = Literal["included", "on this machine", "can be downloaded", "must be downloaded by hand", "your own"]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
 }
 """Kinds of user data: the prefix of the name, a summary, and the reader."""
 
-DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
+DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "included")
 
 
 def available_datasets() -> list[DatasetInfo]:
@@ -96,7 +96,9 @@ def _load_digits() -> Dataset:
 
 def _describe(source: DatasetSource) -> DatasetInfo:
     found = _find(source)
-    state: State = "at hand" if found else "must be downloaded by hand" if source.manual_steps else "can be downloaded"
+    state: State = (
+        "on this machine" if found else "must be downloaded by hand" if source.manual_steps else "can be downloaded"
+    )
     return DatasetInfo(
         source.name,
         source.summary,

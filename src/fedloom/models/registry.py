@@ -65,7 +65,7 @@ def _split_projection(name: str) -> tuple[str, bool]:
 
 
 def _add_projection(network: nn.Module) -> nn.Module:
-    """Insert the projection before the linear layer `head`, which is created anew for the new width."""
+    """Insert the projection before the linear layer `head`, which is replaced by one of the new width."""
     old = network.get_submodule("head")
     assert isinstance(old, nn.Linear), "every network of the catalogue ends in a linear head"
     layers: OrderedDict[str, nn.Module] = OrderedDict(

@@ -370,5 +370,5 @@ def _same_plan(place: Path, config: Config) -> None:
     for key, value in now.items():
         if before[key] != value:
             raise InputError(
-                f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out to start anew."
+                f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out."
             )

@@ -260,7 +260,7 @@ def _go_on(
                 raise InputError(
                     f"{text} Rounds repeated with other noise would reveal more than epsilon accounts for."
                 )
-            callback.on_message(f"{text} Going on from the checkpoint before it.")
+            callback.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
             directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
             directory.rewind(-1)

@@ -263,7 +263,7 @@ class _Pretrainer:
     def _load_checkpoint(self, checkpoints: Checkpoints, path: Path) -> None:
         latest = checkpoints.load_latest(self.client_states)
         for text in checkpoints.damaged:
-            self.callback.on_message(f"{text} Going on from the checkpoint before it.")
+            self.callback.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
             return
         _, state = latest

@@ -259,7 +259,7 @@ class CudaSlot(LocalTrainer):
             self.tracked_reads.add("_buffers")  # their addresses
             kept = self._buffers.get(name)
             if kept is None or kept.shape != shape:
-                raise RuntimeError("it makes a buffer, which a recording would make anew each time")
+                raise RuntimeError("it makes a buffer, which a captured graph would make again each time")
         return super().buffer(name, *shape)
 
     def _seed(self) -> None:

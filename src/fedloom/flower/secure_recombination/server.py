@@ -77,7 +77,7 @@ class SecureExchange:
                 try:  # not later: after the exchange, others' layers would be lost with this reply
                     engine.check_training_header(client_ids[i], message)
                 except MessageRejected as refused:
-                    trained[i] = EngineNoReply(f"refused: {refused}")
+                    trained[i] = EngineNoReply(f"rejected: {refused}")
 
         def ask(stage: str, messages: Requests) -> Replies:
             put_to = [_make_request(client_ids[i], stage, i, relay_message) for i, relay_message in messages.items()]
@@ -113,7 +113,7 @@ class SecureExchange:
             elif i in outcome.failed:
                 yield EngineNoReply(outcome.failed[i])
             else:
-                yield EngineNoReply(_refusal(message) or f"refused: it sent {message.kind[:40]!r}, not a hello")
+                yield EngineNoReply(_refusal(message) or f"rejected: it sent {message.kind[:40]!r}, not a hello")
 
     def diagnostics(self) -> Mapping[str, float]:
         """Return the costs of this round's exchange, beyond the models sent to the sites."""
@@ -148,5 +148,5 @@ def _read_reply(stage: str, answer: SiteMessage | EngineNoReply) -> RelayMessage
     if refusal := _refusal(answer):
         return MissingRelayMessage(refusal, refused=True)
     if answer.kind != f"mix/{stage}":
-        return MissingRelayMessage(f"refused: it sent {answer.kind[:40]!r}, not 'mix/{stage}'")
+        return MissingRelayMessage(f"rejected: it sent {answer.kind[:40]!r}, not 'mix/{stage}'")
     return RelayMessage({}, {name: bytes(array.data) for name, array in answer.arrays.items()})

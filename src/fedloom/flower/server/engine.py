@@ -144,8 +144,8 @@ class FlowerEngine(Engine):
             try:
                 update = self._update(task, answer)
             except MessageRejected as refused:
-                LOG.warning("round %d: the answer of client %d is refused: %s", round + 1, task.client_id, refused)
-                yield ClientFailure(task, f"refused: {refused}")
+                LOG.warning("round %d: the update of client %d is rejected: %s", round + 1, task.client_id, refused)
+                yield ClientFailure(task, f"rejected: {refused}")
                 continue
             self._nonce = answer.header["nonce"]
             yield replace(update, exchanged=exchanged)
@@ -304,12 +304,12 @@ def _judged(
     if message is None:
         return EngineNoReply(error)
     if came_from != asked:
-        return EngineNoReply(f"refused: its answer came from node {came_from}, and node {asked} was asked")
+        return EngineNoReply(f"rejected: its answer came from node {came_from}, and node {asked} was asked")
     for name in ADDRESS:
         there = message.header.get(name)
         if there != request.header[name] or type(there) is not type(request.header[name]):
             return EngineNoReply(
-                f"refused: its answer has the {name} {str(there)[:40]!r}, not {request.header[name]!r}"
+                f"rejected: its answer has the {name} {str(there)[:40]!r}, not {request.header[name]!r}"
             )
     if message.kind == "failed":
         reason = " ".join(str(message.header.get("reason", "it gave no reason")).split())[:300]

@@ -67,7 +67,7 @@ def serve_run(transport: Transport, config: Config, settings: ServerAppSettings,
         if spec is not None and config.clients is not None:
             data = SiteDataServerView(make_empty_site_dataset(spec), config.clients, sites.registry.num_examples)
         if goes_on:
-            LOG.info("going on with the run in %s", folder)
+            LOG.info("continuing the run in %s", folder)
             return resume_in(RunDirectory.open(folder), UserObjects(data=data), callback, remote_engine=sites)
         config = replace_config(config, options=resolve_method(config).resolved_options())
         return execute_in(folder, config, UserObjects(data=data), callback, remote_engine=sites)

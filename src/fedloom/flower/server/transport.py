@@ -89,7 +89,7 @@ class GridTransport:
             try:
                 found.append(TransportReply(ticket, node, message_from_flower_records(message.content)))
             except MessageRejected as error:
-                found.append(TransportReply(ticket, node, None, f"refused: {error}"))
+                found.append(TransportReply(ticket, node, None, f"rejected: {error}"))
         return found
 
 
