@@ -8,7 +8,7 @@ from pathlib import Path
 from fedloom.data.cache import Progress, cache_folder, load_through_cache
 from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, State, parse_dataset_name
 from fedloom.data.readers.huggingface import read_huggingface_dataset
-from fedloom.data.readers.images import read_own_images
+from fedloom.data.readers.images import read_image_folder_dataset
 from fedloom.data.readers.tables import read_table_dataset
 from fedloom.data.samples import InputTransform
 from fedloom.data.sources import DATASET_SOURCES
@@ -24,8 +24,8 @@ DATASET_SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIG
 
 
 OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
-    "folder": ("images of your own, one folder a class", read_own_images),
-    "domains": ("images of your own, one folder a domain, then one a class", read_own_images),
+    "folder": ("images of your own, one folder a class", read_image_folder_dataset),
+    "domains": ("images of your own, one folder a domain, then one a class", read_image_folder_dataset),
     "table": ("a CSV or Parquet table of your own", read_table_dataset),
     "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_huggingface_dataset),
 }

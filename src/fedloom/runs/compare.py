@@ -369,6 +369,4 @@ def _same_plan(place: Path, config: Config) -> None:
         del now["clients"]
     for key, value in now.items():
         if before[key] != value:
-            raise InputError(
-                f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out."
-            )
+            raise InputError(f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out.")

@@ -39,7 +39,7 @@ from fedloom.training.local_training import ClientStates, EngineContext
 from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 from fedloom.utils.settings import validate_settings
-from fedloom.utils.storage import CheckpointSchedule, write_safetensors
+from fedloom.utils.storage import WriteSchedule, write_safetensors
 from fedloom.utils.system import available_cpu_count
 
 NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
@@ -213,7 +213,7 @@ class _Pretrainer:
         self._load_checkpoint(checkpoints, path)
         self.callback.on_run_start(path, self.config, [{"round": record["epoch"]} for record in self.history])
         try:
-            schedule = CheckpointSchedule(self.config.checkpoint_seconds)
+            schedule = WriteSchedule(self.config.checkpoint_seconds)
             for epoch in range(len(self.history), self.config.epochs):
                 record = self._train_epoch(epoch)
                 self.history.append(record)

@@ -234,8 +234,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-class CheckpointSchedule:
-    """Decide when the next checkpoint is due: `seconds` after the last one, always if that is 0.
+class WriteSchedule:
+    """Decide when the next checkpoint or partial result is due: `seconds` after the last, or always if that is 0.
 
     The interval grows if checkpoints take long, for example because the server keeps many models.
     """

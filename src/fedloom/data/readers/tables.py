@@ -20,11 +20,11 @@ from fedloom.data.readers.columns import (
     Columns,
     Numbers,
     Texts,
-    as_texts,
     filter_columns,
     parse_numeric_column,
     read_csv_columns,
     read_parquet_columns,
+    require_text_column,
 )
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError, unknown_name_error
@@ -294,8 +294,8 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
     if named := {label, owner} & set(drop):
         raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
     columns, notes = _labelled(columns, label, path)
-    labels = as_texts(columns[label])
-    owners, names = make_table_owners(as_texts(columns[owner]), str(path), owner) if owner else (None, ())
+    labels = require_text_column(columns[label])
+    owners, names = make_table_owners(require_text_column(columns[owner]), str(path), owner) if owner else (None, ())
     if test_share == test_share:
         held, held_name = select_table_test_rows(owners, len(labels), test_share), path.name
         targets = _make_table_targets(labels, task, str(path))
@@ -307,9 +307,13 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
     else:
         held_columns, more = _labelled(_read(expand_user_path(test), text_columns), label, Path(test))
         notes, held_name = notes + more, Path(test).name
-        targets = join_targets_of_tables(labels, as_texts(held_columns[label]), task, f"{path} with {test}", test)
+        targets = join_targets_of_tables(
+            labels, require_text_column(held_columns[label]), task, f"{path} with {test}", test
+        )
         y, test_y = targets.y[: len(labels)], targets.y[len(labels) :]
-        test_owners = dataset_owner_positions(as_texts(held_columns[owner]), names) if owner in held_columns else None
+        test_owners = (
+            dataset_owner_positions(require_text_column(held_columns[owner]), names) if owner in held_columns else None
+        )
     inputs = [name for name in columns if name not in {label, owner, *drop}]
     x, test_x, more = encode_train_and_test_tables(columns, held_columns, inputs, path.name, held_name)
     return Dataset(
@@ -335,7 +339,7 @@ def _labelled(columns: Columns, label: str, path: Path) -> tuple[Columns, list[s
     """Return the rows with a label, and a note about the others."""
     if label not in columns:
         raise unknown_name_error(f"column of {path}", label, columns)
-    there = np.array([text is not None for text in as_texts(columns[label])])
+    there = np.array([text is not None for text in require_text_column(columns[label])])
     if there.all():
         return columns, []
     if not there.any():

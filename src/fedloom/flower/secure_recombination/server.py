@@ -15,7 +15,7 @@ from fedloom.core.tasks import ClientTask, Shapes
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.message import MessageArray, MessageRejected, SiteMessage
 from fedloom.flower.secure_recombination.crypto import CryptoTerms, LayerKeyPair
-from fedloom.flower.secure_recombination.layers import exchange_of
+from fedloom.flower.secure_recombination.layers import make_layer_exchange
 from fedloom.flower.secure_recombination.relay import Relay, Replies, Requests
 from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from fedloom.flower.server.engine import EngineNoReply, EngineSiteRequest, FlowerEngine
@@ -25,7 +25,7 @@ from fedloom.methods._support.layer_exchange import LayerExchange
 
 def make_server_exchange(config: Config, layout: Layout) -> "SecureExchange | None":
     """Return the hook for the engine, or None if clients exchange no layers in this run."""
-    return None if exchange_of(config, layout, config.rounds - 1) is None else SecureExchange(config)
+    return None if make_layer_exchange(config, layout, config.rounds - 1) is None else SecureExchange(config)
 
 
 class SecureExchange:
@@ -45,7 +45,7 @@ class SecureExchange:
     def plan(self, engine: FlowerEngine, round: int) -> bool:
         """Return whether sites exchange layers in this round; a simulation has nobody to hide them from."""
         self._costs = {}
-        self._exchange = exchange_of(self._config, engine.context.training_context.layout, round)
+        self._exchange = make_layer_exchange(self._config, engine.context.training_context.layout, round)
         if self._exchange is None:
             return False
         engine.registry.refresh(engine.transport)
