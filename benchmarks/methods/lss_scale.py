@@ -101,7 +101,7 @@ class GradientNorms:
         columns = {member: [*zip(*pairs, strict=True)] for member, pairs in sorted(self.seen.items())}
         return {
             name: [round(statistics.median(column[at]), 4) for column in columns.values()]
-            for at, name in enumerate(("gradient of the loss", "gradient of the regularisers"))
+            for at, name in enumerate(("gradient of the loss", "gradient of the regularizers"))
         }
 
 

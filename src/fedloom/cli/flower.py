@@ -99,7 +99,7 @@ def certificates(
         f"{folder / 'server.pem'}, server.key: the server's certificate, for {', '.join(hosts)}, valid for {DAYS} days"
     )
     print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without expiry date")
-    print(f"{folder / 'roster.pub'}: all public keys, by which sites recognise each other")
+    print(f"{folder / 'roster.pub'}: all public keys, by which sites recognize each other")
     print("They are for tests: anyone who has this folder can act as the server and as every site. In production, each")
     print("site creates its own key (ssh-keygen -t ecdsa -b 384) and hands over only the .pub file.")
 
@@ -185,9 +185,7 @@ def supernode(
         Path | None, typer.Option(help="certificate of the authority that signed the server's certificate")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="this node's private key; its public key is registered")] = None,
-    client: Annotated[
-        str | None, typer.Option(help="number of its client; by default the server assigns one")
-    ] = None,
+    client: Annotated[str | None, typer.Option(help="number of its client; by default the server assigns one")] = None,
     folder: Annotated[Path | None, typer.Option(help="this site's own folder, for the client state")] = None,
     roster: Annotated[
         Path | None, typer.Option(help="file with all sites' public keys, for the exchange of fedmr.secure")

@@ -283,7 +283,7 @@ def model_digest(row: Tensor) -> str:
 
 
 def _side_by_side(integers: Iterable[LayoutEntry]) -> list[tuple[slice, torch.dtype]]:
-    """Return the columns of each stretch of neighbouring integer buffers of one dtype."""
+    """Return the columns of each stretch of neighboring integer buffers of one dtype."""
     found: list[tuple[slice, torch.dtype]] = []
     for entry in integers:
         before, dtype = found[-1] if found else (slice(0, 0), None)

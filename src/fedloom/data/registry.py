@@ -31,7 +31,7 @@ OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
 }
 """Kinds of user data: the prefix of the name, a summary, and the reader."""
 
-DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "included")
+DIGITS = DatasetInfo("digits", "handwritten digits, gray, 8 x 8", 10, (1, 8, 8), 1438, 359, "included")
 
 
 def available_datasets() -> list[DatasetInfo]:
@@ -89,8 +89,8 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
 
 def _load_digits() -> Dataset:
     train, test = read_sklearn_digits()
-    grey = train.x.double() / 255
-    transform = InputTransform((float(grey.mean()),), (float(grey.std()),))
+    gray = train.x.double() / 255
+    transform = InputTransform((float(gray.mean()),), (float(gray.std()),))
     return Dataset(train, test, TEN_DIGITS, name=DIGITS.name, transform=transform)
 
 

@@ -100,7 +100,7 @@ class InputTransform:
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not all(0 < s < float("inf") for s in self.std):
             raise InputError(
-                f"cannot normalise by mean {self.mean} and std {self.std}; expected one mean and one "
+                f"cannot normalize by mean {self.mean} and std {self.std}; expected one mean and one "
                 "positive std for each channel."
             )
 
@@ -142,7 +142,7 @@ class InputTransform:
     def _check(self, x: Tensor) -> tuple[int, int, int, int]:
         if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != len(self.mean):
             raise InputError(
-                f"cannot normalise a {str(x.dtype).removeprefix('torch.')} batch of shape {tuple(x.shape)}; "
+                f"cannot normalize a {str(x.dtype).removeprefix('torch.')} batch of shape {tuple(x.shape)}; "
                 f"expected uint8 images, n x height x width x {len(self.mean)}."
             )
         return x.shape[0], x.shape[1], x.shape[2], x.shape[3]

@@ -35,7 +35,7 @@ class SiteDataSpec:
     vocabulary_size: int = 0
     """Number of different tokens, if inputs are tokens."""
     transform: InputTransform | None = None
-    """Normalisation of images, the same at all sites. The default scales images to 0..1 and changes nothing else."""
+    """Normalization of images, the same at all sites. The default scales images to 0..1 and changes nothing else."""
     test: Given | None = None
     """The server's own test set, if it has one."""
     server_data: Given | None = None

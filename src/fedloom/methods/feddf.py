@@ -146,7 +146,7 @@ register(
         neutral={"steps": 0},
         models_sent="2K",
         uses_single_updates="takes the clients' models as teachers",
-        extra_compute="server distils",
+        extra_compute="server distills",
         server_data="inputs",
     )
 )

@@ -133,7 +133,7 @@ class FedLAWServer(SingleModelServer[FedLAWOptions]):
 register(
     Method(
         name="fedlaw",
-        summary="learn the weights of the mean, and a factor on it, on the server's labelled samples",
+        summary="learn the weights of the mean, and a factor on it, on the server's labeled samples",
         reference="Li et al., ICML 2023",
         options=FedLAWOptions,
         server=FedLAWServer,

@@ -53,7 +53,7 @@ def render_section_table(titles: list[str], rows: list[list[str]], css_class: st
 
 HUES = 8
 PARTS = ("train", "evaluate", "refine", "aggregate", "dispatch", "sample_clients", "checkpoint")
-"""The phases of a round, largest first. The colours follow this order."""
+"""The phases of a round, largest first. The colors follow this order."""
 
 
 def render_section(title: str, hint: str, *content: str) -> SectionHtml:
@@ -66,7 +66,7 @@ def render_section(title: str, hint: str, *content: str) -> SectionHtml:
 
 
 def _colored_label(group: GroupStatistics) -> SectionHtml:
-    """Return the label of a group with its colour."""
+    """Return the label of a group with its color."""
     return join_section_html(
         render_section_tag("span", class_="swatch", style=f"background:{_hue(group)}"), group.label
     )
@@ -78,7 +78,7 @@ def _hue(group: GroupStatistics) -> str:
 
 def render_results_section(comparison: ComparisonTable) -> SectionHtml:
     """Return the result table, with a strip of one dot for each seed."""
-    titles, rows = _coloured(comparison, "result")
+    titles, rows = _colored(comparison, "result")
     strips = _strips(comparison.groups)
     if strips and "seeds" in titles:
         place = titles.index("seeds") + 2
@@ -109,7 +109,7 @@ def render_curves_section(figure_data: Data) -> SectionHtml:
 
 def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
     """Return the table of costs: rounds, bytes, time and failed clients."""
-    titles, rows = _coloured(comparison, "cost")
+    titles, rows = _colored(comparison, "cost")
     if len(titles) < 2:
         return SectionHtml("")
     hint = "Cost of one run, mean over seeds."
@@ -118,7 +118,7 @@ def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
     return render_section("Cost", hint, render_section_table(titles, rows))
 
 
-def _coloured(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
+def _colored(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
     titles, rows = comparison.table(part)
     return titles, [[_colored_label(group), *row[1:]] for group, row in zip(comparison.groups, rows, strict=True)]
 

@@ -51,7 +51,7 @@ class _PlotDrawing:
     height: float
     lines: list[tuple[float, float, float, float]] = field(default_factory=list)
     circles: list[tuple[float, float, float]] = field(default_factory=list)
-    """Centre and radius."""
+    """Center and radius."""
     texts: list[_PlotText] = field(default_factory=list)
 
 

@@ -210,7 +210,7 @@ def _targets(labels: tuple[Texts, Texts], feature: dict[str, Any], task: str, so
 
 
 def _images(train: Any, test: Any, size: int | None, source: str) -> Arrays:
-    """Decode the images, which must have one size; they get one channel if all are grey."""
+    """Decode the images, which must have one size; they get one channel if all are gray."""
     count = len(train)
 
     def name(row: int) -> str:

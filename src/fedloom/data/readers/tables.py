@@ -106,7 +106,7 @@ class _TableEncoder:
         numeric = sum(isinstance(part, _StandardizedColumn) for part in self._column_encoders.values())
         self.width = sum(part.width for part in self._column_encoders.values())
         self.notes.append(
-            f"{train_source}: columns of numbers: {numeric}, standardised by all training rows together; of words: "
+            f"{train_source}: columns of numbers: {numeric}, standardized by all training rows together; of words: "
             f"{len(self._column_encoders) - numeric}, one-hot; inputs: {self.width}."
         )
 
@@ -161,7 +161,7 @@ class _TableEncoder:
             self.notes.append(f"{source}: {new} words that no training row has, read as none of the categories.")
         matrix = np.concatenate(pieces, axis=1)
         if not np.isfinite(matrix).all():
-            raise InputError(f"{source} has numbers too far from those of the training rows to be standardised.")
+            raise InputError(f"{source} has numbers too far from those of the training rows to be standardized.")
         return matrix
 
     def _as_numbers(self, name: str, values: Column, source: str) -> Numbers:
@@ -293,7 +293,7 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
             raise unknown_name_error(f"column of {path}", name, columns)
     if named := {label, owner} & set(drop):
         raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
-    columns, notes = _labelled(columns, label, path)
+    columns, notes = _labeled(columns, label, path)
     labels = require_text_column(columns[label])
     owners, names = make_table_owners(require_text_column(columns[owner]), str(path), owner) if owner else (None, ())
     if test_share == test_share:
@@ -305,7 +305,7 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         owners, test_owners = (None if owners is None else owners[part] for part in (~held, held))
         columns, held_columns = filter_columns(columns, ~held), filter_columns(columns, held)
     else:
-        held_columns, more = _labelled(_read(expand_user_path(test), text_columns), label, Path(test))
+        held_columns, more = _labeled(_read(expand_user_path(test), text_columns), label, Path(test))
         notes, held_name = notes + more, Path(test).name
         targets = join_targets_of_tables(
             labels, require_text_column(held_columns[label]), task, f"{path} with {test}", test
@@ -335,7 +335,7 @@ def _read(path: Path, text_columns: set[str]) -> Columns:
     )
 
 
-def _labelled(columns: Columns, label: str, path: Path) -> tuple[Columns, list[str]]:
+def _labeled(columns: Columns, label: str, path: Path) -> tuple[Columns, list[str]]:
     """Return the rows with a label, and a note about the others."""
     if label not in columns:
         raise unknown_name_error(f"column of {path}", label, columns)

@@ -148,7 +148,7 @@ class CifarSource(DatasetSource):
 
 CIFAR10 = CifarSource(
     name="cifar10",
-    summary="photographs of ten kinds of things, colour, 32 x 32",
+    summary="photographs of ten kinds of things, color, 32 x 32",
     shape=(3, 32, 32),
     num_train_examples=50_000,
     num_test_examples=10_000,
@@ -166,7 +166,7 @@ CIFAR10 = CifarSource(
 
 CIFAR100 = CifarSource(
     name="cifar100",
-    summary="photographs of a hundred kinds of things, colour, 32 x 32",
+    summary="photographs of a hundred kinds of things, color, 32 x 32",
     shape=(3, 32, 32),
     num_train_examples=50_000,
     num_test_examples=10_000,

@@ -175,7 +175,7 @@ def _resize_images(x: files.Images) -> files.Images:
 
 DIGIT5 = Digit5Source(
     name="digit5",
-    summary="digits of five domains (MNIST, MNIST-M, SVHN, SynthDigits, USPS), colour, 32 x 32",
+    summary="digits of five domains (MNIST, MNIST-M, SVHN, SynthDigits, USPS), color, 32 x 32",
     shape=(3, SIDE, SIDE),
     num_train_examples=None,
     num_test_examples=None,

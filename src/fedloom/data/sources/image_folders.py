@@ -216,7 +216,7 @@ class PacsSource(_ImageDomainSource):
 
 CINIC10 = CinicSource(
     name="cinic10",
-    summary="photographs of CIFAR-10's ten kinds, from CIFAR-10 and ImageNet, colour, 32 x 32",
+    summary="photographs of CIFAR-10's ten kinds, from CIFAR-10 and ImageNet, color, 32 x 32",
     shape=(3, 32, 32),
     size=32,
     num_train_examples=90_000,
@@ -233,7 +233,7 @@ CINIC10 = CinicSource(
 
 DOMAINNET = DomainNetSource(
     name="domainnet",
-    summary="345 kinds of things in six domains, colour, resized to 64 x 64",
+    summary="345 kinds of things in six domains, color, resized to 64 x 64",
     shape=(3, 64, 64),
     size=64,
     num_train_examples=409_832,
@@ -252,7 +252,7 @@ DOMAINNET = DomainNetSource(
 
 PACS = PacsSource(
     name="pacs",
-    summary="seven kinds of things in four domains, colour, resized to 64 x 64",
+    summary="seven kinds of things in four domains, color, resized to 64 x 64",
     shape=(3, 64, 64),
     size=64,
     num_train_examples=7_993,

@@ -70,8 +70,8 @@ def _random_color(draw: AugmentationDraw) -> Change:
 
     def change(x: Tensor) -> Tensor:
         x = x + shift
-        grey = x.mean(1, keepdim=True)
-        x = torch.lerp(grey, x, saturation)
+        gray = x.mean(1, keepdim=True)
+        x = torch.lerp(gray, x, saturation)
         mean = x.mean((1, 2, 3), keepdim=True)
         return torch.lerp(mean, x, contrast)
 

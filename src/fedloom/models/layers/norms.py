@@ -165,7 +165,7 @@ class NormOptions(Settings):
         if channels // groups * size[0] * size[1] == 1:
             pixels = f"{wanted.shape[1]} x {wanted.shape[2]} pixels"
             raise InputError(
-                f"model {wanted.name!r} would normalise single numbers, for {pixels} shrink to one, and a number less "
+                f"model {wanted.name!r} would normalize single numbers, for {pixels} shrink to one, and a number less "
                 "its own mean is nothing; take larger images or another norm."
             )
         return nn.GroupNorm(groups, channels)
