@@ -1,1 +1,4 @@
-"""Measurements of the engines, the methods and whole experiments: `python -m benchmarks --list`."""
+"""Benchmarks of the engines, the methods and whole experiments.
+
+`python -m benchmarks --list` shows their names.
+"""

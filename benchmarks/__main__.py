@@ -1,4 +1,4 @@
-"""Run one benchmark: `python -m benchmarks NAME [options]`. `--list` shows the names."""
+"""Run one benchmark: `python -m benchmarks NAME [options]`, or `--list` them."""
 
 import argparse
 import ast

@@ -1,4 +1,7 @@
-"""What several benchmarks share: the parser, the command and machine of a result, and its file."""
+"""What benchmarks share: the parser, and the file of a result.
+
+A result names its command and machine.
+"""
 
 import argparse
 import json

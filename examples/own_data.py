@@ -1,6 +1,6 @@
-"""One's own arrays, network and loss, from Python: a regression over sites that each see another range of x.
+"""Your own arrays, network and loss from Python: a regression over sites.
 
-Run it with `python examples/own_data.py`; it takes some seconds.
+Each site sees another range of x. `python examples/own_data.py` takes a few seconds.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: real data sets are used where they are at hand, and skipped by name where not."""
+"""Fixtures of all tests, and the marks for tests that need real data sets."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Config: mistakes are explained in one sentence, and a config survives TOML and the command line."""
+"""Tests of the config: error messages, TOML and command line."""
 
 import shlex
 from itertools import pairwise

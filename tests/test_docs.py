@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs, its commands parse, its links lead somewhere, its tables are complete."""
+"""Tests of the documentation: code runs, commands parse, links and tables match."""
 
 import importlib
 import json
@@ -224,6 +224,36 @@ def test_the_example_of_data_runs(place: Path, monkeypatch: pytest.MonkeyPatch) 
 def _slug(heading: str) -> str:
     """A heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+BRITISH = re.compile(
+    r"\w*(?:(?:general|initial|maxim|minim|normal|optim|personal|random|recogn|regular|serial|standard|summar|synthes)"
+    r"is(?:e|ed|er|ers|es|ing|able|ations?)\b|labell(?:ed|ing)|colour|neighbour|behaviour|\bcentre|\bgrey\b|licence|"
+    r"catalogue|\bdistils\b|hyper-param)\w*",
+    re.IGNORECASE,
+)
+KERNEL = "_normalise"
+"""A Triton kernel. Measurements name it."""
+TEXTS = [*PAGES, *FRONT, ROOT / "CHANGELOG.md", *sorted((ROOT / "src").rglob("*.py"))]
+
+
+def test_the_spelling_is_american() -> None:
+    found = {str(path): set(BRITISH.findall(path.read_text(encoding="utf-8"))) - {KERNEL} for path in TEXTS}
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["normalised", "two colours", "unlabelled", "a grey image", "it distils", "optimisers"]
+)
+def test_british_words_are_found(text: str) -> None:
+    assert BRITISH.search(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["too optimistic", "synthesis", "promises", "precise", "labels", "gray", "standard is"]
+)
+def test_other_words_are_not(text: str) -> None:
+    assert not BRITISH.search(text)
 
 
 LINKS = [

@@ -1,5 +1,10 @@
-"""What may import what. The layers themselves are contracts in pyproject.toml, which `make check` reads."""
+"""Tests of imports that the contracts in pyproject.toml cannot express.
 
+`make check` reads the contracts.
+"""
+
+import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,20 +22,19 @@ LIGHT = (
     "fedloom.config",
     "fedloom.flower.flwr_patches",
     "fedloom.flower.message",
-    "fedloom.flower.records",
     "fedloom.flower.site.client_app",
     "fedloom.flower.site.socket",
     "fedloom.utils.data_names",
     "fedloom.utils.formatting",
     "fedloom.utils.system",
 )
-"""Modules of processes that start often, or of a command that should answer at once. PyTorch takes seconds to load."""
+"""Modules of processes that start often, or of a command that should answer at once. PyTorch takes seconds to load.
+
+tests/flower/test_records.py tests `fedloom.flower.records` too, which needs Flower."""
 
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_do_not_load_torch(module: str) -> None:
-    if module == "fedloom.flower.records":
-        pytest.importorskip("flwr")
     code = f"import sys; import {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -43,6 +47,43 @@ def test_the_root_of_the_package_holds_five_files() -> None:
 def test_every_package_has_content() -> None:
     packages = {path.parent for path in (ROOT / "src" / "fedloom").rglob("__init__.py")}
     assert not [str(package) for package in packages if len(list(package.glob("*.py"))) == 1]
+
+
+SOURCES = [path for root in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / root).rglob("*.py"))]
+
+
+def first_line(source: str) -> str:
+    """Return the first line of a module's docstring. An empty module has none and needs none."""
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def test_the_first_line_of_every_module_says_what_it_holds() -> None:
+    lines = {path: first_line(text) for path in SOURCES if (text := path.read_text())}
+    assert not [f"{path}: {line}" for path, line in lines.items() if not re.fullmatch(r".{10,79}[.:]", line)]
+
+
+def imported_tests(source: str) -> set[str]:
+    """Return the test modules that a module imports, from any package."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {part for name in node.names for part in name.name.split(".")}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {*(node.module or "").split("."), *(name.name for name in node.names)}
+    return {name for name in names if name.startswith("test_")}
+
+
+def test_no_module_imports_a_test_module() -> None:
+    imports = {path: imported_tests(path.read_text()) for path in SOURCES}
+    assert not {path: names for path, names in imports.items() if names}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import tests.test_a", "from tests.test_a import x", "from . import test_a", "from tests import test_a as b"],
+)
+def test_every_way_to_import_a_test_module_is_found(code: str) -> None:
+    assert imported_tests(code) == {"test_a"}
 
 
 def test_the_contract_about_papers_names_methods_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""Names lead back to their file, names that are gone stay away, and what one module uses alone is private."""
+"""Tests of names: modules are clear, retired names are gone, the rest is private."""
 
 import ast
 import re

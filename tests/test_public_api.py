@@ -1,8 +1,10 @@
-"""The public names, their docstrings, and the page that lists them."""
+"""Tests of the public names: docstrings, arguments, and docs/python.md."""
 
+import doctest
 import importlib
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +27,8 @@ def public_methods(thing: Any) -> list[Any]:
     if inspect.isfunction(thing):
         return [thing]
     members = (inspect.unwrap(getattr(m, "__func__", m)) for n, m in vars(thing).items() if not n.startswith("_"))
-    return [member for member in members if inspect.isfunction(member)]
+    functions = [member for member in members if inspect.isfunction(member)]
+    return [each for each in functions if each.__qualname__.startswith(f"{thing.__name__}.")]  # no defaults of fields
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -43,17 +46,46 @@ def test_a_public_name_has_a_docstring_with_a_summary(package: str, name: str) -
         assert summary(each), f"{each.__qualname__} has no docstring"
 
 
-FUNCTIONS = [pair for pair in DOCUMENTED if inspect.isfunction(getattr(importlib.import_module(pair[0]), pair[1]))]
+def documented_callables() -> list[Any]:
+    """Return public functions, and public methods of public classes, each once."""
+    things = [getattr(importlib.import_module(package), name) for package, name in DOCUMENTED]
+    return list({each.__qualname__: each for thing in things for each in public_methods(thing)}.values())
 
 
-@pytest.mark.parametrize(("package", "name"), FUNCTIONS, ids=[".".join(pair) for pair in FUNCTIONS])
-def test_a_public_function_documents_its_arguments_and_its_result(package: str, name: str) -> None:
-    function = getattr(importlib.import_module(package), name)
+@pytest.mark.parametrize("function", documented_callables(), ids=lambda function: function.__qualname__)
+def test_a_public_function_documents_its_arguments_and_its_result(function: Any) -> None:
     text, signature = inspect.getdoc(function) or "", inspect.signature(function)
-    for parameter in signature.parameters:
+    parameters = [name for name in signature.parameters if name not in ("self", "cls")]
+    for parameter in parameters:
         assert re.search(rf"^    \**{parameter}\b.*:", text, re.MULTILINE), f"Args has no {parameter}"
-    if signature.return_annotation not in (None, "None", signature.empty):
-        assert "Returns:" in text or summary(function).startswith("Return ")
+    if parameters and signature.return_annotation not in (None, "None", signature.empty):
+        assert "Returns:" in text or "Yields:" in text or summary(function).startswith("Return ")
+
+
+EXAMPLES = {
+    f"{package}.{name}": textwrap.dedent(found[1])
+    for package, name in DOCUMENTED
+    if (text := inspect.getdoc(getattr(importlib.import_module(package), name)))
+    and (found := re.search(r"^Example:\n((?:(?: {4}.*)?\n?)+)", text, re.MULTILINE))
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_public_name_works(name: str) -> None:
+    """An example with `>>>` is run. Others are fragments, perhaps of a function, and must be Python."""
+    if ">>>" not in EXAMPLES[name]:
+        compile("def example():\n" + textwrap.indent(EXAMPLES[name], "    "), name, "exec")
+        return
+    module, _, attribute = name.rpartition(".")
+    names = vars(inspect.getmodule(getattr(importlib.import_module(module), attribute)))
+    outcome = doctest.DocTestRunner().run(doctest.DocTestParser().get_doctest(EXAMPLES[name], names, name, None, 0))
+    assert outcome.attempted
+    assert not outcome.failed
+
+
+def test_what_users_extend_or_create_has_an_example() -> None:
+    names = ("Server", "Client", "Extras", "Refiner", "Options", "Samples", "FederatedDataset", "register", "run")
+    assert EXAMPLES.keys() >= {f"fedloom.{name}" for name in names}
 
 
 def test_the_page_lists_exactly_the_public_names_with_their_summaries() -> None:

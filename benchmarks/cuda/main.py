@@ -1,4 +1,4 @@
-"""Measure the CUDA engine on this GPU: agreement, speed, overhead, kernels, seeds and utilization.
+"""Measure the CUDA engine on this GPU: agreement, speed, overhead, kernels, seeds.
 
 Parts (default: all). Each part may take `--minutes`, and the results file holds what it has measured so far.
 

@@ -1,4 +1,7 @@
-"""The setting of the CUDA benchmark: 100 clients, and runs with the CUDA engine, also on a CPU to try it."""
+"""The setting of the CUDA benchmark: 100 clients, and runs with the engine.
+
+It also runs on a CPU, to try it.
+"""
 
 import argparse
 

@@ -1,4 +1,7 @@
-"""Measure whole rounds of the CUDA engine: against a plain loop, and in the profiler."""
+"""Measure whole rounds of the CUDA engine against a plain loop.
+
+It also measures them in the profiler.
+"""
 
 import argparse
 import statistics

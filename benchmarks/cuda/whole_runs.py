@@ -1,4 +1,4 @@
-"""Measure what the CUDA engine costs besides training, and compare its accuracy with a CPU."""
+"""Measure the overhead of the CUDA engine, and compare its accuracy with a CPU."""
 
 import argparse
 import json

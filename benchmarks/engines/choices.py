@@ -1,4 +1,4 @@
-"""Measure the alternatives behind design choices: means, optimizer steps, freed memory.
+"""Measure alternatives behind design choices: means, optimizer steps, memory.
 
 All figures are medians with one thread, for the choices that docs/design.md explains:
 

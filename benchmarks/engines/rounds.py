@@ -1,4 +1,4 @@
-"""Measure whole rounds of the multiprocess engine against sequential PyTorch loops.
+"""Measure rounds of the multiprocess engine against sequential PyTorch loops.
 
 Setting: 100 clients, 10 in each round, one local epoch, batch size 50, SGD with momentum 0.5, IID Fashion-MNIST, no
 evaluation. Without Fashion-MNIST in FEDLOOM_DATA the benchmark makes random images of the same shape, which take the

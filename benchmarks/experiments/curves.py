@@ -1,4 +1,4 @@
-"""Collect the accuracy curves of compared runs in one small JSON file, for `results/`.
+"""Collect the accuracy curves of runs in one JSON file for `results/`.
 
     fedloom compare fedavg indep fedcross fedmr fedcda --seeds 3 --partition dirichlet:0.1 --rounds 200 \
         --set fedcda.warmup=50 -o runs/digits

@@ -1,4 +1,4 @@
-"""Run whole experiments of the papers on a GPU, one after the other, within a time limit.
+"""Run experiments of the papers on a GPU, one by one, within a time limit.
 
     FEDLOOM_DATA=DIR python -m benchmarks experiments cifar10-lenet --minutes 60
 

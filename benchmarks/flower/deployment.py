@@ -1,4 +1,6 @@
-"""A deployment of real Flower processes on this machine, which the fault scenarios kill, freeze and restart.
+"""A deployment of real Flower processes on this machine for the fault scenarios.
+
+Scenarios kill, freeze and restart the processes.
 
 It uses TLS and node keys, as between real sites. All processes end with this process.
 """

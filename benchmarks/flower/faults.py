@@ -1,4 +1,4 @@
-"""Inject faults into a deployment of real Flower processes, and check that the run ends well.
+"""Inject faults into a deployment of real Flower processes, and check the run.
 
     python -m benchmarks flower-faults --out results/flower-faults.json
     python -m benchmarks flower-faults --only node-killed

@@ -1,4 +1,6 @@
-"""Measure what a round over Flower costs besides training: rounds without a training step.
+"""Measure what a round over Flower costs besides training.
+
+Its rounds have no training step.
 
 The benchmark compares these deployments:
 

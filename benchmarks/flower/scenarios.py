@@ -35,7 +35,7 @@ def node_killed(deployment: Deployment) -> list[Outcome]:
     expect((2, 2) in failed and {client for _, client in failed} == {2} and (5, 2) not in failed, f"failed: {failed}")
     said = [
         find_in_run_log(app, f"round 2: client 2: {failed[2, 2]}"),
-        find_in_node_log(deployment, "site-2", "the SuperLink does not let this node in"),
+        find_in_node_log(deployment, "site-2", "the SuperLink rejects this node"),
     ]
     happens = "its update is lost; it reconnects after a minute and is used again"
     return [check_run(app, "SuperNode killed (-9) in a round and restarted at once", happens, said)]
@@ -80,7 +80,7 @@ def server_app_killed(deployment: Deployment) -> list[Outcome]:
     app.start()
     app.finish()
     expect(not app.failed_clients(), f"failed: {app.failed_clients()}")
-    said = [find_in_run_log(app, "going on with the run in")]
+    said = [find_in_run_log(app, "continuing the run in")]
     return [
         check_run(app, "ServerApp killed (-9) in a round, `flwr run` again", "continues after the last round", said)
     ]
@@ -102,22 +102,22 @@ def superlink_killed(deployment: Deployment) -> list[Outcome]:
     app.start()
     app.finish()
     expect(not app.failed_clients(), f"failed: {app.failed_clients()}")
-    said = ["flwr ls: finished:failed", find_in_run_log(app, "going on with the run in")]
+    said = ["flwr ls: finished:failed", find_in_run_log(app, "continuing the run in")]
     happens = "the nodes reconnect by themselves; Flower marks the run as failed; "
     happens += "`flwr run` again continues after the last round"
     return [check_run(app, "SuperLink killed (-9) in a round and restarted on the same database", happens, said)]
 
 
 BAD = {
-    "nan": ("a model of NaN", "refused: its model is not finite"),
-    "shape": ("a model of a wrong shape", "refused: its model is float32 of shape"),
-    "huge": ("an array of 64 MiB", "refused: it has more than"),
-    "bomb": ("an array of 512 MiB, sent as 5 MiB (equal chunks)", "refused: it has more than"),
-    "one-piece": ("an array of 64 MiB in one chunk", "refused: it has more than"),
-    "stale": ("its update of the previous round", "refused: its answer has the round"),
-    "another": ("the update of client 0, unchanged", "refused: its answer has the client_id '0', not 2"),
-    "another-renamed": ("the update of client 0 under its own number", "refused: its answer has the nonce"),
-    "samples": ("a sample count that it did not register", "refused: it says that it trained on 1000000 samples"),
+    "nan": ("a model of NaN", "rejected: its model is not finite"),
+    "shape": ("a model of a wrong shape", "rejected: its model is float32 of shape"),
+    "huge": ("an array of 64 MiB", "rejected: it has more than"),
+    "bomb": ("an array of 512 MiB, sent as 5 MiB (equal chunks)", "rejected: it has more than"),
+    "one-piece": ("an array of 64 MiB in one chunk", "rejected: it has more than"),
+    "stale": ("its update of the previous round", "rejected: its answer has the round"),
+    "another": ("the update of client 0, unchanged", "rejected: its answer has the client_id '0', not 2"),
+    "another-renamed": ("the update of client 0 under its own number", "rejected: its answer has the nonce"),
+    "samples": ("a sample count that it did not register", "rejected: it says that it trained on 1000000 samples"),
 }
 """What a node sends instead of its model, and the reason of the rejection."""
 
@@ -159,7 +159,7 @@ def unknown_key(deployment: Deployment) -> list[Outcome]:
     try:
         app.start()
         app.finish()
-        said = [find_in_node_log(deployment, "stranger", "does not let this node in: its key is not registered there")]
+        said = [find_in_node_log(deployment, "stranger", "rejects this node: its key is not registered there")]
         expect("SuperNode ID" not in deployment.log("stranger"), "the stranger is in")
     finally:
         deployment.kill("stranger")

@@ -1,4 +1,4 @@
-"""Measure what the secure exchange of layers costs, and what a server can still learn.
+"""Measure the cost of the secure exchange, and what a server can still learn.
 
 docs/secure-recombination.md shows the figures:
 

@@ -1,4 +1,4 @@
-"""The client app of the fault scenarios: an honest site, except in the rounds in which a file gives an instruction.
+"""The client app of the fault scenarios: an honest site that files can instruct.
 
 The scenarios copy this file into their app as `client_app.py`. The node configuration names a folder, `faults`. A file
 `do-CLIENT-ROUND` in it holds one word: what the site does in this round.

@@ -1,4 +1,4 @@
-"""Run every method on the same tasks with the same budget: the league table of docs/league.md.
+"""Run every method on the same tasks with the same budget, for docs/league.md.
 
     python -m benchmarks league --work runs/league --out results/league.json
     python -m benchmarks league --print results/league.json

@@ -1,4 +1,4 @@
-"""The tasks and rows of the league: every method with its options and their sources.
+"""The tasks and rows of the league: methods, options and their sources.
 
 The hyperparameters were fixed before the first run and are not tuned on any result. They are those of the papers and of
 their authors' code, each named below. Of several values the league takes the one for the most similar data: MNIST

@@ -1,4 +1,4 @@
-"""Compare scales of the coefficients of Local Superior Soups, and treatments of batch norm statistics.
+"""Compare scales of LSS's coefficients, and treatments of batch norm statistics.
 
 A small CNN is pretrained on 6,000 images of MNIST and gets a new last layer. 5 clients hold 6,000 images of
 Fashion-MNIST (dirichlet:1.0) and train for three rounds with Adam at 5e-4. FEDLOOM_DATA must name the folder of both
@@ -101,7 +101,7 @@ class GradientNorms:
         columns = {member: [*zip(*pairs, strict=True)] for member, pairs in sorted(self.seen.items())}
         return {
             name: [round(statistics.median(column[at]), 4) for column in columns.values()]
-            for at, name in enumerate(("gradient of the loss", "gradient of the regularisers"))
+            for at, name in enumerate(("gradient of the loss", "gradient of the regularizers"))
         }
 
 

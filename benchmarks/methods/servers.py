@@ -1,4 +1,4 @@
-"""Measure servers with many models: FedCross's step, FedMR's recombination, FedCDA's selection.
+"""Measure servers with many models: FedCross, FedMR, FedCDA.
 
 The benchmark compares FedCross and FedMR with the time of the memory traffic that they need. FedMR must copy all K
 models once. FedCross moves one and a half times as much, because its similarities read the models once more. It

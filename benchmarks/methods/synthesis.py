@@ -1,4 +1,6 @@
-"""Measure DynaFed's synthesis: seconds and memory of one iteration, with and without checkpointing.
+"""Measure seconds and memory of DynaFed's synthesis per iteration.
+
+It measures with and without checkpointing.
 
 The default case is ConvNet on 28 x 28 images with 20 inner steps and one thread. Each case has its own process, because
 the peak memory of a process never falls. On a GPU the peak is the memory that PyTorch allocated; on the CPU it is the

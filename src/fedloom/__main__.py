@@ -1,4 +1,7 @@
-"""Entry point of the `fedloom` command. Imports nothing heavy, so that Ctrl-C works while PyTorch loads."""
+"""Entry point of the `fedloom` command.
+
+It imports nothing heavy, so that Ctrl-C works while PyTorch loads.
+"""
 
 import sys
 

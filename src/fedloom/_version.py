@@ -1,1 +1,3 @@
+"""Version of fedloom."""
+
 __version__ = "0.1.0"

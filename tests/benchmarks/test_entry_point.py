@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: it lists and runs every benchmark, and the docs name only benchmarks that exist."""
+"""Tests of `python -m benchmarks`, and of the benchmark names in the docs."""
 
 import re
 import subprocess

@@ -1,4 +1,7 @@
-"""Bad input: one sentence on stderr that names what is wrong, an exit code, no traceback, and nothing written."""
+"""Tests that bad input gives one sentence, an exit code and no files.
+
+The sentence goes to stderr and names what is wrong. There is no traceback.
+"""
 
 import gzip
 import struct

@@ -1,4 +1,4 @@
-"""`fedloom list` reads a file that was generated: it must say what the package has, and what is on this machine."""
+"""Tests that `fedloom list` says what the package and this machine have."""
 
 import json
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_what_is_on_this_machine_is_seen_without_torch(
         assert (listed[name]["found"], listed[name]["missing"]) == (None, [])
         assert listed[name]["get"] == (source.manual_steps or None)
     else:
-        assert (listed[name]["state"], listed[name]["get"]) == ("at hand", None)
+        assert (listed[name]["state"], listed[name]["get"]) == ("on this machine", None)
         assert (listed[name]["found"], listed[name]["missing"]) == (str(root / folder), missing)
     for info in available_datasets():
         found = str(info.folder) if info.folder else None

@@ -1,4 +1,4 @@
-"""Image folders from the command line."""
+"""Tests of image folders on the command line."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_the_list_says_what_is_at_hand(command: Command, tmp_path: Path, monkeyp
     for domain in ("real", "sketch"):
         (tmp_path / "domainnet" / domain).mkdir(parents=True)
     entries = {entry["name"]: entry for entry in json.loads(command("list", "datasets", "--json").out)}
-    assert entries["domainnet"]["state"] == "at hand"
+    assert entries["domainnet"]["state"] == "on this machine"
     assert entries["domainnet"]["found"] == str(tmp_path / "domainnet")
     assert entries["domainnet"]["missing"] == ["clipart", "infograph", "painting", "quickdraw"]
     assert entries["cinic10"]["state"] == "must be downloaded by hand"

@@ -1,4 +1,4 @@
-"""The command as a person and a script meet it: what it prints, what it writes, what it exits with."""
+"""Tests of the `fedloom` command: output, files and exit codes."""
 
 import json
 import re

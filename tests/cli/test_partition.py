@@ -1,4 +1,7 @@
-"""`fedloom partition`, and runs on partitions that bring their own clients or come from a file."""
+"""Tests of `fedloom partition`, and of runs on partitions from a file.
+
+Some partitions bring their own clients.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a person sees: here of long work on the server."""
+"""Tests of the progress display during long server work."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What a stranger meets first: `fedloom` alone, quick answers, and a word while PyTorch loads."""
+"""Tests of bare `fedloom`, of quick answers, and of the line while PyTorch loads."""
 
 import os
 import pty

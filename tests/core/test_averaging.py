@@ -1,4 +1,4 @@
-"""Rows that are checked, named and averaged."""
+"""Tests of weighted means of rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Banks: rows that lie alike in memory and in shared memory, and can be found from a forked process."""
+"""Tests of banks: alignment, shared memory, access from a forked process."""
 
 import os
 from collections.abc import Callable

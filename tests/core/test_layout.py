@@ -1,4 +1,4 @@
-"""Rows: what a layout holds, that binding copies nothing and loses no bit, and the mean of rows."""
+"""Tests of the layout of a row: entries, binding without copies, exact values."""
 
 from copy import deepcopy
 

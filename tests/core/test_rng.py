@@ -1,4 +1,4 @@
-"""Streams: a key names its draws, everywhere and for ever, and no global generator is touched."""
+"""Tests of random streams: keys fix the draws, global generators stay unchanged."""
 
 import ast
 import inspect

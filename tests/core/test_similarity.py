@@ -1,4 +1,4 @@
-"""Inner products of rows, and the angles taken from them, against numpy and against longer floats."""
+"""Tests of inner products and cosine distances against numpy and longer floats."""
 
 import weakref
 from typing import Any

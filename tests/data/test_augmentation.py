@@ -1,4 +1,4 @@
-"""Random crops and flips of images."""
+"""Tests of random crops and flips of images."""
 
 import pytest
 import torch

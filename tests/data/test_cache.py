@@ -1,4 +1,4 @@
-"""Data sets are decoded once, whoever starts first, and what is damaged or out of date is decoded again."""
+"""Tests that a data set is decoded once, and again if damaged or out of date."""
 
 import os
 import subprocess

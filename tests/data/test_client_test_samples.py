@@ -1,4 +1,4 @@
-"""Test samples that clients hold out themselves."""
+"""Tests of test samples that clients hold out."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names of data sets with a path and options."""
+"""Tests of data set names with a path and options."""
 
 from pathlib import Path
 

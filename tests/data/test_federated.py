@@ -1,4 +1,4 @@
-"""Federations: from a pool, from arrays, from data sets, and a caller's own."""
+"""Tests of federated data from a pool, arrays, data sets, and a user's class."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Data sets changed as a person asks: normalised by name, with some classes only."""
+"""Tests of normalization by name and of selected classes."""
 
 from dataclasses import replace
 

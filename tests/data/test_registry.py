@@ -1,4 +1,4 @@
-"""The data sets known by name."""
+"""Tests of the registry of data sets."""
 
 import subprocess
 import sys
@@ -112,7 +112,7 @@ def touch(folder: Path, names: tuple[str, ...]) -> Path:
 def test_where_data_sets_are_found(source: DatasetSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Path | None:
         info = next(info for info in registry.available_datasets() if info.name == source.name)
-        assert info.state == ("at hand" if info.folder else "can be downloaded")
+        assert info.state == ("on this machine" if info.folder else "can be downloaded")
         return info.folder
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

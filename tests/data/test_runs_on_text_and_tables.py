@@ -1,4 +1,7 @@
-"""Federated runs from the command line on data that are no images: by speaker, by user, by a column of a table."""
+"""Tests of runs on text and tables from the command line.
+
+Clients are speakers, users, or values of a column.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Samples as stored, and the step from there to network input."""
+"""Tests of stored samples and their transform to network input."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Data on the server: which samples are kept from the clients, and which other data fit."""
+"""Tests of server data: samples held back from clients, and other data sets."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tokens: whole numbers that reach the network as they are, on every engine."""
+"""Tests that tokens reach the network as integers on every engine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Recordings: when they are used, and how they are found to be wrong."""
+"""Tests of captured graphs: when they are replayed, and how errors are detected."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Copies of many tensors at once: whatever their sizes, each arrives in its place and its type."""
+"""Tests that copies of many tensors keep every value, place and type."""
 
 import pytest
 import torch

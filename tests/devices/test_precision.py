@@ -1,4 +1,4 @@
-"""By which rule cuDNN chooses its kernels."""
+"""Tests of the choice of cuDNN's kernels."""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""Every method on every engine: whole rounds, with what servers, companions and refiners make of them."""
+"""Tests of every method on every engine over whole rounds.
+
+They include the work of servers, extras and refiners.
+"""
 
 import pytest
 import torch

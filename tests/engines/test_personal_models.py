@@ -1,4 +1,4 @@
-"""How clients fare with models of their own: the same on every engine, right by hand, and without a trace."""
+"""Tests of the accuracy of personal models: equal on all engines, no side effects."""
 
 import os
 import signal

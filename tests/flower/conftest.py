@@ -1,4 +1,4 @@
-"""Keys that several test files want."""
+"""Fixtures of the Flower tests: keys."""
 
 from pathlib import Path
 

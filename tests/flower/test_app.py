@@ -1,4 +1,4 @@
-"""Apps: what is written is what is read, sites bring their own data, and nothing starts insecurely by mistake."""
+"""Tests of Flower apps: files, the sites' own data, secure defaults."""
 
 import tomllib
 from collections.abc import Callable

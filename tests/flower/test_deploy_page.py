@@ -1,17 +1,17 @@
-"""The ten commands of docs/deploy.md, read out of the page and carried out on this machine.
+"""Tests that run the ten commands of docs/deploy.md on this machine.
 
-What is put in the place of what the page says, and nothing else:
+The commands are read from the page. Only this is changed:
 
-- `pip install` is left out, for this test runs where fedloom is installed; `scp server.example.org:` is a copy from the
-  server's folder;
-- `server.example.org` is `127.0.0.1`, for which `certificates` makes a certificate anyway, and the SuperLink listens
-  there alone instead of on `0.0.0.0`;
-- ports are free ones, so that nothing that runs here is in the way: `--port` is added to commands 5 and 9, as the page
-  says of several SuperNodes on one machine, and `--control-port` to command 5;
-- two rounds instead of ten;
-- commands 8 and 9, which are written for site 0, are given at all five sites.
+- `pip install` is left out, because fedloom is installed. `scp server.example.org:` becomes a copy from the server's
+  folder.
+- `server.example.org` becomes `127.0.0.1`. `certificates` makes a certificate for it anyway. The SuperLink listens
+  there only, instead of on `0.0.0.0`.
+- Ports are free ones, so that the test does not collide with other programs. `--port` is added to commands 5 and 9, as
+  the page says for several SuperNodes on one machine, and `--control-port` to command 5.
+- The run has two rounds instead of ten.
+- Commands 8 and 9, which are written for site 0, run at all five sites.
 
-Laptop and server are one folder, each site has its own, and so has each of them `~`.
+Laptop and server share one folder. Each site has its own folder, and its own `~`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""fedloom changes Flower's insides, so it runs with the release that it was tested with and with no other."""
+"""Tests that fedloom runs with the tested Flower release only."""
 
 import sys
 import tomllib

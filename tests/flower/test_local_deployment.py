@@ -1,4 +1,7 @@
-"""Real deployments on this machine: SuperLink, SuperNodes with keys, TLS; the same bits as the multiprocess engine."""
+"""Tests of real local deployments: SuperLink, SuperNodes with keys, TLS.
+
+They give the bits of the multiprocess engine.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Parcels: what was packed comes out, and whatever else comes is refused in a sentence."""
+"""Tests of site messages: round trip, and rejection of invalid bytes."""
 
 import socket
 import struct

@@ -1,4 +1,4 @@
-"""What sites send is measured before the server has it in memory."""
+"""Tests that the size of a message is checked before it is in memory."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_what_is_not_too_large_comes_as_it_was() -> None:
 
 def test_fetching_stops_where_an_answer_is_too_large() -> None:
     store = Store(MessageArray.raw(noise(8 * PIECE)))
-    assert refusal(store, PIECE) == f"refused: it has more than {PIECE + SPARE} bytes"
+    assert refusal(store, PIECE) == f"rejected: it has more than {PIECE + SPARE} bytes"
     assert store.fetched <= 4 * PIECE  # at most what was on its way when it was noticed
 
 
@@ -81,7 +81,7 @@ def test_equal_pieces_are_counted_as_often_as_they_are_named(monkeypatch: pytest
     inflate = inflatable_utils.inflate_object_from_contents
     unfolds: list[str] = []
     monkeypatch.setattr(inflatable_utils, "inflate_object_from_contents", lambda *a, **k: unfolds.append(a[0]))
-    assert refusal(store, 2 * PIECE).startswith("refused: it has more than")
+    assert refusal(store, 2 * PIECE).startswith("rejected: it has more than")
     assert not unfolds
     monkeypatch.setattr(inflatable_utils, "inflate_object_from_contents", inflate)
     assert store.pull(20 * PIECE + SPARE).nbytes == 20 * PIECE
@@ -91,13 +91,13 @@ def test_what_cannot_be_put_together_is_refused() -> None:
     store = Store(MessageArray.raw(b"abc"))
     array = next(key for key, content in store.contents.items() if content.startswith(b"Array "))
     store.contents[array] = store.contents[array].replace(b"arraychunk_ids", b"arraychunk_idx")
-    assert refusal(store, 100) == "refused: it is not a message (KeyError)"
+    assert refusal(store, 100) == "rejected: it is not a message (KeyError)"
 
 
 def test_a_message_of_very_many_pieces_is_refused_unfetched() -> None:
     store = Store(MessageArray.raw(b"abc"))
     store.order = [store.order[0]] * 20_000 + store.order
-    assert refusal(store, 100) == f"refused: it has {len(store.order)} pieces"
+    assert refusal(store, 100) == f"rejected: it has {len(store.order)} pieces"
     assert store.fetched == 0
 
 

@@ -1,4 +1,7 @@
-"""Parcels as Flower's records, through Flower's own way to make bytes of them."""
+"""Tests of site messages as Flower records."""
+
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -42,3 +45,9 @@ def test_other_records_are_refused() -> None:
     ):
         with pytest.raises(MessageRejected):
             message_from_flower_records(records)
+
+
+def test_records_do_not_load_torch() -> None:
+    """Flower's processes import this module; PyTorch takes seconds to load."""
+    code = "import sys; import fedloom.flower.records; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

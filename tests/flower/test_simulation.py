@@ -1,4 +1,4 @@
-"""Flower's simulation over Ray: a hundred clients on two workers, the same bits as the multiprocess engine."""
+"""Tests of Flower's simulation over Ray: the multiprocess engine's bits."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Who reaches the port at which SuperNodes connect can neither start a run nor act as the ServerApp."""
+"""Tests of the SuperNodes' port: it cannot start a run or act as the ServerApp."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""Tensors and blocks: the same bits on both sides, and only the columns that travel."""
+"""Tests of tensors in messages: equal bits, and selected columns only."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is in the messages of a run: of a model with LoRA the adapters and the head, of FedBN's all but batch norms."""
+"""Tests of what messages of a run contain: LoRA adapters, layers without norms."""
 
 from pathlib import Path
 from typing import Any

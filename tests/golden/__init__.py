@@ -1,1 +1,1 @@
-"""Golden runs: an old commit and the working tree play the same small runs, and must agree in all that they write."""
+"""Golden runs: compare small runs of an old commit and of the working tree."""

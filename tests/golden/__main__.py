@@ -1,7 +1,7 @@
-"""Hold the working tree against an old commit: `make golden`, or `python -m tests.golden [PATTERN ...]`.
+"""Compare the working tree with an old commit: `python -m tests.golden [PATTERN]`.
 
-Both play the same cases on this machine with this interpreter. What the old commit came to is kept in `.golden/` by
-commit, versions, processor and case, so that it is played once.
+`make golden` compares all runs. Both trees run the same cases on this machine with this interpreter. The results of the
+old commit are kept in `.golden/` by commit, versions, processor and case, so that each is made once.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""The runs that are played, in the words of the old commit; `changes.toml` says what these words have become."""
+"""The golden runs, in the words of the old commit.
+
+`changes.toml` translates them into today's words.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Old results in new words, and where new results differ from them."""
+"""Translate old results into today's words, and list differences."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

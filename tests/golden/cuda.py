@@ -1,19 +1,17 @@
-"""What runs of the CUDA engine on fake graphs come to, stored so that a change of the code cannot change it unseen.
+"""Results of the CUDA engine on fake graphs, stored to detect changes.
 
 For each run `cuda_values.json` holds
-- `tapes`: steps that were recorded, replayed and done, by who asked for them: slots, judge, sweep;
+- `tapes`: steps that were captured, replayed and run eagerly, by who asked for them: slots, judge, sweep;
 - `draws`: how often each purpose was drawn for, and a digest of all (purpose, round, client);
-- `steps`: for each step what a recording of it depends on: `reads`, the host values it was seen to read; `names` in
-  the replay key; `leaves`, the sizes of the parts of that key;
-- a digest of every answer, deployed model and score, by torch version, CPU capability and how this machine rounds.
+- `steps`: for each step what its captured graph depends on: `reads`, the host values that it reads; `names` in the
+  graph key; `leaves`, the sizes of the parts of that key;
+- a digest of every update, global model and evaluation, by torch version, CPU capability and how this machine rounds.
 
-All but the digests is the same on every machine. `make golden-cuda` writes the file anew. Names that the code has
-changed since are in `cuda_renames.toml`, as old = "new".
+All but the digests is the same on every machine. `make golden-cuda` writes the file again.
 """
 
 import json
 import math
-import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -47,7 +45,7 @@ from tests.support.quick_options import QUICK
 from tests.support.trainers import Counting
 
 HERE = Path(__file__).parent
-STORED, RENAMES = HERE / "cuda_values.json", HERE / "cuda_renames.toml"
+STORED = HERE / "cuda_values.json"
 ROUNDS = 3
 
 
@@ -297,22 +295,10 @@ def machine() -> str:
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, rounding {hash.hexdigest()}"
 
 
-def renamed(run: dict[str, Any], renames: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """A stored run in today's names; each part of a dotted name is one."""
-
-    def now(table: str, name: str) -> str:
-        return ".".join(renames[table].get(part, part) for part in name.split("."))
-
-    def today(notes: dict[str, list[str]]) -> dict[str, list[str]]:
-        return notes | {table: sorted(now(table, name) for name in notes[table]) for table in ("reads", "names")}
-
-    return run | {"steps": {now("steps", step): today(notes) for step, notes in run["steps"].items()}}
-
-
 def stored() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
-    """Runs in today's names, and digests by machine and run."""
-    found, renames = json.loads(STORED.read_text()), tomllib.loads(RENAMES.read_text())["cuda"]
-    return {name: renamed(run, renames) for name, run in found["runs"].items()}, found["digests"]
+    """The stored runs, and digests by machine and run."""
+    found = json.loads(STORED.read_text())
+    return found["runs"], found["digests"]
 
 
 def text_of(runs: dict[str, dict[str, Any]], digests: dict[str, dict[str, str]]) -> str:
@@ -330,14 +316,14 @@ def text_of(runs: dict[str, dict[str, Any]], digests: dict[str, dict[str, str]])
 
 
 def write() -> None:
-    """Write the file anew. Digests of other machines stay where this one's did not change, or were not there."""
+    """Write the file again. Digests of other machines stay where this one's did not change, or were not there."""
     before = json.loads(STORED.read_text())["digests"] if STORED.exists() else {}
     found = {name: observed(name) for name in RUNS}
     ours, now = before.pop(machine(), None), {name: digest for name, (_, digest) in found.items()}
     same = {name for name in now if ours is None or ours.get(name) == now[name]}
     others = {one: {name: of[name] for name in of if name in same} for one, of in before.items()}
     STORED.write_text(text_of({name: told for name, (told, _) in found.items()}, {**others, machine(): now}))
-    print(f"{STORED.name}: {len(found)} runs on {machine()}. Now take all entries out of {RENAMES.name}.")
+    print(f"{STORED.name}: {len(found)} runs on {machine()}.")
 
 
 if __name__ == "__main__":

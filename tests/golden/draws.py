@@ -1,6 +1,7 @@
-"""Notes every random stream that a run makes, in each of its processes: one line of seed|purpose|round|client.
+"""Record every random stream that a run uses, in each of its processes.
 
-Imports no fedloom and nothing heavy: Flower's processes get it through `hook/sitecustomize.py`.
+A line is seed|purpose|round|client. This file imports no fedloom and nothing heavy, because Flower's processes load it
+through `hook/sitecustomize.py`.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Small data files that cases read, written into their folder. Knows nothing of fedloom."""
+"""Small data files for golden runs, written without fedloom."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Plays cases with the fedloom of one tree, in one process, and notes what they wrote.
+"""Run golden cases with one tree's fedloom in one process.
+
+It records what they wrote.
 
     python -m tests.golden.runner FOLDER < {"NAME": {"commands": [...], "files": ..., "stop": ...}}
 

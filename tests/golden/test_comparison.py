@@ -1,4 +1,4 @@
-"""The comparison of golden runs, on made-up results: what differs is listed, and the table excuses what it names."""
+"""Tests of the comparison of golden runs, on made-up results."""
 
 import copy
 from pathlib import Path

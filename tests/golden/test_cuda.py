@@ -1,10 +1,10 @@
-"""Runs of the CUDA engine on fake graphs come to what is stored (see cuda.py)."""
+"""Tests that the CUDA engine on fake graphs gives the stored results."""
 
 import json
 
 import pytest
 
-from tests.golden.cuda import RUNS, machine, observed, renamed, stored
+from tests.golden.cuda import RUNS, machine, observed, stored
 from tests.support.core_methods import CORE_METHODS
 
 
@@ -24,10 +24,3 @@ def test_every_stored_run_is_made() -> None:
     runs, digests = stored()
     assert runs.keys() == RUNS.keys()
     assert all(of.keys() <= RUNS.keys() for of in digests.values())
-
-
-def test_renamed_values_are_found_by_their_new_names() -> None:
-    notes = {"reads": ["samples", "training.epochs"], "names": ["samples"], "leaves": ["1"]}
-    table = {"steps": {"step": "train_step"}, "reads": {"samples": "num_examples", "training": "config"}, "names": {}}
-    expected = {"reads": ["config.epochs", "num_examples"], "names": ["samples"], "leaves": ["1"]}
-    assert renamed({"steps": {"step": notes}}, table) == {"steps": {"train_step": expected}}

@@ -1,4 +1,7 @@
-"""A few golden runs against stored digests; `make golden` holds all of them against the old commit itself."""
+"""Tests of a few golden runs against stored digests.
+
+`make golden` compares all of them with the old commit.
+"""
 
 from pathlib import Path
 

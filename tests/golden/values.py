@@ -1,4 +1,7 @@
-"""What the quick cases come to on kinds of machines that were tried: `make test` has no old commit at hand."""
+"""Stored digests of the quick golden runs, by kind of machine.
+
+`make test` compares with them, because it has no old commit.
+"""
 
 import hashlib
 import json

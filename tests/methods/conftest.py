@@ -1,4 +1,4 @@
-"""Fixtures that several tests of methods want."""
+"""Fixtures of the tests of methods."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""ABAVG: clients count by the accuracy of their models on the server's samples."""
+"""Tests of ABAVG: weights by accuracy on the server's samples."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Means of models on a client have batch norm's statistics of their own, as SWA, SWAD and soups have it."""
+"""Tests that averaged client models get their own batch norm statistics.
+
+SWA, SWAD and soups average models on a client.
+"""
 
 from typing import Any
 

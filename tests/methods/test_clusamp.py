@@ -1,4 +1,4 @@
-"""CluSamp: its distributions, what is drawn from them, and clients drawn twice."""
+"""Tests of CluSamp: its distributions, its draws, clients drawn twice."""
 
 from math import pi
 

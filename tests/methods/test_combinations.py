@@ -1,4 +1,6 @@
-"""Every server with every local and every refiner: each is run for a few rounds, or refused by name.
+"""Tests of every server with every client and every refiner.
+
+Each combination runs for a few rounds or is rejected by name.
 
 One comparison proves most for its price: a run on the sequential engine without a break against one that is begun by
 two worker processes, stopped, and gone on with in this process. They agree only if the combination resumes exactly and

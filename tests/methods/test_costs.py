@@ -1,4 +1,4 @@
-"""What methods say they cost is what they cost: bytes on the way, and what clients and server keep."""
+"""Tests of the costs that methods state: bytes sent, client and server state."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""DiWA: a soup with the paper's values."""
+"""Tests of DiWA: a soup with the paper's values."""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""DynaFed's samples in the folder and the report of a run, also of one that was killed while they were made."""
+"""Tests of DynaFed's samples in the run directory and in the report.
+
+One run is killed while it synthesizes them.
+"""
 
 from pathlib import Path
 

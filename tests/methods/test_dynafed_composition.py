@@ -1,4 +1,4 @@
-"""DynaFed keeps the contract of a method, alone and with servers of one model or many."""
+"""Tests of DynaFed with servers of one or several models."""
 
 import pytest
 from torch import Tensor

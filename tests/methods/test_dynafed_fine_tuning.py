@@ -1,4 +1,4 @@
-"""DynaFed's fine-tuning on what it synthesised, against torch's own training, and what it leaves alone."""
+"""Tests of DynaFed's fine-tuning against PyTorch, and of what it keeps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Networks, data and options that DynaFed refuses, and the options that it has by default."""
+"""Tests of networks, data and options that DynaFed rejects, and its defaults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +77,12 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 def test_defaults_are_the_papers_where_it_gives_them() -> None:
     options = DynaFedOptions()
-    assert (options.L, options.s, options.target, options.initial, options.at_once) == (20, 5, "two", True, False)
+    assert (options.L, options.s, options.target, options.initial, options.refine_at_synthesis) == (
+        20,
+        5,
+        "two",
+        True,
+        False,
+    )
     assert options.images_per_class * 10 == 150
     assert options.label_init == 0

@@ -1,4 +1,7 @@
-"""DynaFed, round by round: when it is FedAvg, what its trajectory holds, and when it synthesises and fine-tunes."""
+"""Tests of DynaFed's rounds: trajectory, synthesis, fine-tuning.
+
+They include the case in which it equals FedAvg.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize(
     ("options", "equal", "differ"),
-    [({}, 3, 4), ({"initial": False}, 3, 4), ({"at_once": True}, 2, 3)],
+    [({}, 3, 4), ({"initial": False}, 3, 4), ({"refine_at_synthesis": True}, 2, 3)],
     ids=["paper", "without the initial model", "code"],
 )
 def test_before_it_fine_tunes_it_is_fedavg_bit_for_bit(options: dict[str, Any], equal: int, differ: int) -> None:
@@ -36,14 +39,18 @@ def test_without_epochs_it_is_fedavg_for_ever() -> None:
     assert mine.records[1]["diagnostics"]["refiner.inner rate"] > 0, "samples were made all the same"
 
 
-@pytest.mark.parametrize(("at_once", "rounds", "told"), [(False, 3, True), (False, 4, False), (True, 3, False)])
-def test_a_run_too_short_for_it_is_told_so(at_once: bool, rounds: int, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("refine_at_synthesis", "rounds", "told"), [(False, 3, True), (False, 4, False), (True, 3, False)]
+)
+def test_a_run_too_short_for_it_is_told_so(refine_at_synthesis: bool, rounds: int, told: bool) -> None:
     with build_small_run(
-        "dynafed", tiny(L=3, at_once=at_once), model=simple_network, rounds=rounds
+        "dynafed", tiny(L=3, refine_at_synthesis=refine_at_synthesis), model=simple_network, rounds=rounds
     ).engine_closed() as e:
         assert bool(e.notes) == told
         assert all("refines from round 4 on (dynafed.L is 3), and this run has 3" in note for note in e.notes)
-    equal = small_run("dynafed", tiny(L=3, at_once=at_once), rounds=rounds, model=simple_network).digest
+    equal = small_run(
+        "dynafed", tiny(L=3, refine_at_synthesis=refine_at_synthesis), rounds=rounds, model=simple_network
+    ).digest
     assert (equal == small_run("fedavg", {}, rounds=rounds, model=simple_network).digest) == told
 
 

@@ -1,4 +1,4 @@
-"""DynaFed's synthesis: its first samples, its segments of the trajectory, its inner steps and its loss."""
+"""Tests of DynaFed's synthesis: first samples, segments, inner steps, loss."""
 
 from pathlib import Path
 

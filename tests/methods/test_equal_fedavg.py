@@ -1,4 +1,4 @@
-"""The setting in which each method must be FedAvg, and what else relates methods to each other, as one table.
+"""Tests of the settings in which methods equal FedAvg or each other.
 
 All methods of one seed see the same clients and batches, so most of them agree with FedAvg to the last bit where they
 should agree at all. A method that has no such setting is listed with the reason.

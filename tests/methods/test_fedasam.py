@@ -1,4 +1,4 @@
-"""FedASAM: a radius with the scale of the weights, and the mean of late models on the server."""
+"""Tests of FedASAM: adaptive radius, and the mean of late models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FedAvg against plain PyTorch, and its invariants."""
+"""Tests of FedAvg against plain PyTorch, and of its invariants."""
 
 from copy import deepcopy
 from math import ceil

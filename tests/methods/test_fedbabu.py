@@ -1,4 +1,4 @@
-"""FedBABU: the head stands still, and clients fine-tune to be scored."""
+"""Tests of FedBABU: the head is fixed, and clients fine-tune for evaluation."""
 
 from typing import Any
 

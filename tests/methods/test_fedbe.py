@@ -1,4 +1,4 @@
-"""FedBE: what is drawn, what the ensemble says, and what the student becomes."""
+"""Tests of FedBE: sampled models, ensemble, student."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedloom.testing import check_method
 from fedloom.testing.fixtures import batch_norm_network, simple_network
 from tests.support.proxy_data import answers, noisy, play, put_together
 
-KINDS = ["gaussian", "normalised", "dirichlet"]
+KINDS = ["gaussian", "normalized", "dirichlet"]
 
 
 def refiner_of(experiment: BuiltRun) -> FedBERefiner:
@@ -75,7 +75,7 @@ def test_gaussian_draws_have_the_clients_mean_and_deviation() -> None:
 
 def test_normalised_draws_as_worked_out_by_hand() -> None:
     """Without noise: each tensor moves by the mean length in the mean direction."""
-    with put_together("fedbe", {"distribution": "normalised", "scale": 0.0}) as experiment:
+    with put_together("fedbe", {"distribution": "normalized", "scale": 0.0}) as experiment:
         initial, layout = experiment.rounds.context.initial, experiment.layout
         rows = [initial.clone() for _ in range(2)]
         bias = layout.views(rows[0])[-1], layout.views(rows[1])[-1]

@@ -1,4 +1,4 @@
-"""FedBN: which tensors move, and which stay."""
+"""Tests of FedBN: which tensors are sent, and which stay."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""FedCDA: the cache, the choice, and where it must equal simpler methods."""
+"""Tests of FedCDA: cache, selection, and equality with simpler methods."""
 
 import json
 import math

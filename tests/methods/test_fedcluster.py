@@ -1,4 +1,4 @@
-"""FedCluster: who is asked when, and what it equals at either end."""
+"""Tests of FedCluster: the order of clients, and its limits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FedCross: the properties of its mixing, against brute force, and its place among the other methods."""
+"""Tests of FedCross: mixing against brute force, and equal methods."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""FedCross's ways to begin faster, and who gets which model."""
+"""Tests of FedCross's acceleration, and of which client gets which model."""
 
 from functools import partial
 

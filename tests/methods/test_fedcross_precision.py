@@ -1,4 +1,7 @@
-"""FedCross compares models in float64 on every device: float32 could choose another collaborator."""
+"""Tests that FedCross compares models in float64 on every device.
+
+float32 could choose another collaborator.
+"""
 
 from functools import partial
 

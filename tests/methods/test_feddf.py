@@ -1,4 +1,4 @@
-"""FedDF: what the teacher says, what the student keeps, and when the distillation ends."""
+"""Tests of FedDF: teacher, student, and the end of the distillation."""
 
 from typing import Any
 

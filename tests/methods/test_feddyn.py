@@ -1,4 +1,4 @@
-"""FedDyn: its invariants, its first round, and what it is for."""
+"""Tests of FedDyn: invariants, first round, convergence."""
 
 from pathlib import Path
 
@@ -83,12 +83,12 @@ def test_running_variances_stay_positive_where_the_model_overshoots() -> None:
 
 
 def test_the_model_that_trains_on_may_be_deployed_instead() -> None:
-    check_method("feddyn", {"feddyn": {"deploy": "model"}})
+    check_method("feddyn", {"feddyn": {"global_model": "model"}})
 
 
 def test_a_refiner_sees_what_is_deployed() -> None:
     for deploy, rows in (("mean", 2), ("model", 1)):
-        with build_small_run("feddyn", {"feddyn": {"deploy": deploy}}).engine_closed() as experiment:
+        with build_small_run("feddyn", {"feddyn": {"global_model": deploy}}).engine_closed() as experiment:
             server = experiment.rounds.parts.server
             experiment.rounds.run_round(0)
             assert len(server.models()) == rows

@@ -1,4 +1,4 @@
-"""FedExP: the step, its limits, and what is deployed."""
+"""Tests of FedExP: the step, its limits, and the global model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FedFomo: whom a client listens to."""
+"""Tests of FedFomo: which models a client averages."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""FedGen: the generator, what it is taught, and where the clients must be FedAvg's."""
+"""Tests of FedGen: the generator, its training, and equality with FedAvg."""
 
 import pytest
 import torch

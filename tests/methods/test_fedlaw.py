@@ -1,4 +1,4 @@
-"""FedLAW: the weights and the factor that are learned, and what they may touch."""
+"""Tests of FedLAW: learned weights, learned factor, and what they may change."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""FedMA layer by layer: what rests and what trains, how layers grow, and what a pass makes of its clients."""
+"""Tests of FedMA layer by layer: frozen and trained layers, growing layers."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""FedMix and NaiveMix: the means, the losses, and where they must equal FedAvg."""
+"""Tests of FedMix and NaiveMix: means, losses, and equality with FedAvg."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FedMR: layers change their models and nothing else, and its place among the other methods."""
+"""Tests of FedMR: layers change models, and equality with other methods."""
 
 from collections import Counter
 from math import ceil

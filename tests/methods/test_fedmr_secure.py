@@ -1,4 +1,4 @@
-"""FedMR's secure exchange in one process: layers change hands, and nobody has what it should not."""
+"""Tests of FedMR's secure exchange in one process."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""FedMut: where its mutants lie, and where it must equal FedAvg."""
+"""Tests of FedMut: positions of the mutants, and equality with FedAvg."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""FedProx: its gradient, and where it must equal FedAvg."""
+"""Tests of FedProx: its gradient, and equality with FedAvg."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""FedRep: heads at home, and what is frozen does not move."""
+"""Tests of FedRep: personal heads, and frozen layers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""FedSAM: the step, what it leaves alone, and where it must equal FedAvg."""
+"""Tests of FedSAM: the step, unchanged state, and equality with FedAvg."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""Steps that change after the first round (means, a generator, the past of a client) are recorded and replayed too."""
+"""Tests that steps that change after the first round are captured and replayed.
+
+Examples are means, a generator, or the past of a client.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Local Superior Soups: the pool, the weights that interpolate it, and what is sent."""
+"""Tests of LSS: the pool, the interpolation weights, and what is sent."""
 
 from typing import Any
 

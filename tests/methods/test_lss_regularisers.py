@@ -1,4 +1,4 @@
-"""Local Superior Soups: affinity and diversity, their gradients, and coefficients for which there is no minimum."""
+"""Tests of LSS: affinity and diversity, their gradients, unbounded coefficients."""
 
 from math import factorial
 from typing import Any

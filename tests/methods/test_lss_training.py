@@ -1,4 +1,4 @@
-"""Local Superior Soups: how long members train, with what optimiser and statistics, and the contract of a method."""
+"""Tests of LSS: training of the members, optimizer and statistics."""
 
 from typing import Any
 

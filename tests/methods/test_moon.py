@@ -1,4 +1,4 @@
-"""MOON: the contrast, what it is at first, and what the client keeps."""
+"""Tests of MOON: the contrastive loss, its first value, the client state."""
 
 from math import log
 

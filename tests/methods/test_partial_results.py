@@ -1,4 +1,4 @@
-"""Work on the server that is cut off in the middle of a round goes on from there, with the same bits."""
+"""Tests that server work stopped in a round continues with the same bits."""
 
 import shutil
 from collections.abc import Callable, Mapping

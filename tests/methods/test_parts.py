@@ -1,4 +1,7 @@
-"""The contracts of the parts, with small methods that use what FedAvg, FedProx and SCAFFOLD do not."""
+"""Tests of the contracts of the parts, with small methods.
+
+They use what FedAvg, FedProx and SCAFFOLD do not.
+"""
 
 from collections.abc import Iterator
 

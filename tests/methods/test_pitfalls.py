@@ -1,4 +1,7 @@
-"""What public code gets wrong, tried on every method: odd clients, odd batches, odd buffers, odd draws."""
+"""Tests of common errors of public code, on every method.
+
+They are odd clients, batches, buffers and draws.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""Names, compositions and options of methods."""
+"""Tests of names, compositions and options of methods."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD: its invariants, and what it is for."""
+"""Tests of SCAFFOLD: its invariants and its convergence."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_a_refused_update_leaves_the_clients_variate_alone() -> None:
     made = build_small_run("scaffold", {}, federated_data=SmallFederatedDataset(poisoned=3), clients_per_round=8)
     with made.engine_closed() as experiment:
         for round in range(2):
-            assert "refused" in experiment.rounds.run_round(round)["failed_clients"]["3"]
+            assert "rejected" in experiment.rounds.run_round(round)["failed_clients"]["3"]
         homes = experiment.engine.client_states
         assert homes.client_ids() == [client for client in range(8) if client != 3]
         total = sum(homes.get(client)["c"].double() for client in homes.client_ids())

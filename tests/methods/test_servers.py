@@ -1,4 +1,4 @@
-"""AveragingServer: what its hooks see, in which order, and what they cannot change."""
+"""Tests of AveragingServer: what its hooks see, and in which order."""
 
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Model soups: what goes into them, how the greedy one chooses, and where they must equal FedAvg."""
+"""Tests of model soups: ingredients, greedy choice, equality with FedAvg."""
 
 import shlex
 from math import inf

@@ -1,4 +1,4 @@
-"""SWA: which snapshots are taken, that their mean is one, and where it must equal FedAvg."""
+"""Tests of SWA: snapshots, their mean, equality with FedAvg."""
 
 from typing import Any
 

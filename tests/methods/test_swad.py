@@ -1,4 +1,4 @@
-"""SWAD: when averaging starts and ends, what is averaged, and where it must equal FedAvg."""
+"""Tests of SWAD: start and end of averaging, the mean, equality with FedAvg."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""What a server does in a round asks for few numbers: on a GPU each time it does, it has to wait for them."""
+"""Tests that servers read few numbers per round.
+
+On a GPU the server waits each time it reads one.
+"""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Variants: what is parsed, what is written is read again, names of folders, and what is refused."""
+"""Tests of variants: parsing, formatting, names of folders, refusals."""
 
 import re
 from typing import Any

@@ -1,4 +1,6 @@
-"""Every network with every method: a round or two on a few samples, or a refusal that says why.
+"""Tests of every network with every method on a few samples.
+
+A combination that cannot run says why.
 
 One client holds a single sample, so each network also meets a batch of one.
 """
@@ -47,7 +49,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
 
 SHORT: dict[str, dict[str, Any]] = {
     "diwa": {"models": 2},
-    "dynafed": {"L": 2, "s": 1, "inner_steps": 1, "iterations": 1, "images_per_class": 1, "at_once": True},
+    "dynafed": {"L": 2, "s": 1, "inner_steps": 1, "iterations": 1, "images_per_class": 1, "refine_at_synthesis": True},
     "fedbe": {"samples": 1, "epochs": 1},
     "fedcda": {"warmup": 0},
     "fedcluster": {"clusters": 2},

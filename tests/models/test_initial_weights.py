@@ -1,4 +1,4 @@
-"""A starting model from a file: what is taken over, what is made new, and everything that is refused."""
+"""Tests of initial weights: what is loaded, what is new, what is rejected."""
 
 import hashlib
 import json

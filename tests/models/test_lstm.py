@@ -1,4 +1,4 @@
-"""The networks for text: what they compute, which tokens they know, and federated runs with them."""
+"""Tests of the networks for text: outputs, tokens, federated runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The networks: their published sizes, the shapes they take, and that memory layout does not matter."""
+"""Tests of the networks: published sizes, input shapes, memory layout."""
 
 from copy import copy
 from math import prod

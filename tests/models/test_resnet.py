@@ -1,4 +1,4 @@
-"""Residual networks: shortcuts, stems, where norms stand, and files of others as a start."""
+"""Tests of residual networks: shortcuts, stems, norms, weights of other tools."""
 
 from pathlib import Path
 
@@ -137,11 +137,11 @@ def test_grey_images_pass_a_maximum_in_the_bottleneck_net() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18:width=4,stem=imagenet", "resnet50:width=4"])
 def test_grey_images_are_repeated_for_weights_from_colour_ones(name: str) -> None:
-    grey, colour = build_model(f"{name},colour=true", (1, 16, 16), 5).eval(), build_model(name, (3, 16, 16), 5).eval()
+    grey, colour = build_model(f"{name},color=true", (1, 16, 16), 5).eval(), build_model(name, (3, 16, 16), 5).eval()
     grey.load_state_dict(colour.state_dict())
     x = torch.rand(2, 1, 16, 16)
     torch.testing.assert_close(grey(x), colour(x.repeat(1, 3, 1, 1)), rtol=0, atol=0)
-    assert count_parameters(f"{name},colour=true", (1, 16, 16), 5) == count_parameters(name, (3, 16, 16), 5)
-    assert count_parameters(f"{name},colour=true", (3, 16, 16), 5) == count_parameters(name, (3, 16, 16), 5)
+    assert count_parameters(f"{name},color=true", (1, 16, 16), 5) == count_parameters(name, (3, 16, 16), 5)
+    assert count_parameters(f"{name},color=true", (3, 16, 16), 5) == count_parameters(name, (3, 16, 16), 5)
     with pytest.raises(InputError, match="cannot take images of 2 channels; it takes 1 or 3"):
-        build_model(f"{name},colour=true", (2, 16, 16), 5)
+        build_model(f"{name},color=true", (2, 16, 16), 5)

@@ -1,4 +1,4 @@
-"""VGG-16: its stages, its classifiers, and what it does with small images."""
+"""Tests of VGG-16: stages, classifiers, small images."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Vision transformers and LoRA: what is trained and travels, what is in memory once, and what averaging means."""
+"""Tests of vision transformers and LoRA: trained tensors, memory, averaging."""
 
 import os
 import struct

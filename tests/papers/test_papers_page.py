@@ -1,4 +1,4 @@
-"""The page of the papers' tables and figures: it is complete, and its lists in braces are read as it says."""
+"""Tests that docs/papers.md is complete and its braces expand as it says."""
 
 import re
 

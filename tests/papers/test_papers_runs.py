@@ -1,4 +1,7 @@
-"""Every command of docs/papers.md is understood, fits its data at their full size, and plays a round on small files."""
+"""Tests that every command of docs/papers.md runs on small files.
+
+They also check that it fits its data in full size.
+"""
 
 import json
 import re
@@ -71,7 +74,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "diwa": {"models": 2},
     "soups": {"models": 2},
     "dynafed": {
-        **{"L": 2, "s": 1, "at_once": True, "iterations": 1, "inner_steps": 1, "images_per_class": 1},
+        **{"L": 2, "s": 1, "refine_at_synthesis": True, "iterations": 1, "inner_steps": 1, "images_per_class": 1},
         **{"refine_epochs": 1, "augment": "flip"},
     },
     "fedbabu": {"finetune_epochs": 0},

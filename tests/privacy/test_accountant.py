@@ -1,4 +1,4 @@
-"""Epsilon: against published figures, against formulas worked out by hand, and how it behaves."""
+"""Tests of epsilon against published figures and formulas by hand."""
 
 import math
 import subprocess

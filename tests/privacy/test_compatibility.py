@@ -1,4 +1,4 @@
-"""Which methods need no more than a mean: declared by all, true of all, and told where one does not fit."""
+"""Tests of which methods need only a mean, and of their error messages."""
 
 import json
 import re

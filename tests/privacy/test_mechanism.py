@@ -1,4 +1,4 @@
-"""Clipping, the private mean, who takes part, and where noise comes from."""
+"""Tests of clipping, private mean, client sampling and sources of noise."""
 
 import math
 from collections import Counter

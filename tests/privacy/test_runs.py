@@ -1,4 +1,4 @@
-"""Private runs from end to end: the model, the account in every record, resuming, refusals, and what is printed."""
+"""Tests of private runs: model, epsilon in records, resume, rejections, output."""
 
 import json
 from collections.abc import Callable
@@ -179,7 +179,7 @@ def test_an_update_that_is_not_finite_does_not_reach_the_mean() -> None:
         clients_per_round=8,
         **PRIVATE,
     )
-    assert all("refused" in record["failed_clients"]["3"] for record in finished.records)
+    assert all("rejected" in record["failed_clients"]["3"] for record in finished.records)
 
 
 # The account

@@ -1,4 +1,4 @@
-"""Why Flower's SecAgg+ is not offered (docs/privacy.md): what it lacks is still missing from the version installed."""
+"""Tests that Flower's SecAgg+ still lacks what docs/privacy.md says."""
 
 from copy import deepcopy
 from typing import Any

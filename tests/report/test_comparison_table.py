@@ -1,3 +1,5 @@
+"""Tests of the comparison table: groups, means, intervals, conclusions."""
+
 import json
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The sentences of a comparison claim what the seeds show, and never contradict each other."""
+"""Tests that the conclusion of a comparison never contradicts itself."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which part of a grid helped how much: numbers worked out by hand, holes in the grid, and what the page shows."""
+"""Tests of effects in a grid: numbers by hand, missing runs, the report page."""
 
 import json
 import re

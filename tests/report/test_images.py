@@ -1,4 +1,4 @@
-"""Pictures of synthetic samples: what is read, how it is shown, and that a PNG is a PNG."""
+"""Tests of synthetic images in a report: reading, layout, valid PNGs."""
 
 import base64
 import re

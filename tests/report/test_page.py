@@ -1,3 +1,5 @@
+"""Tests of the HTML report: sections, escaping, figures."""
+
 import base64
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A partition as a page and as pictures: every count has its circle, in the right place and of the right area."""
+"""Tests of a partition as page and SVG: a circle of the right area per count."""
 
 import json
 import re

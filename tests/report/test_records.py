@@ -1,3 +1,5 @@
+"""Tests of reading run directories, and of grouping runs over seeds."""
+
 import json
 import math
 

@@ -1,4 +1,7 @@
-"""Checkpoints: state and homes come back whole, only what changed is written, and no crash loses the last one."""
+"""Tests that checkpoints restore the state of all parts and clients.
+
+Only changes are written, and no crash loses the last checkpoint.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +20,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.training.local_training import ClientStates
 from fedloom.utils import storage
-from fedloom.utils.storage import LARGEST_SHARE, CheckpointSchedule, read_json, read_safetensors, write_json
+from fedloom.utils.storage import LARGEST_SHARE, WriteSchedule, read_json, read_safetensors, write_json
 
 SHAPES = {"c": (3,), "m": (2, 2)}
 
@@ -349,7 +352,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_take_little_of_the_time(
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
-        rhythm, saved_at, last = CheckpointSchedule(seconds), 0.0, 0.0
+        rhythm, saved_at, last = WriteSchedule(seconds), 0.0, 0.0
         for each in took:
             rounds = 0
             while not rhythm.due(last):

@@ -1,4 +1,4 @@
-"""Clients that fail, lie or end their process: they are counted and named, and the rest goes on."""
+"""Tests of clients that fail, send bad updates or end their process."""
 
 import os
 import signal
@@ -126,8 +126,8 @@ def test_failing_and_lying_clients_are_counted_and_named(tmp_path: Path, engine:
         assert (record["clients"], record["failed"]) == (6, 4)
         assert record["failed_clients"].keys() == set(map(str, FAULTY))
         assert record["failed_clients"]["2"] == "RuntimeError: the disk of this site is on fire"
-        assert record["failed_clients"]["3"] == "refused: its model is not finite"
-        assert record["failed_clients"]["4"] == "refused: its model is not finite"
+        assert record["failed_clients"]["3"] == "rejected: its model is not finite"
+        assert record["failed_clients"]["4"] == "rejected: its model is not finite"
         assert "greeting" in record["failed_clients"]["5"]
         assert "(4,)" in record["failed_clients"]["5"]
         assert "(3,)" in record["failed_clients"]["5"]

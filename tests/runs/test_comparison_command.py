@@ -1,4 +1,4 @@
-"""The command in the folder of a comparison repeats it, and its report shows the command."""
+"""Tests of the command that repeats a comparison."""
 
 import shlex
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Several runs at once: each is what it would be alone."""
+"""Tests that concurrent runs give the results of single runs."""
 
 import signal
 import subprocess

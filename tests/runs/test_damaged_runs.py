@@ -1,4 +1,7 @@
-"""Runs whose files were damaged or changed: one sentence that names what is wrong, or on from what is whole."""
+"""Tests of runs with damaged or changed files.
+
+A run says what is wrong, or continues from intact files.
+"""
 
 import json
 import os
@@ -46,7 +49,7 @@ def test_damaged_checkpoints(command: Command, unfinished: Path, pattern: str, h
     ended = command("resume", "r", "--json")
     assert ended.result["digest"] == whole["digest"]
     if not (how == "gone" and pattern.endswith("json")):
-        assert "Going on from the checkpoint before it" in ended.err
+        assert "Continuing from the checkpoint before it" in ended.err
 
     (unfinished / "summary.json").unlink()
     for path in checkpoints(unfinished, "*"):

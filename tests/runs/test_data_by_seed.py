@@ -1,4 +1,4 @@
-"""A comparison whose data a function makes for each seed, and one in which all seeds share a partition."""
+"""Tests of comparisons whose data a function makes for each seed."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The run folder: what is written is read back, what is torn or foreign is said, nothing is overwritten."""
+"""Tests of the run directory: round trip, damaged files, no overwriting."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedloom.config import Config
 from fedloom.errors import FedloomError, InputError
-from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, refuse_occupied
+from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, refuse_occupied_directory
 from fedloom.utils.storage import read_safetensors
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> RunDirectory:
 
 
 def claim(path: Path) -> RunDirectory:
-    with claim_directory(path, refuse_occupied):
+    with claim_directory(path, refuse_occupied_directory):
         return RunDirectory.create(path, Config())
 
 

@@ -1,4 +1,4 @@
-"""Several processes that want the same folder at the same time: one gets it, and the others change nothing."""
+"""Tests that one process at a time gets a folder."""
 
 import io
 import multiprocessing
@@ -16,7 +16,7 @@ import pytest
 import fedloom
 from fedloom.errors import InputError
 from fedloom.runs import directory as folders
-from fedloom.runs.directory import RunDirectory, claim_directory, lock_directory, refuse_occupied
+from fedloom.runs.directory import RunDirectory, _lock_directory, claim_directory, refuse_occupied_directory
 from tests.support.small_runs import TINY, TINY_OPTIONS, tiny
 
 WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "sequential", "--quiet")))
@@ -182,18 +182,18 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
     monkeypatch.setattr(folders, "PATIENCE", 100)
 
     def take() -> None:
-        with claim_directory(path, refuse_occupied):
+        with claim_directory(path, refuse_occupied_directory):
             held.append(True)
             time.sleep(0.5)
 
     thread = Thread(target=take)
-    with claim_directory(path, refuse_occupied):
+    with claim_directory(path, refuse_occupied_directory):
         thread.start()
         time.sleep(0.2)
     while not held:
         time.sleep(0.01)
     monkeypatch.setattr(folders, "PATIENCE", 1)
-    with pytest.raises(InputError, match="another process is at work"), lock_directory(path):
+    with pytest.raises(InputError, match="another process is at work"), _lock_directory(path):
         raise AssertionError("the lock was given twice")
     thread.join()
     assert path.exists() == (name == "there")

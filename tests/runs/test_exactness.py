@@ -1,4 +1,4 @@
-"""The promise that a run is exact: whatever happens to it, the same seed gives the same bits."""
+"""Tests that the same seed gives the same bits, whatever happens to a run."""
 
 import json
 import multiprocessing

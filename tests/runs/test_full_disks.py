@@ -1,4 +1,4 @@
-"""Disks that are full: a run ends in a sentence, and goes on later to the same bits."""
+"""Tests that a run on a full disk stops with a message and can be resumed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Grids of methods: what is run, what is left out and why, and a grid that goes on after a stop."""
+"""Tests of grids of methods: combinations run and left out, continuation."""
 
 import json
 from collections.abc import Callable

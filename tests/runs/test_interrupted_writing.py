@@ -1,4 +1,4 @@
-"""Who is interrupted at a bad moment of a checkpoint is told of that and nothing else, and loses nothing."""
+"""Tests of an interrupt while a checkpoint is written."""
 
 import signal
 import threading

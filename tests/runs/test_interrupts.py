@@ -1,4 +1,4 @@
-"""People who press Ctrl-C, once or again and again: the run stops, says how it goes on, and does."""
+"""Tests of Ctrl-C, once or several times: the run stops and can be resumed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The rounds of a run: when they are saved, and that whoever looks on is told of the end."""
+"""Tests of the loop over rounds: checkpoints when due, callbacks at the end."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Metrics: how clients fare, against numbers worked out by hand, and the totals of a run."""
+"""Tests of metrics: client accuracy by hand, and totals of a run."""
 
 import time
 from collections.abc import Iterator

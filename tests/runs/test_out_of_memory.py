@@ -1,4 +1,4 @@
-"""Where there is no memory for the server's work: fewer clients at once, and the same bits; or one sentence."""
+"""Tests of server work out of memory: fewer slots and the same bits, or an error."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Pretraining: it is ordinary training, it is exact, it goes on, and its file is a start for runs."""
+"""Tests of pretraining: ordinary training, exact, resumable, a start for runs."""
 
 import json
 import math
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     newest.write_bytes(newest.read_bytes()[:-1])
     watcher = StopsAfter(99)
     assert pretrain(out, callback=watcher).digest == whole.digest
-    assert "Going on from the checkpoint before it" in watcher.notes[0]
+    assert "Continuing from the checkpoint before it" in watcher.notes[0]
 
 
 @pytest.mark.parametrize(("takes", "expected"), [(0.0, [3, 6]), (0.1, [3])])

@@ -1,4 +1,7 @@
-"""fedloom from Python: own modules, losses, data and methods, as objects that nothing could pickle."""
+"""Tests of fedloom from Python: own modules, losses, data and methods.
+
+None of these objects can be pickled.
+"""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""What cannot be run or compared from Python is refused in a sentence, before anything is written."""
+"""Tests that invalid runs from Python are rejected before anything is written."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`--server-data` from one end to the other: configs, notes, fairness of comparisons, reports, bad input."""
+"""Tests of `--server-data`: configs, notes, comparisons, reports, bad input."""
 
 import tomllib
 from collections.abc import Callable

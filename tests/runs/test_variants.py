@@ -1,4 +1,4 @@
-"""Runs and comparisons of variants: the same bits as with plain settings, rows by their names, and what is refused."""
+"""Tests of runs and comparisons of variants."""
 
 import json
 from collections.abc import Callable

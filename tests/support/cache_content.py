@@ -1,4 +1,4 @@
-"""A data set of which every part is looked at."""
+"""A data set that uses every field, for tests of the cache."""
 
 import numpy as np
 import torch

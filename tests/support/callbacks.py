@@ -1,4 +1,4 @@
-"""Callbacks that note what they are shown."""
+"""Callbacks that store what they get."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients with steps of their own on the CUDA engine, held against the plain one."""
+"""Clients with custom steps, on the CUDA and the sequential engine."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,6 @@
-"""The CUDA engine against a plain sequential PyTorch loop: the same clients, batches and starting models.
+"""The CUDA engine against a plain sequential PyTorch loop.
+
+Both have the same clients, batches and initial models.
 
 Rounding grows in some networks. Where a ReLU or a maximum is undecided in the last bit, the gradient jumps, and norms
 pass the jump on: ResNet-20 and ConvNet, moved in the last bits, are elsewhere after a few steps, the others are not

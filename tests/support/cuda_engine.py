@@ -1,4 +1,4 @@
-"""The CUDA engine on the CPU, and what it answers, held against another engine."""
+"""The CUDA engine on the CPU, compared with another engine."""
 
 from dataclasses import replace
 

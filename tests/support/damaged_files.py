@@ -1,4 +1,4 @@
-"""Files that went wrong: what a loader must answer with one sentence."""
+"""Damaged copies of files, which a loader must reject with one sentence."""
 
 import re
 from collections.abc import Callable

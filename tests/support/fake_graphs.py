@@ -1,4 +1,4 @@
-"""CUDA graphs as a CPU can have them: operations with the tensors and numbers they were given, done again."""
+"""CUDA graphs on the CPU: operations repeated with the same tensors and numbers."""
 
 from collections.abc import Callable, Hashable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Nodes that say of themselves what a test lets them say."""
+"""Flower nodes that register with what a test says."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run folders that look like real ones, made without training anything."""
+"""Run directories that look real, made without training."""
 
 import json
 from pathlib import Path

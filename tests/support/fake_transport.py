@@ -1,4 +1,4 @@
-"""A network in memory: the server's questions go straight to the sites, as bytes."""
+"""A transport in memory: requests go to the sites as bytes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

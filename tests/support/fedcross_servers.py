@@ -1,4 +1,4 @@
-"""What tests of FedCross share."""
+"""Servers and models for the tests of FedCross."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What tests of FedMR share."""
+"""Servers and models for the tests of FedMR."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Apps of Flower as tests write and read them."""
+"""Flower apps as tests write and read them."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A run with the Flower engine, over a network in memory, and with the plain one, which may lose the same answers."""
+"""Runs with the Flower engine over a transport in memory.
+
+A run with the sequential engine may lose the same updates.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Networks whose rows are tested."""
+"""Networks for tests of layouts."""
 
 import torch
 from hypothesis import strategies as st

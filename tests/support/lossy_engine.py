@@ -1,4 +1,7 @@
-"""Runs in this process that lose given answers: what a run over sites that lost the same ones is held against."""
+"""Engines that lose given updates, in this process.
+
+Runs over sites that lose the same updates are compared with them.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""A client of Local Superior Soups on a bench of its own, member by member."""
+"""A client of Local Superior Soups with a trainer, member by member."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What tests of servers with many models share: networks, contexts, and models as clients return them."""
+"""Networks, contexts and client models for tests of servers with many models."""
 
 from collections.abc import Callable
 from dataclasses import replace

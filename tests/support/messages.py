@@ -1,4 +1,4 @@
-"""Messages to sites as Hypothesis draws them."""
+"""Messages to sites, drawn by Hypothesis."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What one client with full batches does in a run, as a plain loop."""
+"""Training of one client with full batches, as a plain loop."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The papers' data sets as small files, in exactly the formats in which they are published."""
+"""Small files in the exact formats of the papers' data sets."""
 
 import io
 import json

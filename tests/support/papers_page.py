@@ -1,4 +1,4 @@
-"""docs/papers.md as data: for each table and figure of the papers what it shows and the commands of its rows."""
+"""docs/papers.md as data: tables, figures and their commands."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Parts of methods that use the server's data, put together around made-up answers of clients."""
+"""Parts of methods that use server data, with made-up client updates."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

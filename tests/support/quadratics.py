@@ -1,4 +1,4 @@
-"""Clients whose losses are quadratics, so that the minimum of their mean is known."""
+"""Clients with quadratic losses, so that the optimum of their mean is known."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Commands that are refused in a sentence."""
+"""Run commands that must fail with one sentence."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sites and a relay in one process, with a network between them that can be meddled with."""
+"""Sites and a relay in one process, over a network that tests can alter."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

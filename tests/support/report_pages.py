@@ -1,4 +1,4 @@
-"""What is in a page of a report."""
+"""Read the content of a report page."""
 
 from html.parser import HTMLParser
 

@@ -1,4 +1,4 @@
-"""Runs of FedMR whose clients exchange layers, over a network in memory."""
+"""Runs of FedMR with the secure exchange over a transport in memory."""
 
 from collections.abc import Callable
 from pathlib import Path

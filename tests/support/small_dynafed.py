@@ -1,4 +1,4 @@
-"""DynaFed in runs that take a moment: its settings, a network of convolutions, and what it made."""
+"""DynaFed runs of a second: settings, a small CNN, and their results."""
 
 from typing import Any
 

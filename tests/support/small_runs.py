@@ -1,4 +1,7 @@
-"""Runs that take a moment, by the function and by the command, for the tests of what goes wrong in a run."""
+"""Runs of a second, from Python and from the command line.
+
+Tests of faults in a run use them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

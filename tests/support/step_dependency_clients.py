@@ -1,4 +1,4 @@
-"""Clients whose steps keep something where it is not easily seen."""
+"""Clients whose steps keep state in hidden places."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Clients whose steps have memory of their own: other networks, buffers, optimisers."""
+"""Clients whose steps have memory: other networks, buffers, optimizers."""
 
 import copy
 from collections.abc import Iterator

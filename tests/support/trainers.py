@@ -1,4 +1,4 @@
-"""A bench with little on it, for the tests of benches: numbered samples, one start, plain steps."""
+"""A small trainer with numbered samples, one initial model and plain steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Batch norm's statistics, estimated anew from a client's own samples before it sends its model."""
+"""Tests of batch norm statistics that a client estimates before it uploads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which batches a client sees on the bench, and what is drawn to augment them."""
+"""Tests of a client's batches and of the draws for augmentation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Images in channels-last order: where it is faster, and never where PyTorch's kernels for it are wrong."""
+"""Tests of channels-last order: used where faster, avoided where wrong."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A loss of one's own that has tensors: they are where the run computes, and the user's stay where they are."""
+"""Tests of custom losses with tensors: moved to the device, originals unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Scores of a model on the bench, and how they add up."""
+"""Tests of the evaluation of a model by a trainer, and of sums of results."""
 
 from itertools import pairwise
 

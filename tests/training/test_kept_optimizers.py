@@ -1,4 +1,4 @@
-"""Clients that go on with the momentum or the moments of their last round."""
+"""Tests of clients that keep momentum or moments between rounds."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`train_client`: a client's draws are its own, and its results come to their places or are refused."""
+"""Tests of `train_client`: independent draws, valid results."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""Networks that compute in another type while they train. Here it is float64, which every CPU can do; on a GPU bf16."""
+"""Tests of networks that train in another precision.
+
+Tests use float64, which every CPU supports; a GPU uses bf16.
+"""
 
 import copy
 from collections.abc import Callable

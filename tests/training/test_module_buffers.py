@@ -1,4 +1,4 @@
-"""Networks that write their buffers in ways of their own: rows have all of it, and clients nothing of each other's."""
+"""Tests of buffers that networks change: in the row, and separate per client."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Optimisers on a flat row: bit for bit what torch.optim does on the same tensor."""
+"""Tests that the optimizers on a row give the bits of `torch.optim`."""
 
 from collections.abc import Callable
 

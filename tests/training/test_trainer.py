@@ -1,4 +1,4 @@
-"""What a pass on the bench does to a client's row, its loss and its batch norm."""
+"""Tests of the trainer: row, loss and batch norm after local steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The local validation split, and what else of the bench the methods that choose by it rest on."""
+"""Tests of the validation split, and of trainer functions that use it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The window of the last evaluations: how many they are, which ones, and what their mean says."""
+"""Tests of the window of the last evaluations."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Storage: what is read back is what was written, what is damaged is refused, and a failed write loses nothing."""
+"""Tests of storage: round trip, damaged files, failed writes."""
 
 import errno
 import hashlib

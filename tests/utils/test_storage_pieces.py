@@ -1,4 +1,4 @@
-"""Files in pieces: each is hashed as it was written, though its memory is used again for the next."""
+"""Tests of files written in pieces: hashes and reused memory."""
 
 import time
 from collections.abc import Iterator

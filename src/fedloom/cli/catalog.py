@@ -1,4 +1,6 @@
-"""Entries of `fedloom list`, read from `catalog.json` because PyTorch takes seconds to load.
+"""Entries of `fedloom list`, read from `catalog.json`.
+
+Importing the registries would load PyTorch, which takes seconds.
 
 After a change to a method, a data set, a network or a partition, write the file again:
 

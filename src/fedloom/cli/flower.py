@@ -1,4 +1,7 @@
-"""`fedloom flower new`, `superlink`, `supernode`, `agreement` and `certificates`: runs over real sites with Flower."""
+"""`fedloom flower`: commands for runs over real sites with Flower.
+
+The commands are `new`, `superlink`, `supernode`, `agreement` and `certificates`.
+"""
 
 import re
 import sys
@@ -15,13 +18,13 @@ from fedloom.flower.flwr_patches import require_supported_flwr
 
 
 def agreement(
-    app: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, as `fedloom flower new` wrote it")],
+    app: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the app, as `fedloom flower new` wrote it")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the file to write; by default the settings are printed")
+        Path | None, typer.Option(metavar="FILE", help="file to write; by default the settings are printed")
     ] = None,
     run_config: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="a setting as for `flwr run --run-config`; may be repeated"),
+        typer.Option(metavar="NAME=VALUE", help="setting as for `flwr run --run-config`; may be repeated"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="replace an existing file")] = False,
 ) -> None:
@@ -70,11 +73,11 @@ def _changes(words: list[str]) -> dict[str, Any]:
 
 
 def certificates(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write to")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write to")],
     nodes: Annotated[str, typer.Option(help="number of nodes that get a key pair: site-0, site-1, ...", metavar="N")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="a name or address of the server for the sites; may be repeated", metavar="NAME"),
+        typer.Option(help="name or address of the server for the sites; may be repeated", metavar="NAME"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="replace existing files")] = False,
 ) -> None:
@@ -96,7 +99,7 @@ def certificates(
         f"{folder / 'server.pem'}, server.key: the server's certificate, for {', '.join(hosts)}, valid for {DAYS} days"
     )
     print(f"{folder / 'nodes'}: a private key and its .pub for each of {names[0]}{last}, without expiry date")
-    print(f"{folder / 'roster.pub'}: all public keys, by which sites recognise each other")
+    print(f"{folder / 'roster.pub'}: all public keys, by which sites recognize each other")
     print("They are for tests: anyone who has this folder can act as the server and as every site. In production, each")
     print("site creates its own key (ssh-keygen -t ecdsa -b 384) and hands over only the .pub file.")
 
@@ -110,24 +113,24 @@ flower = typer.Typer(
 
 Certificates = Annotated[
     Path | None,
-    typer.Option(help="the folder with ca.crt, server.pem and server.key; not needed on a loopback address"),
+    typer.Option(help="folder with ca.crt, server.pem and server.key; not needed on a loopback address"),
 ]
 
 
 @flower.command()
 @add_cli_options()
 def new(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, new or empty")],
-    method: Annotated[str, typer.Argument(help="the method, as for `fedloom run`")],
-    run_folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="the run directory on the server; by default DIR-run")
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the app, new or empty")],
+    method: Annotated[str, typer.Argument(help="method, or several joined by +")],
+    run_directory: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="run directory on the server; by default DIR-run")
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="an option of a method; may be repeated"),
+        typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="option of a method; may be repeated"),
     ] = None,
     import_: Annotated[
-        list[str] | None, typer.Option("--import", metavar="FILE", help="a Python file with methods of your own")
+        list[str] | None, typer.Option("--import", metavar="FILE", help="Python file with methods of your own")
     ] = None,
     *,
     settings: dict[str, Any],
@@ -151,7 +154,7 @@ def new(
         config = replace_config(config, init_sha256=initial_weights_sha256(Path(config.init)))
     if config.partition != "own":
         build_run(replace_config(config, engine="sequential")).engine.close()  # report errors in the settings now
-    run_path = run_folder or folder.with_name(f"{folder.absolute().name}-run")
+    run_path = run_directory or folder.with_name(f"{folder.absolute().name}-run")
     write_app(folder, config, {"folder": str(run_path.absolute())})
     print(f"{folder} is an app for Flower; {folder / 'README.md'} says how to run it.")
 
@@ -159,12 +162,12 @@ def new(
 @flower.command()
 def superlink(
     certificates: Certificates = None,
-    host: Annotated[str, typer.Option(help="the address at which SuperNodes connect")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="the port at which SuperNodes connect")] = 8000,
+    host: Annotated[str, typer.Option(help="address at which SuperNodes connect")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port at which SuperNodes connect")] = 8000,
     control_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="the port for `flwr` commands, on this machine only")
+        int, typer.Option(min=1, max=65535, help="port for `flwr` commands, on this machine only")
     ] = commands.CONTROL_PORT,
-    database: Annotated[Path | None, typer.Option(help="a file for its state, which then survives a restart")] = None,
+    database: Annotated[Path | None, typer.Option(help="file for its state, which then survives a restart")] = None,
 ) -> None:
     """Start Flower's SuperLink, with TLS and only for nodes whose keys are registered.
 
@@ -177,31 +180,29 @@ def superlink(
 
 @flower.command()
 def supernode(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="the address of the SuperLink")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="address of the SuperLink")],
     ca: Annotated[
-        Path | None, typer.Option(help="the certificate of the authority that signed the server's certificate")
+        Path | None, typer.Option(help="certificate of the authority that signed the server's certificate")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="this node's private key; its public key is registered")] = None,
-    client: Annotated[
-        str | None, typer.Option(help="the number of its client; by default the server assigns one")
-    ] = None,
+    client: Annotated[str | None, typer.Option(help="number of its client; by default the server assigns one")] = None,
     folder: Annotated[Path | None, typer.Option(help="this site's own folder, for the client state")] = None,
     roster: Annotated[
-        Path | None, typer.Option(help="the file with all sites' public keys, for the exchange of fedmr.secure")
+        Path | None, typer.Option(help="file with all sites' public keys, for the exchange of fedmr.secure")
     ] = None,
     agreed: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|HASH",
-            help="the only settings that this site accepts, as `fedloom flower agreement` writes them",
+            help="settings that this site accepts, and no others, as `fedloom flower agreement` writes them",
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help='the value of node["data"] in site_data.py, such as a path')] = None,
+    data: Annotated[str | None, typer.Option(help='value of node["data"] in site_data.py, such as a path')] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="another value of node in site_data.py; may be repeated"),
     ] = None,
-    port: Annotated[int, typer.Option(help="a local port for the SuperNode's own processes")] = 9094,
+    port: Annotated[int, typer.Option(help="local port for the SuperNode's own processes")] = 9094,
 ) -> None:
     """Start Flower's SuperNode for one site."""
     from fedloom.flower.site_data import site_data_clients

@@ -1,4 +1,4 @@
-"""Command-line options, made from the fields and docstrings of `Config` and `PretrainConfig`."""
+"""Command-line options, made from the fields of `Config` and `PretrainConfig`."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping

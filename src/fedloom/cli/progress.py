@@ -1,4 +1,4 @@
-"""Progress of runs on stderr: a live bar on a terminal, otherwise a line of text every few seconds.
+"""Progress of runs on stderr: a live bar on a terminal, otherwise lines of text.
 
 stdout holds results only. The first Ctrl-C (or SIGTERM) stops the run after the current round, or during long work of
 the server. The second one stops it at once. Both ways, the run can be resumed.

@@ -58,6 +58,9 @@ class WeightedMean:
     def write_to(self, row: Tensor) -> bool:
         """Write the mean into `row`.
 
+        Args:
+            row: Where to write the mean.
+
         Returns:
             True, or False if no row with a positive weight was added. `row` is then unchanged.
         """

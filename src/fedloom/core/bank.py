@@ -1,4 +1,6 @@
-"""Memory for many models: `Bank` holds rows side by side, `RowStore` grows and can keep its rows in a file.
+"""Memory for many models: `Bank` and `RowStore`.
+
+`Bank` holds rows side by side. `RowStore` grows and can keep its rows in a file.
 
 A bank lies in ordinary memory, on a GPU, or in memory that worker processes share.
 """

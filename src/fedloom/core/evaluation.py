@@ -1,4 +1,4 @@
-"""Evaluation results that can be added up, and the slices of a test set that they belong to."""
+"""Evaluation results that can be added up, and the slices of a test set."""
 
 from collections.abc import Sized
 from dataclasses import dataclass, field

@@ -171,11 +171,20 @@ class Layout:
         return {layer: parts for layer, parts in columns.items() if parts}
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return a new row of zeros."""
+        """Return a new row of zeros.
+
+        Args:
+            device: Where the row lies.
+        """
         return torch.zeros(self.size, dtype=self.dtype, device=device)
 
     def read(self, module: nn.Module, device: torch.device | str = "cpu") -> Tensor:
-        """Return a new row with a copy of the tensors of `module`."""
+        """Return a new row with a copy of the tensors of `module`.
+
+        Args:
+            module: A network of this layout.
+            device: Where the row lies.
+        """
         row = self.empty(device)
         tensors = _named_tensors(module)
         for entry in self.entries:
@@ -184,6 +193,10 @@ class Layout:
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
         """Make the tensors of `module` views into `row`, so that training the module changes the row.
+
+        Args:
+            module: A network of this layout.
+            row: The row of a model. It stays in use until another row is bound.
 
         Raises:
             ValueError: If `row` has another size or dtype than this layout.
@@ -203,22 +216,38 @@ class Layout:
                     modules[path]._buffers[leaf] = view.data
 
     def state_dict(self, row: Tensor) -> dict[str, Tensor]:
-        """Return copies of the named tensors of `row`, without frozen parameters."""
+        """Return copies of the named tensors of `row`, without frozen parameters.
+
+        Args:
+            row: The row of a model.
+        """
         return {name: e.view(row).detach().clone().contiguous() for e in self.entries for name in e.names}
 
     def views(self, row: Tensor, kind: TensorKind = TensorKind.PARAMETER) -> list[Tensor]:
-        """Return the tensors of one kind as views into `row`. For parameters, the trainable block is enough."""
+        """Return the tensors of one kind as views into `row`.
+
+        Args:
+            row: The row of a model. For parameters, its trainable block is enough.
+            kind: Which tensors: parameters, float buffers or integer buffers.
+        """
         return [entry.view(row) for entry in self.entries if entry.kind is kind]
 
     def integers(self, row: Tensor) -> list[Tensor]:
-        """Return all integers of `row`, as one flat view for each stretch of neighbours of one dtype.
+        """Return all integers of `row`, as one flat view for each stretch of neighbors of one dtype.
 
         There are zeros between integers that do not fill eight bytes.
+
+        Args:
+            row: The row of a model.
         """
         return [row[columns].view(torch.uint8).view(dtype) for columns, dtype in self._integers]
 
     def is_finite(self, row: Tensor) -> bool:
-        """Return whether every float of `row` is finite."""
+        """Return whether every float of `row` is finite.
+
+        Args:
+            row: The row of a model.
+        """
         return all_finite(row[: self.floats])
 
     def fingerprint(self) -> str:
@@ -254,7 +283,7 @@ def model_digest(row: Tensor) -> str:
 
 
 def _side_by_side(integers: Iterable[LayoutEntry]) -> list[tuple[slice, torch.dtype]]:
-    """Return the columns of each stretch of neighbouring integer buffers of one dtype."""
+    """Return the columns of each stretch of neighboring integer buffers of one dtype."""
     found: list[tuple[slice, torch.dtype]] = []
     for entry in integers:
         before, dtype = found[-1] if found else (slice(0, 0), None)

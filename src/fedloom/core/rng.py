@@ -1,4 +1,6 @@
-"""Random streams with the key (seed, purpose, round, client): the same key gives the same draws everywhere.
+"""Random streams with the key (seed, purpose, round, client).
+
+The same key gives the same draws everywhere.
 
 Nothing in fedloom draws from an unseeded global generator. So a result does not depend on the number of workers or on
 the order in which clients finish, a resumed run draws what the uninterrupted run would have drawn, and two methods

@@ -1,4 +1,4 @@
-"""Tasks that the server sends to clients, and the updates or failures that come back."""
+"""Tasks for clients, and the updates or failures that come back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

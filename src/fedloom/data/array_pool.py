@@ -1,4 +1,6 @@
-"""One array of inputs and one of labels as a data set: training and test samples, and the owner of each."""
+"""One array of inputs and one of labels as a data set.
+
+It has training and test samples, and the owner of each."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,7 @@
-"""A data set in memory, and the parser of data set names such as `table:people.csv,label=income,owner=site`."""
+"""`Dataset`, a data set in memory, and the parser of data set names.
+
+A name may have a path and options, as in `table:people.csv,label=income,owner=site`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -152,7 +155,7 @@ def dataset_owner_positions(owners: Sequence[str | None], owner_names: Sequence[
     return np.array([NO_OWNER if name is None else at.get(name, NO_OWNER) for name in owners], dtype=np.int64)
 
 
-State = Literal["embedded", "at hand", "can be downloaded", "must be downloaded by hand", "your own"]
+State = Literal["included", "on this machine", "can be downloaded", "must be downloaded by hand", "your own"]
 
 
 @dataclass(frozen=True)

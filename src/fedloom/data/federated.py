@@ -1,4 +1,7 @@
-"""Clients and their samples: the base class, one pool split among clients, and separate data per client."""
+"""The base class `FederatedDataset`, and data sets split among clients.
+
+The samples are one pool that is split, or separate data per client.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +69,11 @@ class FederatedDataset(ABC):
 
     @abstractmethod
     def client_samples(self, client_id: int) -> Samples:
-        """Return the training samples of client `client_id`."""
+        """Return the training samples of a client.
+
+        Args:
+            client_id: The client, from 0.
+        """
 
     @property
     def available_client_ids(self) -> Sequence[int]:
@@ -74,7 +81,11 @@ class FederatedDataset(ABC):
         return () if self.is_remote else range(len(self))
 
     def num_examples(self, client_id: int) -> int:
-        """Return the number of training samples of a client. Override it if you know it without loading them."""
+        """Return the number of training samples of a client. Override it if you know it without loading them.
+
+        Args:
+            client_id: The client, from 0.
+        """
         return len(self.client_samples(client_id))
 
     def label_counts(self) -> NDArray[np.int64] | None:
@@ -101,6 +112,9 @@ class FederatedDataset(ABC):
             classes: Number of classes. By default the largest label plus 1.
             name: Name in reports.
             transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
+
+        Returns:
+            The federated data set, with all samples in memory.
 
         Raises:
             InputError: If the arrays of a client do not match each other or those of the other clients.
@@ -134,6 +148,9 @@ class FederatedDataset(ABC):
             test: Inputs and labels for testing, or the share of each owner's samples to hold out. By default 0.2.
             name: Name in reports.
 
+        Returns:
+            The clients and their samples.
+
         Raises:
             InputError: If the arrays do not match each other, or the partition cannot split them.
 
@@ -165,6 +182,9 @@ class FederatedDataset(ABC):
             name: Name in reports.
             transform: Turns stored inputs into network inputs. By default images are scaled to 0..1.
             keep_in_memory: Whether to keep samples in memory after reading them. If False, read them again each time.
+
+        Returns:
+            The federated data set.
 
         Raises:
             InputError: If a data set has no length, or its items do not match those of the other clients.

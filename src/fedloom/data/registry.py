@@ -1,4 +1,4 @@
-"""Registry of data sets: list them, find them on this machine, download and load them by name."""
+"""Registry of data sets: list, find, download and load them by name."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pathlib import Path
 from fedloom.data.cache import Progress, load_through_cache
 from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, parse_dataset_name
 from fedloom.data.readers.huggingface import read_huggingface_dataset
-from fedloom.data.readers.images import read_own_images
+from fedloom.data.readers.images import read_image_folder_dataset
 from fedloom.data.readers.own_arrays import read_array_dataset
 from fedloom.data.readers.tables import read_table_dataset
 from fedloom.data.samples import InputTransform
@@ -28,25 +28,25 @@ DATASET_SOURCES.update({source.name: source for source in (CINIC10, FEMNIST, DIG
 
 
 OWN: dict[str, tuple[str, Callable[[DatasetSpec], Dataset]]] = {
-    "folder": ("images of your own, one folder a class", read_own_images),
-    "domains": ("images of your own, one folder a domain, then one a class", read_own_images),
+    "folder": ("images of your own, one folder a class", read_image_folder_dataset),
+    "domains": ("images of your own, one folder a domain, then one a class", read_image_folder_dataset),
     "table": ("a CSV or Parquet table of your own", read_table_dataset),
     "arrays": ("arrays of your own in an .npz file", read_array_dataset),
     "hf": ("a Hugging Face data set on disk, saved or as Parquet files", read_huggingface_dataset),
 }
 """Kinds of user data: the prefix of the name, a summary, and the reader."""
 
-DIGITS = DatasetInfo("digits", "handwritten digits, grey, 8 x 8", 10, (1, 8, 8), 1438, 359, "embedded")
+DIGITS = DatasetInfo("digits", "handwritten digits, gray, 8 x 8", 10, (1, 8, 8), 1438, 359, "included")
 HARD_DIGITS = DatasetInfo(
-    "hard-digits", "distorted digits, grey, 16 x 16", 10, (1, SIDE, SIDE), NUM_TRAIN, NUM_TEST, "embedded"
+    "hard-digits", "distorted digits, gray, 16 x 16", 10, (1, SIDE, SIDE), NUM_TRAIN, NUM_TEST, "included"
 )
 
 
 def available_datasets() -> list[DatasetInfo]:
     """Return all data sets, and whether they are on this machine. Nothing is read or downloaded."""
     own = [DatasetInfo(f"{kind}:PATH", what, None, (), None, None, "your own") for kind, (what, _) in OWN.items()]
-    embedded = [info for info, _ in EMBEDDED.values()]
-    return [*embedded, *(_describe(source) for source in DATASET_SOURCES.values()), *own]
+    included = [info for info, _ in INCLUDED.values()]
+    return [*included, *(_describe(source) for source in DATASET_SOURCES.values()), *own]
 
 
 def load_dataset(name: str, *, download: bool = True, progress: Progress | None = None) -> Dataset:
@@ -75,14 +75,14 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
     kind = name.partition(":")[0]
     if kind in OWN:
         return replace(OWN[kind][1](parse_dataset_name(name, takes_path=True)), name=name)
-    if kind in EMBEDDED:
+    if kind in INCLUDED:
         parse_dataset_name(name, takes_path=False).refuse_unused_options()
-        info, load = EMBEDDED[kind]
+        info, load = INCLUDED[kind]
         return replace(load(), name=info.name)
     if kind not in DATASET_SOURCES:
         if kind == name and (advice := _read_as(name)):
             raise InputError(f"{name!r} is {advice}.")
-        raise unknown_name_error("data set", kind, [*EMBEDDED, *DATASET_SOURCES, *OWN])
+        raise unknown_name_error("data set", kind, [*INCLUDED, *DATASET_SOURCES, *OWN])
     spec = parse_dataset_name(name, takes_path=False)
     source = DATASET_SOURCES[spec.name].with_options(spec)
     spec.refuse_unused_options()
@@ -98,8 +98,8 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
 
 def _load_digits() -> Dataset:
     train, test = read_sklearn_digits()
-    grey = train.x.double() / 255
-    transform = InputTransform((float(grey.mean()),), (float(grey.std()),))
+    gray = train.x.double() / 255
+    transform = InputTransform((float(gray.mean()),), (float(gray.std()),))
     return Dataset(train, test, TEN_DIGITS, transform=transform)
 
 
@@ -108,7 +108,7 @@ def _load_hard_digits() -> Dataset:
     return Dataset(train, test, TEN_DIGITS, transform=TRANSFORM)
 
 
-EMBEDDED: dict[str, tuple[DatasetInfo, Callable[[], Dataset]]] = {
+INCLUDED: dict[str, tuple[DatasetInfo, Callable[[], Dataset]]] = {
     DIGITS.name: (DIGITS, _load_digits),
     HARD_DIGITS.name: (HARD_DIGITS, _load_hard_digits),
 }

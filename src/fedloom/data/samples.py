@@ -23,6 +23,9 @@ class Samples:
 
     Raises:
         InputError: If `x` and `y` differ in length.
+
+    Example:
+        Samples(torch.zeros(8, 28, 28, 1, dtype=torch.uint8), torch.arange(8))  # eight gray images and their labels
     """
 
     x: Tensor
@@ -39,7 +42,11 @@ class Samples:
         return len(self.x)
 
     def take(self, index: Array) -> "Samples":
-        """Return a copy of the samples at the positions `index`, in that order."""
+        """Return a copy of some samples.
+
+        Args:
+            index: The positions of the samples, in the order of the result.
+        """
         at = torch.as_tensor(index, dtype=torch.int64, device=self.x.device)
         return Samples(self.x.index_select(0, at), self.y.index_select(0, at))
 
@@ -93,7 +100,7 @@ class InputTransform:
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not all(0 < s < float("inf") for s in self.std):
             raise InputError(
-                f"cannot normalise by mean {self.mean} and std {self.std}; expected one mean and one "
+                f"cannot normalize by mean {self.mean} and std {self.std}; expected one mean and one "
                 "positive std for each channel."
             )
 
@@ -104,7 +111,11 @@ class InputTransform:
 
     @staticmethod
     def unit(channels: int) -> "InputTransform":
-        """Return the transform that scales images to 0..1."""
+        """Return the transform that scales images to 0..1.
+
+        Args:
+            channels: Number of channels of an image.
+        """
         return InputTransform((0.0,) * channels, (1.0,) * channels)
 
     def __call__(self, x: Tensor, channels_last: bool = False) -> Tensor:
@@ -131,7 +142,7 @@ class InputTransform:
     def _check(self, x: Tensor) -> tuple[int, int, int, int]:
         if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != len(self.mean):
             raise InputError(
-                f"cannot normalise a {str(x.dtype).removeprefix('torch.')} batch of shape {tuple(x.shape)}; "
+                f"cannot normalize a {str(x.dtype).removeprefix('torch.')} batch of shape {tuple(x.shape)}; "
                 f"expected uint8 images, n x height x width x {len(self.mean)}."
             )
         return x.shape[0], x.shape[1], x.shape[2], x.shape[3]

@@ -1,4 +1,4 @@
-"""Splits of a data set: samples for the server, test samples per client, and a subset of the classes.
+"""Splits of a data set: server data, client test samples, selected classes.
 
 `server_data` is `split:0.05` (a share of the training samples), `split:500` (a number of them), or the name of another
 data set.

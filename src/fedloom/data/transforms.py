@@ -119,7 +119,7 @@ def with_normalization(dataset: Dataset, spec: str) -> Dataset:
     if spec == OWN:
         return dataset
     if spec != MEASURED and spec not in PRESETS:
-        raise unknown_name_error("normalisation", spec, [OWN, MEASURED, *PRESETS])
+        raise unknown_name_error("normalization", spec, [OWN, MEASURED, *PRESETS])
     if not dataset.train.are_images:
         raise InputError(f"normalize is {spec!r}, but {dataset.name!r} has no images; leave it out.")
     channels = dataset.shape[0]
@@ -127,7 +127,7 @@ def with_normalization(dataset: Dataset, spec: str) -> Dataset:
         return replace(dataset, transform=_measure_mean_std(dataset.train, dataset.name))
     _, mean, std = PRESETS[spec]
     if len(mean) not in (1, channels):
-        raise InputError(f"the normalisation {spec!r} is for {len(mean)} channels; {dataset.name!r} has {channels}.")
+        raise InputError(f"the normalization {spec!r} is for {len(mean)} channels; {dataset.name!r} has {channels}.")
     repeat = channels // len(mean)
     return replace(dataset, transform=InputTransform(mean * repeat, std * repeat))
 
@@ -136,15 +136,15 @@ def _measure_mean_std(samples: Samples, name: str) -> InputTransform:
     """Measure mean and standard deviation of each channel."""
     if not len(samples):
         raise InputError(f"{name!r} has no training images to measure a mean of.")
-    grey = np.arange(256) / 255
+    gray = np.arange(256) / 255
     means, deviations = [], []
     for channel in range(samples.shape[0]):
         counts = np.zeros(256, dtype=np.int64)
         for first in range(0, len(samples), 4096):  # the images may be larger than memory
             part = samples.x[first : first + 4096, ..., channel]
             counts += torch.bincount(part.flatten(), minlength=256).numpy()
-        mean = float(np.average(grey, weights=counts))
-        deviation = float(np.average((grey - mean) ** 2, weights=counts)) ** 0.5
+        mean = float(np.average(gray, weights=counts))
+        deviation = float(np.average((gray - mean) ** 2, weights=counts)) ** 0.5
         if deviation == 0:
             raise InputError(f"{name!r} has a channel that is the same in all images; there is nothing to scale.")
         means.append(mean)

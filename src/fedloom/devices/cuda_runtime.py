@@ -1,4 +1,4 @@
-"""CUDA streams, out-of-memory errors, copies of many tensors, and cached memory of a GPU."""
+"""CUDA streams, out-of-memory errors, copies of many tensors, cached memory."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The order of clients and the memory for their results, in engines that train several at once."""
+"""Order and result memory of clients in engines that train several at once."""
 
 import heapq
 from collections.abc import Callable, Sequence

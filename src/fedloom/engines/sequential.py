@@ -1,4 +1,4 @@
-"""The sequential engine: one client after the other, in this process, on the CPU or a GPU.
+"""The sequential engine: one client after the other, in this process.
 
 It is the reference: the tests compare the other engines with it. On the CPU it computes with one thread, as the workers
 of the multiprocess engine do, so both give the same bits.

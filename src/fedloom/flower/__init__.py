@@ -1,4 +1,4 @@
-"""fedloom on a real network: Flower's SuperLink and SuperNodes connect the server and the sites.
+"""fedloom on a real network: Flower connects the server and the sites.
 
     server   runs/round.py -> server/engine.py -> server/transport.py -> Flower's Grid -> SuperLink
     site     SuperNode -> site/client_app.py (a process for each message) -> site/process.py (stays) -> site/handlers.py

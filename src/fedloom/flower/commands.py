@@ -1,4 +1,7 @@
-"""Command lines of Flower's SuperLink and SuperNode: TLS, authenticated nodes, no telemetry."""
+"""Command lines of Flower's SuperLink and SuperNode.
+
+They use TLS and authenticated nodes, and send no telemetry.
+"""
 
 import ipaddress
 import os

@@ -1,4 +1,6 @@
-"""All patches of Flower, for what its settings do not offer. No other file changes Flower's internals.
+"""All patches of Flower, for what its settings do not offer.
+
+No other file changes Flower's internals.
 
     python -m fedloom.flower.flwr_patches supernode ARGUMENTS...    instead of  flower-supernode ARGUMENTS...
 
@@ -50,7 +52,7 @@ AGAIN_SECONDS = 3.0
 FLEET = "/v1/fleet/"
 """Path of the Fleet API, which SuperNodes call. It is the only API of a SuperLink that authenticates its callers."""
 
-TOO_LARGE = "refused: it has more than"
+TOO_LARGE = "rejected: it has more than"
 MARK = "fedloom: "
 """Prefix of fedloom's reasons in Flower's error texts."""
 SPARE = 8 * MOST_HEADER
@@ -233,7 +235,7 @@ def _patch_node_activation(
                 if refusal is None or refusal.code != NOT_LET_IN or waited >= MINUTE_SECONDS:
                     raise
             tell(
-                "the SuperLink does not let this node in: its key is not registered there, or another node is"
+                "the SuperLink rejects this node: its key is not registered there, or another node is"
                 f" connected with it (this one, before a crash?); retrying for {MINUTE_SECONDS:g} s"
             )
             sleep(AGAIN_SECONDS)
@@ -343,13 +345,13 @@ class GridSizeLimitPatch:
 
         message_id = object_ids[-1]  # children come before their parents
         if len(object_ids) > MOST_OBJECTS + self._max_bytes() // (1 << 20):
-            raise _refused(message_id, f"refused: it has {len(object_ids)} pieces")
+            raise _refused(message_id, f"rejected: it has {len(object_ids)} pieces")
         contents = self._pull(object_ids, fetch, **options)
         self._check(_unfolded_size(contents), message_id)
         try:
             self._inflated[message_id] = self._inflate(message_id, contents)
         except Exception as error:  # one site's broken reply must not cost the replies of the others
-            raise _refused(message_id, f"refused: it is not a message ({type(error).__name__})") from error
+            raise _refused(message_id, f"rejected: it is not a message ({type(error).__name__})") from error
         return {}
 
     def inflate(self, object_id: str, contents: dict[str, bytes], **_: Any) -> Any:

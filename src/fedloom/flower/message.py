@@ -1,4 +1,6 @@
-"""`SiteMessage`, the messages between server and sites: a kind, a small header and named arrays.
+"""`SiteMessage`, the messages between server and sites.
+
+A message has a kind, a small header and named arrays.
 
 Arrays are raw little-endian bytes with a type and a shape. Nothing is ever unpickled, and received messages are checked
 before use. This file imports neither torch nor Flower, because the short-lived process that forwards a message from

@@ -1,4 +1,4 @@
-"""The data of real sites: the description for the server, and the samples at a site.
+"""Data of real sites: the server's description, the samples at a site.
 
 On the server a federated data set has sizes and no samples. At a site it has only the samples of that site's clients.
 """
@@ -35,7 +35,7 @@ class SiteDataSpec:
     vocabulary_size: int = 0
     """Number of different tokens, if inputs are tokens."""
     transform: InputTransform | None = None
-    """Normalisation of images, the same at all sites. The default scales images to 0..1 and changes nothing else."""
+    """Normalization of images, the same at all sites. The default scales images to 0..1 and changes nothing else."""
     test: Given | None = None
     """The server's own test set, if it has one."""
     server_data: Given | None = None

@@ -1,4 +1,4 @@
-"""Convert tensors to message arrays and back, and select the columns of a model that are sent."""
+"""Convert tensors to message arrays and back, and select the columns to send."""
 
 import sys
 from collections.abc import Sequence

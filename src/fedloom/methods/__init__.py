@@ -3,7 +3,7 @@
 from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose
 from fedloom.methods.registry import Method, import_file, methods, register
-from fedloom.methods.servers import AveragingServer
+from fedloom.methods.servers import AveragingServer, MultiModelServer
 
 __all__ = [
     "AveragingServer",
@@ -14,6 +14,7 @@ __all__ = [
     "MethodContext",
     "MethodPart",
     "MethodParts",
+    "MultiModelServer",
     "Options",
     "Refiner",
     "Server",

@@ -1,4 +1,6 @@
-"""ABAVG: weight each client's model by its accuracy on labeled samples of the server.
+"""ABAVG: weight each client model by its accuracy on the server's samples.
+
+These samples are labeled.
 
 Xiao et al., "A novel server-side aggregation strategy for federated learning in non-i.i.d. situations", ISPDC 2021.
 With a_k the accuracy of client k's model on all samples of the server,

@@ -95,7 +95,14 @@ class MethodContext:
     """Stores partial results of such work, so that a stopped run can continue it."""
 
     def bank(self, count: int) -> Bank:
-        """Allocate `count` rows that the engine reads without a copy."""
+        """Allocate rows that the engine reads without a copy.
+
+        Args:
+            count: How many rows, each for one model.
+
+        Returns:
+            The rows, all zeros.
+        """
         return self.make_bank(count, self.layout.size)
 
     def takes_tokens(self) -> bool:
@@ -123,7 +130,11 @@ class MethodPart(Generic[O]):
         return {name: _stored(getattr(self, name)) for name in self.state_attributes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state. Tensors are filled in place, because others may refer to them."""
+        """Restore a saved state. Tensors are filled in place, because others may refer to them.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         for name in self.state_attributes:
             now, saved = getattr(self, name), state[name]
             if isinstance(now, Bank):
@@ -157,6 +168,17 @@ class Server(MethodPart[O], ABC):
     """The server's side of a method.
 
     A subclass implements `dispatch`, `aggregate`, `global_model` and `models`. Rounds count from 0.
+
+    Example:
+        class MeanServer(Server[Options]):  # a part of FedAvg's server; `bank` holds one model
+            def dispatch(self, round: int, client_ids: list[int]) -> list[ClientTask]:
+                return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
+
+            def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
+                mean = WeightedMean(self.context.layout)
+                for update in updates:
+                    mean.add(update.row, update.num_examples)
+                mean.write_to(self.bank.rows[0])
     """
 
     def sample_clients(self, round: int) -> list[int]:
@@ -200,7 +222,11 @@ class Server(MethodPart[O], ABC):
         """Return the row of the global model: the model that is evaluated and saved."""
 
     def personal_model(self, client_id: int) -> Tensor | None:
-        """Return the model that the server keeps for this client alone; None: it uses the global model."""
+        """Return the model that the server keeps for this client alone; None: it uses the global model.
+
+        Args:
+            client_id: The client.
+        """
         return None
 
     @abstractmethod
@@ -223,11 +249,19 @@ class Client(MethodPart[O]):
     """
 
     def state_shapes(self, layout: Layout) -> Shapes:
-        """Return names and shapes of tensors that each client keeps between rounds, zeros at first."""
+        """Return names and shapes of tensors that each client keeps between rounds, zeros at first.
+
+        Args:
+            layout: The layout of the models, for tensors as long as a row or a part of it.
+        """
         return {}
 
     def upload_shapes(self, layout: Layout) -> Shapes:
-        """Return names and shapes of tensors that a client returns beside its model."""
+        """Return names and shapes of tensors that a client returns beside its model.
+
+        Args:
+            layout: The layout of the models.
+        """
         return {}
 
     def min_examples(self) -> int:
@@ -238,7 +272,11 @@ class Client(MethodPart[O]):
         return 1
 
     def personal_columns(self, layout: Layout) -> list[slice]:
-        """Return the columns of a row that never travel. They start as in the initial model."""
+        """Return the columns of a row that never travel. They start as in the initial model.
+
+        Args:
+            layout: The layout of the models. `layout.layer_columns()` gives the columns of each layer.
+        """
         return []
 
     def validation_fraction(self) -> float:
@@ -261,6 +299,12 @@ class Client(MethodPart[O]):
 
         Personal columns already hold the client's own values. There are no extras. The result is used for evaluation
         only.
+
+        Args:
+            trainer: The client's model, samples and state.
+
+        Yields:
+            Steps that the engine runs.
         """
         yield from ()
 
@@ -281,30 +325,75 @@ class Client(MethodPart[O]):
         return loss
 
     def adjust_gradient(self, trainer: LocalTrainer) -> None:
-        """Change `trainer.gradient` in place before the optimizer step."""
+        """Change `trainer.gradient` in place before the optimizer step.
+
+        Args:
+            trainer: The client's model, samples and state.
+        """
 
 
 class Extras(MethodPart[O], ABC):
-    """Tensors that travel beside the models, on the server's side."""
+    """Tensors that travel beside the models, on the server's side.
+
+    Clients read them in `trainer.extras`, and return tensors in `trainer.uploads`.
+
+    Example:
+        class RoundNumber(Extras[Options]):
+            def send_to_client(self, round: int, client_id: int) -> dict[str, Tensor]:
+                return {"round": torch.tensor([float(round)])}
+
+            def receive_update(self, round: int, update: ClientUpdate) -> None:
+                pass  # clients return nothing
+    """
 
     @abstractmethod
     def send_to_client(self, round: int, client_id: int) -> Mapping[str, Tensor]:
-        """Return the tensors, by name, that this client receives beside its model."""
+        """Return the tensors, by name, that this client receives beside its model.
+
+        Args:
+            round: The round, from 0.
+            client_id: The client.
+        """
 
     @abstractmethod
     def receive_update(self, round: int, update: ClientUpdate) -> None:
-        """Take the extras of one accepted update. Updates come in the order of the tasks."""
+        """Take the extras of one accepted update. Updates come in the order of the tasks.
+
+        Args:
+            round: The round, from 0.
+            update: The update. Its tensors are valid during this call only, so copy what you keep.
+        """
 
     def end_round(self, round: int) -> None:
-        """Update what the next round sends, after all updates."""
+        """Update what the next round sends, after all updates.
+
+        Args:
+            round: The round that ends, from 0.
+        """
 
 
 class Refiner(MethodPart[O], ABC):
-    """Server work that improves the new models before the next round."""
+    """Server work that improves the new models before the next round.
+
+    Example:
+        class ShrinkRefiner(Refiner[Options]):
+            def refine(self, round: int, server: Server[Any]) -> None:
+                server.models()[:, : self.context.layout.trainable].mul_(0.999)
+    """
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
-        """See one accepted update, in the order of the tasks. Copy what `refine` needs of it."""
+        """See one accepted update, in the order of the tasks.
+
+        Args:
+            round: The round, from 0.
+            update: The update. Its tensors are valid during this call only, so copy what `refine` needs.
+        """
 
     @abstractmethod
     def refine(self, round: int, server: Server[Any]) -> None:
-        """Improve each row of `server.models()` in place."""
+        """Improve each row of `server.models()` in place.
+
+        Args:
+            round: The round, from 0.
+            server: The server, after it aggregated the updates of this round.
+        """

@@ -1,4 +1,4 @@
-"""CluSamp: sample one client from each of m groups of clients with similar updates.
+"""CluSamp: sample one client from each of m groups with similar updates.
 
 Fraboni et al., "Clustered Sampling: Low-Variance and Improved Representativity for Clients Selection in Federated
 Learning", ICML 2021, algorithm 2. The server keeps the last update G_i = w_i - w of each client, zero at first. Every

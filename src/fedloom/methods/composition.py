@@ -23,7 +23,14 @@ class ComposedMethod:
     options: Mapping[str, Options]
 
     def owner(self, part: str) -> Method | None:
-        """Return the method that provides `part`: else FedAvg for server and client, None for others."""
+        """Return the method that provides a part. If none does, FedAvg provides server and client.
+
+        Args:
+            part: `server`, `client`, `extras` or `refiner`.
+
+        Returns:
+            The method, or None if there are no extras or there is no refiner.
+        """
         for method in self.methods:
             if part in method.parts:
                 return method
@@ -35,16 +42,34 @@ class ComposedMethod:
         return tuple(method.name for method in self.methods if method.server_data)
 
     def part_class(self, part: str) -> type[Any]:
-        """Return the class of `part`, which is `server` or `client`."""
+        """Return the class of a part.
+
+        Args:
+            part: `server` or `client`.
+        """
         kind: type[Any] = getattr(self.owner(part), part)
         return kind
 
     def build(self, context: MethodContext) -> "MethodParts":
-        """Create the parts for one run."""
+        """Create the parts for one run.
+
+        Args:
+            context: What the parts may know about the run.
+
+        Returns:
+            The parts.
+        """
         return MethodParts(**{part: self._make(part, context) for part in PARTS})
 
     def build_client(self, context: MethodContext) -> Client[Any]:
-        """Create the client part alone, for a site without a server."""
+        """Create the client part alone, for a site without a server.
+
+        Args:
+            context: What the part may know about the run.
+
+        Returns:
+            The client part.
+        """
         client: Client[Any] = self._make("client", context)
         return client
 
@@ -72,7 +97,11 @@ class MethodParts:
     refiner: Refiner[Any] | None = None
 
     def is_personalized(self, layout: Layout) -> bool:
-        """Return whether clients use models of their own instead of the global one."""
+        """Return whether clients use models of their own instead of the global one.
+
+        Args:
+            layout: The layout of the models.
+        """
         return composition_is_personalized(type(self.server), self.client, layout)
 
     def items(self) -> list[tuple[str, MethodPart[Any]]]:

@@ -1,8 +1,10 @@
-"""DiWA: each client averages diverse models, each from its best epoch, if they help on validation samples.
+"""DiWA: each client averages diverse models, each from its best epoch.
+
+Models are added only if they help on validation samples.
 
 Ramé et al., "Diverse Weight Averaging for Out-of-Distribution Generalization", NeurIPS 2022. The error of a mean of
 weights falls with the diversity of the models, as long as they lie in one valley of the loss. So a client trains
-several models from one start with hyper-parameters drawn from mild ranges, and keeps the best epoch of each.
+several models from one start with hyperparameters drawn from mild ranges, and keeps the best epoch of each.
 
 - uniform: average all models.
 - restricted (`greedy`): sort by validation accuracy, start with the best, add each other one if the mean gets no worse.

@@ -1,4 +1,4 @@
-"""DynaFed: synthesize data from the global models of the first rounds, and fine-tune later models on it.
+"""DynaFed: synthesize data from early global models, fine-tune later ones on it.
 
 Pi et al., "DynaFed: Tackling Client Data Heterogeneity with Global Dynamics", CVPR 2023. In the first L rounds the
 server records the global models w^1 (the initial one), ..., w^L. Then it synthesizes, once, images X with soft labels y
@@ -10,8 +10,8 @@ Not specified in the paper, taken from the authors' code: the distance is square
 start; N, s'; Adam and its rates for X, y and the inner learning rate (the paper has plain gradient descent with one
 eta and gives no value: `optimizer=sgd`, `rate_lr=0`); differentiable augmentation in synthesis and fine-tuning; a new
 Adam for each fine-tuning. Where paper and code differ, the paper is the default and the code is an option: L (25),
-s (3), `target` (several), `at_once`. The code's clients keep Adam's moments between rounds; set `keep_optimizer` for
-that.
+s (3), `target` (several), `refine_at_synthesis`. The code's clients keep Adam's moments between rounds; set
+`keep_optimizer` for that.
 
 Choices of fedloom: it refines any server. The trajectory is that of the global model, and every model that the next
 round starts from is fine-tuned. A round without updates is not counted and fine-tunes nothing. Networks run in
@@ -59,7 +59,7 @@ class DynaFedOptions(Options):
     """how many models after the start a target may lie"""
     initial: bool = True
     """start the trajectory with the initial model; otherwise with the model of the first round"""
-    at_once: bool = False
+    refine_at_synthesis: bool = False
     """fine-tune in the round of the synthesis too (the authors' code), and not only in later ones"""
     target: Literal["two", "several", "last"] = "two"
     """what to match: the mean of two of the next s models, of two to s of them (the code), or the last of them"""
@@ -135,7 +135,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         self._network = self._try_out()
 
     def notes(self) -> list[str]:
-        first, rounds = self.options.L + (not self.options.at_once), self.context.rounds
+        first, rounds = self.options.L + (not self.options.refine_at_synthesis), self.context.rounds
         if rounds >= first:
             return []
         return [
@@ -159,7 +159,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
             self.trajectory.append(server.global_model().detach().clone())
         if now:
             self._keep(self.synthesize())
-        if self.seen > options.L or (now and options.at_once):
+        if self.seen > options.L or (now and options.refine_at_synthesis):
             for model_index, row in enumerate(server.models()):
                 self.fine_tune(round, model_index, row)
 

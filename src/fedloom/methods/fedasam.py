@@ -1,4 +1,6 @@
-"""FedASAM: FedSAM with a radius that adapts to the scale of each weight, and SWA on the server (`fedasam-swa`).
+"""FedASAM: FedSAM with an adaptive radius, and SWA on the server.
+
+The radius adapts to the scale of each weight. `fedasam-swa` adds SWA.
 
 Caldarola et al., "Improving Generalization in Federated Learning by Seeking Flat Minima", ECCV 2022. With T = |v| + eta
 for weights, and 1 for biases and all other parameters,

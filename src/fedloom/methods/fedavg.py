@@ -1,4 +1,4 @@
-"""FedAvg: clients train the server's model, and the server averages the client models.
+"""FedAvg: clients train the server's model, and the server averages the results.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 

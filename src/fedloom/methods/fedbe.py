@@ -1,10 +1,10 @@
-"""FedBE: distill a Bayesian ensemble, drawn from a distribution over the client models, into their mean.
+"""FedBE: distill a Bayesian ensemble of client models into their mean.
 
 Chen and Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning", ICLR 2021. The server fits a
 distribution to the client models of a round and draws S models from it:
 
     gaussian    N(mean_k w_k, diag var_k w_k), the paper's;
-    normalised  the authors' code: for each tensor the mean and variance of the updates Delta_k / ||Delta_k||, a draw
+    normalized  the authors' code: for each tensor the mean and variance of the updates Delta_k / ||Delta_k||, a draw
                 mean + 0.1 sqrt(var) xi, times the mean of ||Delta_k||, added to the model that was sent;
     dirichlet   sum_k gamma_k n_k w_k / sum_k gamma_k n_k, gamma ~ Dirichlet(alpha).
 
@@ -36,14 +36,14 @@ from fedloom.training.optimizers import SGD
 
 
 class FedBEOptions(Options):
-    distribution: Literal["gaussian", "normalised", "dirichlet"] = "gaussian"
-    """distribution to draw models from: gaussian (the paper), normalised (its code's Gaussian), or dirichlet"""
+    distribution: Literal["gaussian", "normalized", "dirichlet"] = "gaussian"
+    """distribution to draw models from: gaussian (the paper), normalized (its code's Gaussian), or dirichlet"""
     samples: int = Field(10, ge=0)
     """number of models to draw (S)"""
     alpha: float = Field(1.0, gt=0)
     """concentration of dirichlet; if small, few clients make up a drawn model"""
     scale: float = Field(0.1, ge=0)
-    """factor on the standard deviation of normalised"""
+    """factor on the standard deviation of normalized"""
     sharpen: float = Field(0.5, gt=0)
     """temperature T: the ensemble's probabilities are raised to the power 1 / T"""
     epochs: int = Field(20, ge=0)
@@ -72,7 +72,7 @@ class FedBERefiner(Refiner[FedBEOptions]):
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
         if self.options.epochs:
-            sent = update.task.row.clone() if self.options.distribution == "normalised" else update.row[:0]
+            sent = update.task.row.clone() if self.options.distribution == "normalized" else update.row[:0]
             self._answers.append(
                 ((update.client_id, update.model_index), update.num_examples, update.row.clone(), sent)
             )
@@ -146,7 +146,7 @@ register(
         neutral={"epochs": 0},
         models_sent="2K",
         uses_single_updates="draws teachers from the spread of the clients' models",
-        extra_compute="server distils",
+        extra_compute="server distills",
         server_data="inputs",
     )
 )

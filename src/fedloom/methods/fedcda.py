@@ -1,4 +1,6 @@
-"""FedCDA: average cached models of all clients, selected across rounds to diverge least.
+"""FedCDA: average cached models of all clients that diverge least.
+
+The server selects them across rounds.
 
 Wang et al., "FedCDA: Federated Learning with Cross-round Divergence-aware Aggregation", ICLR 2024. For every client n
 the last K models w^n with their losses F_n (mean training loss of the last local epoch) are cached. After a round one

@@ -1,4 +1,6 @@
-"""FedCluster: clusters of clients train one model in turn, so that it is updated many times per cycle.
+"""FedCluster: clusters of clients train one model in turn.
+
+So the model is updated many times per cycle.
 
 Chen et al., "FedCluster: Boosting the Convergence of Federated Learning via Cluster-Cycling", IEEE Big Data 2020.
 Clients are split into C clusters once, at random. In a cycle each cluster has one turn, in a new random order. Some of

@@ -1,4 +1,4 @@
-"""FedCross: the server keeps K models and mixes each with one other after every round.
+"""FedCross: keep K models and mix each with one other after every round.
 
 Hu et al., "FedCross: Towards Accurate Federated Learning via Multi-Model Cross-Aggregation", ICDE 2024. Each model goes
 to another client every round. The server mixes the uploaded models v_0, ..., v_{K-1} all at once:

@@ -1,4 +1,6 @@
-"""FedDF: the server distills the ensemble of the client models into their mean, on unlabeled data.
+"""FedDF: distill the ensemble of client models into their mean.
+
+The server distills on unlabeled data.
 
 Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020. The student starts as
 the new model (FedAvg's mean) and becomes the model of the next round. For batches x of the server's data
@@ -144,7 +146,7 @@ register(
         neutral={"steps": 0},
         models_sent="2K",
         uses_single_updates="takes the clients' models as teachers",
-        extra_compute="server distils",
+        extra_compute="server distills",
         server_data="inputs",
     )
 )

@@ -12,8 +12,8 @@ With sums over the clients that returned an update and N clients in total, the s
 so h stays the mean of all g_k. The mean is uniform. For clients of different size the authors' code divides alpha by
 n_k N / sum n for each client; here alpha is the same for all, as in the paper.
 
-The authors evaluate the mean of the client models, not w, which runs ahead of it; `deploy` selects one. g_k and h cover
-trainable parameters only; batch-norm statistics are the plain mean. A failed client keeps its g_k.
+The authors evaluate the mean of the client models, not w, which runs ahead of it; `global_model` selects one. g_k and
+h cover trainable parameters only; batch-norm statistics are the plain mean. A failed client keeps its g_k.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from fedloom.training.trainer import LocalSteps, LocalTrainer
 class FedDynOptions(Options):
     alpha: float = Field(0.01, gt=0)
     """strength of the regularizer; the authors tune it in {0.1, 0.01, 0.001}"""
-    deploy: Literal["mean", "model"] = "mean"
+    global_model: Literal["mean", "model"] = "mean"
     """the global model: the mean of the client models, or the model that the next round starts from"""
 
 
@@ -79,11 +79,11 @@ class FedDynServer(AveragingServer[FedDynOptions]):
         w[:trainable].sub_(self.h, alpha=1 / alpha)
 
     def global_model(self) -> Tensor:
-        return self.bank.rows[1 if self.options.deploy == "mean" else 0]
+        return self.bank.rows[1 if self.options.global_model == "mean" else 0]
 
     def models(self) -> Tensor:
         """Return w, and the mean if that is the global model, so that a refiner improves both."""
-        return self.bank.rows[: 2 if self.options.deploy == "mean" else 1]
+        return self.bank.rows[: 2 if self.options.global_model == "mean" else 1]
 
     def diagnostics(self) -> dict[str, float]:
         return {"h": float(self.h.norm())}

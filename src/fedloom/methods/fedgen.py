@@ -1,4 +1,6 @@
-"""FedGen: the server trains a generator of representations with the client heads, and clients train with its output.
+"""FedGen: a generator of representations helps the clients train.
+
+The server trains the generator with the heads of the client models.
 
 Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021. A network f is a feature
 extractor and a head h, its last linear layer. G makes a representation from noise and a label. Client k minimizes

@@ -1,4 +1,4 @@
-"""FedLAW: learn the weights of the mean, and a factor that shrinks it, on labelled server data.
+"""FedLAW: learn the weights of the mean, and its scale, on labeled server data.
 
 Li et al., "Revisiting Weighted Aggregation in Federated Learning with Neural Networks", ICML 2023:
 
@@ -132,7 +132,7 @@ class FedLAWServer(AveragingServer[FedLAWOptions]):
 register(
     Method(
         name="fedlaw",
-        summary="learn the weights of the mean, and a factor on it, on the server's labelled samples",
+        summary="learn the weights of the mean, and a factor on it, on the server's labeled samples",
         reference="Li et al., ICML 2023",
         options=FedLAWOptions,
         server=FedLAWServer,

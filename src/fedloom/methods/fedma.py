@@ -1,4 +1,4 @@
-"""FedMA with layers of fixed size: match the neurons of the clients' models, then average.
+"""FedMA with fixed layer sizes: match neurons of client models, then average.
 
 Wang et al., "Federated Learning with Matched Averaging", ICLR 2020. A neuron is the vector of its incoming weights, its
 bias and its norm's parameters, with the inputs already in the common order. For each layer in turn, the largest

@@ -1,4 +1,4 @@
-"""FedMix and NaiveMix: clients mix their samples with means of other clients' samples.
+"""FedMix and NaiveMix: mix samples with means of other clients' samples.
 
 Yoon et al., "FedMix: Approximation of Mixup under Mean Augmented Federated Learning", ICLR 2021. Each client cuts its
 samples into groups and shares the mean input x_ of each group with the mean y_ of its one-hot labels. The server pools

@@ -1,4 +1,6 @@
-"""FedMut: each client trains a mutant of the global model, shifted along the last global update.
+"""FedMut: each client trains a mutant of the global model.
+
+Mutants are shifted along the last global update.
 
 Hu et al., "FedMut: Generalized Federated Learning via Stochastic Mutation", AAAI 2024. With delta = w_t - w_{t-1} and,
 for each layer l separately, coefficients v_l that are pairs (1, a_t - 1) in random order,

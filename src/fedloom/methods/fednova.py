@@ -1,4 +1,6 @@
-"""FedNova: divide each client's update by its local work, so that clients with more steps do not count more.
+"""FedNova: divide each client's update by its amount of local work.
+
+So clients with more steps do not count more.
 
 Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020. The
 update w_k - w of a client after tau_k steps is -eta times a sum of its gradients, weighted by a vector a_k. With the

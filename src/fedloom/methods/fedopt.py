@@ -1,4 +1,6 @@
-"""FedAvgM, FedAdagrad, FedAdam and FedYogi: the step from the old model to the mean is the gradient of an optimizer.
+"""FedAvgM, FedAdagrad, FedAdam and FedYogi: an optimizer on the server.
+
+The step from the old model to the mean is its gradient.
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021. With w the old model and Delta the mean of all w_k - w,
 

@@ -1,4 +1,6 @@
-"""FedSAM: clients search for flat minima with the gradient at the worst point nearby.
+"""FedSAM: clients search for flat minima by sharpness-aware minimization.
+
+They use the gradient at the worst point nearby.
 
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022; Caldarola et al., "Improving
 Generalization in Federated Learning by Seeking Flat Minima", ECCV 2022. With a batch's gradient g at v,

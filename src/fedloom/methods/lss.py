@@ -1,4 +1,6 @@
-"""Local Superior Soups: each client averages a pool of models trained from one start, in one low-loss region.
+"""Local Superior Soups: each client averages a pool of models.
+
+It trains them from one start, in one low-loss region.
 
 Chen et al., "Local Superior Soups: A Catalyst for Reducing Communication Rounds in Federated Learning with
 Pre-trained Model"; NeurIPS 2024. The client receives f_p. It starts with the pool M = {f_p}, and for i = 1 .. n:

@@ -1,4 +1,6 @@
-"""MOON: a contrastive loss pulls a client's representation to the global model's and away from its previous model's.
+"""MOON: a contrastive loss on representations, against client drift.
+
+It pulls a client's representation to the global model's and away from its previous model's.
 
 Li et al., "Model-Contrastive Federated Learning", CVPR 2021. z, z_g and z_p are the representations of a batch by the
 model in training, the received model w, and the model that this client returned last:

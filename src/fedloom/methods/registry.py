@@ -1,4 +1,4 @@
-"""Registry of methods: built-in ones, those of installed packages, and those in a user's file."""
+"""Registry of methods: built in, of installed packages, of a user's file."""
 
 import importlib
 import re

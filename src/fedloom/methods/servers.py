@@ -1,4 +1,4 @@
-"""Base classes of servers: with one model (FedAvg), and with several models (FedCross, FedMR).
+"""Base classes of servers with one model and with several models.
 
 A server with one model sends it to all clients. `next_model` computes the next model from the old one and the mean of
 the client models. Without an update the model stays as it is.
@@ -61,11 +61,23 @@ class AveragingServer(Server[O]):
         return [ClientTask(client_id, self.bank.rows[0]) for client_id in client_ids]
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of this client in the mean: here its number of samples."""
+        """Choose the weight of a client in the mean.
+
+        Args:
+            update: The client's update.
+
+        Returns:
+            The weight: here the number of samples.
+        """
         return update.num_examples
 
     def observe(self, round: int, update: ClientUpdate) -> None:
-        """See one update before it joins the mean. Copy what `next_model` needs of it."""
+        """See one update before it joins the mean. Copy what `next_model` needs of it.
+
+        Args:
+            round: The round, from 0.
+            update: A client's update, valid until the next one.
+        """
 
     def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
         """Compute the next model from the old one and the mean of the client models; here it is the mean.
@@ -98,7 +110,20 @@ class AveragingServer(Server[O]):
 
 
 class MultiModelServer(Server[O]):
-    """A server with K models; a subclass combines them after every round."""
+    """A server with K models; a subclass combines them after every round.
+
+    K is the number of clients per round. All models are equal at first, and each client trains one of them. The global
+    model is their uniform mean.
+
+    Attributes:
+        bank: The models, one per row of `bank.rows`.
+        absent: Indices of the models that no client returned in this round.
+
+    Example:
+        class RotationServer(MultiModelServer[Options]):
+            def combine(self, round: int, v: Tensor, w: Tensor) -> None:
+                w.copy_(v.roll(1, 0))  # each model goes on to the next client
+    """
 
     state_attributes = ("bank",)
 
@@ -109,7 +134,6 @@ class MultiModelServer(Server[O]):
         self._uploaded = context.bank(context.clients_per_round)
         self._places = self._uploaded.rows.unbind()  # once, because each call on a GPU costs time
         self.absent: set[int] = set()
-        """Indices of the models that no client returned in this round."""
 
     def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
         model_indices = self._model_indices(round, len(client_ids))
@@ -139,10 +163,20 @@ class MultiModelServer(Server[O]):
 
     @abstractmethod
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
-        """Write the next models into the rows of `w`, from the client models in `v`. Do not change `v`."""
+        """Compute the next models from the client models.
+
+        Args:
+            round: The round, from 0.
+            v: The client models, one per row. If a client failed, its row is the old model. Do not change `v`.
+            w: The models of the server, one per row. Write the next models into it.
+        """
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Return the uniform mean of models."""
+        """Return the uniform mean of models.
+
+        Args:
+            rows: The models, one per row.
+        """
         mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.device)
         for row in rows:
             mean.add(row)

@@ -1,4 +1,4 @@
-"""Model soups: each client trains several models with different hyper-parameters and returns their mean.
+"""Model soups: each client averages models with different hyperparameters.
 
 Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing
 inference time", ICML 2022. Every model starts from the one the client received.
@@ -69,7 +69,7 @@ O = TypeVar("O", bound=SoupsOptions)  # noqa: E741 - as in base.py
 
 @dataclass(frozen=True)
 class _SoupRecipe:
-    """The hyper-parameters of one model."""
+    """The hyperparameters of one model."""
 
     config: TrainingConfig
     dropout: float | None = None
@@ -204,7 +204,7 @@ def _one_of(values: list[float], otherwise: float, draw: np.random.Generator) ->
 register(
     Method(
         name="soups",
-        summary="each client trains several models with different hyper-parameters and returns their mean",
+        summary="each client trains several models with different hyperparameters and returns their mean",
         reference="Wortsman et al., ICML 2022",
         options=SoupsOptions,
         client=SoupsClient,

@@ -1,4 +1,4 @@
-"""SWAD: each client returns the mean of all iterates while its validation loss is low.
+"""SWAD: each client averages all iterates while its validation loss is low.
 
 Cha et al., "SWAD: Domain Generalization by Seeking Flat Minima", NeurIPS 2021, algorithm 1. With the validation losses
 E(1), E(2), ... of a training,

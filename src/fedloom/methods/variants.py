@@ -1,4 +1,4 @@
-"""Variants of a method: its options, and training settings of its run, written behind its name.
+"""Variants of a method: options and training settings behind its name.
 
     fedcross:alpha=0.9      fedavg:lr=0.03      fedcross:alpha=0.9+fedprox:mu=0.1,run.epochs=5
 

@@ -1,4 +1,7 @@
-"""ModelSpec, the catalogue entry of a network, and ModelRequest, what the network is built for."""
+"""ModelSpec, the registry entry of a network, and ModelRequest.
+
+A request says what the network is built for.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -32,10 +35,10 @@ class ModelRequest:
     vocabulary_size: int = 0
     """Number of different tokens in the data; 0 if unknown."""
 
-    def image_shape(self, min_size: int = 1, colour: bool = False) -> tuple[int, int, int]:
+    def image_shape(self, min_size: int = 1, color: bool = False) -> tuple[int, int, int]:
         """Return channels, height and width of images whose sides have at least `min_size` pixels.
 
-        A `colour` network has three channels; grey images are repeated (`expand_model_input_channels`).
+        A `color` network has three channels; gray images are repeated (`expand_model_input_channels`).
         """
         if len(self.shape) != 3:
             raise InputError(
@@ -47,9 +50,9 @@ class ModelRequest:
                 f"model {self.name!r} cannot take images of {height} x {width} pixels; it needs "
                 f"at least {min_size} x {min_size}."
             )
-        if colour and channels not in (1, 3):
+        if color and channels not in (1, 3):
             raise InputError(f"model {self.name!r} cannot take images of {channels} channels; it takes 1 or 3.")
-        return 3 if colour else channels, height, width
+        return 3 if color else channels, height, width
 
     def sequence_length(self) -> int:
         """Return the number of tokens in an input of text."""
@@ -62,7 +65,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class ModelSpec(Generic[O]):
-    """An entry of the catalogue."""
+    """An entry of the registry."""
 
     summary: str
     build: Callable[[ModelRequest, O], nn.Module]

@@ -1,4 +1,4 @@
-"""Convolutional networks: McMahan's CNNs and variants, LeNets, and DynaFed's ConvNet."""
+"""Convolutional networks: McMahan's CNNs, LeNets and DynaFed's ConvNet."""
 
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,6 +1,8 @@
-"""Starting weights from a file: read it, match its tensors by name, and replace the classifier if needed.
+"""Initial weights from a file.
 
-Only the classifier may have another shape, for another number of classes; it is then created anew. Names that are
+Read the file, match its tensors by name, and replace the classifier if needed.
+
+Only the classifier may have another shape, for another number of classes; then a new one replaces it. Names that are
 missing in the file or unexpected are reported. Every other difference is an error. Reading never executes code:
 safetensors cannot, and torch files are read with `weights_only=True`.
 """
@@ -52,13 +54,13 @@ class InitialWeights:
     matched: tuple[str, ...]
     """Taken from the file."""
     replaced: tuple[str, ...]
-    """The classifier, if it was created anew."""
+    """The classifier, if a new one replaced it."""
     missing: tuple[str, ...]
     """Not in the file, so initialized as without one."""
     unexpected: tuple[str, ...]
     """Names in the file that the network does not have."""
     new_classifier_reason: str = ""
-    """Why the classifier was created anew."""
+    """Why a new classifier replaced it."""
     advice: str = ""
 
     def describe(self) -> str:
@@ -116,9 +118,9 @@ def load_initial_weights(
 ) -> InitialWeights:
     """Copy the tensors of `weights_file` into `module`.
 
-    The classifier is created anew if its number of classes differs, or with `new_head`. A module may have `old_names`,
-    pairs of a pattern and its replacement: they are applied to the names on both sides, so that files with other names
-    match.
+    A new classifier replaces that of the file if its number of classes differs, or with `new_head`. A module may have
+    `old_names`, pairs of a pattern and its replacement: they are applied to the names on both sides, so that files with
+    other names match.
     """
     wanted: dict[str, Tensor] = module.state_dict()
     pairs, unexpected = _pair(wanted, weights_file.tensors, getattr(module, "old_names", ()))
@@ -257,7 +259,7 @@ def _classifier(module: nn.Module) -> str | None:
 
 
 def _why_new(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], of_head: list[str], new_head: bool) -> str:
-    """Return why the classifier is created anew, or an empty string."""
+    """Return why the classifier is replaced by a new one, or an empty string."""
     if not found:
         return ""
     if new_head:

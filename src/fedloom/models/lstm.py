@@ -1,4 +1,6 @@
-"""LEAF's LSTM networks for text: a token embedding, two LSTM layers, and a classifier of the last step.
+"""LEAF's LSTM networks for text.
+
+They have a token embedding, two LSTM layers, and a classifier of the last step.
 
 Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018. Inputs are rows of integers, one per token. The two
 LSTM layers are separate modules, so that FedMR can swap them one by one.

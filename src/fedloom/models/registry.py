@@ -1,4 +1,4 @@
-"""Build networks by name: `build_model`, `available_models` and `count_parameters`.
+"""Networks by name: `build_model`, `available_models`, `count_parameters`.
 
 Networks are plain modules whose tensors keep their names and order. Each ends in a linear layer called `head`; the rest
 is the body. Parameters belong to leaf modules, which FedMR calls layers. `NAME+projection` is a network with MOON's
@@ -65,9 +65,9 @@ def _split_projection(name: str) -> tuple[str, bool]:
 
 
 def _add_projection(network: nn.Module) -> nn.Module:
-    """Insert the projection before the linear layer `head`, which is created anew for the new width."""
+    """Insert the projection before the linear layer `head`, which is replaced by one of the new width."""
     old = network.get_submodule("head")
-    assert isinstance(old, nn.Linear), "every network of the catalogue ends in a linear head"
+    assert isinstance(old, nn.Linear), "every network of the registry ends in a linear head"
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         fc1=nn.Linear(old.in_features, old.in_features),
         relu=nn.ReLU(),
@@ -200,12 +200,12 @@ def _find(name: str, shape: Shape, classes: int, vocabulary_size: int) -> tuple[
 
 
 def _info(name: str, network: ModelSpec[Any]) -> ModelInfo:
-    grey = colour = text = None
+    gray = color = text = None
     if network.text_size is not None:
         length, classes = network.text_size
         text = count_parameters(name, (length,), classes)
     else:
-        grey, colour = count_parameters(name, (1, 28, 28), 10), count_parameters(name, (3, 32, 32), 10)
+        gray, color = count_parameters(name, (1, 28, 28), 10), count_parameters(name, (3, 32, 32), 10)
     fields = network.options.model_fields
     options = tuple(_ModelOption(key, field.default, field.description or "") for key, field in fields.items())
-    return ModelInfo(name, network.summary, grey, colour, text, options)
+    return ModelInfo(name, network.summary, gray, color, text, options)

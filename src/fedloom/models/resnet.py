@@ -1,4 +1,6 @@
-"""Residual networks: He's ResNet-20 for CIFAR, ResNet-18 and -50, and the one that FedMR's code calls ResNet-20.
+"""Residual networks: ResNet-18, ResNet-20, ResNet-50.
+
+ResNet-20 is He's for CIFAR, or the one that FedMR's code calls ResNet-20.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. Each stage after the first halves the sides. If a
 block changes the shape, its shortcut is a strided 1 x 1 convolution with a norm (B), or takes every other pixel and
@@ -25,8 +27,8 @@ class _ResNetOptions(NormOptions):
     """first layers: cifar keeps the size of images; imagenet (7 x 7 convolution and a pool) quarters their sides"""
     width: int = Field(64, ge=1)
     """channels of the first stage"""
-    colour: bool = False
-    """use three channels for all data; grey images are repeated"""
+    color: bool = False
+    """use three channels for all data; gray images are repeated"""
 
 
 class _ImageNetResNetOptions(_ResNetOptions):
@@ -186,10 +188,10 @@ class ResNet(nn.Module):
         counts: tuple[int, ...],
         width: int,
         stem: str = "cifar",
-        colour: bool = False,
+        color: bool = False,
     ) -> None:
         super().__init__()
-        channels, *sides = plan.request.image_shape(colour=colour)
+        channels, *sides = plan.request.image_shape(color=color)
         self.channels = channels
         if stem == "imagenet":
             sides = [-(-side // 2) for side in sides]
@@ -218,7 +220,7 @@ class PreActResNet(nn.Module):
     """The ResNet-20 of FedCross's and FedMR's code: six bottlenecks with early norms, and no norm at the end.
 
     The last norm exists but is not used. It stays, because it counts as parameters, is sent, and FedMR swaps it as a
-    layer. Grey images pass a 3 x 3 max pool after the stem. Initial weights are those of that code.
+    layer. Gray images pass a 3 x 3 max pool after the stem. Initial weights are those of that code.
     """
 
     def __init__(self, request: ModelRequest, options: _PreActResNetOptions) -> None:
@@ -247,7 +249,7 @@ def _build_resnet(
     block: AnyBlock, counts: tuple[int, ...], request: ModelRequest, options: _ResNetOptions
 ) -> nn.Module:
     """Return ResNet-18 or a larger ResNet."""
-    return ResNet(_ResNetPlan(request, options), block, counts, options.width, options.stem, options.colour)
+    return ResNet(_ResNetPlan(request, options), block, counts, options.width, options.stem, options.color)
 
 
 def _build_resnet20(request: ModelRequest, options: _ResNet20Options) -> nn.Module:

@@ -1,4 +1,6 @@
-"""Vision transformers from `transformers`, optionally with `peft`'s LoRA. They need the extra `fedloom[vit]`.
+"""Vision transformers, optionally with LoRA.
+
+They come from `transformers` and `peft`, and need the extra `fedloom[vit]`.
 
 LoRA freezes the body. It trains the head and two thin matrices next to every query and value projection, A (rank x
 width) and B (width x rank). Only these are in a row, so only they are sent and averaged. The frozen body is in memory
@@ -31,8 +33,8 @@ class _ViTOptions(Settings):
     """side of a patch in pixels"""
     size: int = Field(0, ge=0)
     """side that images are resized to; 0 keeps their size"""
-    colour: bool = False
-    """use three channels for all data; grey images are repeated"""
+    color: bool = False
+    """use three channels for all data; gray images are repeated"""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "_ViTOptions":
@@ -52,8 +54,8 @@ class _ViTBaseOptions(_ViTOptions):
     """side of a patch in pixels"""
     size: int = Field(224, ge=0)
     """side that images are resized to; 0 keeps their size"""
-    colour: bool = True
-    """use three channels for all data; grey images are repeated"""
+    color: bool = True
+    """use three channels for all data; gray images are repeated"""
 
 
 class _LoRAOptions(Settings):
@@ -151,7 +153,7 @@ def _count_vit_parameters(request: ModelRequest, options: _ViTOptions) -> int:
 
 def _input(request: ModelRequest, options: _ViTOptions) -> tuple[int, tuple[int, int]]:
     """Return channels and sides of the images that enter the body."""
-    channels, height, width = request.image_shape(colour=options.colour)
+    channels, height, width = request.image_shape(color=options.color)
     if options.size:
         height = width = options.size
     if height % options.patch or width % options.patch:

@@ -1,4 +1,4 @@
-"""Differential privacy of clients: clipped updates, a noisy mean, and an account of epsilon."""
+"""Differential privacy of clients: clipping, noise, epsilon."""
 
 from fedloom.privacy.accountant import PrivacyAccountant
 from fedloom.privacy.compatibility import check_private_method, compose_privacy_compatible

@@ -1,7 +1,9 @@
-"""Privacy accountant: epsilon of rounds with noise, by the Rényi accountant of Google's dp-accounting.
+"""Privacy accountant: epsilon of rounds with noise.
+
+It uses the Rényi accountant of Google's dp-accounting.
 
 A round is one Poisson-sampled Gaussian mechanism: every client takes part independently with probability q, and the sum
-of updates no longer than C gets noise of standard deviation Z C. Two federated data sets are neighbours if one client,
+of updates no longer than C gets noise of standard deviation Z C. Two federated data sets are neighbors if one client,
 with all of its samples, is in only one of them; the sum then differs by at most C. Rényi divergences add up over
 rounds, whatever a round learned from earlier ones, so epsilon depends on the number of rounds alone.
 """

@@ -1,4 +1,4 @@
-"""The command that repeats a comparison: kept in its folder, shown at the top of its report."""
+"""The command that repeats a comparison, in its folder and its report."""
 
 import shlex
 from pathlib import Path

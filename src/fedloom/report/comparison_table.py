@@ -1,4 +1,4 @@
-"""Comparison table: groups of runs over seeds, their differences from the reference, targets, and notes."""
+"""Comparison table: groups of runs, their differences, targets and notes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

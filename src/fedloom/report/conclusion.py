@@ -1,4 +1,4 @@
-"""The conclusion of a comparison: which methods differ from the reference, and which differences the seeds confirm.
+"""The conclusion of a comparison: which differences the seeds confirm.
 
 The tests of one task are one family: each other method against the reference (the first method), corrected by Holm's
 method. The methods are not tested against each other, so the sentences rank nothing but the means.

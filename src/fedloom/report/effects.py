@@ -1,4 +1,4 @@
-"""Grids of methods: factors, levels and combinations; main effects, and effects of pairs.
+"""Grids of methods: main effects, and effects of pairs.
 
 An effect is a mean of differences between runs with the same seed that differ only in the levels in question. A
 difference counts only if all its combinations have a result. A missing result therefore removes pairs and biases none.

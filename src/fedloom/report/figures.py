@@ -1,4 +1,7 @@
-"""Data behind the plots of a report; `report.js` draws them in the colours of the reader's theme."""
+"""Data behind the plots of a report.
+
+`report.js` draws them in the colors of the reader's theme.
+"""
 
 from collections.abc import Sequence
 from itertools import islice

@@ -1,4 +1,6 @@
-"""File names in place of absolute paths: a report may be published, and folders name users and machines."""
+"""File names in place of absolute paths.
+
+A report may be published, and folders name users and machines."""
 
 import re
 import shlex

@@ -23,12 +23,12 @@ from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_list, format_plural, format_seconds, format_value
 
 PARTS = ("train", "evaluate", "refine", "aggregate", "dispatch", "sample_clients", "checkpoint")
-"""The phases of a round, largest first. The colours follow this order."""
+"""The phases of a round, largest first. The colors follow this order."""
 
 
 def render_results_section(comparison: ComparisonTable) -> SectionHtml:
     """Return the result table, with a strip of one dot for each seed."""
-    titles, rows = _coloured(comparison, "result")
+    titles, rows = _colored(comparison, "result")
     strips = _strips(comparison.groups)
     if strips and "seeds" in titles:
         place = titles.index("seeds") + 2
@@ -59,7 +59,7 @@ def render_curves_section(figure_data: Data) -> SectionHtml:
 
 def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
     """Return the table of costs: rounds, bytes, time and failed clients."""
-    titles, rows = _coloured(comparison, "cost")
+    titles, rows = _colored(comparison, "cost")
     if len(titles) < 2:
         return SectionHtml("")
     hint = "Cost of one run, mean over seeds."
@@ -68,7 +68,7 @@ def render_costs_section(comparison: ComparisonTable) -> SectionHtml:
     return render_section("Cost", hint, render_section_table(titles, rows))
 
 
-def _coloured(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
+def _colored(comparison: ComparisonTable, part: Part) -> tuple[list[str], list[list[str]]]:
     titles, rows = comparison.table(part)
     return titles, [[render_colored_label(group), *row[1:]] for group, row in zip(comparison.groups, rows, strict=True)]
 

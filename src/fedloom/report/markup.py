@@ -1,4 +1,4 @@
-"""HTML markup: escaped elements, tables that fold on narrow screens, and samples of the lines in the figures."""
+"""HTML markup: escaped elements, folding tables, and samples of lines."""
 
 from html import escape
 
@@ -7,7 +7,7 @@ from fedloom.report.statistics import GroupStatistics
 
 HUES = 8
 DASHES = ("", "10 4", "3 3", "10 4 3 4", "16 5", "16 4 3 4 3 4")
-"""Dash patterns in pixels. A method has a hue and a dash, so that lines differ without colours too."""
+"""Dash patterns in pixels. A method has a hue and a dash, so that lines differ without colors too."""
 
 
 class SectionHtml(str):
@@ -71,7 +71,7 @@ def render_colored_label(group: GroupStatistics) -> SectionHtml:
 
 
 def group_hue(group: GroupStatistics) -> str:
-    """Return the colour of a group, a variable of the style sheet."""
+    """Return the color of a group, a variable of the style sheet."""
     return f"var(--c{group.record_group.kind % HUES})"
 
 

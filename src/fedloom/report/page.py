@@ -1,4 +1,7 @@
-"""The self-contained HTML report of one or many runs. It loads nothing from the network."""
+"""The self-contained HTML report of one or many runs.
+
+It loads nothing from the network.
+"""
 
 import base64
 import hashlib

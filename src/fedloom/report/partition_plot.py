@@ -1,4 +1,7 @@
-"""A partition as an HTML page with statistics, or as an SVG image with the same circles."""
+"""A partition as an HTML page with statistics, or as an SVG image.
+
+Both have the same circles.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,7 +48,7 @@ class _PlotDrawing:
     height: float
     lines: list[tuple[float, float, float, float]] = field(default_factory=list)
     circles: list[tuple[float, float, float]] = field(default_factory=list)
-    """Centre and radius."""
+    """Center and radius."""
     texts: list[_PlotText] = field(default_factory=list)
 
 

@@ -252,7 +252,7 @@ class RecordGroup:
     label: str
     """A unique name."""
     kind: int
-    """The index of `short` among all distinct names. It selects the colour, the same on every task."""
+    """The index of `short` among all distinct names. It selects the color, the same on every task."""
     records: tuple[RunRecord, ...]
 
 

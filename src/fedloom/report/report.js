@@ -1,5 +1,5 @@
 "use strict";
-// Draws the plots from the data in the page, in the colours of the style sheet, and again when the colours or the width
+// Draws the plots from the data in the page, in the colors of the style sheet, and again when the colors or the width
 // change. Without this script only the plots are missing.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -145,12 +145,12 @@
   }
 
   const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  // From the background colour to the accent colour of the reader's theme.
+  // From the background color to the accent color of the reader's theme.
   const blend = (share) => {
     const from = parts(colour("--wash")), to = parts(colour("--accent"));
     return from.map((value, at) => Math.round(value + share * (to[at] - value)));
   };
-  // Relative luminance as in WCAG; `legible` picks the text colour with the higher contrast.
+  // Relative luminance as in WCAG; `legible` picks the text color with the higher contrast.
   const bright = (rgb) => rgb.map((value) => (value / 255 > 0.04045 ? ((value / 255 + 0.055) / 1.055) ** 2.4
     : value / 3294.6)).reduce((sum, value, at) => sum + [0.2126, 0.7152, 0.0722][at] * value, 0.05);
   const legible = (rgb) => {

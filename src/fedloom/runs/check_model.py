@@ -1,4 +1,7 @@
-"""Build the network of a run, and check it on two samples before anything is written."""
+"""Build the network of a run, and check it on two samples.
+
+This happens before anything is written.
+"""
 
 import warnings
 from collections.abc import Callable

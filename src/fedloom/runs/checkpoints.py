@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state of all parts after a round, and the client states.
+"""Checkpoints of a run: the state of all parts, and the client states.
 
 A checkpoint is a file `round-000012.json`, which is written last. It names the files of its tensors:
 `round-000012.safetensors` for the parts of the method, and `clients-*.safetensors` for the client states. Only changed

@@ -1,4 +1,4 @@
-"""Compare methods over seeds, with the same clients, batches and initial models for all methods."""
+"""Compare methods over seeds, with the same clients and batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -290,6 +290,4 @@ def _same_plan(place: Path, config: Config) -> None:
         del now["clients"]
     for key, value in now.items():
         if before[key] != value:
-            raise InputError(
-                f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out to start anew."
-            )
+            raise InputError(f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out.")

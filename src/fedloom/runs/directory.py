@@ -112,7 +112,7 @@ class RunDirectory:
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock this run against other processes; the lock ends with this process."""
-        return lock_directory(self.path)
+        return _lock_directory(self.path)
 
     # metrics
 
@@ -239,7 +239,7 @@ def claim_directory(
                 folder.rmdir()
 
 
-def refuse_occupied(path: Path) -> None:
+def refuse_occupied_directory(path: Path) -> None:
     """Raise an InputError if a folder is not empty."""
     with _told(path):
         if path.exists() and any(entry.name not in UNCOUNTED for entry in path.iterdir()):
@@ -248,7 +248,7 @@ def refuse_occupied(path: Path) -> None:
 
 
 @contextmanager
-def lock_directory(folder: Path) -> Iterator[None]:
+def _lock_directory(folder: Path) -> Iterator[None]:
     """Lock `folder` against other processes; the lock ends with this process."""
     with _lock(folder, []):
         yield

@@ -18,7 +18,13 @@ from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.callback import Callback, SilentCallback
-from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, parse_run_path, refuse_occupied
+from fedloom.runs.directory import (
+    RunDirectory,
+    claim_directory,
+    directory_name,
+    parse_run_path,
+    refuse_occupied_directory,
+)
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
 from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_config, resolve_method
@@ -93,8 +99,8 @@ def execute_run(
     """
     config = replace_config(config, options=resolve_method(config).resolved_options())
     place = parse_run_path(out) if out is not None else Path(runs) / directory_name(config)
-    with claim_directory(place, refuse_occupied, numbered=out is None) as path:
-        return execute_in(
+    with claim_directory(place, refuse_occupied_directory, numbered=out is None) as path:
+        return execute_in_directory(
             path,
             config,
             user_objects or UserObjects(),
@@ -105,7 +111,7 @@ def execute_run(
         )
 
 
-def execute_in(
+def execute_in_directory(
     path: Path,
     config: Config,
     user_objects: UserObjects,
@@ -209,12 +215,12 @@ def resume(
     user_objects, directory = UserObjects(data, model, loss), RunDirectory.open(Path(path))
     finished = directory.summary() is not None and (directory.path / MODEL_FILE).is_file()
     with nullcontext() if finished else directory.lock():  # a finished run may be on a read-only disk
-        return resume_in(
+        return resume_in_directory(
             directory, user_objects, callback or SilentCallback(), report=report, remote_engine=remote_engine, **changes
         )
 
 
-def resume_in(
+def resume_in_directory(
     directory: RunDirectory,
     user_objects: UserObjects,
     callback: Callback,
@@ -267,7 +273,7 @@ def _go_on(
                 raise InputError(
                     f"{text} Rounds repeated with other noise would reveal more than epsilon accounts for."
                 )
-            callback.on_message(f"{text} Going on from the checkpoint before it.")
+            callback.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
             _write_partition(directory, built_run)
             directory.rewind(-1)

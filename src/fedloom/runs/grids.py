@@ -1,4 +1,6 @@
-"""Plan a grid of methods: each server with each client and each refiner, without the combinations that cannot run.
+"""Plan a grid of methods: each server with each client and each refiner.
+
+Combinations that cannot run are left out, with a reason.
 
     fedavg,fedcross,scaffold x sgd,fedprox x none,dynafed
 

@@ -1,4 +1,4 @@
-"""Run all rounds of a run, record each one, save checkpoints when due, and stop on request."""
+"""Run all rounds: record each one, save checkpoints, stop on request."""
 
 import time
 from contextlib import suppress
@@ -13,7 +13,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.metrics import summarize_run_metrics
-from fedloom.utils.storage import CheckpointSchedule
+from fedloom.utils.storage import WriteSchedule
 
 
 def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback, first_round: int | None) -> None:
@@ -23,7 +23,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
     try:
         if first_round is None:
             _record(directory, callback, rounds.initial_record())
-        schedule, checkpoints = CheckpointSchedule(config.checkpoint_seconds), directory.checkpoints
+        schedule, checkpoints = WriteSchedule(config.checkpoint_seconds), directory.checkpoints
         go_on = f"continue with: fedloom resume {directory.path}"
         # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
         always = built_run.engine.checkpoint_every_round or not rounds.repeatable

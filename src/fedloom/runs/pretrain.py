@@ -1,4 +1,4 @@
-"""Pretraining: ordinary training on one data set, to make the initial weights of federated runs.
+"""Pretraining: ordinary training that makes initial weights for federated runs.
 
 The sequential engine trains one client with all samples, one epoch per round. The optimizer keeps its state from epoch
 to epoch, as in ordinary training. The same seed gives the same bits, also after a crash and a restart.
@@ -39,7 +39,7 @@ from fedloom.training.local_training import ClientStates, EngineContext
 from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 from fedloom.utils.settings import validate_settings
-from fedloom.utils.storage import CheckpointSchedule, write_safetensors
+from fedloom.utils.storage import WriteSchedule, write_safetensors
 from fedloom.utils.system import available_cpu_count
 
 NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
@@ -73,7 +73,7 @@ class PretrainResult:
         return str(self.metadata["digest"])
 
 
-class _PretrainCallback(Protocol):
+class PretrainCallback(Protocol):
     """Watch a pretraining; `fedloom.runs.callback.Callback` explains the methods. Rounds are epochs."""
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None: ...
@@ -85,7 +85,7 @@ class _PretrainCallback(Protocol):
 
 
 def pretrain(
-    data: str, out: Path | str, model: str = "mlp", *, callback: _PretrainCallback | None = None, **settings: Any
+    data: str, out: Path | str, model: str = "mlp", *, callback: PretrainCallback | None = None, **settings: Any
 ) -> PretrainResult:
     """Train a network on one data set in the ordinary way, and write it to a file for the setting `init`.
 
@@ -122,7 +122,7 @@ def pretrain(
     return result
 
 
-def _train(path: Path, work: Path, config: PretrainConfig, callback: _PretrainCallback) -> PretrainResult:
+def _train(path: Path, work: Path, config: PretrainConfig, callback: PretrainCallback) -> PretrainResult:
     """Train and write the file; checkpoints go to the folder `work`."""
     with explain_out_of_memory(config.device, work=NO_ROOM):
         pretrainer = _Pretrainer(config, callback)
@@ -166,7 +166,7 @@ def _same(before: Mapping[str, Any], config: PretrainConfig, where: Path) -> Non
 class _Pretrainer:
     """Model, data, optimizer and engine of a pretraining. The caller must close it."""
 
-    def __init__(self, config: PretrainConfig, callback: _PretrainCallback) -> None:
+    def __init__(self, config: PretrainConfig, callback: PretrainCallback) -> None:
         self.config, self.callback = config, callback
         device, rng_streams, training_config = (
             select_device(config.device),
@@ -213,7 +213,7 @@ class _Pretrainer:
         self._load_checkpoint(checkpoints, path)
         self.callback.on_run_start(path, self.config, [{"round": record["epoch"]} for record in self.history])
         try:
-            schedule = CheckpointSchedule(self.config.checkpoint_seconds)
+            schedule = WriteSchedule(self.config.checkpoint_seconds)
             for epoch in range(len(self.history), self.config.epochs):
                 record = self._train_epoch(epoch)
                 self.history.append(record)
@@ -263,7 +263,7 @@ class _Pretrainer:
     def _load_checkpoint(self, checkpoints: Checkpoints, path: Path) -> None:
         latest = checkpoints.load_latest(self.client_states)
         for text in checkpoints.damaged:
-            self.callback.on_message(f"{text} Going on from the checkpoint before it.")
+            self.callback.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
             return
         _, state = latest

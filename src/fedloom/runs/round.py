@@ -44,7 +44,7 @@ class _RoundStatistics:
     idle: int = 0
     """Clients without training samples."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Clients that did not answer or whose update was refused, and why."""
+    """Clients that did not answer or whose update was rejected, and why."""
     num_permanent: int = 0
     """How many of them cannot answer, even if the round is repeated."""
     unsent_tasks: list[ClientTask] = field(default_factory=list)
@@ -155,7 +155,7 @@ class RoundRunner:
                 continue
             statistics.bytes_up += answer.nbytes - personal_bytes
             if fault := _find_update_fault(answer, self.context.layout, upload_shapes):
-                statistics.failed[answer.client_id] = f"refused: {fault}"
+                statistics.failed[answer.client_id] = f"rejected: {fault}"
             elif answer.num_examples == 0:
                 statistics.idle += 1
             else:

@@ -1,4 +1,4 @@
-"""Tests for your own methods: `check_method`, a small federated data set and small runs."""
+"""Tests for your own methods: `check_method`, small data, small runs."""
 
 from fedloom.testing.fixtures import (
     SmallFederatedDataset,

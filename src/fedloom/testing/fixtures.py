@@ -1,4 +1,4 @@
-"""A small federated data set, small networks, and runs on them that take about a second."""
+"""A small federated data set, small networks, and runs of about a second."""
 
 import tempfile
 from collections.abc import Callable, Mapping

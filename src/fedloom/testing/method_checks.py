@@ -181,7 +181,7 @@ def _handles_failed_clients(method: str, options: Given) -> None:
 
 
 def _refuses_what_is_not_finite(method: str, options: Given) -> None:
-    """An update that is not finite is refused and recorded whenever its client is sampled; it never reaches a model."""
+    """An update that is not finite is rejected and recorded each time its client is sampled. It reaches no model."""
     rounds, federated_data = 16, SmallFederatedDataset(poisoned=3)  # some servers sample a client rarely
     made = build_small_run(method, options, federated_data=federated_data, clients_per_round=8, rounds=rounds)
     with made.engine_closed() as built_run:
@@ -194,7 +194,7 @@ def _refuses_what_is_not_finite(method: str, options: Given) -> None:
         built_run.engine.train = noted  # type: ignore[method-assign]  # to see which clients it gets
         for round in range(rounds):
             reason = built_run.rounds.run_round(round)["failed_clients"].get("3", "")
-            assert "refused" in reason or not asked[-1], "an update that is not finite was not refused"
+            assert "rejected" in reason or not asked[-1], "an update that is not finite was not rejected"
             if sum(asked) == 4:
                 break
         assert any(asked), f"client 3 of 8 was not sampled in {len(asked)} rounds"

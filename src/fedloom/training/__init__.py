@@ -1,1 +1,1 @@
-"""Local training of one client: trainer, batches, optimizers, buffers, mixed precision."""
+"""Local training of one client: trainer, batches, optimizers, buffers."""

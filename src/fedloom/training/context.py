@@ -1,4 +1,7 @@
-"""What all trainers of a run share: the network, the loss, the settings, and the types of a step and a loss."""
+"""TrainingContext: what all trainers of a run share; LocalSteps.
+
+It has the network, the loss, the settings, and the types of a step and a loss.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

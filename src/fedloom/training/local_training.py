@@ -1,4 +1,4 @@
-"""Train or evaluate one client, and store client states, in the same way in every engine."""
+"""Train or evaluate one client, and store client states, in every engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Keep the buffers of a network in its row, and reset non-persistent buffers for each client.
+"""Keep module buffers in the row, and reset non-persistent buffers.
 
 A network may change a buffer in place, or assign a new tensor (`self.mean = 0.9 * self.mean + ...`). The new tensor is
 outside the row until `gather` copies it. Buffers with `persistent=False` are in no row, so each client starts with

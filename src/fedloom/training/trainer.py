@@ -1,4 +1,4 @@
-"""The trainer of a client: its model, gradient and samples, and how to run training steps.
+"""LocalTrainer: a client's model, gradient and samples, and its training steps.
 
 A `Client` (methods/base.py) works with the trainer and yields `LocalSteps`. An engine owns the trainers and runs these
 steps. Nothing here depends on methods or processes.
@@ -131,7 +131,19 @@ class LocalTrainer:
         uploads: dict[str, Tensor],
         first_visit: bool,
     ) -> None:
-        """Start the training of one client: `row` becomes its model, with the values of `received`."""
+        """Start the training of one client: `row` becomes its model, with the values of `received`.
+
+        Args:
+            round: The round, from 0.
+            client_id: The client.
+            samples: The client's training samples, as they are stored.
+            row: Memory for the client's model.
+            received: The model that the client received.
+            extras: Tensors that the client received with the model.
+            client_state: Memory for the client state, with the values of the last visit.
+            uploads: Memory for the tensors that the client returns with the model.
+            first_visit: Whether this client trains for the first time.
+        """
         self.round, self.client_id, self.first_visit = round, client_id, first_visit
         self.config = self._context.config
         self._set_lr(self.config.lr_at(round))
@@ -296,7 +308,11 @@ class LocalTrainer:
         return kept
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of the bound model on a batch."""
+        """Return the loss of the bound model on a batch.
+
+        Args:
+            batch: Network inputs and targets.
+        """
         return self._context.criterion(self.module(batch.x), batch.y)
 
     def backward(self, loss: Tensor) -> None:
@@ -328,7 +344,11 @@ class LocalTrainer:
         self.optimizer.step(self.weights, self.gradient, self._rate)
 
     def run_steps(self, local_steps: LocalSteps) -> None:
-        """Run these steps. Batches are drawn from the stream of (seed, round, client)."""
+        """Run these steps. Batches are drawn from the stream of (seed, round, client).
+
+        Args:
+            local_steps: The steps, which a `Client` yielded.
+        """
         for batch_slice in self._batch_slices(local_steps):
             if batch_slice.starts_epoch:
                 self._losses.clear()
@@ -350,7 +370,11 @@ class LocalTrainer:
                 norm.train()
 
     def num_steps(self, local_steps: LocalSteps) -> int:
-        """Return how many steps these `LocalSteps` take on this client."""
+        """Return how many steps these `LocalSteps` take on this client.
+
+        Args:
+            local_steps: Steps with a number of epochs or of steps, or neither: then the settings decide.
+        """
         if not self.num_examples:
             return 0
         epochs, steps = local_steps.epochs, local_steps.steps
@@ -440,6 +464,9 @@ class LocalTrainer:
         Args:
             row: A model in flat form.
             samples: Samples as they are stored.
+
+        Returns:
+            The result, with the mean loss and the number of correct samples of each class.
         """
         before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(row)

@@ -1,4 +1,6 @@
-"""Find the files of data sets on this machine. Imports nothing heavy, because `fedloom list` must answer at once."""
+"""Find the files of data sets on this machine.
+
+Imports nothing heavy, because `fedloom list` must answer at once."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +75,6 @@ def possible_data_folders(names: Sequence[str], system_folders: Sequence[Path]) 
 
 def describe_data_state(
     found: Path | None, manual_steps: str
-) -> Literal["at hand", "can be downloaded", "must be downloaded by hand"]:
+) -> Literal["on this machine", "can be downloaded", "must be downloaded by hand"]:
     """Return what `fedloom list datasets` says about the files of a published data set."""
-    return "at hand" if found else "must be downloaded by hand" if manual_steps else "can be downloaded"
+    return "on this machine" if found else "must be downloaded by hand" if manual_steps else "can be downloaded"

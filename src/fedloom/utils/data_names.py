@@ -1,4 +1,6 @@
-"""Complete the name of a data set: `mine.csv` is `table:mine.csv`, and paths become absolute. Loads no torch."""
+"""Complete the name of a data set: `mine.csv` is `table:mine.csv`.
+
+Paths become absolute. Loads no torch."""
 
 import re
 from pathlib import Path

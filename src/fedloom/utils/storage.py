@@ -1,4 +1,6 @@
-"""Write and read files safely: atomic writes, safetensors and JSON with checksums, and the tree of a state.
+"""Write and read files safely: atomic writes, safetensors, JSON, state trees.
+
+Files have checksums.
 
 A state is a tree of dicts, lists, tensors and plain values. Its tensors go into one safetensors file, the rest into
 JSON. A file appears under its name only when it is complete and on disk, so a crash at any time loses nothing. Reading
@@ -232,8 +234,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-class CheckpointSchedule:
-    """Decide when the next checkpoint is due: `seconds` after the last one, always if that is 0.
+class WriteSchedule:
+    """Decide when the next checkpoint or partial result is due: `seconds` after the last, or always if that is 0.
 
     The interval grows if checkpoints take long, for example because the server keeps many models.
     """

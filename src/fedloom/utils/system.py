@@ -1,4 +1,7 @@
-"""Helpers for processes, paths, ports and a user's Python file. Imports nothing heavy."""
+"""Helpers for processes, paths, ports and a user's Python file.
+
+This file imports nothing heavy.
+"""
 
 import ctypes
 import importlib

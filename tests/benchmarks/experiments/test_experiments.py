@@ -1,4 +1,4 @@
-"""The experiments: their list is valid, and stopped experiments continue."""
+"""Tests of the experiments: valid definitions, and continuation after a stop."""
 
 import json
 import statistics

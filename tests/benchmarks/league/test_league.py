@@ -1,4 +1,4 @@
-"""The league table: it has every method, its runs continue after a stop, and its page matches its results."""
+"""Tests of the league: complete, continues after a stop, page shows its results."""
 
 import json
 import os

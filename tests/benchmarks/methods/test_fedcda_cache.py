@@ -1,4 +1,4 @@
-"""The comparison of FedCDA's selections agrees with the run and with the models."""
+"""Tests of the benchmark that compares FedCDA's selections."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Partitions: every sample has one owner, and the skew is the one asked for."""
+"""Tests that every sample has one owner and the skew is the requested one."""
 
 from pathlib import Path
 

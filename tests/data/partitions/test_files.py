@@ -1,4 +1,4 @@
-"""Partitions in files: what was written reads back, others' lists are read, and nonsense is refused in one sentence."""
+"""Tests of partition files: round trip, other formats, invalid content."""
 
 import io
 import json

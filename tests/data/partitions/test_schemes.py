@@ -1,4 +1,4 @@
-"""Every scheme gives what it promises: how many samples, of which classes, from whom."""
+"""Tests that every partition scheme gives the promised sizes, classes and owners."""
 
 from collections import Counter
 
@@ -249,7 +249,7 @@ def test_each_client_holds_one_domain() -> None:
         ("natural,min=some", None, "min is 'some'"),
         ("natural:3", None, "takes no value"),
         ("domain", None, "'letters' has no domains"),
-        ("iid", None, "wants to be told the number of clients"),
+        ("iid", None, "needs the number of clients"),
         ("dirichlet-blocks:0", 3, "alpha of 'dirichlet-blocks' is '0'"),
         ("dirichlet-blocks:1,block=0", 3, "block is '0'"),
         ("dirichlet-blocks:1,min=3", 3, "no option 'min'"),

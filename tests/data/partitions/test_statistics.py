@@ -1,4 +1,4 @@
-"""The statistics of partitions: by hand on small ones, by their definitions on random ones."""
+"""Tests of partition statistics, by hand and by their definitions."""
 
 from itertools import combinations
 

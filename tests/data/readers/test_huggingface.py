@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's on disk, in the very files that its library writes."""
+"""Tests that read the files that Hugging Face `datasets` writes."""
 
 import io
 import json

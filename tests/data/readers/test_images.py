@@ -1,4 +1,4 @@
-"""Folders of images: what is found in them, how they are split, and that broken ones are refused by name."""
+"""Tests of image folders: files found, splits, and damaged images."""
 
 import io
 import sys

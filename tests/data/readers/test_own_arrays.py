@@ -1,4 +1,4 @@
-"""Arrays in an .npz file: what they mean, and that unusable ones are refused in a sentence."""
+"""Tests of arrays in an .npz file: their meaning, and what is refused."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""Tables as data sets: what numbers, words, gaps, labels and owners become."""
+"""Tests of tables: numbers, words, missing values, labels and owners."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Windows of characters, as LEAF's code makes them."""
+"""Tests of windows of characters, as in LEAF's code."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Digit-5 from the files in which its five domains are passed around."""
+"""Tests that read Digit-5 from the published files of its five domains."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: resumed, checked, whole or not there."""
+"""Tests of downloads from a local server: resumed, verified, complete or absent."""
 
 import gzip
 import hashlib
@@ -184,7 +184,7 @@ def test_a_data_set_is_downloaded_once_and_then_at_hand(
     assert loaded.train.y.tolist() == loaded.test.y.tolist() == [0, 1, 2, 3]
     assert set(seen) == {f"{name}.gz" for name in checksums}
     info = next(info for info in registry.available_datasets() if info.name == "mnist")
-    assert (info.state, info.folder) == ("at hand", empty_machine / "mnist")
+    assert (info.state, info.folder) == ("on this machine", empty_machine / "mnist")
     assert len(registry.load_dataset("mnist", download=False).train) == 4
     assert len(server.ranges) == 4
 

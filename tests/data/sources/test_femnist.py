@@ -1,4 +1,4 @@
-"""FEMNIST from files as LEAF writes them."""
+"""Tests that read FEMNIST from LEAF's files."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""CINIC-10, DomainNet and PACS, from small folders and files of their form."""
+"""Tests that read small copies of CINIC-10, DomainNet and PACS."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The files of MNIST and CIFAR-10: what is whole is read, what is broken is refused by name."""
+"""Tests that read MNIST and CIFAR-10 and reject damaged files."""
 
 import gzip
 import struct

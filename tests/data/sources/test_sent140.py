@@ -1,4 +1,4 @@
-"""Tweets as tokens: LEAF's files, LEAF's way to cut words, vocabularies."""
+"""Tests of Sent140: LEAF's files, LEAF's splitting into words, vocabularies."""
 
 import json
 from pathlib import Path

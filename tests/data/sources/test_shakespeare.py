@@ -1,4 +1,4 @@
-"""Shakespeare's files: LEAF's, by role, and plain text with speakers."""
+"""Tests of Shakespeare: LEAF's files, `by_role.json` and plain text."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Batches laid out before their steps, and how steps are put together in recordings."""
+"""Tests of the batch queue, and of how captured graphs combine steps."""
 
 from itertools import accumulate, groupby
 

@@ -1,4 +1,7 @@
-"""Steps that keep something on the host: replayed or not, they do what the sequential engine does."""
+"""Tests that steps with host state give the sequential engine's results.
+
+Each step may be replayed or run eagerly.
+"""
 
 import copy
 import random

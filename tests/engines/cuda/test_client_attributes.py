@@ -1,4 +1,4 @@
-"""Clients that train at once do not meet on the `Local`, whatever it keeps against its contract."""
+"""Tests that concurrent clients do not share attributes of the `Client`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The CUDA engine's logic, on the CPU: slots, order, answers, with every step done as it is written."""
+"""Tests of the CUDA engine on the CPU: slots, order, updates, eager steps."""
 
 from collections.abc import Iterator
 from dataclasses import replace

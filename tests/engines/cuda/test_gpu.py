@@ -1,4 +1,4 @@
-"""The engines on a GPU. Run with `make test-gpu` where there is one."""
+"""Tests of the engines on a GPU, for `make test-gpu`."""
 
 import logging
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Scoring with recordings, on the CPU."""
+"""Tests of evaluation by captured graphs, on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""Where a GPU is short of memory there are fewer slots, fewer places, or samples that come and go; on the CPU."""
+"""Tests that a GPU short of memory gets fewer slots, on the CPU.
+
+It may also get fewer places for results, or load samples in parts.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,7 +98,7 @@ def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch)
         expected = answers(plain.engine, jobs)
         assert_alike(answers(engine, jobs), expected)
         if room < 0:
-            with pytest.raises(FedloomError, match="not enough memory to score a model"):
+            with pytest.raises(FedloomError, match="not enough memory to evaluate a model"):
                 engine.evaluate(jobs[0].row)
             return
         ours, theirs = engine.evaluate(jobs[0].row), plain.engine.evaluate(jobs[0].row)

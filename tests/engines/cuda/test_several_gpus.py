@@ -1,4 +1,4 @@
-"""Several GPUs, as the CPU can have them: places with slots, samples and answers of their own."""
+"""Tests of several simulated GPUs, each with slots, samples and results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps of one's own that keep something where it is not easily seen: replayed or not, they do what is written."""
+"""Tests of steps with hidden state: replayed or not, they compute the same."""
 
 import gc
 import random

@@ -1,4 +1,7 @@
-"""Memory of one's own in steps: other networks, buffers, optimisers; replayed or not, they do what is written."""
+"""Tests of steps with memory: other networks, buffers, optimizers.
+
+Replayed or not, they compute the same.
+"""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""The multiprocess engine against the plain one, and its own promises."""
+"""Tests of the multiprocess engine against the sequential engine."""
 
 import os
 import signal

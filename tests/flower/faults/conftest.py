@@ -1,4 +1,4 @@
-"""Whole federations of real processes take minutes: they are played where they are asked for by their mark."""
+"""Skip the fault tests, which take minutes, unless their mark is selected."""
 
 import pytest
 
@@ -7,4 +7,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "faults" not in str(config.getoption("markexpr")):
         for item in items:
             if item.get_closest_marker("faults"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes; make test-flower-faults plays it"))
+                item.add_marker(pytest.mark.skip(reason="takes minutes; make test-flower-faults runs it"))

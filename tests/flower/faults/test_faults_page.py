@@ -1,4 +1,4 @@
-"""docs/faults.md shows the results of the fault benchmark, with every scenario."""
+"""Tests that docs/faults.md shows every scenario's result."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every scenario of benchmarks/flower/scenarios.py, with real processes; each checks its run."""
+"""Tests that run every fault scenario with real processes."""
 
 from collections.abc import Iterator
 from pathlib import Path

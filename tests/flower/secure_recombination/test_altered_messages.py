@@ -1,4 +1,4 @@
-"""The sealed exchange over a relay that meddles with whatever passes, at random: it ends as it must."""
+"""Tests of the secure exchange over a relay that alters messages at random."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Hellos, channels, boards and locks: what opens where."""
+"""Tests of hellos, channels, boards and keys of the secure exchange."""
 
 from contextlib import suppress
 from dataclasses import replace

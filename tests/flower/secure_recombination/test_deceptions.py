@@ -1,4 +1,4 @@
-"""The sealed exchange over a relay that deceives a site, in one way after the other: each is refused by name."""
+"""Tests that the secure exchange rejects each deception of a relay by name."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The sealed exchange with a site that does not keep to its part, while the relay does."""
+"""Tests of the secure exchange with a dishonest site and an honest relay."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -71,7 +71,7 @@ def test_answers_that_are_not_what_they_must_be(name: str) -> None:
     world.up = up
     outcome = world.run()
     assert done
-    assert outcome.failed[1].startswith("refused: ")
+    assert outcome.failed[1].startswith("rejected: ")
     assert outcome.models.keys() == {0, 2}
     if name != "model":
         assert_all_or_nothing(world, outcome)
@@ -102,6 +102,6 @@ def test_a_hello_for_another_slot_is_not_passed_on() -> None:
     world = World(3, (32, 64))
     world.sites[1].model_index = 2
     outcome = world.run()
-    assert outcome.failed == {1: "refused: its hello is for another exchange."}
+    assert outcome.failed == {1: "rejected: its hello is for another exchange."}
     assert outcome.models.keys() == {0, 2}
     assert outcome.attempts == 1

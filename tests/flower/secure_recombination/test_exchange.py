@@ -1,4 +1,4 @@
-"""The sealed exchange over a relay that keeps to its part, and with sites that drop out."""
+"""Tests of the secure exchange over an honest relay, with dropped sites."""
 
 from functools import partial
 from typing import Any
@@ -160,7 +160,7 @@ def test_where_nobody_releases_nothing_is_known() -> None:
     world.down = lambda stage, slot, note: MissingRelayMessage("gone") if stage == "release" else note
     outcome = world.run()
     assert not outcome.models
-    assert set(outcome.failed.values()) == {"refused: no site released the key to its model."}
+    assert set(outcome.failed.values()) == {"rejected: no site released the key to its model."}
 
 
 def test_releases_that_are_lost_are_asked_for_again() -> None:

@@ -1,4 +1,4 @@
-"""The hooks by which runs over sites reach the exchange of layers, and nothing else does."""
+"""Tests that Flower runs reach the secure exchange by its hooks only."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""FedMR's secure exchange between real processes, and a look into the memory of those that only relay."""
+"""Tests of the secure exchange between real processes, and of their memory.
+
+Processes that only relay must not have layers in memory.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""FedMR's secure exchange in the rounds of the Flower engine: the host's bits, and a server that sees nothing."""
+"""Tests of the secure exchange in rounds of the Flower engine.
+
+The results are those of the multiprocess engine, and the server sees no layer.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -230,7 +233,7 @@ def test_a_round_in_which_everybody_goes_away_changes_nothing(certificates: Path
 
     finished, _ = federate(config, certificates, tmp_path, leave)
     assert [record["failed"] for record in finished.history[1:]] == [0, 3, 3]
-    assert set(finished.history[2]["failed_clients"].values()) == {"refused: no site released the key to its model."}
+    assert set(finished.history[2]["failed_clients"].values()) == {"rejected: no site released the key to its model."}
     assert set(finished.history[3]["failed_clients"].values()) == {"its site is not connected"}
     (tmp_path / "one").mkdir()
     first = on_host(replace_config(config, rounds=1), tmp_path / "one")

@@ -1,4 +1,4 @@
-"""Nothing of a sealed exchange passes in the clear: no piece of a layer, and no key before the end."""
+"""Tests that the secure exchange sends no layer in the clear and no key early."""
 
 import pytest
 

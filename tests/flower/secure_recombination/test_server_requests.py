@@ -1,4 +1,4 @@
-"""What the server cannot have from the sites of a sealed exchange, however it asks."""
+"""Tests that no request of the server gets layers or keys from a site."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Answers that are wrong, or from a site that is: each is refused by name and harms nobody."""
+"""Tests that bad replies of sites are rejected by name, without other effects."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,66 +35,66 @@ def with_header(answer: SiteMessage, **header: Any) -> SiteMessage:
     return SiteMessage(answer.kind, {**answer.header, **header}, answer.arrays)
 
 
-@bad("refused: its model is not finite")
+@bad("rejected: its model is not finite")
 def nan(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     size = answer.arrays["model"].shape[0]
     return with_arrays(answer, model=MessageArray("float32", (size,), torch.full((size,), torch.nan).numpy().tobytes()))
 
 
-@bad("refused: its model is float32 of shape (3,), not")
+@bad("rejected: its model is float32 of shape (3,), not")
 def short(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_arrays(answer, model=MessageArray("float32", (3,), bytes(12)))
 
 
-@bad("refused: its model is float32 of shape (8000000,), not")
+@bad("rejected: its model is float32 of shape (8000000,), not")
 def huge(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_arrays(answer, model=MessageArray("float32", (8_000_000,), bytes(32_000_000)))
 
 
-@bad("refused: its model is float64")
+@bad("rejected: its model is float64")
 def wide(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     size = answer.arrays["model"].shape[0]
     return with_arrays(answer, model=MessageArray("float64", (size,), bytes(8 * size)))
 
 
-@bad("refused: it sent model, more, not model")
+@bad("rejected: it sent model, more, not model")
 def more(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_arrays(answer, more=MessageArray.raw(b"x"))
 
 
-@bad("refused: its answer has the round '0', not 1")
+@bad("rejected: its answer has the round '0', not 1")
 def stale(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     assert before is not None
     return before
 
 
-@bad("refused: its answer has the nonce")
+@bad("rejected: its answer has the nonce")
 def replayed(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     assert before is not None
     return with_header(before, round=1)
 
 
-@bad("refused: its answer has the client_id '0', not 2")
+@bad("rejected: its answer has the client_id '0', not 2")
 def another_clients(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, client_id=0)
 
 
-@bad("refused: its answer has the run")
+@bad("rejected: its answer has the run")
 def another_runs(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, run="0" * 32)
 
 
-@bad("refused: it says that it trained on 999999 samples, but it registered")
+@bad("rejected: it says that it trained on 999999 samples, but it registered")
 def boastful(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, num_examples=999_999)
 
 
-@bad("refused: it sent no valid num_examples, steps and loss")
+@bad("rejected: it sent no valid num_examples, steps and loss")
 def silent(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return with_header(answer, loss="low")
 
 
-@bad("refused: it sent 'evaluated', not a trained model")
+@bad("rejected: it sent 'evaluated', not a trained model")
 def another_kind(answer: SiteMessage, before: SiteMessage | None) -> SiteMessage:
     return SiteMessage("evaluated", answer.header, answer.arrays)
 
@@ -145,8 +145,8 @@ def test_an_answer_from_another_node_is_refused(tmp_path: Path) -> None:
     link.receive = swapped  # type: ignore[method-assign]
     run, _ = play(config, tmp_path, link)
     assert run.history[1]["failed_clients"] == {
-        "1": "refused: its answer came from node 102, and node 101 was asked",
-        "2": "refused: its answer came from node 101, and node 102 was asked",
+        "1": "rejected: its answer came from node 102, and node 101 was asked",
+        "2": "rejected: its answer came from node 101, and node 102 was asked",
     }
 
 

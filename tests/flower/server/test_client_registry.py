@@ -1,4 +1,4 @@
-"""Who is there: numbers that outlive addresses, and who is sent away."""
+"""Tests of the client registry: stable client ids, and rejected nodes."""
 
 from pathlib import Path
 from typing import Any

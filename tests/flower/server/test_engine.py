@@ -1,4 +1,7 @@
-"""The Flower engine gives the bits of the plain one, and what stays at the sites does not travel."""
+"""Tests that the Flower engine gives the sequential engine's bits.
+
+Personal tensors must not be sent.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every method of the catalogue over sites: the same model, to the bit, as with the sequential engine."""
+"""Tests that every method over sites gives the sequential engine's model."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,4 +1,7 @@
-"""Over sites a round needs more than half of the clients that it asked, unless the run says otherwise."""
+"""Tests of the minimum number of client updates in a round over sites.
+
+The default is more than half of the sampled clients.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Answers that are lost or late: the round goes on without them, and their clients are as they were."""
+"""Tests of lost or late replies: the round continues without these clients.
+
+The clients keep their old state.
+"""
 
 from pathlib import Path
 

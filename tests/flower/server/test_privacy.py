@@ -1,4 +1,7 @@
-"""Differential privacy over sites: the same bits and the same account, and who clips what, as docs/privacy.md says."""
+"""Tests of differential privacy over sites: the bits and epsilon of one process.
+
+Who clips what is as docs/privacy.md says.
+"""
 
 from pathlib import Path
 from typing import Any

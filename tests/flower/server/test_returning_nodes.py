@@ -1,4 +1,4 @@
-"""Nodes that were away, and servers and sites that were killed or lost what they kept: the run goes on."""
+"""Tests that a run continues with returning nodes and restarted processes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A SuperNode that is not let in asks again for a while and says why."""
+"""Tests that a rejected SuperNode retries for a while and says why."""
 
 import json
 import logging

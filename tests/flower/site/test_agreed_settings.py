@@ -1,4 +1,7 @@
-"""Sites whose operators agreed to settings: they serve these and no others, and touch no data for others."""
+"""Tests that a site serves agreed settings only.
+
+For other settings it does not read its data.
+"""
 
 import json
 import logging
@@ -78,7 +81,7 @@ def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
     [shown] = refused.folder.glob("settings-*.json")
     assert json.loads(shown.read_text())["weight_decay"] == 20.0
     said = capfd.readouterr().err
-    assert said.count(f"refused: {words}. All settings of that run are in {shown}.") == 1
+    assert said.count(f"rejected: {words}. All settings of that run are in {shown}.") == 1
     # And they are what its operator can agree to.
     again = SiteHandler(
         refused.run_config, {**refused.node_config, "agreed": str(shown)}, refused.app_folder, refused.folder

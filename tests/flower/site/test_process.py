@@ -1,4 +1,4 @@
-"""A site's own process: started by the first message, one for all messages, ended with its SuperNode."""
+"""Tests of the site process: one for all messages, ends with its SuperNode."""
 
 import os
 import stat

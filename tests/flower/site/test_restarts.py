@@ -1,4 +1,4 @@
-"""Sites that are started again in the middle of a run, over a network in memory."""
+"""Tests of sites that restart in the middle of a run."""
 
 from pathlib import Path
 

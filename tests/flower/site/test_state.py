@@ -1,4 +1,4 @@
-"""What a client keeps: staged at first, valid when the server says so, whatever is lost or begun again."""
+"""Tests of client states at a site: staged, then committed by the server."""
 
 from pathlib import Path
 

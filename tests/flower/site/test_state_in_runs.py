@@ -1,4 +1,4 @@
-"""What a client keeps between rounds stays at its site: it survives a restart, and the server never has it."""
+"""Tests that client states stay at their site and survive a restart."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sites that bring samples to train on and no test samples, whichever clients they are."""
+"""Tests of sites that have training samples and no test samples."""
 
 from pathlib import Path
 

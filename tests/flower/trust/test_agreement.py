@@ -1,4 +1,4 @@
-"""The settings that a site's operator agrees to: what is shown is what sites are told, and any change is noticed."""
+"""Tests of agreements: an operator sees what sites get, and changes are rejected."""
 
 import json
 from collections.abc import Callable

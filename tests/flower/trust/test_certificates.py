@@ -1,4 +1,4 @@
-"""Certificates and node keys for trying out."""
+"""Tests of the certificates and node keys for tests."""
 
 import socket
 import ssl

@@ -1,4 +1,4 @@
-"""Keys of sites, and whom a site believes."""
+"""Tests of site keys and rosters."""
 
 import subprocess
 from pathlib import Path

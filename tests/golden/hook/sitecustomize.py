@@ -1,4 +1,7 @@
-"""Python runs this first in every process that a golden run starts with this folder in PYTHONPATH."""
+"""Code that Python runs first in every process of a golden run.
+
+It does so because the folder is in PYTHONPATH.
+"""
 
 from tests.golden.draws import watch
 

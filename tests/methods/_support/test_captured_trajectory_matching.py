@@ -1,4 +1,7 @@
-"""The recorded sweep against the plain one, with recordings that keep addresses and numbers as CUDA graphs do."""
+"""Tests of captured trajectory matching against the eager version.
+
+Fake graphs keep addresses and numbers as CUDA graphs do.
+"""
 
 from collections.abc import Callable
 from typing import Any

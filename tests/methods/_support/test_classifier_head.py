@@ -1,4 +1,4 @@
-"""MOON's projection before the head of any network."""
+"""Tests of the classifier head, and of MOON's projection before it."""
 
 import pytest
 import torch

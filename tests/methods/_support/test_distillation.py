@@ -1,4 +1,4 @@
-"""Networks on the server's data: whole or batch by batch, images, tokens and numbers."""
+"""Tests of distillation models: whole or by batch, on images, tokens, numbers."""
 
 from dataclasses import replace
 

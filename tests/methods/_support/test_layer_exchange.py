@@ -1,4 +1,4 @@
-"""The clients' exchange of layers (FedMR, Appendix B), as messages between participants."""
+"""Tests of the exchange of layers as messages (FedMR, Appendix B)."""
 
 import random
 from collections import Counter

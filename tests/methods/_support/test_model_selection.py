@@ -1,4 +1,4 @@
-"""The choice among cached models: against explicit vectors and brute force, and within its time and memory."""
+"""Tests of FedCDA's selection against brute force, and of its time and memory."""
 
 import itertools
 import time

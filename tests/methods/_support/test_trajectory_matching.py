@@ -1,4 +1,7 @@
-"""Trajectory matching: its gradients against finite differences and plain autograd, and its exact properties."""
+"""Tests of trajectory matching: gradients, and exact properties.
+
+Gradients are compared with finite differences and plain autograd.
+"""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,7 @@
-"""FedMA and GAMF: what was permuted is put back exactly, what is in order stays, and nothing else changes."""
+"""Tests of FedMA and GAMF: permuted units are restored exactly.
+
+Ordered units stay, and nothing else changes.
+"""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -1,4 +1,7 @@
-"""Units that change places leave what a network computes as it was; networks that are not understood are refused."""
+"""Tests that permuted units leave the outputs of a network unchanged.
+
+Networks that cannot be traced are rejected.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""Batch norm together with the sum and the ReLU behind it: on a GPU in kernels of its own, elsewhere torch's."""
+"""Tests of batch norm fused with the sum and the ReLU after it.
+
+A GPU uses Triton kernels, other devices PyTorch's.
+"""
 
 from types import SimpleNamespace
 from typing import Any

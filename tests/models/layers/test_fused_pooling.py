@@ -1,4 +1,7 @@
-"""A pool with the bias and the ReLU behind it: on a GPU in kernels of its own, elsewhere torch's."""
+"""Tests of pooling fused with the bias and the ReLU after it.
+
+A GPU uses Triton kernels, other devices PyTorch's.
+"""
 
 import time
 import warnings

@@ -1,4 +1,4 @@
-"""Norm layers: what each normalises over, and what happens where there is nothing to normalise."""
+"""Tests of norm layers: what each normalizes over, and its limits."""
 
 import pytest
 import torch

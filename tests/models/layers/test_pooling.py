@@ -1,4 +1,4 @@
-"""The mean and the largest of four pixels, on any device the same as torch's."""
+"""Tests of the mean and the maximum of four pixels against PyTorch."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Recurrent networks whose layers are computed one by one: they are what they were."""
+"""Tests that recurrent networks computed layer by layer give equal results."""
 
 import copy
 from typing import Any

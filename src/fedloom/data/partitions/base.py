@@ -51,7 +51,7 @@ class PartitionRequest:
     def num_clients(self) -> int:
         """Number of clients, for a scheme that cannot determine it."""
         if self.requested_num_clients is None:
-            raise InputError(f"partition {self.name!r} wants to be told the number of clients.")
+            raise InputError(f"partition {self.name!r} needs the number of clients.")
         return self.requested_num_clients
 
     def option(self, name: str, default: str) -> str:

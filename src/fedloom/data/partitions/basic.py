@@ -1,4 +1,4 @@
-"""Partitions by owner or domain, and the simple ones: iid, shards, k labels per client."""
+"""Simple partitions: iid, shards, k labels, by owner, by domain."""
 
 import numpy as np
 

@@ -1,4 +1,6 @@
-"""Dirichlet partitions: by class, in blocks, by size, balanced (DynaFed), and by client (Hsu et al., 2019).
+"""Dirichlet partitions: by class, by size, by client, balanced, in blocks.
+
+By client is the partition of Hsu et al., 2019; balanced is DynaFed's.
 
 A draw that gives some client too few samples is repeated, up to a limit: with a small alpha it may never succeed.
 """
@@ -75,7 +77,7 @@ def partition_dirichlet_blocks(request: PartitionRequest) -> list[Indices]:
 
     The samples are split at random into one part per block of clients. In a block, shares of the classes are drawn
     until every client has half the mean size. The samples, in the order of the clients, are then cut into slices of
-    equal size. So a client gets the surplus of its neighbour.
+    equal size. So a client gets the surplus of its neighbor.
     """
     alpha, classes = request.alpha(), request.class_indices()
     block = parse_partition_integer(request.option("block", "10"), "block", 1, "block=10")

@@ -1,4 +1,7 @@
-"""Read and write partitions as files: lists of positions in JSON, or integer arrays in npz (never unpickled)."""
+"""Read and write partitions as files.
+
+A file holds lists of positions in JSON, or integer arrays in npz (never unpickled).
+"""
 
 import hashlib
 import io

@@ -107,7 +107,7 @@ def _check_column_names(path: Path, names: list[str]) -> list[str]:
     return names
 
 
-def as_texts(column: Column) -> Texts:
+def require_text_column(column: Column) -> Texts:
     """Return a column that was read as words."""
     assert isinstance(column, list), "asked for as words"
     return column

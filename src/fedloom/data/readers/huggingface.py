@@ -1,4 +1,4 @@
-"""Read Hugging Face data sets from disk: the files of `save_to_disk`, or Parquet files by split.
+"""Read Hugging Face data sets: `save_to_disk` files, or Parquet files by split.
 
 Only pyarrow reads the files: nothing is downloaded, and no code of a data set is executed.
 """
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions, parse_dataset_number
-from fedloom.data.readers.columns import Texts, as_texts, pyarrow_to_column, read_pyarrow_columns
-from fedloom.data.readers.images import decode_images, read_size
+from fedloom.data.readers.columns import Texts, pyarrow_to_column, read_pyarrow_columns, require_text_column
+from fedloom.data.readers.images import decode_images, parse_image_size
 from fedloom.data.readers.tables import (
     TableTargets,
     encode_train_and_test_tables,
@@ -47,7 +47,7 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
     assert spec.path is not None
     path, label, owner = spec.path, spec.text_option("label"), spec.text_option("owner")
     inputs, drop = ([name for name in spec.text_option(key).split("+") if name] for key in ("input", "drop"))
-    task, size, tokenizer = parse_table_task(spec), read_size(spec), TextTokenizer.from_spec(spec)
+    task, size, tokenizer = parse_table_task(spec), parse_image_size(spec), TextTokenizer.from_spec(spec)
     train_split, test_split = spec.text_option("train", "train"), spec.text_option("test")
     spec.refuse_unused_options()
     train, test, test_share = _open(path, train_split, test_split)
@@ -59,7 +59,9 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
             raise unknown_name_error(f"column of {path}", name, kinds)
 
     def words(name: str) -> tuple[Texts, Texts]:
-        first, second = (as_texts(pyarrow_to_column(table.column(name), name, True, path)) for table in (train, test))
+        first, second = (
+            require_text_column(pyarrow_to_column(table.column(name), name, True, path)) for table in (train, test)
+        )
         return first, second
 
     owners, owner_names = make_table_owners(words(owner)[0], str(path), owner) if owner else (None, ())
@@ -208,7 +210,7 @@ def _targets(labels: tuple[Texts, Texts], feature: dict[str, Any], task: str, so
 
 
 def _images(train: Any, test: Any, size: int | None, source: str) -> Arrays:
-    """Decode the images, which must have one size; they get one channel if all are grey."""
+    """Decode the images, which must have one size; they get one channel if all are gray."""
     count = len(train)
 
     def name(row: int) -> str:

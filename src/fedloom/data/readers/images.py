@@ -1,4 +1,4 @@
-"""Read folders of images, one folder per class, or one per domain with one per class in each.
+"""Read folders of images, one folder per class, or per domain and class.
 
     folder:PATH    PATH/CLASS/*.png, or PATH/train/CLASS/ and PATH/test/CLASS/
     domains:PATH   PATH/DOMAIN/CLASS/*.jpg, or PATH/DOMAIN/train/CLASS/ and PATH/DOMAIN/test/CLASS/
@@ -62,7 +62,7 @@ def _is_image_file(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  # far cheaper than a Path
 
 
-def read_size(spec: DatasetSpec) -> int | None:
+def parse_image_size(spec: DatasetSpec) -> int | None:
     """Return the option `size`, the side in pixels to which images are resized."""
     if "size" not in spec.options:
         spec.known_options.append("size")
@@ -148,7 +148,7 @@ TRAIN, TESTS = "train", ("test", "val", "valid", "validation")
 """Name of the folder of training images, and names of the test folder: the first one that exists is used."""
 
 
-class Picture(NamedTuple):
+class ImageFile(NamedTuple):
     """An image file, its class and domain as positions in lists of names, and whether it is for testing."""
 
     path: Path
@@ -157,9 +157,9 @@ class Picture(NamedTuple):
     is_test: bool
 
 
-def read_own_images(spec: DatasetSpec) -> Dataset:
+def read_image_folder_dataset(spec: DatasetSpec) -> Dataset:
     """Read the images in the folder of `spec`, resized if it has the option `size`."""
-    size = read_size(spec)
+    size = parse_image_size(spec)
     spec.refuse_unused_options()
     assert spec.path is not None
     folder = spec.path
@@ -191,7 +191,7 @@ def read_images_in_folders(
     """
     parts = [_parts(place, extra_train_folders) for place in ([folder / domain for domain in domain_names] or [folder])]
     names = _class_names([source for sources in parts for source, test in sources if not test])
-    pictures: list[Picture] = []
+    pictures: list[ImageFile] = []
     for domain, sources in enumerate(parts):
         for source, test in sources:
             for path in _subfolders(source):
@@ -199,7 +199,7 @@ def read_images_in_folders(
                     raise InputError(f"{path} is a class that the training images do not have.")
                 label = names.index(path.name)
                 for i, picture in enumerate(_pictures(path)):
-                    pictures.append(Picture(picture, label, domain, i % 5 == 2 if test is None else test))
+                    pictures.append(ImageFile(picture, label, domain, i % 5 == 2 if test is None else test))
     held_out = sum(picture.is_test for picture in pictures)
     if not 0 < held_out < len(pictures):
         raise InputError(
@@ -210,7 +210,7 @@ def read_images_in_folders(
 
 
 def decode_labeled_images(
-    pictures: Iterable[Picture], class_names: tuple[str, ...], domain_names: Sequence[str], size: int | None
+    pictures: Iterable[ImageFile], class_names: tuple[str, ...], domain_names: Sequence[str], size: int | None
 ) -> Dataset:
     """Decode these images into a data set with classes, and with domains if `domain_names` is not empty."""
     ordered = sorted(pictures, key=lambda picture: picture.is_test)

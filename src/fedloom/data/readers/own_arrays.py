@@ -1,4 +1,6 @@
-"""Read a user's arrays from an .npz file: x, y, and optionally x_test, y_test and owner. Nothing is unpickled."""
+"""Read a user's arrays from an .npz file.
+
+They are x, y, and optionally x_test, y_test and owner. Nothing is unpickled."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Read a CSV or Parquet table with a column of labels and optionally a column of owners.
+"""Read a table, CSV or Parquet, with a column of labels.
+
+It may have a column of owners.
 
 Columns of numbers are standardized and columns of words become one-hot, both fitted to the training rows.
 """
@@ -18,11 +20,11 @@ from fedloom.data.readers.columns import (
     Columns,
     Numbers,
     Texts,
-    as_texts,
     filter_columns,
     parse_numeric_column,
     read_csv_columns,
     read_parquet_columns,
+    require_text_column,
 )
 from fedloom.data.samples import Samples
 from fedloom.errors import InputError, unknown_name_error
@@ -105,7 +107,7 @@ class _TableEncoder:
         numeric = sum(isinstance(part, _StandardizedColumn) for part in self._column_encoders.values())
         self.width = sum(part.width for part in self._column_encoders.values())
         self.notes.append(
-            f"{train_source}: columns of numbers: {numeric}, standardised by all training rows together; of words: "
+            f"{train_source}: columns of numbers: {numeric}, standardized by all training rows together; of words: "
             f"{len(self._column_encoders) - numeric}, one-hot; inputs: {self.width}."
         )
 
@@ -160,7 +162,7 @@ class _TableEncoder:
             self.notes.append(f"{source}: {new} words that no training row has, read as none of the categories.")
         matrix = np.concatenate(pieces, axis=1)
         if not np.isfinite(matrix).all():
-            raise InputError(f"{source} has numbers too far from those of the training rows to be standardised.")
+            raise InputError(f"{source} has numbers too far from those of the training rows to be standardized.")
         return matrix
 
     def _as_numbers(self, name: str, values: Column, source: str) -> Numbers:
@@ -298,9 +300,9 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
             raise unknown_name_error(f"column of {path}", name, columns)
     if named := {label, owner} & set(drop):
         raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
-    columns, notes = _labelled(columns, label, path)
-    labels = as_texts(columns[label])
-    owners, names = make_table_owners(as_texts(columns[owner]), str(path), owner) if owner else (None, ())
+    columns, notes = _labeled(columns, label, path)
+    labels = require_text_column(columns[label])
+    owners, names = make_table_owners(require_text_column(columns[owner]), str(path), owner) if owner else (None, ())
     if test_share == test_share:
         held, held_name = select_table_test_rows(owners, len(labels), test_share), path.name
         targets = _make_table_targets(labels, task, str(path))
@@ -310,11 +312,15 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         owners, test_owners = (None if owners is None else owners[part] for part in (~held, held))
         columns, held_columns = filter_columns(columns, ~held), filter_columns(columns, held)
     else:
-        held_columns, more = _labelled(_read(expand_user_path(test), text_columns), label, Path(test))
+        held_columns, more = _labeled(_read(expand_user_path(test), text_columns), label, Path(test))
         notes, held_name = notes + more, Path(test).name
-        targets = join_targets_of_tables(labels, as_texts(held_columns[label]), task, f"{path} with {test}", test)
+        targets = join_targets_of_tables(
+            labels, require_text_column(held_columns[label]), task, f"{path} with {test}", test
+        )
         y, test_y = targets.y[: len(labels)], targets.y[len(labels) :]
-        test_owners = dataset_owner_positions(as_texts(held_columns[owner]), names) if owner in held_columns else None
+        test_owners = (
+            dataset_owner_positions(require_text_column(held_columns[owner]), names) if owner in held_columns else None
+        )
     inputs = [name for name in columns if name not in {label, owner, *drop}]
     x, test_x, more = encode_train_and_test_tables(columns, held_columns, inputs, path.name, held_name)
     return Dataset(
@@ -336,11 +342,11 @@ def _read(path: Path, text_columns: set[str]) -> Columns:
     )
 
 
-def _labelled(columns: Columns, label: str, path: Path) -> tuple[Columns, list[str]]:
+def _labeled(columns: Columns, label: str, path: Path) -> tuple[Columns, list[str]]:
     """Return the rows with a label, and a note about the others."""
     if label not in columns:
         raise unknown_name_error(f"column of {path}", label, columns)
-    there = np.array([text is not None for text in as_texts(columns[label])])
+    there = np.array([text is not None for text in require_text_column(columns[label])])
     if there.all():
         return columns, []
     if not there.any():

@@ -1,4 +1,7 @@
-"""Turn text into tokens as LEAF does: words of a vocabulary, or windows of characters that predict the next one."""
+"""Turn text into tokens as LEAF does.
+
+Tokens are words of a vocabulary, or windows of characters that predict the next one.
+"""
 
 import re
 from collections import Counter

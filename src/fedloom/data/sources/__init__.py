@@ -1,4 +1,4 @@
-"""The published data sets: what they are, which files hold them, and where those come from."""
+"""The published data sets by name: `DATASET_SOURCES`."""
 
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.cifar import CIFAR10, CIFAR100, CIFAR100_COARSE

@@ -1,4 +1,4 @@
-"""A published data set: what it is, which files hold it, and where those come from."""
+"""`DatasetSource`: base class of data sets that are read from files."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class DatasetSource(ABC):
     @property
     @abstractmethod
     def expected_files(self) -> ExpectedFiles:
-        """The files by which a folder is recognised."""
+        """The files by which a folder is recognized."""
 
     @abstractmethod
     def read(self, folder: Path) -> Dataset:

@@ -1,4 +1,7 @@
-"""CIFAR's binary versions: records of one label, or a coarse and a fine one, and three planes of 32 x 32 bytes."""
+"""CIFAR-10 and CIFAR-100 in their binary versions.
+
+A record has one label, or a coarse and a fine one, and three planes of 32 x 32 bytes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -147,7 +150,7 @@ class CifarSource(DatasetSource):
 
 CIFAR10 = CifarSource(
     name="cifar10",
-    summary="photographs of ten kinds of things, colour, 32 x 32",
+    summary="photographs of ten kinds of things, color, 32 x 32",
     shape=(3, 32, 32),
     num_train_examples=50_000,
     num_test_examples=10_000,
@@ -165,7 +168,7 @@ CIFAR10 = CifarSource(
 
 CIFAR100 = CifarSource(
     name="cifar100",
-    summary="photographs of a hundred kinds of things, colour, 32 x 32",
+    summary="photographs of a hundred kinds of things, color, 32 x 32",
     shape=(3, 32, 32),
     num_train_examples=50_000,
     num_test_examples=10_000,

@@ -1,7 +1,9 @@
-"""Digit-5: the digits of MNIST, MNIST-M, SVHN, SynthDigits and USPS as five domains of 32 x 32 colour images.
+"""Digit-5: five sets of digits as domains of 32 x 32 color images.
 
-It works with the domains that are there. Each is looked for in a folder of its own name and in one folder for all,
-in the files that its owners publish, in those of Digit-Five (which the paper of LSS uses) or as numpy arrays.
+The domains are MNIST, MNIST-M, SVHN, SynthDigits and USPS.
+
+Missing domains are left out. The files of a domain may be in a folder of its own name or in one folder for all. They
+are those that its owners publish, those of Digit-Five (which the LSS paper uses), or numpy arrays.
 """
 
 from collections.abc import Callable
@@ -178,7 +180,7 @@ def _resize_images(x: files.Images) -> files.Images:
 
 DIGIT5 = Digit5Source(
     name="digit5",
-    summary="digits of five domains (MNIST, MNIST-M, SVHN, SynthDigits, USPS), colour, 32 x 32",
+    summary="digits of five domains (MNIST, MNIST-M, SVHN, SynthDigits, USPS), color, 32 x 32",
     shape=(3, SIDE, SIDE),
     num_train_examples=None,
     num_test_examples=None,

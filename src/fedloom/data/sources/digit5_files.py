@@ -1,7 +1,7 @@
-"""The files in which MNIST-M, SVHN, USPS and SynthDigits are passed around, each read by a function.
+"""Readers of the files of MNIST-M, SVHN, USPS and SynthDigits.
 
-A reader takes the file of the training images and the one of the test images, which may be the same, and returns for
-both the images as bytes, n x H x W x C, and their labels from 0 to 9.
+A reader takes the file of the training images and the file of the test images, which may be the same. It returns the
+images of both as bytes, n x H x W x C, and their labels from 0 to 9.
 """
 
 import bz2
@@ -75,9 +75,9 @@ def read_digit5_svhn_mat(path: Path) -> Part:
 def read_digit5_mnist_mat(train: Path, _test: Path) -> Both:
     """mnist_data.mat of Digit-Five: 55,000 + 10,000."""
     *images, y, y_test = read_mat_arrays(train, ["train_28", "test_28", "label_train", "label_test"])
-    grey = [x.reshape(-1, 28, 28, 1) if x.size % 784 == 0 else x for x in images]
-    return _check_images_and_labels(grey[0], _one_hot(y, train), train), _check_images_and_labels(
-        grey[1], _one_hot(y_test, train), train
+    gray = [x.reshape(-1, 28, 28, 1) if x.size % 784 == 0 else x for x in images]
+    return _check_images_and_labels(gray[0], _one_hot(y, train), train), _check_images_and_labels(
+        gray[1], _one_hot(y_test, train), train
     )
 
 

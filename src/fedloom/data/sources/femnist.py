@@ -56,7 +56,7 @@ class FemnistSource(DatasetSource):
 
 
 def _images(x: list[Any], writer: str) -> NDArray[np.uint8]:
-    """LEAF divides grey values by 255; here they are bytes again, exactly those it started from."""
+    """LEAF divides gray values by 255; here they are bytes again, exactly those it started from."""
     try:
         values = np.array(x, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -80,7 +80,7 @@ def _labels(y: list[Any], writer: str, classes: int) -> NDArray[np.int64]:
 
 FEMNIST = FemnistSource(
     name="femnist",
-    summary="handwritten digits and letters by writer, grey, 28 x 28",
+    summary="handwritten digits and letters by writer, gray, 28 x 28",
     shape=(1, 28, 28),
     num_train_examples=None,
     num_test_examples=None,

@@ -1,4 +1,4 @@
-"""Hard digits: 7,500 distorted images of 16 x 16, made from scikit-learn's digits of 8 x 8.
+"""Hard digits: 7,500 distorted images made from scikit-learn's digits.
 
 The digits are split into 1,438 for training and 359 for testing before any image is made, so no test image shows a
 digit of a training image. The images are always the same: a test compares their SHA-256. All numbers are float64 until
@@ -29,10 +29,10 @@ def make_hard_digits() -> tuple[Samples, Samples]:
 def _distort(digits: Samples, count: int, seed: int) -> Samples:
     """Make `count` images; the digits take turns in a random order."""
     draw = np.random.default_rng(seed)
-    grey = digits.x.numpy()[..., 0] / 255
+    gray = digits.x.numpy()[..., 0] / 255
     shown = np.resize(draw.permutation(len(digits)), count)
     images = _resample(
-        grey[shown],
+        gray[shown],
         angle=np.deg2rad(draw.uniform(-20, 20, count)),
         shear=draw.uniform(-0.15, 0.15, count),
         scale=draw.uniform(0.85, 1.1, count),
@@ -42,7 +42,7 @@ def _distort(digits: Samples, count: int, seed: int) -> Samples:
     # Parts of another digit at the border, in any direction.
     side = draw.uniform(0, 2 * np.pi, count)
     others = _resample(
-        grey[draw.integers(len(digits), size=count)],
+        gray[draw.integers(len(digits), size=count)],
         angle=draw.uniform(0, 2 * np.pi, count),
         shear=np.zeros(count),
         scale=draw.uniform(0.5, 0.8, count),
@@ -60,14 +60,14 @@ def _distort(digits: Samples, count: int, seed: int) -> Samples:
 
 
 def _centred_pixels() -> tuple[Floats, Floats]:
-    """Return row and column of each pixel, counted from the centre of an image."""
+    """Return row and column of each pixel, counted from the center of an image."""
     rows, columns = np.mgrid[:SIDE, :SIDE] - (SIDE - 1) / 2
     return rows, columns
 
 
-def _resample(grey: Floats, *, angle: Floats, shear: Floats, scale: Floats, shift: Floats) -> Floats:
+def _resample(gray: Floats, *, angle: Floats, shear: Floats, scale: Floats, shift: Floats) -> Floats:
     """Rotate, shear, scale and shift small images, and enlarge them to `SIDE`, in one bilinear resampling."""
-    count, side, _ = grey.shape
+    count, side, _ = gray.shape
     rows, columns = _centred_pixels()
     down, right = rows - shift[:, :1, None], columns - shift[:, 1:, None]
     # The inverse map: from a pixel of the large image to a position in the small one.
@@ -78,7 +78,7 @@ def _resample(grey: Floats, *, angle: Floats, shear: Floats, scale: Floats, shif
     x = (cosine * right - sine * down) * per_pixel - shear[:, None, None] * y
     # With a black frame of one pixel, positions outside are black.
     width = side + 2
-    flat = np.pad(grey, ((0, 0), (1, 1), (1, 1))).ravel()
+    flat = np.pad(gray, ((0, 0), (1, 1), (1, 1))).ravel()
     y, x = (np.clip(at + (width - 1) / 2, 0, width - 1.000001) for at in (y, x))
     top, left = y.astype(np.int64), x.astype(np.int64)
     below, beside = y - top, x - left

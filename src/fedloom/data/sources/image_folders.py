@@ -9,7 +9,13 @@ import torch
 
 from fedloom.data.dataset import Dataset, DatasetSpec
 from fedloom.data.readers.arrays import read_npz_arrays
-from fedloom.data.readers.images import Picture, decode_images, decode_labeled_images, read_images_in_folders, read_size
+from fedloom.data.readers.images import (
+    ImageFile,
+    decode_images,
+    decode_labeled_images,
+    parse_image_size,
+    read_images_in_folders,
+)
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.data.sources.cifar import CIFAR10
@@ -27,7 +33,7 @@ class _ImageFolderSource(DatasetSource):
     size: int
 
     def with_options(self, spec: DatasetSpec) -> "_ImageFolderSource":
-        size = read_size(spec) or self.size
+        size = parse_image_size(spec) or self.size
         return replace(self, size=size, shape=(3, size, size))
 
     def cache_key(self) -> str:
@@ -122,7 +128,7 @@ class DomainNetSource(_ImageDomainSource):
     """DomainNet says in DOMAIN_train.txt and DOMAIN_test.txt which images are for what."""
 
     def read(self, folder: Path) -> Dataset:
-        found, pictures, names = self.found_domains(folder), list[Picture](), dict[int, str]()
+        found, pictures, names = self.found_domains(folder), list[ImageFile](), dict[int, str]()
         lists = [(folder / f"{domain}_{part}.txt", domain, part) for part in ("train", "test") for domain in found]
         if not any(path.is_file() for path, _, _ in lists):
             return super().read(folder)
@@ -130,7 +136,7 @@ class DomainNetSource(_ImageDomainSource):
             for name, kind, label in _read_list(path, domain):
                 if names.setdefault(label, kind) != kind:
                     raise InputError(f"{path} gives {kind!r} the label {label}, which {names[label]!r} has.")
-                pictures.append(Picture(folder / name, label, found.index(domain), part == "test"))
+                pictures.append(ImageFile(folder / name, label, found.index(domain), part == "test"))
         if sorted(names) != list(range(len(names))):
             raise InputError(f"the lists in {folder} leave labels below {max(names)} out.")
         class_names = tuple(names[label] for label in sorted(names))
@@ -211,7 +217,7 @@ class PacsSource(_ImageDomainSource):
 
 CINIC10 = CinicSource(
     name="cinic10",
-    summary="photographs of CIFAR-10's ten kinds, from CIFAR-10 and ImageNet, colour, 32 x 32",
+    summary="photographs of CIFAR-10's ten kinds, from CIFAR-10 and ImageNet, color, 32 x 32",
     shape=(3, 32, 32),
     size=32,
     num_train_examples=90_000,
@@ -228,7 +234,7 @@ CINIC10 = CinicSource(
 
 DOMAINNET = DomainNetSource(
     name="domainnet",
-    summary="345 kinds of things in six domains, colour, resized to 64 x 64",
+    summary="345 kinds of things in six domains, color, resized to 64 x 64",
     shape=(3, 64, 64),
     size=64,
     num_train_examples=409_832,
@@ -247,7 +253,7 @@ DOMAINNET = DomainNetSource(
 
 PACS = PacsSource(
     name="pacs",
-    summary="seven kinds of things in four domains, colour, resized to 64 x 64",
+    summary="seven kinds of things in four domains, color, resized to 64 x 64",
     shape=(3, 64, 64),
     size=64,
     num_train_examples=7_993,

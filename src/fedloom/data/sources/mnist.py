@@ -1,10 +1,7 @@
-"""The published data sets: what they are, which files hold them, and where those come from.
+"""MNIST, Fashion-MNIST and scikit-learn's digits: IDX files, checksums, writers.
 
-MNIST's file format: a magic number, the dimensions, then bytes; plain or compressed by gzip.
-
-The 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn.
-
-Who wrote the digits of MNIST, where a file beside them says so.
+An IDX file holds a magic number, the dimensions, then bytes. It may be compressed by gzip. scikit-learn includes 1,797
+handwritten digits of 8 x 8 pixels. A file beside MNIST may list who wrote each digit.
 """
 
 import gzip
@@ -144,7 +141,7 @@ class MnistSource(DatasetSource):
 
 MNIST = MnistSource(
     name="mnist",
-    summary="handwritten digits, grey, 28 x 28",
+    summary="handwritten digits, gray, 28 x 28",
     shape=(1, 28, 28),
     num_train_examples=60_000,
     num_test_examples=10_000,
@@ -178,7 +175,7 @@ MNIST = MnistSource(
 
 FASHION_MNIST = MnistSource(
     name="fashion-mnist",
-    summary="pieces of clothing, grey, 28 x 28",
+    summary="pieces of clothing, gray, 28 x 28",
     shape=(1, 28, 28),
     num_train_examples=60_000,
     num_test_examples=10_000,
@@ -222,7 +219,7 @@ def read_sklearn_digits() -> tuple[Samples, Samples]:
     always the same: results on `digits` compare across seeds and machines.
     """
     table = _table()
-    # Grey values are 0..16; whole numbers of 0..255 keep them apart.
+    # Gray values are 0..16; whole numbers of 0..255 keep them apart.
     images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     labels = table[:, 64].astype(np.int64)
     held_out = np.zeros(len(labels), dtype=np.bool_)
@@ -233,7 +230,7 @@ def read_sklearn_digits() -> tuple[Samples, Samples]:
 
 
 def _table() -> NDArray[np.float64]:
-    """64 grey values and a label in every row."""
+    """64 gray values and a label in every row."""
     # Importing scikit-learn takes over a second; finding its folder takes none.
     spec = find_spec("sklearn")
     if spec is not None and spec.origin is not None:

@@ -1,4 +1,4 @@
-"""Sent140 by user: is a tweet cheerful? From LEAF's JSON files."""
+"""Sent140: sentiment of tweets by user, in LEAF's JSON files."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Shakespeare by speaking role: which character follows these 80?
+"""Shakespeare: predict the next character, by speaking role.
 
-From LEAF's JSON files, from `by_role.json` (`users`, and `speeches` by user), or from plain text in which a line
-`SPEAKER:` begins a speech and an empty line ends it.
+It reads LEAF's JSON files, `by_role.json` (`users`, and `speeches` by user), or plain text in which a line `SPEAKER:`
+begins a speech and an empty line ends it.
 """
 
 import re

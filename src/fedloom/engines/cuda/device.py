@@ -1,4 +1,4 @@
-"""One GPU of the CUDA engine: the samples on it, the slots that train there, and room for their results."""
+"""One GPU of the CUDA engine: its samples, slots and memory for results."""
 
 import copy
 import logging

@@ -230,7 +230,7 @@ class CudaEngine(Engine):
                 error.with_traceback(None)  # it holds the tensors of the work
                 self._close_evaluators()
                 if not gpu.slots:
-                    raise InsufficientMemoryError("the GPU has not enough memory to score a model.") from error
+                    raise InsufficientMemoryError("the GPU has not enough memory to evaluate a model.") from error
                 gpu.drop_slot(gpu.slots[-1])
                 gpu.max_slots = max(1, gpu.max_slots)
 

@@ -1,4 +1,7 @@
-"""Evaluation on a GPU: the whole test set as one CUDA graph, with one wait at the end."""
+"""Evaluation on a GPU: the whole test set as one CUDA graph.
+
+The host waits once, at the end.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +56,7 @@ class GraphEvaluator(StaticGraphOwner):
         with self._graph_runner.stream():
             if asked is not None:
                 torch.cuda.current_stream().wait_stream(asked)
-            self._graph_runner.run("the test set's score", None, self._body, self)
+            self._graph_runner.run("evaluate the test set", None, self._body, self)
             loss, correct_per_class = float(self._loss), self._correct_per_class.cpu().numpy().copy()
             is_correct = self._is_correct.cpu().numpy().copy()
         return EvaluationResult(loss, len(self._test), correct_per_class, self._count_per_class, is_correct)

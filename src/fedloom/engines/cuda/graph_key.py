@@ -1,4 +1,6 @@
-"""Graph keys: what a captured step depends on. Host objects count by value, tensors by address.
+"""Graph keys: what a captured step depends on.
+
+Host objects count by value, tensors by address.
 
 A graph keeps the host values of its capture, so a slot tracks which of its values a step reads.
 """

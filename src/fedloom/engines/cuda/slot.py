@@ -1,4 +1,6 @@
-"""CudaSlot: a trainer whose tensors keep their addresses, so that its steps can be captured and replayed.
+"""CudaSlot: a trainer whose steps can be captured and replayed.
+
+Its tensors keep their addresses.
 
 A client's whole training is enqueued in the slot's stream without any wait. So batches are not cut when their step
 comes: those of a whole `LocalSteps` are prepared before it (batch_queue.py), and the same graph serves every step with
@@ -257,7 +259,7 @@ class CudaSlot(LocalTrainer):
             self.tracked_reads.add("_buffers")  # their addresses
             kept = self._buffers.get(name)
             if kept is None or kept.shape != shape:
-                raise RuntimeError("it makes a buffer, which a recording would make anew each time")
+                raise RuntimeError("it makes a buffer, which a captured graph would make again each time")
         return super().buffer(name, *shape)
 
     def _seed(self) -> None:

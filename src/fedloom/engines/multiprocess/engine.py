@@ -1,4 +1,6 @@
-"""The multiprocess engine: one worker process per core, with models in shared memory.
+"""The multiprocess engine: one worker process per core.
+
+Models lie in shared memory.
 
 Each worker uses one thread, because threads would wait for each other (numbers in docs/engines.md). A worker that dies
 is replaced and its request repeated. The result does not change, because nothing that a client did is visible before

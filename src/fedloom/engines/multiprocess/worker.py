@@ -1,4 +1,4 @@
-"""A worker process of the multiprocess engine, and the messages between it and the main process.
+"""A worker process of the multiprocess engine, and its messages.
 
 It is forked from the main process, so it has the module, the loss, the samples and the method without pickling them.
 Models pass through shared memory, and only small messages through the pipe.

@@ -1,1 +1,4 @@
-"""Secure recombination: clients exchange layers that the server cannot read. Optional; nothing else imports it."""
+"""Secure recombination: clients exchange layers that the server cannot read.
+
+It is optional: nothing else imports it.
+"""

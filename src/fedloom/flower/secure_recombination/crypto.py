@@ -1,4 +1,6 @@
-"""Cryptography of the secure exchange: signed hellos, channels between sites, and boards of encrypted layers.
+"""Cryptography of the secure exchange: hellos, channels, boards of layers.
+
+Hellos are signed, channels connect two sites, and the layers on a board are encrypted.
 
 The server carries all messages and cannot read them. The ciphers are those of the package `cryptography`: X25519,
 HKDF-SHA256, ChaCha20-Poly1305, ECDSA and HPKE (RFC 9180). Only what they are bound to is our own.

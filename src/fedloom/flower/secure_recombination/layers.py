@@ -1,4 +1,7 @@
-"""Layers that the clients of a run exchange. Server and sites each derive them from the run's settings."""
+"""Layers that clients exchange, derived from the run's settings.
+
+Server and sites each derive them.
+"""
 
 from fedloom.config import Config
 from fedloom.core.layout import Layout
@@ -7,7 +10,7 @@ from fedloom.methods.fedmr import FedMROptions, FedMRServer
 from fedloom.runs.resolve import resolve_method
 
 
-def exchange_of(config: Config, layout: Layout, round: int) -> LayerExchange | None:
+def make_layer_exchange(config: Config, layout: Layout, round: int) -> LayerExchange | None:
     """Return what the clients exchange in a round before they upload, or None."""
     run = resolve_method(config)
     owner, server = run.owner("server"), run.part_class("server")

@@ -1,4 +1,4 @@
-"""ExchangeParticipant: a site's side of the secure exchange of layers (FedMR, Appendix B).
+"""ExchangeParticipant: a site's side of the secure exchange (FedMR, Appendix B).
 
 `LayerExchangeClient` (methods/_support/layer_exchange.py) runs the exchange itself. Sites do not pass on layers but
 deeds. A deed is the key to one layer on one site's board (crypto.py). All sites get all boards, and every message

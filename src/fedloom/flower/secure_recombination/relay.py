@@ -1,4 +1,6 @@
-"""The server's relay in the secure exchange of layers: it carries messages between sites and cannot read them.
+"""The server's relay in the secure exchange of layers.
+
+It carries messages between sites and cannot read them.
 
 The stages are those of participant.py. At each stage the relay asks every site, and passes on the replies:
 
@@ -132,7 +134,7 @@ class Relay:
                 if len(board) != sum(self.terms.locked_sizes):
                     raise CryptoRejected(f"its board has {len(board)} bytes, not {sum(self.terms.locked_sizes)}.")
             except CryptoRejected as error:
-                self.result.failed[i] = f"refused: {error}"
+                self.result.failed[i] = f"rejected: {error}"
             else:
                 self._hellos[i], self._boards[i] = hello, board
 
@@ -159,14 +161,14 @@ class Relay:
             try:
                 sealed[i] = self._unlocked(session, exchange, i, message.parts.get("model", b""), keys[i])
             except CryptoRejected as error:
-                result.failed[i] = f"refused: {error}"
+                result.failed[i] = f"rejected: {error}"
         if twice := _twice(sealed):
-            return self._give_up(list(locked), f"refused: {twice}")
+            return self._give_up(list(locked), f"rejected: {twice}")
         for i, layers in sealed.items():
             try:
                 result.models[i] = [self.key.open(layer, session, number) for number, layer in enumerate(layers)]
             except CryptoRejected as error:
-                result.failed[i] = f"refused: {error}"
+                result.failed[i] = f"rejected: {error}"
         return result
 
     def _unlocked(
@@ -230,7 +232,7 @@ def _delivered(stage: str, answers: Mapping[int, RelayMessage]) -> dict[int, dic
     letters = {i: message.by_model_index(stage) for i, message in answers.items()}
     for i, written in letters.items():
         if written.keys() != letters.keys() - {i}:
-            raise _Dropped({i: f"refused: it did not write to everybody at {stage}"}, f"model {i} at {stage}")
+            raise _Dropped({i: f"rejected: it did not write to everybody at {stage}"}, f"model {i} at {stage}")
     return {
         receiver: {f"{stage}/{sender}": written[receiver] for sender, written in letters.items() if sender != receiver}
         for receiver in letters

@@ -15,7 +15,7 @@ from fedloom.core.tasks import ClientTask, Shapes
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.message import MessageArray, MessageRejected, SiteMessage
 from fedloom.flower.secure_recombination.crypto import CryptoTerms, LayerKeyPair
-from fedloom.flower.secure_recombination.layers import exchange_of
+from fedloom.flower.secure_recombination.layers import make_layer_exchange
 from fedloom.flower.secure_recombination.relay import Relay, Replies, Requests
 from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
 from fedloom.flower.server.engine import EngineNoReply, EngineSiteRequest, FlowerEngine
@@ -25,7 +25,7 @@ from fedloom.methods._support.layer_exchange import LayerExchange
 
 def make_server_exchange(config: Config, layout: Layout) -> "SecureExchange | None":
     """Return the hook for the engine, or None if clients exchange no layers in this run."""
-    return None if exchange_of(config, layout, config.rounds - 1) is None else SecureExchange(config)
+    return None if make_layer_exchange(config, layout, config.rounds - 1) is None else SecureExchange(config)
 
 
 class SecureExchange:
@@ -45,7 +45,7 @@ class SecureExchange:
     def plan(self, engine: FlowerEngine, round: int) -> bool:
         """Return whether sites exchange layers in this round; a simulation has nobody to hide them from."""
         self._costs = {}
-        self._exchange = exchange_of(self._config, engine.context.training_context.layout, round)
+        self._exchange = make_layer_exchange(self._config, engine.context.training_context.layout, round)
         if self._exchange is None:
             return False
         engine.registry.refresh(engine.transport)
@@ -77,7 +77,7 @@ class SecureExchange:
                 try:  # not later: after the exchange, others' layers would be lost with this reply
                     engine.check_training_header(client_ids[i], message)
                 except MessageRejected as refused:
-                    trained[i] = EngineNoReply(f"refused: {refused}")
+                    trained[i] = EngineNoReply(f"rejected: {refused}")
 
         def ask(stage: str, messages: Requests) -> Replies:
             put_to = [_make_request(client_ids[i], stage, i, relay_message) for i, relay_message in messages.items()]
@@ -113,7 +113,7 @@ class SecureExchange:
             elif i in outcome.failed:
                 yield EngineNoReply(outcome.failed[i])
             else:
-                yield EngineNoReply(_refusal(message) or f"refused: it sent {message.kind[:40]!r}, not a hello")
+                yield EngineNoReply(_refusal(message) or f"rejected: it sent {message.kind[:40]!r}, not a hello")
 
     def diagnostics(self) -> Mapping[str, float]:
         """Return the costs of this round's exchange, beyond the models sent to the sites."""
@@ -148,5 +148,5 @@ def _read_reply(stage: str, answer: SiteMessage | EngineNoReply) -> RelayMessage
     if refusal := _refusal(answer):
         return MissingRelayMessage(refusal, refused=True)
     if answer.kind != f"mix/{stage}":
-        return MissingRelayMessage(f"refused: it sent {answer.kind[:40]!r}, not 'mix/{stage}'")
+        return MissingRelayMessage(f"rejected: it sent {answer.kind[:40]!r}, not 'mix/{stage}'")
     return RelayMessage({}, {name: bytes(array.data) for name, array in answer.arrays.items()})

@@ -1,4 +1,6 @@
-"""A site's handlers in the secure exchange of layers, whose stages are those of participant.py.
+"""A site's handlers in the secure exchange of layers.
+
+Their stages are those of participant.py.
 
 A client's trained model waits in the memory of the site process until its round is over, and is never written to disk.
 The node configuration says who the site is and whom it trusts:
@@ -23,7 +25,7 @@ from fedloom.core.rng import RngStreams
 from fedloom.errors import FedloomError, InputError
 from fedloom.flower.message import MessageArray, MessageRejected, MessageRejectedPermanently, SiteMessage
 from fedloom.flower.secure_recombination.crypto import KEY, CryptoRejected, CryptoTerms
-from fedloom.flower.secure_recombination.layers import exchange_of
+from fedloom.flower.secure_recombination.layers import make_layer_exchange
 from fedloom.flower.secure_recombination.participant import (
     ExchangeParticipant,
     RandomDraws,
@@ -156,7 +158,7 @@ def _answered(
 def _plan(site: SiteHandler, request: SiteMessage) -> LayerExchange | None:
     """Return what clients exchange in this round, by the site's own copy of the run's settings."""
     site.build()
-    return exchange_of(site.config, site.layout, request.header["round"])
+    return make_layer_exchange(site.config, site.layout, request.header["round"])
 
 
 def _key(request: SiteMessage) -> tuple[str, int, int]:

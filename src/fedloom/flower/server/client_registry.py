@@ -1,4 +1,4 @@
-"""The client registry: which node has which clients, and how many samples they have.
+"""The client registry: which node has which clients, and how many samples.
 
 A site has a name, stored in its folder, and the numbers of its clients: those in its node's configuration, or the
 lowest free one. Both outlive the node's address. The registry is saved in the run directory, so that a restarted

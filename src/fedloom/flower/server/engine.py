@@ -1,4 +1,4 @@
-"""The Flower engine: clients are at remote sites, and each task is one message to a site.
+"""The Flower engine: each task is one message to a remote site.
 
 Client states stay at the sites. A site stages the new state under the nonce of the task, and the next request to that
 client names the nonce of the update that the server accepted. So a client's work counts only after its update was
@@ -145,8 +145,8 @@ class FlowerEngine(Engine):
             try:
                 update = self._update(task, answer)
             except MessageRejected as refused:
-                LOG.warning("round %d: the answer of client %d is refused: %s", round + 1, task.client_id, refused)
-                yield ClientFailure(task, f"refused: {refused}")
+                LOG.warning("round %d: the update of client %d is rejected: %s", round + 1, task.client_id, refused)
+                yield ClientFailure(task, f"rejected: {refused}")
                 continue
             self._nonce = answer.header["nonce"]
             yield replace(update, exchanged=exchanged)
@@ -305,12 +305,12 @@ def _judged(
     if message is None:
         return EngineNoReply(error)
     if came_from != asked:
-        return EngineNoReply(f"refused: its answer came from node {came_from}, and node {asked} was asked")
+        return EngineNoReply(f"rejected: its answer came from node {came_from}, and node {asked} was asked")
     for name in ADDRESS:
         there = message.header.get(name)
         if there != request.header[name] or type(there) is not type(request.header[name]):
             return EngineNoReply(
-                f"refused: its answer has the {name} {str(there)[:40]!r}, not {request.header[name]!r}"
+                f"rejected: its answer has the {name} {str(there)[:40]!r}, not {request.header[name]!r}"
             )
     if message.kind == "failed":
         reason = " ".join(str(message.header.get("reason", "it gave no reason")).split())[:300]

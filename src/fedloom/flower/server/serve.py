@@ -1,4 +1,4 @@
-"""The ServerApp: runs the rounds (runs/execute.py) with the sites behind a transport."""
+"""The ServerApp: runs the rounds with the sites behind a transport."""
 
 import logging
 from pathlib import Path
@@ -23,7 +23,7 @@ from fedloom.flower.site_data import (
 )
 from fedloom.flower.trust.agreement import agreement_difference, agreement_settings
 from fedloom.runs.callback import RunDescription, SilentCallback
-from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, refuse_occupied
+from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, refuse_occupied_directory
 from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def serve_app(grid: "Grid", context: "Context", app_folder: Path) -> None:
 
 def serve_run(transport: Transport, config: Config, settings: ServerAppSettings, app_folder: Path) -> Any:
     """Run an app over a transport, from the start or from its last checkpoint, and return the finished run."""
-    from fedloom.runs.execute import execute_in, resume_in
+    from fedloom.runs.execute import execute_in_directory, resume_in_directory
 
     spec = read_site_data_spec(import_site_data_file(app_folder))
     config = set_app_site_data(config, spec)
@@ -67,16 +67,16 @@ def serve_run(transport: Transport, config: Config, settings: ServerAppSettings,
         if spec is not None and config.clients is not None:
             data = SiteDataServerView(make_empty_site_dataset(spec), config.clients, sites.registry.num_examples)
         if goes_on:
-            LOG.info("going on with the run in %s", folder)
-            return resume_in(RunDirectory.open(folder), UserObjects(data=data), callback, remote_engine=sites)
+            LOG.info("continuing the run in %s", folder)
+            return resume_in_directory(RunDirectory.open(folder), UserObjects(data=data), callback, remote_engine=sites)
         config = replace_config(config, options=resolve_method(config).resolved_options())
-        return execute_in(folder, config, UserObjects(data=data), callback, remote_engine=sites)
+        return execute_in_directory(folder, config, UserObjects(data=data), callback, remote_engine=sites)
 
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise an InputError if the folder holds anything but a run."""
     if not is_run_directory(folder):
-        refuse_occupied(folder)
+        refuse_occupied_directory(folder)
 
 
 def _refuse_missing_data(config: Config, spec: SiteDataSpec | None) -> None:

@@ -1,4 +1,6 @@
-"""Transports between server and sites: over Flower's Grid, or over a local socket to the process with the Grid.
+"""Transports between server and sites: Flower's Grid, or a local socket.
+
+The socket leads to the process that has the Grid.
 
 `fedloom run --engine flower` uses the socket. Its own process runs the rounds, so progress, Ctrl-C and resuming work as
 with every other engine. The ServerApp that Flower starts for it only forwards messages.
@@ -87,7 +89,7 @@ class GridTransport:
             try:
                 found.append(TransportReply(ticket, node, message_from_flower_records(message.content)))
             except MessageRejected as error:
-                found.append(TransportReply(ticket, node, None, f"refused: {error}"))
+                found.append(TransportReply(ticket, node, None, f"rejected: {error}"))
         return found
 
 

@@ -62,7 +62,7 @@ def _answer_message(request: SiteMessage, context: "Context", app_folder: Path) 
         return ask_site_process(folder, setup, request)
     except (FedloomError, OSError) as error:
         return make_failure_message(
-            request, str(error) if not isinstance(error, MessageRejected) else f"refused: {error}"
+            request, str(error) if not isinstance(error, MessageRejected) else f"rejected: {error}"
         )
 
 

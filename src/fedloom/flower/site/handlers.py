@@ -1,4 +1,4 @@
-"""Message handlers of a site: they train and evaluate its clients and answer the server.
+"""Message handlers of a site: train and evaluate its clients.
 
 A `hello` request asks for the site's clients and numbers of samples, `train` for a trained model, `evaluate` for the
 accuracy of a personal model. `register_message_handler` adds kinds. Every error becomes a reply of the kind `failed`.

@@ -1,4 +1,4 @@
-"""The process of one site: it keeps torch, the data and the network between messages.
+"""The process of one site: keeps torch, data and network between messages.
 
     python -m fedloom.flower.site.process FOLDER PID
 
@@ -52,7 +52,7 @@ def _run_site_process(folder: Path, parent_pid: int) -> None:
 
 
 class _CurrentSite:
-    """The site of this process, built anew when the app or the node configuration changes."""
+    """The site of this process, built again when the app or the node configuration changes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,6 @@
-"""Connection to the site process: a socket in the site's folder that only its owner can connect to.
+"""Connection to the site process: a socket in the site's folder.
+
+Only the owner of the folder can connect to it.
 
 The first message starts the process. It ends with its SuperNode, or after a long time without messages.
 """

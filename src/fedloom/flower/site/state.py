@@ -1,4 +1,6 @@
-"""Client states on disk: what a client keeps between rounds, in its site's own folder.
+"""Client states on disk, in the site's own folder.
+
+A client state is what a client keeps between rounds.
 
 A state is named by the nonce of the task that made it. At first it is only staged. It becomes the client's state when a
 later request says that the server accepted the update. So a failed or refused reply leaves the client unchanged, as in

@@ -137,7 +137,7 @@ def check_agreement(node_config: Mapping[str, Any], folder: Path, settings: Agre
     )
     if not path.exists() or path.read_bytes() != content:
         write_atomically(path, content)
-        print(f"refused: {reason}. All settings of that run are in {path}.", file=sys.stderr, flush=True)
+        print(f"rejected: {reason}. All settings of that run are in {path}.", file=sys.stderr, flush=True)
     raise MessageRejectedPermanently(reason)
 
 

@@ -1,4 +1,6 @@
-"""Certificates and node keys for tests: a certificate authority, a server certificate, a key pair for each node.
+"""Certificates and node keys for tests.
+
+They are a certificate authority, a server certificate, and a key pair for each node.
 
     ca.crt          the authority's certificate, which sites trust       (its private key is not kept)
     server.pem      the server's certificate, for the given hosts        server.key  its private key

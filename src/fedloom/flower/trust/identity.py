@@ -1,4 +1,4 @@
-"""Site identities: each site has a key pair, and a roster with the public keys of all sites.
+"""Site identities: a key pair per site, and rosters of public keys.
 
 A site's key is the one that its SuperNode shows to the SuperLink (ECDSA on a NIST curve, in OpenSSH's format). Here it
 signs the messages that a site sends to other sites through the server. A site trusts the keys in its own roster, a file

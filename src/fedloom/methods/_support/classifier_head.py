@@ -1,4 +1,7 @@
-"""The head of a network (its last linear layer) and its inputs, for methods that work on representations."""
+"""The head of a network (its last linear layer) and its inputs.
+
+Methods that work on representations use them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Differentiable augmentation: random changes of images through which gradients flow.
+"""Differentiable augmentation: random changes of images that pass gradients.
 
 Zhao and Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021, with the constants of its
 published code. Each call makes one kind of change, chosen at random; its strength is drawn per image. Applying a draw
@@ -70,8 +70,8 @@ def _random_color(draw: AugmentationDraw) -> Change:
 
     def change(x: Tensor) -> Tensor:
         x = x + shift
-        grey = x.mean(1, keepdim=True)
-        x = torch.lerp(grey, x, saturation)
+        gray = x.mean(1, keepdim=True)
+        x = torch.lerp(gray, x, saturation)
         mean = x.mean((1, 2, 3), keepdim=True)
         return torch.lerp(mean, x, contrast)
 

@@ -1,4 +1,4 @@
-"""Distillation on the server's data: models that compute on it, and distillation steps. For FedDF, FedBE and others.
+"""Distillation on the server's data: models and steps, for FedDF and others.
 
 Networks run in evaluation mode, as the global model does: batch norm uses the statistics in the row and does not change
 them. The server's data may have another distribution, and their statistics would be wrong for the clients' data.

@@ -1,4 +1,6 @@
-"""The selection of one cached model per client: FedCDA's selection problem, on inner products only.
+"""FedCDA's selection problem: choose one cached model per client.
+
+It uses inner products only.
 
 FedCDA (Wang et al., ICLR 2024) selects one of a few cached models for each client. It minimizes Eq. 5 over all m chosen
 models, J = (1/m) sum F + (L/2m) sum |w|^2 - (L/2) |mean w|^2. J is a sum of one number per candidate and one per pair

@@ -1,4 +1,6 @@
-"""Trajectory matching: a small data set on which training follows a trajectory of models trained on real data.
+"""Trajectory matching: synthesize data that reproduce a training trajectory.
+
+Training on the small synthetic data set follows a trajectory of models trained on real data.
 
 From a model w_t of a trajectory, s' steps of gradient descent with rate eta on the synthetic samples (X, y),
 

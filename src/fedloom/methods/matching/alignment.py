@@ -1,4 +1,4 @@
-"""Servers that permute the units of the client models before they average: the base of FedMA and GAMF.
+"""Base of FedMA and GAMF: permute units of client models, then average.
 
 Two networks with their neurons in different order can compute the same function, but their mean does not. The server
 first permutes the units of a round's models into one order; the function of each model does not change (symmetries.py).

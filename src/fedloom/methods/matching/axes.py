@@ -1,4 +1,6 @@
-"""Axes of tensors as sequences of units (neurons, channels) that may be permuted, and how axes are tied.
+"""Axes of tensors as sequences of units (neurons, channels), and their ties.
+
+Units may be permuted; tied axes are permuted alike.
 
 An axis is a sequence of segments. A segment is an ordered set of units, each with `inner` positions: after flattening
 maps of 8 x 8, every channel has 64. Two axes that are added, or that meet in a product, need the same permutation:

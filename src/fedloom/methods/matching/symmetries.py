@@ -1,4 +1,6 @@
-"""The permutation symmetries of a network: which units may be permuted, and their positions in a row.
+"""Permutation symmetries of a network: which units may be permuted.
+
+They include the positions of the units in a row.
 
 A unit is a neuron or a channel. Permuting the units of a layer keeps the function of the network if the rows of its
 weights, its biases and norms are permuted, and the columns of every layer that reads them. Layers that write into one

@@ -1,1 +1,1 @@
-"""Layers that torch does not have, or has only in slower forms, and their Triton kernels."""
+"""Layers that torch lacks or has only in slower forms, and Triton kernels."""

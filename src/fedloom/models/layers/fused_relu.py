@@ -1,4 +1,6 @@
-"""Layers that a GPU computes together with the ReLU after them, in one Triton kernel, and when that is possible.
+"""Layers that a GPU computes together with the ReLU after them.
+
+One Triton kernel computes both. This file also says when that is possible.
 
 In small networks most kernels are neither convolutions nor matrix products: norms, pools, biases, ReLUs and residual
 sums read and write all activations again and again. If Triton is installed (it comes with torch for GPUs), some of them

@@ -1,4 +1,4 @@
-"""Norm layers of the networks, and batch norm that a GPU fuses with the residual sum and ReLU after it.
+"""Norm layers, and batch norm fused with a residual sum and ReLU on a GPU.
 
 See `fused_relu.py` for when layers are fused.
 """
@@ -165,7 +165,7 @@ class NormOptions(Settings):
         if channels // groups * size[0] * size[1] == 1:
             pixels = f"{wanted.shape[1]} x {wanted.shape[2]} pixels"
             raise InputError(
-                f"model {wanted.name!r} would normalise single numbers, for {pixels} shrink to one, and a number less "
+                f"model {wanted.name!r} would normalize single numbers, for {pixels} shrink to one, and a number less "
                 "its own mean is nothing; take larger images or another norm."
             )
         return nn.GroupNorm(groups, channels)

@@ -1,4 +1,4 @@
-"""2 x 2 pooling of images, by mean or maximum, with gradients that are fast on a GPU."""
+"""2 x 2 pooling of images by mean or maximum, with fast gradients on a GPU."""
 
 from typing import Any
 

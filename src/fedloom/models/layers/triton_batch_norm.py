@@ -1,4 +1,6 @@
-"""Triton kernels for batch norm and what follows it: two kernels forward and two backward.
+"""Triton kernels for batch norm and what follows it.
+
+There are two kernels forward and two backward.
 
 For relu(norm(x) + beside) torch has at least one kernel for each of the three, and some that only prepare others. Here
 one kernel computes partial sums, and the other reads them and does all the rest. Every program of the second adds up

@@ -1,4 +1,6 @@
-"""Triton kernels for pooling: bias, largest of four pixels and ReLU in one kernel, and the gradient in another.
+"""Triton kernels for pooling, forward and backward.
+
+Bias, maximum of four pixels and ReLU are one kernel, and their gradient is another.
 
 torch needs three kernels forward, which write the index of the largest pixel as eight bytes, and four backward, one of
 which only fills the gradient with zeros. Here an index is one byte.

@@ -1,4 +1,6 @@
-"""Tiling of maps for the Triton kernels: a matrix of M rows, one for each pixel of each image, and C channels.
+"""Tiling of feature maps for the Triton kernels.
+
+A map is a matrix of M rows, one for each pixel of each image, and C channels.
 
 A program works on one tile of the matrix, and may move down the rows. Sizes that differ from batch to batch are plain
 arguments, so nothing is compiled for them: compilation must not happen during a capture.

@@ -1,1 +1,1 @@
-"""In place of plotly, which the old commit imports for its reports. No case compares a report."""
+"""In place of plotly, which the old commit imports for its reports."""
