@@ -236,12 +236,12 @@ def test_runs_that_were_finished_before_are_counted_and_take_no_time(
         (tmp_path / name / "summary.json").touch()
     display = ProgressDisplay(methods=["fedavg", "fedcross"], seeds=2)
     history = [{"round": round} for round in range(6)]
-    display.on_run_start(tmp_path / "fedcross-seed0", make_config({"rounds": 10}), history)
+    display.on_run_start(tmp_path / "fedcross-seed0", make_config({"method": "fedcross", "rounds": 10}), history)
     for round in range(6, 9):
         clock += 10
         display.on_round_end({"round": round})
     display.on_run_end()
-    display.on_run_start(tmp_path / "fedcross-seed1", make_config({"rounds": 10}), [])
+    display.on_run_start(tmp_path / "fedcross-seed1", make_config({"method": "fedcross", "rounds": 10}), [])
     for round in range(3):
         clock += 10
         display.on_round_end({"round": round})
