@@ -29,11 +29,11 @@ from fedloom.methods.composition import IncompatibleMethods
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.privacy import check_private_method
 from fedloom.report import (
+    ComparisonRecord,
     ComparisonTable,
     GridEffects,
     analyze_effects,
     read_run_record,
-    write_comparison_command,
     write_report_page,
 )
 from fedloom.report import make_comparison_table as tabulate
@@ -294,8 +294,7 @@ def _run_all(
             _same_plan(place, config)
     if grid is not None:
         write_atomically(path / GRID_FILE, grid.to_json().encode())
-    if command is not None:
-        write_comparison_command(path, command)
+    ComparisonRecord(tuple(place.name for place, _ in places), command).write(path)
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
         if is_run_directory(place):
