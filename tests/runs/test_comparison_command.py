@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import fedloom
-from fedloom.report import read_comparison_command
+from fedloom.errors import InputError
+from fedloom.report import ComparisonRecord
 from tests.support.array_data import arrays, network
 
 Command = Callable[..., Any]
@@ -26,16 +27,38 @@ def test_the_command_gives_the_same_runs(
     command: Command, tmp_path: Path, methods: list[str], more: dict[str, Any]
 ) -> None:
     made = fedloom.compare(methods, seeds=2, out=tmp_path / "c", **more, **SMALL)
-    text = read_comparison_command(made.path)
+    text = ComparisonRecord.read(made.path).command
     assert text is not None
     again = command(*shlex.split(text)[1:], "--out", "again", "--json").result
     assert [run["digest"] for run in again["runs"]] == [run.digest for run in made.runs]
     assert again["headline"] == made.table.headline
-    assert read_comparison_command(tmp_path / "again") == text
+    assert ComparisonRecord.read(tmp_path / "again").command == text
     assert command("report", "c", "-o", "all.html").code == 0
     assert shlex.split(text)[-1] in (tmp_path / "all.html").read_text().partition("<h2>")[0]
 
 
 def test_python_objects_have_no_command(tmp_path: Path) -> None:
     made = fedloom.compare(["fedavg"], data=arrays(), model=network, rounds=1, out=tmp_path / "c", report=False)
-    assert read_comparison_command(made.path) is None
+    assert ComparisonRecord.read(made.path) == ComparisonRecord(("fedavg-seed0",), None)
+
+
+def test_a_report_of_the_folder_keeps_the_reference(command: Command, tmp_path: Path) -> None:
+    made = fedloom.compare(["scaffold", "fedavg"], out=tmp_path / "c", **SMALL)
+    assert command("report", "c", "-o", "all.html").code == 0
+    text = (tmp_path / "all.html").read_text()
+    assert made.table.headline in text
+    assert "against scaffold" in text
+
+
+def test_the_order_of_runs_is_that_of_the_record_and_others_follow() -> None:
+    record = ComparisonRecord(("b-seed0", "a-seed0"))
+    assert record.sort_runs([Path(name) for name in ("a-seed0", "z", "b-seed0", "c")]) == [
+        Path(name) for name in ("b-seed0", "a-seed0", "c", "z")
+    ]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"runs": 3, "command": null}'])
+def test_a_damaged_record_is_refused(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "comparison.json").write_text(damage)
+    with pytest.raises(InputError, match=r"comparison.json' is damaged: it does not hold a comparison"):
+        ComparisonRecord.read(tmp_path)

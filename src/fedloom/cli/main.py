@@ -277,12 +277,12 @@ def report(
 ) -> None:
     """Write one report about several runs."""
     with show_loading():
-        from fedloom.report import read_comparison_command, read_effect_grid, read_run_record, write_report_page
+        from fedloom.report import ComparisonRecord, read_effect_grid, read_run_record, write_report_page
 
     count = None if window is None else _number("window", window, int)
     folders = [folder for path in runs for folder in _runs_in(path)]
     alone = len(runs) == 1  # with other runs, the cells of a grid would be ambiguous
-    grid, command = (read_effect_grid(runs[0]), read_comparison_command(runs[0])) if alone else (None, None)
+    grid, command = (read_effect_grid(runs[0]), ComparisonRecord.read(runs[0]).command) if alone else (None, None)
     write_report_page(
         [read_run_record(folder) for folder in folders], out, title=title, grid=grid, window=count, command=command
     )
@@ -298,14 +298,15 @@ def _number(name: str, text: str, kind: type[N]) -> N:
 
 def _runs_in(path: Path) -> list[Path]:
     """Return `path` if it is a run directory, else the run directories in it."""
+    from fedloom.report import ComparisonRecord
     from fedloom.runs.directory import is_run_directory
 
     if is_run_directory(path):
         return [path]
-    inside = sorted(config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/config.toml"))
+    inside = {config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/config.toml")}
     if not inside:
         raise InputError(f"{path} is not a run, and no run lies in it.")
-    return inside
+    return ComparisonRecord.read(path).sort_runs(inside)
 
 
 app.command("list")(list_)

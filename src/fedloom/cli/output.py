@@ -46,27 +46,20 @@ def _result_lines(summary: Mapping[str, Any], config: Any) -> list[tuple[str, st
         return [("result", "none: there are no test data")]
     last = f"after round {summary['rounds']}"
     basis = f"mean of the last {window} of {count_evaluations(config.rounds, config.eval_every)} evaluations"
-    if summary["last_accuracy"] is None:  # a regression, or a loss that overflowed
-        deviation = "" if summary["loss_std"] is None else f" (sd {summary['loss_std']:.4f})"
-        lines = [("loss", f"{_loss(summary['loss'])} on test data {last if window == 1 else ''}")]
-        if window > 1:
-            lines = [("loss", f"{_loss(summary['loss'])} on test data, {basis}{deviation}")]
-            lines.append(("last", f"{_loss(summary['last_loss'])} {last}"))
-        return lines
-    accuracy = format_percent(summary["accuracy"])
-    if window == 1:
-        lines = [("accuracy", f"{accuracy} on test data {last} (loss {_loss(summary['loss'])})")]
+    if summary["last_accuracy"] is None:  # a regression
+        name, mean, deviation = "loss", _loss(summary["loss"]), _loss(summary["loss_std"])
+        end = f"{_loss(summary['last_loss'])} {last}"
     else:
-        deviation = f" (sd {format_percent(summary['accuracy_std'])})"
-        lines = [("accuracy", f"{accuracy} on test data, {basis}{deviation}")]
+        name, mean, deviation = "accuracy", format_percent(summary["accuracy"]), format_percent(summary["accuracy_std"])
+        end = f"{format_percent(summary['last_accuracy'])} {last} (loss {_loss(summary['last_loss'])})"
+    lines = [(name, f"{mean} on test data, {basis} (sd {deviation})")]
+    if window == 1:
+        lines = [(name, end.replace(last, f"on test data {last}"))]
     for name, kind, whose in (("own", "personal", " with the clients' own models"), ("clients", "client", "")):
-        if (mean := summary[f"{kind}_accuracy_mean"]) is not None:
+        if (average := summary[f"{kind}_accuracy_mean"]) is not None:
             worst = format_percent(summary[f"{kind}_accuracy_worst10"])
-            lines.append((name, f"{format_percent(mean)} on average{whose}, {worst} for the worst tenth"))
-    if window > 1:
-        said = f"{format_percent(summary['last_accuracy'])} {last} (loss {_loss(summary['last_loss'])})"
-        lines.append(("last", said))
-    return lines
+            lines.append((name, f"{format_percent(average)} on average{whose}, {worst} for the worst tenth"))
+    return [*lines, ("last", end)] if window > 1 else lines
 
 
 def _loss(value: float | None) -> str:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from fedloom.report.command import render_command
+from fedloom.report.comparison_record import render_command
 from fedloom.report.comparison_table import ComparisonTable, Part
 from fedloom.report.effects import GridEffects
 from fedloom.report.figures import MOST_DIAGNOSTICS, MOST_PARTITIONS, Data

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedloom.errors import InputError
-from fedloom.report.command import render_command
+from fedloom.report.comparison_record import render_command
 from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
 from fedloom.report.effects import EffectGrid, analyze_effects
 from fedloom.report.figures import Data, collect_figure_data, heat_map_figure_data

@@ -17,11 +17,11 @@ from fedloom.methods import methods as known_methods
 from fedloom.methods.variants import parse_method_variant, variant_folder_name
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.report import (
+    ComparisonRecord,
     ComparisonTable,
     GridEffects,
     analyze_effects,
     read_run_record,
-    write_comparison_command,
     write_report_page,
 )
 from fedloom.report import make_comparison_table as tabulate
@@ -204,8 +204,7 @@ def _run_all(
             _same_plan(place, config)
     if grid is not None:
         write_atomically(path / GRID_FILE, grid.to_json().encode())
-    if command is not None:
-        write_comparison_command(path, command)
+    ComparisonRecord(tuple(place.name for place, _ in places), command).write(path)
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
         objects = user_objects.select_seed(config.seed)

@@ -46,8 +46,10 @@ class RunResult:
         self.summary = {**summary, "run": str(directory.path)}  # the directory may have moved
 
     def __repr__(self) -> str:
-        accuracy = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}"
-        ended = f"{accuracy} after round {self.summary['rounds']}"
+        accuracy, window = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}", ""
+        if self.accuracy is not None and self.summary["window"] > 1:
+            window = f" (mean of the last {self.summary['window']} evaluations)"
+        ended = f"{accuracy}{window} after round {self.summary['rounds']}"
         return f"<{self.config.label} on {self.config.data}, {ended}: {self.path}>"
 
     @property
