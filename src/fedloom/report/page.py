@@ -17,7 +17,10 @@ from fedloom.report.comparison_record import render_command
 from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
 from fedloom.report.effects import EffectGrid, analyze_effects
 from fedloom.report.figures import Data, collect_figure_data, heat_map_figure_data
-from fedloom.report.html_sections import (
+from fedloom.report.images import render_synthetic_images
+from fedloom.report.markup import SectionHtml, join_section_html, render_section_tag
+from fedloom.report.records import RunRecord
+from fedloom.report.sections import (
     render_costs_section,
     render_curves_section,
     render_diagnostics_section,
@@ -30,9 +33,6 @@ from fedloom.report.html_sections import (
     render_runs_section,
     render_settings_section,
 )
-from fedloom.report.images import render_synthetic_images
-from fedloom.report.markup import SectionHtml, join_section_html, render_section_tag
-from fedloom.report.records import RunRecord
 from fedloom.utils.formatting import format_list, format_plural
 
 DOCTYPE = "<!doctype html>"

@@ -12,10 +12,10 @@ from typing import Literal
 from fedloom.errors import InputError
 from fedloom.report.figures import Data, partition_figures
 from fedloom.report.file_names import hide_setting_folders
-from fedloom.report.html_sections import render_partition_section
 from fedloom.report.markup import render_section, render_section_table, render_section_tag
 from fedloom.report.page import build_html_page, write_html_page
 from fedloom.report.records import Counts
+from fedloom.report.sections import render_partition_section
 from fedloom.utils.storage import write_atomically
 
 PAPER, INK, SOFT, LINE, ACCENT = "#fdfdfb", "#1d2129", "#626975", "#e4e4df", "#33638d"
