@@ -80,7 +80,7 @@ def use_exclusive_stream(device: torch.device) -> Iterator[None]:
 DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", ())
 """The error of newer torch versions for a failure of the GPU itself; empty in older ones."""
 
-SHORT_OF_MEMORY = ("STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
+MEMORY_ERROR_TEXTS = ("STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
 """Parts of the messages of libraries that are out of memory."""
 
 
@@ -89,7 +89,7 @@ def is_cuda_memory_error(error: BaseException) -> bool:
     if isinstance(error, DEVICE_ERROR):
         return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in SHORT_OF_MEMORY)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_ERROR_TEXTS)
     )
 
 

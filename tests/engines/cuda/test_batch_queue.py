@@ -92,7 +92,7 @@ def test_whole_clients_as_batches_share_the_memory() -> None:
 
 
 def test_a_batch_that_is_larger_than_the_room_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_queue, "STOCK_BYTES", 200)
+    monkeypatch.setattr(batch_queue, "BATCH_QUEUE_BYTES", 200)
     store, held = images(40), make()
     assert held.allocate(store, 40, 0) == 1
     held.fill(store, [np.arange(40)])
@@ -111,7 +111,7 @@ def test_a_loss_is_kept_as_it_was() -> None:
 
 
 def test_little_room_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_queue, "STOCK_BYTES", 4 * 5 * 24 * 3)
+    monkeypatch.setattr(batch_queue, "BATCH_QUEUE_BYTES", 4 * 5 * 24 * 3)
     assert make().allocate(images(40), 5, 5) == 3
 
 

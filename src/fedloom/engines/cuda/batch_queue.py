@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.data import Samples
 from fedloom.training.batches import Batch, Positions
 
-STOCK_BYTES = 32 << 20
+BATCH_QUEUE_BYTES = 32 << 20
 """Bytes that prepared inputs may take in each slot, unless one batch alone takes more."""
 
 MOST_STEPS = 1024
@@ -58,8 +58,8 @@ class BatchQueue:
         kind, shape = self._transformed[stored]
         sample_bytes = max(1, prod(shape) * kind.itemsize)
         # One width for clients of all sizes, if possible: graphs depend on it.
-        width = batch_size if largest <= batch_size <= STOCK_BYTES // sample_bytes else largest
-        rows = min(MOST_STEPS, max(1, STOCK_BYTES // (width * sample_bytes)))
+        width = batch_size if largest <= batch_size <= BATCH_QUEUE_BYTES // sample_bytes else largest
+        rows = min(MOST_STEPS, max(1, BATCH_QUEUE_BYTES // (width * sample_bytes)))
         self._x = self._shaped(self._x, kind, (rows, width, *shape))
         self._y = self._shaped(self._y, store.y.dtype, (rows, width, *store.y.shape[1:]))
         return rows
@@ -70,7 +70,7 @@ class BatchQueue:
             return now
         wanted, flat = prod(shape), now.as_strided((now.untyped_storage().nbytes() // now.itemsize,), (1,), 0)
         if len(flat) < wanted or flat.dtype is not kind:
-            least = STOCK_BYTES // kind.itemsize if len(shape) > 2 else MOST_STEPS
+            least = BATCH_QUEUE_BYTES // kind.itemsize if len(shape) > 2 else MOST_STEPS
             flat = torch.empty(max(wanted, least), dtype=kind, device=self._device)
         return flat[:wanted].view(shape)
 
