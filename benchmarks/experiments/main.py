@@ -126,7 +126,14 @@ def tiny(experiment: dict[str, Any]) -> dict[str, Any]:
     if settings["partition"].startswith("dirichlet-blocks"):  # hardly splits two classes into equal clients
         settings["partition"] = "dirichlet:0.5"
     few: dict[str, dict[str, Any]] = {
-        "dynafed": {"iterations": 1, "images_per_class": 1, "L": 2, "s": 1, "inner_steps": 2, "at_once": True}
+        "dynafed": {
+            "iterations": 1,
+            "images_per_class": 1,
+            "L": 2,
+            "s": 1,
+            "inner_steps": 2,
+            "refine_at_synthesis": True,
+        }
     }
     given = experiment.get("options", {})
     warm = given.get("fedcda", {}).get("warmup", 0) >= experiment["settings"]["rounds"]

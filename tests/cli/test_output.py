@@ -1,4 +1,4 @@
-"""The result of a run as the command prints it: what is a mean says so, with and without classes."""
+"""Tests of the result of a run as the command prints it."""
 
 from typing import Any
 

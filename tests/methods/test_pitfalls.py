@@ -340,11 +340,12 @@ WEIGHTS: dict[str, Weights] = {
 }
 AVERAGES = {
     "samples": "fedavg fedprox fedsam fedasam fedasam-swa fedexp moon fedgen fedmix naivemix fedbn fedrep fedcluster "
-    "swa swad soups diwa lss fedma gamf fedlaw feddf fedbe dynafed",
+    "swa swad soups diwa lss fedma gamf fedlaw feddf fedbe dynafed fedavgm fednova",
     "uniform": "scaffold feddyn fedmut clusamp fedbabu indep fedcross fedmr",
 }
 """How clients count in the first mean, as the papers or their authors have it. Left are `abavg`, which counts by
-accuracy, and servers that take no mean of what comes back: `fedcda`, `fedfomo`, `fedma-layers`."""
+accuracy, servers that take no mean of what comes back (`fedcda`, `fedfomo`, `fedma-layers`), and those that take a
+step of their own to the mean (`fedadagrad`, `fedadam`, `fedyogi`)."""
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in AVERAGES.items() for name in names.split()])
@@ -369,7 +370,8 @@ def test_clients_count_as_the_paper_says(name: str, kind: str) -> None:
 
 def test_every_server_has_its_weights_named() -> None:
     named = {name for names in AVERAGES.values() for name in names.split()}
-    assert named | {"abavg", "fedcda", "fedfomo", "fedma-layers"} == set(NAMES)
+    others = {"abavg", "fedcda", "fedfomo", "fedma-layers", "fedadagrad", "fedadam", "fedyogi"}
+    assert named | others == set(NAMES)
 
 
 def test_the_odd_clients_of_these_tests_are_odd() -> None:

@@ -231,11 +231,12 @@ def test_the_model_is_stored_under_its_names(folder: RunDirectory) -> None:
 
 
 def test_the_partition_is_stored_where_it_is_known(folder: RunDirectory) -> None:
-    folder.write_partition(None, ())
+    folder.write_partition(None, (), None)
     assert not (folder.path / "partition.json").exists()
-    folder.write_partition(np.array([[1, 2, 3], [0, 0, 9]]), ("a", "b", "c"))
-    stored = json.loads((folder.path / "partition.json").read_text())
-    assert stored == {"classes": 3, "class_names": ["a", "b", "c"], "counts": [[1, 2, 3], [0, 0, 9]]}
+    stored = {"classes": 3, "class_names": ["a", "b", "c"], "counts": [[1, 2, 3], [0, 0, 9]]}
+    for test_counts, also in ((None, {}), (np.array([4, 5, 6]), {"test_counts": [4, 5, 6]})):
+        folder.write_partition(np.array(stored["counts"]), ("a", "b", "c"), test_counts)
+        assert json.loads((folder.path / "partition.json").read_text()) == stored | also
 
 
 def test_the_summary_is_read_back_or_refused(folder: RunDirectory) -> None:
@@ -249,8 +250,8 @@ def test_the_summary_is_read_back_or_refused(folder: RunDirectory) -> None:
 
 
 def test_numbered_folders_are_new_and_their_names_safe(tmp_path: Path) -> None:
-    name = directory_name(Config(method="fedavg+fedprox", data="my data/../x", seed=3))
-    assert name == "fedavg+fedprox-my_data_.._x-seed3"
+    name = directory_name(Config(method="fedavg+fedprox", data="folder:a/my x", seed=3))
+    assert name == "fedavg+fedprox-my_x-seed3"
     (tmp_path / f"{name}-002").write_text("")
     with (
         claim_directory(tmp_path / name, numbered=True) as first,

@@ -116,7 +116,7 @@ def test_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     assert names == [f"compare-digits-{number:03d}" for number in range(1, 4)]
     for name in names:
         inside = {path.name for path in (tmp_path / "runs" / name).iterdir()}
-        assert inside == {".lock", "fedavg-seed0", "fedprox-seed0", "report.html"}
+        assert inside == {".lock", "comparison.json", "fedavg-seed0", "fedprox-seed0", "report.html"}
 
 
 @pytest.mark.exhaustive
@@ -127,7 +127,7 @@ def test_of_two_comparisons_one_gets_a_folder(tmp_path: Path) -> None:
     assert said.count("") == 1, said
     assert "RuntimeError: 2 fedloom: another process is at work on c; wait for it or stop it.\n" in said
     runs = {f"{methods[said.index('')]}-seed{seed}" for seed in range(3)}
-    assert {path.name for path in (tmp_path / "c").iterdir()} == {".lock", "report.html", *runs}
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {".lock", "comparison.json", "report.html", *runs}
 
 
 def test_of_two_pretrainings_one_gets_the_file(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fedloom.report import (
     write_report_page,
 )
 from fedloom.report import make_comparison_table as tabulate
+from fedloom.report.comparison_record import FILE as COMPARISON_FILE
 from fedloom.report.effects import FILE as GRID_FILE
 from fedloom.report.effects import EffectGrid
 from fedloom.runs.build import build_run
@@ -230,6 +231,10 @@ def _run_all(
             finished.append(run(place, config, callback))
     except RunStopped:
         raise RunStopped(f"stopped; continue with the same command and --out {path}") from None
+    finally:
+        if not any(is_run_directory(place) for place, _ in places):  # no run could begin
+            for name in (GRID_FILE, COMPARISON_FILE):
+                (path / name).unlink(missing_ok=True)
     return finished
 
 
@@ -239,7 +244,7 @@ def _plans(
     options: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
     user_objects: UserObjects,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> list[tuple[str, Config]]:
     """Return label and config of each row and seed, with the options of the methods of that run."""
     import_method_files(settings)
