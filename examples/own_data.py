@@ -50,7 +50,7 @@ def main(rounds: int = 100) -> fedloom.ComparisonResult:
         epochs=5,
     )
     for run in compared.runs:
-        print(f"{run.config.method:<10}loss {run.history[0]['loss']:.4f} before, {run.summary['loss']:.4f} after")
+        print(f"{run.config.method:<10}loss {run.history[0]['loss']:.4f} before, {run.summary['last_loss']:.4f} after")
     with torch.no_grad():
         guess = compared.runs[-1].model()(torch.tensor([[0.5]]))
     print(f"scaffold says {guess.item():.2f} at x = 0.5; the curve is at {np.sin(1.5):.2f}")

@@ -15,7 +15,7 @@ RETIRED = Path(__file__).with_name("retired_names.txt")
 EXCEPTIONS = Path(__file__).with_name("public_names.toml")
 PAPER = re.compile(r"fedloom\.methods\.[a-z]\w*")
 """Modules that hold one paper each. Their parts, options and formulas are public and found by the paper's name."""
-FRAME = {f"fedloom.methods.{name}" for name in ("base", "composition", "registry", "servers")}
+FRAME = {f"fedloom.methods.{name}" for name in ("base", "composition", "registry", "servers", "variants")}
 PUBLIC_BASES = {"fedloom.data.sources": "DatasetSource", "fedloom.models": "nn.Module"}
 """Packages whose classes of a kind are public, although a table is all that names them."""
 

@@ -40,12 +40,12 @@ data, device, rounds, folder = sys.argv[1:]
 found = fedloom.compare(["fedavg"], seeds=5, data=data, model="cnn" if data == "digits" else "lenet",
                         partition="dirichlet:0.5", rounds=int(rounds), epochs=1, lr=0.05, eval_every=10,
                         device=device, out=folder, report=False, concurrent_runs=5 if device == "cuda" else 1)
-print(json.dumps([[run.summary["accuracy"], run.history[-1]["loss"]] for run in found.runs]))
+print(json.dumps([[run.last_accuracy, run.history[-1]["loss"]] for run in found.runs]))
 """
 
 
 def seeds(options: argparse.Namespace, table: ResultTable, limit: TimeLimit) -> None:
-    """Compare the accuracy of the same runs on the GPU and on the CPU."""
+    """Compare the accuracy of the same runs after the last round on the GPU and on the CPU."""
     data = make_data(options).name
     data = "digits" if data == "random images" else data  # scikit-learn ships the digits
     for device in limit.until_over(["cpu", "cuda"] if options.device == "cuda" else ["cpu"]):

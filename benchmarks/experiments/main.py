@@ -225,7 +225,7 @@ def run_or_resume(experiment: Mapping[str, Any], end: float, runs: Path, results
         return f"failed: {error}"
     file.write("finished")
     for run in found.runs:
-        print(f"  {run.path.name}: {run.summary['accuracy']:.4f}", flush=True)
+        print(f"  {run.path.name}: {run.summary['accuracy']:.4f}, last {run.last_accuracy:.4f}", flush=True)
     return "finished"
 
 

@@ -3,6 +3,7 @@
 Fashion-MNIST over 1000 clients with 60 samples each (dirichlet-equal:0.3), 40 rounds, McMahan's 2NN. A round samples
 100 clients; with noise 100 is the mean. The clip norm is the same in all rows and was not tuned. FEDLOOM_DATA must name
 the folder of Fashion-MNIST. The folder WORK keeps finished runs, so the same command continues after a stop.
+Accuracies are those after the last round.
 """
 
 import json
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
             run_or_resume(options.work / f"{name.replace(' ', '-')}-seed{seed}", **SETTINGS, **settings, seed=seed)
             for seed in range(options.seeds)
         ]
-        accuracies = [float(run.summary["accuracy"]) for run in runs]
+        accuracies = [float(run.summary["last_accuracy"]) for run in runs]
         row = {
             "row": name,
             "accuracy": statistics.mean(accuracies),

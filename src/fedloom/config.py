@@ -6,7 +6,6 @@ Loads no torch, so that the help of the command and the client app of a site sta
 import math
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedloom.devices.selection import select_auto_device
 from fedloom.errors import InputError
-from fedloom.utils.settings import MAX_CONCURRENCY, MAX_COUNT, Settings, settings_to_toml, validate_settings
+from fedloom.utils.result_window import DEFAULT_WINDOW, count_evaluations, limit_window
+from fedloom.utils.settings import (
+    MAX_CONCURRENCY,
+    MAX_COUNT,
+    Settings,
+    format_toml_value,
+    parse_setting_value,
+    validate_settings,
+)
 
 
 class TrainingConfig(Settings):
@@ -100,9 +107,13 @@ class Config(TrainingConfig):
     """seed of all random draws"""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of the methods, by method and name"""
+    variant: str | None = None
+    """the method as it was given, if options or settings stood behind its name; they are in the other fields"""
 
     eval_every: int = Field(1, ge=1, le=MAX_COUNT)
     """rounds between two evaluations; the last round is always evaluated"""
+    window: int = Field(DEFAULT_WINDOW, ge=1, le=MAX_COUNT)
+    """number of last evaluations whose mean is the result of the run; at most a fifth of all, at least one"""
     min_clients: int | None = Field(None, ge=0, le=MAX_COUNT)
     """minimum number of clients that return an update in a round; fewer end the run with an error; by default 0, and
     with sites more than half of the clients of the round"""
@@ -268,6 +279,16 @@ class Config(TrainingConfig):
         return re.sub(r"[^A-Za-z0-9.+_-]", "_", (Path(path).name.split(".")[0] or kind) if path else kind)[:60]
 
     @property
+    def label(self) -> str:
+        """The name of the run in tables: its variant or its method."""
+        return self.variant or self.method
+
+    @property
+    def result_window(self) -> int:
+        """Number of last evaluations whose mean is the result: `window` within its limits."""
+        return limit_window(self.window, count_evaluations(self.rounds, self.eval_every))
+
+    @property
     def cohort_size(self) -> int:
         """Number of clients sampled in a round; correct only if `clients` is known or at least 10."""
         return self.clients_per_round if self.clients_per_round is not None else min(10, self.clients or 10)
@@ -324,7 +345,7 @@ def config_to_command(config: Config) -> str:
     for name, field in Config.model_fields.items():
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
         default = _default_client_count(config.partition) if name == "clients" else field.default
-        if name in ("method", "options", "imports") or value == default:
+        if name in ("method", "options", "variant", "imports") or value == default:
             continue
         if isinstance(value, bool) and field.default is None:
             words += [flag, "yes" if value else "no"]
@@ -343,11 +364,7 @@ def config_to_command(config: Config) -> str:
 
 def _setting(value: Any) -> str:
     """Format a value as `parse_config_overrides` reads it: TOML, without quotes that are not needed."""
-    if isinstance(value, str) and parse_config_overrides([f"method.option={value}"])["method"]["option"] == value:
-        return value
-    if isinstance(value, list):  # on one line; the TOML writer would use one line per element
-        return f"[{', '.join(settings_to_toml({'value': each}).removeprefix('value = ').rstrip() for each in value)}]"
-    return settings_to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
+    return value if isinstance(value, str) and parse_setting_value(value) == value else format_toml_value(value)
 
 
 def parse_config_overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -358,11 +375,7 @@ def parse_config_overrides(assignments: Iterable[str]) -> dict[str, dict[str, An
         method, dot, option = key.strip().partition(".")
         if not (equals and dot and method and option):
             raise InputError(f"--set takes METHOD.OPTION=VALUE, such as fedprox.mu=0.1, not {assignment!r}.")
-        try:
-            value: Any = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text.strip()
-        options.setdefault(method, {})[option] = value
+        options.setdefault(method, {})[option] = parse_setting_value(text)
     return options
 
 
@@ -431,7 +444,7 @@ class PretrainConfig(Settings):
         return self
 
     @property
-    def method(self) -> str:
+    def label(self) -> str:
         """The name of this work on a progress display."""
         return f"pretraining {self.model}"
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def test_json_is_one_line_and_its_digest_that_of_the_model(command: Command, tmp
     history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["round"] for record in history] == [0, 1, 2]
     assert summary["accuracy"] == history[-1]["accuracy"]
-    assert summary["best_accuracy"] == max(record["accuracy"] for record in history)
+    assert summary["best_accuracy"] == max(record["accuracy"] for record in history[1:])
     models = 2 if method == "scaffold" else 1  # a model and a control variate each way
     assert summary["bytes_up"] == summary["bytes_down"] == 2 * 4 * models * 650 * 4
     assert summary["failed"] == 0
@@ -108,6 +109,34 @@ def test_eval_every_scores_the_last_round_whatever_it_is(command: Command, tmp_p
     command("run", "fedavg", *TINY, "--rounds", 5, "--eval-every", 3, "--out", "r", "--json").result  # noqa: B018
     scored = [r["round"] for r in RunDirectory.open(tmp_path / "r").history() if "accuracy" in r]
     assert scored == [0, 3, 5]
+
+
+def test_the_result_is_the_mean_of_the_window_wherever_it_is_shown(command: Command, tmp_path: Path) -> None:
+    ended = command("run", "fedavg", *TINY, "--rounds", 11, "--window", 7, "--out", "c/r")
+    accuracies = [r["accuracy"] for r in RunDirectory.open(tmp_path / "c" / "r").history()]
+    mean, deviation = statistics.mean(accuracies[-2:]), statistics.stdev(accuracies[-2:])
+    words = f"{100 * mean:.2f} % on test data, mean of the last 2 of 11 evaluations (sd {100 * deviation:.2f} %)"
+    assert f"accuracy  {words}\n" in ended.out
+    assert f"last      {100 * accuracies[-1]:.2f} % after round 11 (loss " in ended.out
+    summary = command("resume", "c/r", "--json").result
+    assert (summary["window"], summary["accuracy"], summary["accuracy_std"]) == (2, mean, pytest.approx(deviation))
+    assert summary["last_accuracy"] == accuracies[-1]
+    assert command("report", "c", "-o", "all.html").code == 0
+    assert "mean of the last 2 evaluations" in (tmp_path / "all.html").read_text()
+    assert command("report", "c", "-o", "all.html", "--window", 1).code == 0
+    assert f"{100 * accuracies[-1]:.2f}" in (tmp_path / "all.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [("0", "the window must be 1 evaluation or more, not 0."), ("few", "window must be a whole number, not 'few'.")],
+)
+def test_a_window_that_is_none_is_refused(command: Command, tmp_path: Path, window: str, said: str) -> None:
+    command("run", "fedavg", *TINY, "--out", "r", "--json").result  # noqa: B018
+    ended = command("report", "r", "-o", "all.html", "--window", window)
+    assert (ended.code, ended.err) == (2, f"fedloom: {said}\n")
+    assert not (tmp_path / "all.html").exists()
+    assert command("run", "fedavg", "--window", window).code == 2
 
 
 def test_a_run_can_be_described_by_its_own_config(command: Command, tmp_path: Path) -> None:
@@ -163,7 +192,7 @@ def test_help_and_version(command: Command) -> None:
         assert "Usage" in ended.out
     everything = command("run", "--help").out
     for name in Config.model_fields:
-        if name not in ("method", "options", "imports"):
+        if name not in ("method", "options", "variant", "imports"):
             assert f"-{name.replace('_', '-')} " in everything  # whole, even at 80 characters
 
 
@@ -197,6 +226,7 @@ def test_compare_prints_a_table_and_writes_one_report(command: Command, tmp_path
     assert ended.code == 0, ended.err
     for word in ("FedAvg", "FedProx"):
         assert word.lower() in ended.out.lower()
+    assert "\nResults on test data: last evaluation, ± standard deviation over seeds.\n" in ended.out
     assert ended.out.rstrip().endswith("report: c/report.html")
     assert (tmp_path / "c" / "report.html").stat().st_size > 10_000
     found = sorted(path.parent.name for path in (tmp_path / "c").glob("*/summary.json"))
@@ -207,6 +237,7 @@ def test_compare_in_json(command: Command) -> None:
     result = command("compare", "fedavg", "scaffold", *TINY, "--json").result
     assert [run["method"] for run in result["runs"]] == ["fedavg", "scaffold"]
     assert result["headline"]
+    assert result["result"] == "last evaluation"
     assert Path(result["path"], "report.html").is_file()
 
 

@@ -11,11 +11,12 @@ import torch
 from fedloom.config import replace_config
 from fedloom.errors import InputError
 from fedloom.flower import commands
-from fedloom.flower.app import ServerAppSettings, read_app_run_config, write_app
+from fedloom.flower.app import ServerAppSettings, read_app_run_config, resolve_app_config, write_app
 from fedloom.flower.server.serve import serve_run
 from fedloom.flower.site.client_app import _site_directory
 from fedloom.flower.site.handlers import SiteHandler
 from fedloom.flower.site_data import site_data_clients
+from fedloom.flower.trust.agreement import agreement_settings
 from fedloom.runs.directory import claim_directory
 from tests.support.fake_transport import FakeLink, make_run
 from tests.support.flower_apps import OWN, written
@@ -41,6 +42,19 @@ def test_an_app_says_the_same_run(tmp_path: Path) -> None:
     here = replace_config(config, imports=[str(tmp_path / "app" / "mine.py")], engine="auto", nodes=0)
     assert found == here
     assert server == ServerAppSettings(folder="/somewhere")
+
+
+def test_a_variant_is_the_same_settings_for_the_server_and_the_sites(tmp_path: Path) -> None:
+    plain = {"method": "fedprox", "options.fedprox.mu": 0.1, "lr": 0.2, "clients": 3}
+    variant = {"method": "fedprox:mu=0.1,lr=0.2", "options.fedprox.mu": 5, "lr": 0.7, "clients": 3}
+    config = read_app_run_config(variant, tmp_path)[0]
+    assert config == replace_config(read_app_run_config(plain, tmp_path)[0], variant="fedprox:mu=0.1,lr=0.2")
+    settings = [agreement_settings(resolve_app_config(given, tmp_path, None)) for given in (plain, variant)]
+    assert settings[0] == settings[1]
+    write_app(tmp_path / "app", config)
+    assert "variant" not in written(tmp_path / "app")
+    with pytest.raises(InputError, match="unknown key 'mux'"):
+        read_app_run_config({"method": "fedprox:mux=0.1"}, tmp_path)
 
 
 def test_flower_is_all_that_an_app_asks_to_be_installed(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from fedloom.errors import InputError, RunStopped
 from fedloom.methods import compose, methods
 from fedloom.report.effects import EffectCell, EffectGrid
 from fedloom.runs.callback import SilentCallback
-from fedloom.runs.compare import PLAIN, _make_grid
 from fedloom.runs.execute import resume, run
+from fedloom.runs.grids import PLAIN, _make_grid
 from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, SmallRunResult, simple_network, small_run
 
 NAMES = {

@@ -127,9 +127,12 @@ def test_of_a_grid_without_results_only_what_was_left_out_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("gains", "said"),
     [
-        ([0.1, 0.11, 0.12], "The server cross helped: +11.00 ± 0.58 points against fedavg, clearly."),
-        ([-0.1, 0.3, 0.1], "The server cross helped: +10.00 ± 11.55 points against fedavg, which is within noise."),
-        ([0.1, 0.2], "with too few seeds to tell it from noise."),
+        ([0.1, 0.11, 0.12], "The server cross helped: +11.00 ± 0.58 points against fedavg (significant, p = 0.003)."),
+        (
+            [-0.1, 0.3, 0.1],
+            "The server cross helped: +10.00 ± 11.55 points against fedavg (no significant difference, p = 0.48).",
+        ),
+        ([0.1, 0.2], "+15.00 ± 5.00 points against fedavg. Fewer than 3 seeds cannot judge it."),
         ([-0.1, -0.1, -0.2], "The server cross did no better than fedavg."),
     ],
 )
@@ -137,14 +140,14 @@ def test_the_sentence_claims_no_more_than_the_seeds_show(gains, said):
     lists = (("fedavg", "cross"), ("sgd",))
     found = analysed(grid_of(lists), {"fedavg": [0.5] * len(gains), "cross": [0.5 + one for one in gains]})
     assert said in found.sentence
-    assert ("*" in found.effect_table()[1][0][2]) == ("clearly" in said)
+    assert ("*" in found.effect_table()[1][0][2]) == ("(significant" in said)
 
 
 def test_where_there_is_only_a_loss_less_is_better():
     lists = (("fedavg",), ("sgd", "prox", "soup"))
     scores = {"fedavg": [1.0, 1.0, 1.0], "prox": [0.5, 0.52, 0.51], "soup": [2.0, 2.0, 2.1]}
     found = analysed(grid_of(lists), scores, metric="loss")
-    assert "Of the clients, prox helped most: −0.490 ± 0.006 against sgd, clearly." in found.sentence
+    assert "Of the clients, prox helped most: −0.490 ± 0.006 against sgd (significant, p < 0.001)." in found.sentence
     assert heat_map_figure_data(found)["better"] == "low"
 
 

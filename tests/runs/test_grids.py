@@ -14,8 +14,8 @@ from fedloom.errors import InputError, RunStopped
 from fedloom.methods.base import MethodContext, Options, Refiner, Server
 from fedloom.report import read_effect_grid
 from fedloom.runs.callback import SilentCallback
-from fedloom.runs.compare import _make_grid, _parse_grid
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.grids import _make_grid, _parse_grid
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--clients-per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)

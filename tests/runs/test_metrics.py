@@ -142,10 +142,10 @@ def record(round: int, **values: Any) -> dict[str, Any]:
     return {"round": round, **(base if round else {}), "seconds": {"total": 0.25}, **values}
 
 
-def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> None:
+def test_totals_are_of_trained_rounds_and_results_are_means_over_the_window() -> None:
     history = [
-        record(0, accuracy=0.1, loss=2.3),
-        record(1),
+        record(0, accuracy=0.9, loss=2.3),
+        record(1, accuracy=0.2, loss=1.5),
         record(2, accuracy=0.8, loss=0.5, client_accuracy_mean=0.7, client_accuracy_worst10=0.2),
         record(
             3,
@@ -158,15 +158,20 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
         ),
         record(4),
     ]
-    assert summarize_run_metrics(history) == {
+    assert summarize_run_metrics(history, 2) == {
         "rounds": 4,
-        "accuracy": 0.6,
-        "loss": 0.9,
-        "best_accuracy": 0.8,
-        "client_accuracy_mean": 0.5,
-        "client_accuracy_worst10": 0.1,
+        "window": 2,
+        "accuracy": pytest.approx(0.7),
+        "loss": pytest.approx(0.7),
+        "client_accuracy_mean": pytest.approx(0.6),
+        "client_accuracy_worst10": pytest.approx(0.15),
         "personal_accuracy_mean": 0.7,
         "personal_accuracy_worst10": 0.3,
+        "accuracy_std": pytest.approx(0.02**0.5),
+        "loss_std": pytest.approx(0.08**0.5),
+        "last_accuracy": 0.6,
+        "last_loss": 0.9,
+        "best_accuracy": 0.8,
         "bytes_up": 40,
         "bytes_down": 80,
         "models_up": 6.0,
@@ -174,16 +179,24 @@ def test_totals_are_of_trained_rounds_and_scores_of_the_last_evaluation() -> Non
         "failed": 4,
         "seconds": 1.25,
     }
+    last = summarize_run_metrics(history, 1)
+    assert (last["window"], last["accuracy"], last["accuracy_std"]) == (1, 0.6, None)
 
 
 def test_totals_of_nothing_and_of_a_run_without_scores() -> None:
-    nothing = summarize_run_metrics([])
-    assert nothing["rounds"] == 0
-    assert nothing["accuracy"] is nothing["loss"] is nothing["best_accuracy"] is None
-    unscored = summarize_run_metrics([record(0), record(1)])
+    nothing = summarize_run_metrics([], 3)
+    assert nothing["rounds"] == nothing["window"] == 0
+    assert nothing["accuracy"] is nothing["loss"] is nothing["best_accuracy"] is nothing["last_accuracy"] is None
+    unscored = summarize_run_metrics([record(0), record(1)], 3)
     assert (unscored["rounds"], unscored["bytes_up"], unscored["accuracy"]) == (1, 10, None)
 
 
 def test_totals_of_a_regression_have_a_loss_and_no_accuracy() -> None:
-    totals = summarize_run_metrics([record(0, accuracy=None, loss=4.0), record(1, accuracy=None, loss=3.0)])
-    assert (totals["loss"], totals["accuracy"], totals["best_accuracy"]) == (3.0, None, None)
+    totals = summarize_run_metrics([record(0, accuracy=None, loss=4.0), record(1, accuracy=None, loss=3.0)], 1)
+    assert (totals["loss"], totals["last_loss"], totals["accuracy"], totals["best_accuracy"]) == (3.0, 3.0, None, None)
+
+
+def test_a_loss_that_overflowed_in_the_window_leaves_no_mean() -> None:
+    history = [record(1, accuracy=0.5, loss=1.0), record(2, accuracy=0.4, loss=None)]
+    totals = summarize_run_metrics(history, 2)
+    assert (totals["accuracy"], totals["loss"], totals["loss_std"]) == (pytest.approx(0.45), None, None)

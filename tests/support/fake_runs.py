@@ -35,6 +35,7 @@ def write_run(
         "clients_per_round": 5,
         "model": "mlp",
         "rounds": rounds,
+        "eval_every": 2,
         "seed": seed,
         "epochs": 5,
         "batch_size": 32,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.options import add_cli_options
-from fedloom.config import make_config, parse_config_overrides
+from fedloom.config import parse_config_overrides
 from fedloom.errors import InputError, shorten_error_message
 from fedloom.flower import commands
 from fedloom.flower.flwr_patches import require_supported_flwr
@@ -118,7 +118,7 @@ Certificates = Annotated[
 @add_cli_options()
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the app, new or empty")],
-    method: Annotated[str, typer.Argument(help="the method, or several joined by +")],
+    method: Annotated[str, typer.Argument(help="the method, as for `fedloom run`")],
     run_folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="the run directory on the server; by default DIR-run")
     ] = None,
@@ -140,11 +140,11 @@ def new(
     from fedloom.flower.app import write_app
     from fedloom.models.initial_weights import initial_weights_sha256
     from fedloom.runs.build import build_run
-    from fedloom.runs.resolve import record_partition_hash, resolve_method
+    from fedloom.runs.resolve import record_partition_hash, resolve_config, resolve_method
 
     options = parse_config_overrides(set_ or ())
     imports = {"imports": import_} if import_ else {}
-    config = make_config({**settings, **imports, "method": method, "options": options, "engine": "flower"})
+    config = resolve_config({**settings, **imports, "method": method, "options": options, "engine": "flower"})
     resolve_method(config)
     config = record_partition_hash(config)
     if config.init is not None:  # sites must start from the same file

@@ -14,9 +14,9 @@ import typer
 from fedloom._version import __version__
 from fedloom.cli.flower import flower
 from fedloom.cli.options import PRETRAINING, add_cli_options
-from fedloom.cli.output import print_effects, print_methods, print_run_summary, print_table
+from fedloom.cli.output import print_comparison, print_methods, print_run_summary, print_table
 from fedloom.cli.partition import partition
-from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, make_config, parse_config_overrides
+from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
 from fedloom.utils.formatting import format_percent
 
@@ -59,7 +59,10 @@ def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[st
 @app.command()
 @add_cli_options()
 def run(
-    method: Annotated[str, typer.Argument(help="method, or several joined by +")],
+    method: Annotated[
+        str,
+        typer.Argument(help="method, or several joined by +, each with options and settings: fedprox:mu=0.1,lr=0.05"),
+    ],
     set_: Settings = None,
     import_: Imports = None,
     out: Out = None,
@@ -74,8 +77,9 @@ def run(
     """
     from fedloom.cli.progress import ProgressDisplay
     from fedloom.runs.execute import execute_run
+    from fedloom.runs.resolve import resolve_config
 
-    config = make_config(
+    config = resolve_config(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
     )
     display = ProgressDisplay(quiet)
@@ -139,7 +143,13 @@ def verify(
 @app.command()
 @add_cli_options()
 def compare(
-    methods: Annotated[list[str] | None, typer.Argument(help="methods; with --grid, the rest of the grid")] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="methods, each with options and settings of its own: fedavg fedavg:lr=0.03 fedprox:mu=0.1; "
+            "with --grid, the rest of the grid"
+        ),
+    ] = None,
     grid: Annotated[
         str | None,
         typer.Option(
@@ -170,7 +180,8 @@ def compare(
     To resume a stopped comparison, repeat the command with the same --out.
     """
     from fedloom.cli.progress import ProgressDisplay
-    from fedloom.runs.compare import compare, plan_comparison_grid
+    from fedloom.runs.compare import compare
+    from fedloom.runs.grids import plan_comparison_grid
 
     count, options = _number("seeds", seeds, int), parse_config_overrides(set_ or ())
     goal = None if target is None else _number("target", target, float)
@@ -198,19 +209,7 @@ def compare(
         display,
         advice,
     )
-    if json_:
-        runs = [finished.summary for finished in result.runs]
-        found = {"path": str(result.path), "headline": result.table.headline, "runs": runs}
-        print(json.dumps(found | ({"grid": result.effects.to_dict()} if result.effects else {})))
-        return
-    titles, rows = result.table.table("brief")
-    print_table(titles, rows)
-    if result.effects:
-        print_effects(result.effects)
-    print(f"\n{result.table.headline}")
-    for note in result.table.notes:
-        print(note)
-    print(f"report: {result.path / 'report.html'}")
+    print_comparison(result, json_)
 
 
 @app.command()
@@ -248,13 +247,22 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="directories of runs or of comparisons")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="file to write")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(metavar="TEXT", help="title of the page")] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="number of last evaluations whose mean is the result, at most a fifth of all; by default the setting "
+            "of each run",
+            metavar="N",
+        ),
+    ] = None,
 ) -> None:
     """Write one report about several runs."""
     from fedloom.report import read_effect_grid, read_run_record, write_report_page
 
+    count = None if window is None else _number("window", window, int)
     folders = [folder for path in runs for folder in _runs_in(path)]
     grid = read_effect_grid(runs[0]) if len(runs) == 1 else None  # with other runs, a grid's cells would be ambiguous
-    write_report_page([read_run_record(folder) for folder in folders], out, title=title, grid=grid)
+    write_report_page([read_run_record(folder) for folder in folders], out, title=title, grid=grid, window=count)
     print(out)
 
 

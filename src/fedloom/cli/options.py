@@ -21,8 +21,8 @@ PANELS = {
     ),
     "Privacy": ("clip_update", "noise", "noise_source", "delta", "max_epsilon"),
     "Running": (
-        "eval_every", "min_clients", "failure_rate", "engine", "nodes", "deadline", "device", "precision", "fast",
-        "workers", "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
+        "eval_every", "window", "min_clients", "failure_rate", "engine", "nodes", "deadline", "device", "precision",
+        "fast", "workers", "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
     ),
 }  # fmt: skip
 

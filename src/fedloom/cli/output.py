@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fedloom.utils.formatting import format_bytes, format_percent, format_seconds
+from fedloom.utils.result_window import count_evaluations
 
 if TYPE_CHECKING:  # so that `fedloom --help` does not load numpy
     from fedloom.report import GridEffects
+    from fedloom.runs.compare import ComparisonResult
 
 
 def _list_methods() -> list[dict[str, Any]]:
@@ -100,34 +102,55 @@ def print_run_summary(run_result: Any, as_json: bool) -> None:
         print(json.dumps(run_result.summary))
         return
     summary = run_result.summary
-    loss = "–" if summary["loss"] is None else f"{summary['loss']:.4f}"
+    for name, text in _result_lines(summary, run_result.config):
+        print(f"{name:<10}{text}")
     lines = [
-        (
-            "accuracy",
-            f"{format_percent(summary['accuracy'])} on test data after round {summary['rounds']} (loss {loss})",
-        ),
-        ("clients", f"{format_percent(summary['client_accuracy_mean'])} on average, "
-                    f"{format_percent(summary['client_accuracy_worst10'])} for the worst tenth"),
         ("sent", f"{format_bytes(summary['bytes_down'])} down, {format_bytes(summary['bytes_up'])} up"),
         ("time", format_seconds(summary["seconds"])),
         ("run", summary["run"]),
         ("report", str(run_result.path / "report.html")),
         ("digest", summary["digest"]),
-    ]  # fmt: skip
-    if summary["client_accuracy_mean"] is None:
-        del lines[1]
+    ]
     if "epsilon" in summary:
         lines.insert(-3, ("privacy", _privacy(summary, run_result.config.noise_source)))
     if summary["failed"]:
-        lines.insert(3, ("failed", f"{summary['failed']} client tasks, see the report"))
-    if summary.get("personal_accuracy_mean") is not None:
-        own, worst = (
-            format_percent(summary["personal_accuracy_mean"]),
-            format_percent(summary["personal_accuracy_worst10"]),
-        )
-        lines.insert(1, ("own", f"{own} on average with the clients' own models, {worst} for the worst tenth"))
+        lines.insert(1, ("failed", f"{summary['failed']} client tasks, see the report"))
     for name, text in lines:
         print(f"{name:<10}{text}")
+
+
+def _result_lines(summary: Mapping[str, Any], config: Any) -> list[tuple[str, str]]:
+    """Return the result: means over the window, and the last evaluation if the window holds more than one."""
+    window = summary["window"]
+    if not window:
+        return [("result", "none: there are no test data")]
+    last = f"after round {summary['rounds']}"
+    basis = f"mean of the last {window} of {count_evaluations(config.rounds, config.eval_every)} evaluations"
+    if summary["last_accuracy"] is None:  # a regression, or a loss that overflowed
+        deviation = "" if summary["loss_std"] is None else f" (sd {summary['loss_std']:.4f})"
+        lines = [("loss", f"{_loss(summary['loss'])} on test data {last if window == 1 else ''}")]
+        if window > 1:
+            lines = [("loss", f"{_loss(summary['loss'])} on test data, {basis}{deviation}")]
+            lines.append(("last", f"{_loss(summary['last_loss'])} {last}"))
+        return lines
+    accuracy = format_percent(summary["accuracy"])
+    if window == 1:
+        lines = [("accuracy", f"{accuracy} on test data {last} (loss {_loss(summary['loss'])})")]
+    else:
+        deviation = f" (sd {format_percent(summary['accuracy_std'])})"
+        lines = [("accuracy", f"{accuracy} on test data, {basis}{deviation}")]
+    for name, kind, whose in (("own", "personal", " with the clients' own models"), ("clients", "client", "")):
+        if (mean := summary[f"{kind}_accuracy_mean"]) is not None:
+            worst = format_percent(summary[f"{kind}_accuracy_worst10"])
+            lines.append((name, f"{format_percent(mean)} on average{whose}, {worst} for the worst tenth"))
+    if window > 1:
+        said = f"{format_percent(summary['last_accuracy'])} {last} (loss {_loss(summary['last_loss'])})"
+        lines.append(("last", said))
+    return lines
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 def _privacy(summary: Mapping[str, Any], source: str) -> str:
@@ -162,7 +185,25 @@ def print_methods(entries: Sequence[Mapping[str, Any]]) -> None:
     print_table(["name", "provides", "models", *keys[1:4], "data"], costs, width=100)
 
 
-def print_effects(effects: "GridEffects") -> None:
+def print_comparison(result: "ComparisonResult", as_json: bool) -> None:
+    """Print the table of a comparison, its effects and its conclusion, as text or as one line of JSON."""
+    if as_json:
+        runs = [finished.summary for finished in result.runs]
+        table = result.table
+        found = {"path": str(result.path), "headline": table.headline, "result": table.basis, "runs": runs}
+        print(json.dumps(found | ({"grid": result.effects.to_dict()} if result.effects else {})))
+        return
+    print_table(*result.table.table("brief"))
+    print(result.table.caption)
+    if result.effects:
+        _print_effects(result.effects)
+    print(f"\n{result.table.headline}")
+    for note in result.table.notes:
+        print(note)
+    print(f"report: {result.path / 'report.html'}")
+
+
+def _print_effects(effects: "GridEffects") -> None:
     """Print the effect of each part of a grid, and the combinations left out."""
     if effects.effects:
         print("\nEffect of each part")

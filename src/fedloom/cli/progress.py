@@ -50,7 +50,7 @@ class ProgressDisplay:
         done = max((record["round"] for record in history), default=0)
         number = f"{self._run}/{self._runs}  " if self._runs > 1 else ""
         place = "" if config.device == "cpu" else f", on {config.device}"
-        self._name = f"{number}{config.method} on {config.data}, seed {config.seed}{place}"
+        self._name = f"{number}{config.label} on {config.data}, seed {config.seed}{place}"
         if self.live:
             self._bars = Progress(
                 TextColumn("{task.description}", style="bold", markup=False),

@@ -15,7 +15,13 @@ from pydantic import Field
 from fedloom.config import Config, config_to_command, make_config, replace_config
 from fedloom.errors import InputError
 from fedloom.flower.site_data import SiteDataSpec, make_empty_site_dataset
-from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method, resolve_server_data
+from fedloom.runs.resolve import (
+    UserObjects,
+    record_partition_hash,
+    resolve_config,
+    resolve_method,
+    resolve_server_data,
+)
 from fedloom.utils.settings import Settings, settings_to_toml, validate_settings
 from fedloom.utils.storage import write_atomically
 
@@ -48,7 +54,7 @@ def read_app_run_config(run_config: Mapping[str, Any], app_folder: Path) -> tupl
     server_settings = {name: values.pop(name) for name in list(values) if name in ServerAppSettings.model_fields}
     imports = [name for name in str(values.pop("imports", "")).split(",") if name]
     values |= {"imports": [str(app_folder / name) for name in imports], "options": options}
-    return make_config({"device": SERVERS_DEVICE, **values}), validate_settings(ServerAppSettings, server_settings)
+    return resolve_config({"device": SERVERS_DEVICE, **values}), validate_settings(ServerAppSettings, server_settings)
 
 
 def make_app_run_config(config: Config, imports: list[str]) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def make_app_run_config(config: Config, imports: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, field in Config.model_fields.items():
         value = getattr(config, name)
-        if name in ("options", "imports", "engine", "nodes") or value is None:
+        if name in ("options", "variant", "imports", "engine", "nodes") or value is None:
             continue
         if name in asked or value != (SERVERS_DEVICE if name == "device" else field.default):
             values[name] = value

@@ -10,6 +10,7 @@ from fedloom.core.layout import Layout
 from fedloom.errors import InputError, unknown_name_error
 from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
 from fedloom.methods.registry import PARTS, Method, methods
+from fedloom.methods.variants import parse_method_variant
 from fedloom.utils.settings import explain_settings_error
 
 
@@ -94,7 +95,7 @@ def compose(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -
     """Combine methods by name.
 
     Args:
-        name: A method, or several joined by `+`.
+        name: A method, or several joined by `+`. Options may stand behind a name: `fedprox:mu=0.1`.
         options: Option values by method and option; all others keep their defaults.
 
     Returns:
@@ -107,6 +108,10 @@ def compose(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -
     Example:
         compose("fedcross+fedprox", {"fedprox": {"mu": 0.1}})
     """
+    variant = parse_method_variant(name)
+    if variant.settings:
+        raise InputError(f"{name!r} sets {next(iter(variant.settings))}, a setting of a run; only options fit here.")
+    name, options = variant.name, variant.merge_options(options or {})
     known = methods()
     chosen: list[Method] = []
     for part in name.split("+"):
@@ -125,7 +130,7 @@ def compose(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -
         for key, value in method.defaults.items():
             target, _, option = key.partition(".")
             values.setdefault(target, {})[option] = value
-    for target, pairs in (options or {}).items():
+    for target, pairs in options.items():
         if target not in used:
             if target not in known:
                 raise unknown_name_error("method", target, used)
@@ -133,7 +138,7 @@ def compose(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -
         values[target].update(pairs)
     bringing = next((method.name for method in chosen if method.server is not None), "fedavg")
     if bringing != "fedavg":
-        if "fedavg" in (options or {}):
+        if "fedavg" in options:
             raise InputError(f"options of fedavg are those of its server, but in {name!r} the server is {bringing}'s.")
         values["fedavg"] = {}
     return ComposedMethod(name, tuple(chosen), {key: _options(used[key], values[key]) for key in used})

@@ -1,7 +1,4 @@
-"""Comparison table and conclusions: groups of runs over seeds, a headline for each task, and notes.
-
-A headline claims no more than the seeds show.
-"""
+"""Comparison table: groups of runs over seeds, their differences from the reference, targets, and notes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +7,17 @@ from typing import Literal
 import numpy as np
 
 from fedloom.errors import InputError
+from fedloom.report.conclusion import conclude_comparison, describe_windows
 from fedloom.report.records import (
     TASK,
     RunRecord,
-    final_record_value,
     find_record_differences,
     flatten_record_config,
     group_records,
-    last_evaluated_round,
     select_record_per_seed,
 )
+from fedloom.report.significance import LEVEL, adjust_p_values, format_p_value
 from fedloom.report.statistics import (
-    ENOUGH,
-    LATE,
     REACH,
     GroupStatistics,
     PairedDifference,
@@ -31,97 +26,11 @@ from fedloom.report.statistics import (
     compute_group_statistics,
     compute_paired_difference,
 )
-from fedloom.utils.formatting import format_bytes, format_list, format_plural, format_seconds, format_signed
+from fedloom.utils.formatting import format_bytes, format_list, format_percent, format_seconds, format_signed
+from fedloom.utils.result_window import select_evaluations
 
 NO_CAUSE = frozenset({"method", "engine", "device", *TASK})
 """Settings that need no note if they differ: they are no other cause of a difference between methods."""
-
-HOLD = "\N{NO-BREAK SPACE}"
-
-
-def _conclusions(groups: Sequence[GroupStatistics]) -> list[str]:
-    """Return one or two sentences for each task."""
-    tasks = dict.fromkeys(group.task for group in groups)
-    said = {task: _outcome([group for group in groups if group.task == task]) for task in tasks}
-    return [f"On {task}: {text}" if len(said) > 1 else text for task, text in said.items()]
-
-
-def _outcome(groups: Sequence[GroupStatistics]) -> str:
-    """Return the conclusion of one task: the group with the best result, and which differences the seeds confirm."""
-    metric = groups[0].metric
-    means = {group.label: group.result.mean for group in groups if group.result and group.metric == metric}
-    if not means:
-        return "No round has been evaluated yet."
-    higher, lower = ("higher", "lower") if metric == "accuracy" else ("lower", "higher")
-    sign = 1 if metric == "accuracy" else -1
-    judged = [group for group in groups if group.label in means]
-    best, *rest = sorted(judged, key=lambda group: -sign * means[group.label])
-    finished = all(group.finished for group in judged)
-    lead = f"{best.short} ended" if finished else f"So far, {best.short} is"
-    lead += (
-        f" {'highest' if sign > 0 else 'lowest'}, at {_format_result(best)}" if rest else f" at {_format_result(best)}"
-    )
-    seeds = len(best.result.values) if best.result else 0
-    lead += f" over {seeds} seeds" if seeds > 1 else ""
-    if not rest:
-        return f"{lead} after {format_plural(last_evaluated_round(best.runs[0]), 'round')}."
-    gaps = {
-        group.label: gap for group in rest if (gap := compute_paired_difference(best, group)) and gap.seeds >= ENOUGH
-    }
-    if not gaps:
-        return f"{lead}. There are too few common seeds to tell a difference between methods from noise."
-    apart = [group for group in rest if group.label in gaps and gaps[group.label].clear]
-    level = [group for group in rest if group.label in gaps and group not in apart]
-    unsure = [group for group in rest if group.label not in gaps]
-    if level:
-        said = f"{lead}, but {_named(level)} {_is(level)} within noise of it"
-        said += f"; {_named(apart)} {_is(apart)} clearly {lower}." if apart else "."
-    else:
-        nearest = " from the nearest" if len(apart) > 1 else ""
-        names = format_list([group.short for group in apart])
-        said = f"{lead}, clearly {higher} than {names}: {_format_difference(gaps[apart[0].label], metric)}{nearest}."
-    if unsure:
-        said += f" {_named(unsure)} cannot be judged: too few common seeds."
-    # If the best group varies a lot over seeds, others may still be clearly ahead of the reference.
-    first = groups[0]
-    ahead = [
-        group
-        for group in rest
-        if (gap := compute_paired_difference(group, first)) and gap.clear and sign * gap.mean > 0
-    ]
-    if first in level and ahead:
-        names = format_list([group.short for group in ahead])
-        said += f" But {names} {_is(ahead)} clearly {higher} than {first.short}."
-    return said
-
-
-def _named(groups: Sequence[GroupStatistics]) -> str:
-    return format_list([f"{group.short} ({_format_result(group, with_unit=False)})" for group in groups])
-
-
-def _is(groups: Sequence[GroupStatistics]) -> str:
-    return "is" if len(groups) == 1 else "are"
-
-
-def _format_result(group: GroupStatistics, with_unit: bool = True) -> str:
-    """Format the result of a group for a sentence."""
-    if group.result is None:
-        return "no result"
-    if group.metric == "accuracy":
-        return f"{group.result.show(100, 1)} %".replace(" ", HOLD) + (" test accuracy" if with_unit else "")
-    return ("test loss " if with_unit else "") + group.result.show(1, 3).replace(" ", HOLD)
-
-
-def _format_difference(difference: PairedDifference, metric: str) -> str:
-    """Format a difference and its interval, in percentage points for accuracy."""
-    scale, digits, unit = (100.0, 1, " points") if metric == "accuracy" else (1.0, 3, "")
-    text = f"{format_signed(scale * difference.mean, digits)}{unit}"
-    if difference.low is None or difference.high is None:
-        return text
-    return (
-        f"{text} (95 % interval {format_signed(scale * difference.low, digits)} "
-        f"to {format_signed(scale * difference.high, digits)})"
-    )
 
 
 def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
@@ -130,10 +39,13 @@ def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
     said += _server_data([group.runs[0] for group in groups])
     causes: dict[str, None] = {}
     for name in dict.fromkeys(group.task for group in groups):
-        tables = [flatten_record_config(group.runs[0].config) for group in groups if group.task == name]
+        runs = [group.runs[0] for group in groups if group.task == name]
+        tables = [flatten_record_config(run.config) for run in runs]
         methods = {part for group in groups for part in group.runs[0].method.split("+")}
-        keys = (key for key in find_record_differences(tables) if key not in NO_CAUSE)
-        causes |= dict.fromkeys(key for key in keys if key.partition(".")[0] not in methods)
+        for key in find_record_differences(tables):
+            others = {table.get(key) for run, table in zip(runs, tables, strict=True) if key not in run.own_settings}
+            if key not in NO_CAUSE and key.partition(".")[0] not in methods and len(others) > 1:
+                causes[key] = None
     several = len({group.runs[0].method for group in groups}) > 1
     if causes and several:
         said.append(f"The runs also differ in {format_list(list(causes))}, which may cause differences too.")
@@ -151,9 +63,13 @@ def _about(group: GroupStatistics) -> list[str]:
         said.append(f"{group.label} has not finished: {format_list([_where(run) for run in open_runs])}.")
     if len(unique) < len(group.members):
         said.append(f"{group.label}: a seed occurs more than once and is counted once.")
-    void = [run.seed for run in group.runs if final_record_value(run, group.metric) is None]
+    void = [run.seed for run in group.runs if run.seed not in group.results and select_evaluations(run.history)]
     if void and group.result:
         said.append(f"{group.label}: no final {group.metric} with seed {format_list(void)}; the mean leaves it out.")
+    elif void:
+        said.append(f"{group.label} has no result: its last evaluations are not finite.")
+    if len(group.windows) > 1:
+        said.append(f"{group.label}: its runs average {describe_windows(group.windows).removeprefix('mean of ')}.")
     failed, asked = (int(sum(run.total(key) or 0 for run in group.runs)) for key in ("failed", "clients"))
     if 2 * failed > asked:
         said.append(f"{group.label}: {failed} of {asked} client tasks failed; the report lists the reasons.")
@@ -212,14 +128,30 @@ class ComparisonTable:
         kept = {title: cells for title, cells in columns.items() if set(cells) != {NOTHING}}
         return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
+    @property
+    def basis(self) -> str:
+        """What the results are the mean of."""
+        windows = sorted({window for group in self.groups for window in group.windows})
+        return describe_windows(windows) + (" (column “window”)" if len(windows) > 1 else "")
+
+    @property
+    def caption(self) -> str:
+        """What the numbers of the table are, in one sentence."""
+        several = any(len(group.runs) > 1 for group in self.groups)
+        return f"Results on test data: {self.basis}{', ± standard deviation over seeds' if several else ''}."
+
     def footnote(self) -> str:
         """Return how to read the table."""
-        several = any(len(group.runs) > 1 for group in self.groups)
-        said = ["On test data, after the last round" + ("; mean ± standard deviation over seeds." if several else ".")]
+        said = [self.caption]
+        if any(group.window_std for group in self.groups):
+            said.append("“sd in window”: standard deviation of these evaluations within a run, mean over seeds.")
         if any(group.difference and group.difference.half is not None for group in self.groups):
-            said.append("Differences are paired by seed. Brackets: 95 % t-intervals, not corrected for multiple tests.")
-        if any(group.late_accuracy for group in self.groups):
-            said.append(f"“Last {LATE}”: mean of the last {LATE} evaluations.")
+            said.append("Differences are paired by seed. Brackets: 95 % t-intervals of single differences.")
+        if any(group.difference and group.difference.p is not None for group in self.groups):
+            said.append(
+                "“p (Holm)”: paired t-test over seeds, corrected by Holm's method for all differences of the task; "
+                f"below {LEVEL:g} is significant."
+            )
         if any(group.worst_clients for group in self.groups):
             said.append("“Worst clients”: mean over the 10 % of clients with the lowest accuracy.")
         if any(group.personal for group in self.groups):
@@ -234,28 +166,51 @@ class ComparisonTable:
         return " ".join(said)
 
 
-def make_comparison_table(records: Sequence[RunRecord], target_accuracy: float | None = None) -> ComparisonTable:
+def make_comparison_table(
+    records: Sequence[RunRecord], target_accuracy: float | None = None, window: int | None = None
+) -> ComparisonTable:
     """Group `records` that differ only in their seed, and compare each group with the first of its task.
 
-    `target_accuracy` is for the column "rounds to". By default it is 90 % of the best final accuracy of the task,
-    rounded down to a whole percent.
+    `target_accuracy` is for the column "rounds to". By default it is 90 % of the best accuracy of the task, rounded
+    down to a whole percent. `window` replaces the setting of the runs: how many of the last evaluations are averaged.
     """
     if not records:
         raise InputError("there are no runs to compare.")
     if target_accuracy is not None and not 0 < target_accuracy <= 1:
         raise InputError(f"the target accuracy must lie between 0 and 1, not {target_accuracy!r}.")
-    groups = [compute_group_statistics(name) for name in group_records(records)]
-    first: dict[str, GroupStatistics] = {}
-    best: dict[str, float] = {}
-    for group in groups:
-        first.setdefault(group.task, group)
-        if group.accuracy:
-            best[group.task] = max(best.get(group.task, 0.0), group.accuracy.mean)
-    for at, group in enumerate(groups):
-        goal = target_accuracy or float(np.floor(100 * REACH * best.get(group.task, 0.0))) / 100
-        gap = compute_paired_difference(group, first[group.task]) if group is not first[group.task] else None
-        groups[at] = replace(add_target_statistics(group, goal) if goal else group, difference=gap)
-    return ComparisonTable(tuple(groups), tuple(_conclusions(groups)), tuple(_comparison_notes(groups)))
+    if window is not None and window < 1:
+        raise InputError(f"the window must be 1 evaluation or more, not {window}.")
+    groups: list[GroupStatistics] = []
+    notes: list[str] = []
+    found = [compute_group_statistics(one, window) for one in group_records(records)]
+    for task in dict.fromkeys(group.task for group in found):
+        of_task = _add_differences([group for group in found if group.task == task])
+        target = _choose_target(of_task, target_accuracy, notes)
+        groups += of_task if target is None else [add_target_statistics(group, target) for group in of_task]
+    return ComparisonTable(tuple(groups), tuple(conclude_comparison(groups)), (*_comparison_notes(groups), *notes))
+
+
+def _add_differences(groups: Sequence[GroupStatistics]) -> list[GroupStatistics]:
+    """Compare the groups of one task with the first; their tests are one family."""
+    gaps = [compute_paired_difference(group, groups[0]) for group in groups[1:]]
+    adjusted = adjust_p_values([gap.p if gap else None for gap in gaps])
+    corrected = [gap and replace(gap, p=p) for gap, p in zip(gaps, adjusted, strict=True)]
+    return [replace(group, difference=gap) for group, gap in zip(groups, [None, *corrected], strict=True)]
+
+
+def _choose_target(groups: Sequence[GroupStatistics], given: float | None, notes: list[str]) -> float | None:
+    """Return the target accuracy of one task, or None: a target that guessing reaches says nothing about training."""
+    best = max((group.accuracy.mean for group in groups if group.accuracy), default=0.0)
+    target = given or float(np.floor(100 * REACH * best)) / 100
+    chance = max((run.chance for group in groups for run in group.runs if run.chance is not None), default=0.0)
+    if target > chance:
+        return target
+    if given is not None:
+        notes.append(
+            f"The target {format_percent(given)} is not above the accuracy of guessing ({format_percent(chance)}) on "
+            f"{groups[0].task}, so rounds to it are not counted."
+        )
+    return None
 
 
 def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[GroupStatistics], str], *tuple[str, ...]]]:
@@ -264,13 +219,17 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
     targets = {group.target for group in groups if group.target}
     against = f"against {references.pop()}" if len(references) == 1 else "against first of task"
     to = f"rounds to {100 * targets.pop():g} %" if len(targets) == 1 else "rounds to target"
+    several_windows = len({group.windows for group in groups}) > 1
     only = "brief" if all(group.accuracy is None for group in groups) else ""
     return [
         ("method", lambda group: group.label, "name"),
         ("seeds", lambda group: str(len(group.runs)), "result", "brief"),
         ("accuracy %", lambda group: _spread(group.accuracy, 100), "result", "brief"),
-        (against, lambda group: _gap(group.difference, group.metric), "result", "brief"),
-        (f"last {LATE} %", lambda group: _spread(group.late_accuracy, 100), "result"),
+        ("sd in window", _window_std, "result", "brief"),
+        ("window", lambda group: _window(group) if several_windows else NOTHING, "result", "brief"),
+        (against, lambda group: _gap(group.difference, group.metric), "result"),
+        (against, lambda group: _gap(group.difference, group.metric, with_interval=False), "brief"),
+        ("p (Holm)", _p_value, "result", "brief"),
         ("worst clients %", lambda group: _spread(group.worst_clients, 100), "result"),
         ("own models %", lambda group: _spread(group.personal, 100), "result", "brief"),
         ("worst own %", lambda group: _spread(group.personal_worst, 100), "result"),
@@ -284,6 +243,22 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
         ("privacy spent", _privacy, "cost", "brief"),
         ("failed clients", lambda group: f"{group.failed} of {group.asked}" if group.failed else NOTHING, "cost"),
     ]
+
+
+def _window_std(group: GroupStatistics) -> str:
+    if group.window_std is None:
+        return NOTHING
+    return f"{100 * group.window_std.mean:.2f}" if group.metric == "accuracy" else f"{group.window_std.mean:.3f}"
+
+
+def _window(group: GroupStatistics) -> str:
+    return " to ".join(map(str, dict.fromkeys((group.windows[0], group.windows[-1]))))
+
+
+def _p_value(group: GroupStatistics) -> str:
+    if group.difference is None or group.difference.p is None:
+        return NOTHING
+    return format_p_value(group.difference.p).removeprefix("p ").removeprefix("= ")
 
 
 def _privacy(group: GroupStatistics) -> str:
@@ -302,12 +277,12 @@ def _spread(spread: SeedStatistics | None, scale: float, digits: int = 2) -> str
     return spread.show(scale, digits) if spread else NOTHING
 
 
-def _gap(gap: PairedDifference | None, metric: str) -> str:
+def _gap(gap: PairedDifference | None, metric: str, with_interval: bool = True) -> str:
     if gap is None:
         return NOTHING
     scale, digits = (100.0, 2) if metric == "accuracy" else (1.0, 3)
     mean = format_signed(scale * gap.mean, digits)
-    if gap.low is None or gap.high is None:
+    if gap.low is None or gap.high is None or not with_interval:
         return mean
     return f"{mean} [{format_signed(scale * gap.low, digits)}, {format_signed(scale * gap.high, digits)}]"
 

@@ -7,7 +7,7 @@ Standard errors are over seeds, because other contexts answer other questions an
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.errors import InputError
-from fedloom.report.records import final_record_value
-from fedloom.report.statistics import ENOUGH, GroupStatistics, SeedStatistics
+from fedloom.report.significance import ENOUGH, LEVEL, adjust_p_values, format_p_value, paired_p_value
+from fedloom.report.statistics import GroupStatistics, SeedStatistics
 from fedloom.utils.formatting import format_plural, format_signed
 
 FILE = "grid.json"
@@ -101,7 +101,7 @@ def read_effect_grid(folder: Path) -> EffectGrid | None:
 
 Levels = tuple[str, ...]
 Scores = Mapping[Levels, Mapping[str, float]]
-"""The final result of each cell that has one, by levels and seed."""
+"""The result of each cell that has one, by levels and seed."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class _EffectEstimate:
     values: tuple[float, ...]
     """The mean over contexts, for each seed that all contexts have."""
     contexts: int
+    p: float | None = None
+    """The p-value of a paired t-test, corrected for the other estimates of its kind; None with too few seeds."""
 
     @property
     def mean(self) -> float:
@@ -124,13 +126,8 @@ class _EffectEstimate:
         return spread / float(np.sqrt(len(self.values)))
 
     @property
-    def clear(self) -> bool:
-        """Whether there are enough seeds and their 95 % t-interval does not contain zero."""
-        if self.error is None or len(self.values) < ENOUGH:
-            return False
-        from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]  # scipy has no types
-
-        return bool(abs(self.mean) > stdtrit(len(self.values) - 1, 0.975) * self.error)
+    def significant(self) -> bool:
+        return self.p is not None and self.p < LEVEL
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,12 @@ class GridEffects:
         """Return all effects as plain data, in units of `metric`."""
 
         def plain(estimate: _EffectEstimate) -> dict[str, Any]:
-            return {"mean": estimate.mean, "standard_error": estimate.error, "seeds": len(estimate.values)}
+            return {
+                "mean": estimate.mean,
+                "standard_error": estimate.error,
+                "p": estimate.p,
+                "seeds": len(estimate.values),
+            }
 
         return {
             "factors": {factor.name: list(factor.levels) for factor in self.grid.factors},
@@ -243,10 +245,10 @@ class GridEffects:
         }
 
     def show(self, estimate: _EffectEstimate) -> str:
-        """Format a difference with its standard error, and a star if it is clear."""
+        """Format a difference with its standard error, and a star if it is significant."""
         scale, digits = self.scale
         error = "" if estimate.error is None else f" ± {scale * estimate.error:.{digits}f}"
-        return f"{self._signed(estimate.mean)}{error}{' *' if estimate.clear else ''}"
+        return f"{self._signed(estimate.mean)}{error}{' *' if estimate.significant else ''}"
 
     def _signed(self, value: float) -> str:
         scale, digits = self.scale
@@ -273,9 +275,10 @@ class GridEffects:
             f"Of the {factor.name}s, {best.level} helped most" if several else f"The {factor.name} {best.level} helped"
         )
         said = f"{who}: {effect} against {factor.baseline}"
-        if len(best.estimate.values) < ENOUGH:
-            return f"{said}, with too few seeds to tell it from noise."
-        return f"{said}{', clearly.' if best.estimate.clear else ', which is within noise.'}"
+        if best.estimate.p is None:
+            return f"{said}. Fewer than {ENOUGH} seeds cannot judge it."
+        significance = "significant" if best.estimate.significant else "no significant difference"
+        return f"{said} ({significance}, {format_p_value(best.estimate.p)})."
 
     def footnote(self) -> str:
         """Return how to read the tables."""
@@ -283,10 +286,13 @@ class GridEffects:
         said = ["An effect is the mean difference in result to the baseline, all else equal and paired by seed."]
         if several:
             said.append("± is the standard error over seeds.")
-        if any(one.estimate.clear for one in self.effects) or any(
-            estimate.clear for one in self.pairs for estimate in (one.gain, one.surplus)
+        if any(one.estimate.significant for one in self.effects) or any(
+            estimate.significant for one in self.pairs for estimate in (one.gain, one.surplus)
         ):
-            said.append("* marks a 95 % t-interval without zero, not corrected for multiple tests.")
+            said.append(
+                f"* marks p < {LEVEL:g} in a paired t-test over seeds, corrected by Holm's method for all numbers of "
+                "the column."
+            )
         if any(one.estimate.contexts < one.possible for one in self.effects):
             said.append("Levels with fewer pairs were measured in fewer contexts; compare their effects with care.")
         return " ".join(said)
@@ -297,10 +303,9 @@ def analyze_effects(grid: EffectGrid, groups: Sequence[GroupStatistics]) -> Grid
     metric = "accuracy" if any(group.metric == "accuracy" for group in groups) else "loss"
     by_method: dict[str, dict[str, float]] = {}
     for group in groups:
-        runs = ((run.seed, final_record_value(run, metric)) for run in group.runs if run.finished)
-        found = {seed: value for seed, value in runs if value is not None}
-        if found:
-            by_method[group.runs[0].method] = found
+        finished = {run.seed for run in group.runs if run.finished and group.metric == metric}
+        if found := {seed: value for seed, value in group.results.items() if seed in finished}:
+            by_method[group.runs[0].label] = found
     scores = {
         cell.levels: by_method[cell.method] for cell in grid.cells if cell.refusal is None and cell.method in by_method
     }
@@ -310,9 +315,24 @@ def analyze_effects(grid: EffectGrid, groups: Sequence[GroupStatistics]) -> Grid
         for level in factor.levels[1:]
         if (effect := _effect(grid, scores, at, level))
     ]
+    made = [
+        replace(effect, estimate=estimate)
+        for effect, estimate in zip(made, _corrected([effect.estimate for effect in made]), strict=True)
+    ]
+    pairs = list(_pairs(grid, scores))
+    gains, surpluses = _corrected([pair.gain for pair in pairs]), _corrected([pair.surplus for pair in pairs])
+    pairs = [
+        replace(pair, gain=gain, surplus=surplus) for pair, gain, surplus in zip(pairs, gains, surpluses, strict=True)
+    ]
     sign = 1 if metric == "accuracy" else -1
-    pairs = sorted(_pairs(grid, scores), key=lambda pair: -sign * pair.gain.mean)
+    pairs.sort(key=lambda pair: -sign * pair.gain.mean)
     return GridEffects(grid, metric, scores, tuple(made), tuple(pairs))
+
+
+def _corrected(estimates: Sequence[_EffectEstimate]) -> list[_EffectEstimate]:
+    """Test the estimates, which are one family: those of one column of a table."""
+    p_values = adjust_p_values([paired_p_value(one.values) for one in estimates])
+    return [replace(one, p=p) for one, p in zip(estimates, p_values, strict=True)]
 
 
 def _contexts(grid: EffectGrid, fixed: Mapping[int, Sequence[str]]) -> Iterator[list[Levels]]:

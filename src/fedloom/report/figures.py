@@ -53,10 +53,11 @@ def _metric_curve(runs: Sequence[RunRecord], key: str) -> Data:
     took: dict[int, list[float]] = {}
     for run in runs:
         sent, seconds = run.running("bytes_down", "bytes_up"), run.running("seconds.total")
+        before = seconds.get(0, 0.0)  # the evaluation of the initial model is no training
         for at, value in zip(*(one.tolist() for one in run.series(key)), strict=True):
             values.setdefault(at, []).append(value)
             spent.setdefault(at, []).append(sent[at])
-            took.setdefault(at, []).append(seconds[at])
+            took.setdefault(at, []).append(seconds[at] - before)
     rounds = sorted(values)
     return {
         "round": rounds,

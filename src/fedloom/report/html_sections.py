@@ -298,11 +298,14 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     return render_section(format_plural(len(rows), "run").capitalize(), hint, table, again)
 
 
-def render_effects_section(effects: GridEffects) -> SectionHtml:
-    """Return the section of a grid: heat maps, effects, pairs and refused combinations."""
-    what = "Final test accuracy in percent" if effects.metric == "accuracy" else "Final test loss"
+def render_effects_section(effects: GridEffects, basis: str) -> SectionHtml:
+    """Return the section of a grid: heat maps, effects, pairs and refused combinations.
+
+    `basis` says what a result is the mean of.
+    """
+    what = "Test accuracy in percent" if effects.metric == "accuracy" else "Test loss"
     several = any(len(values) > 1 for values in effects.scores.values())
-    hint = f"{what}{', mean ± standard deviation over seeds' if several else ''}."
+    hint = f"{what}: {basis}{', ± standard deviation over seeds' if several else ''}."
     if any(effects.spread(cell) is None for cell in effects.grid.cells):
         hint += " Hatched cells have no result; their tooltips give the reason."
     content = [render_section_tag("p", effects.sentence, class_="lead")] if effects.sentence else []

@@ -43,16 +43,18 @@ def write_report_page(
     title: str | None = None,
     target: float | None = None,
     grid: EffectGrid | None = None,
+    window: int | None = None,
 ) -> None:
     """Write the report of `records` to `path`, completely or not at all.
 
-    For the runs of a `grid`, the page also shows the effect of each part.
+    For the runs of a `grid`, the page also shows the effect of each part. `window` replaces the setting of the runs:
+    how many of the last evaluations are averaged.
     """
     path = Path(path)
     if grid:  # baselines come first, in whatever order the directories were read
         order = {method: at for at, method in enumerate(grid.methods)}
-        records = sorted(records, key=lambda record: order.get(record.method, len(order)))
-    write_html_page(path, _render_report(make_comparison_table(records, target), title, grid))
+        records = sorted(records, key=lambda record: order.get(record.label, len(order)))
+    write_html_page(path, _render_report(make_comparison_table(records, target, window), title, grid))
 
 
 def write_html_page(path: Path, html: str) -> None:
@@ -99,7 +101,7 @@ def _render_report(comparison: ComparisonTable, title: str | None = None, grid: 
     )
     body = [
         header,
-        render_effects_section(effects) if effects else "",
+        render_effects_section(effects, comparison.basis) if effects else "",
         render_results_section(comparison),
         render_curves_section(figure_data),
         render_costs_section(comparison),
@@ -138,7 +140,7 @@ def build_html_page(title: str, body: Sequence[str], figure_data: Data) -> Secti
 
 
 def _title(comparison: ComparisonTable, grid: EffectGrid | None) -> str:
-    methods = list(dict.fromkeys(group.runs[0].method for group in comparison.groups))
+    methods = list(dict.fromkeys(group.runs[0].label for group in comparison.groups))
     data = {str(group.runs[0].config.get("data", "")) for group in comparison.groups} - {""}
     what = (
         " × ".join(format_plural(len(one.levels), one.name) for one in grid.factors) if grid else format_list(methods)

@@ -1,7 +1,7 @@
 """Read run directories back, and group the runs that differ only in the seed."""
 
 import json
-import math
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 
 from fedloom.errors import InputError
 from fedloom.utils.formatting import format_value
+from fedloom.utils.result_window import (
+    DEFAULT_WINDOW,
+    count_evaluations,
+    get_finite_number,
+    limit_window,
+    select_evaluations,
+)
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -32,6 +39,8 @@ class RunRecord:
     counts: Counts | None = None
     """Number of samples of each class (columns) at each client (rows)."""
     class_names: tuple[str, ...] = ()
+    chance: float | None = None
+    """Accuracy of always guessing the most frequent class of the test data; 1 / classes if their counts are unknown."""
     initial_weights: dict[str, Any] | None = None
     """What the run loaded from the file of its initial weights; None without such a file."""
 
@@ -40,9 +49,22 @@ class RunRecord:
         return str(self.config.get("method", "unknown method"))
 
     @property
+    def label(self) -> str:
+        """The name of the run: its variant, such as `fedavg:lr=0.03`, or its method."""
+        return str(self.config.get("variant", self.method))
+
+    @property
     def seed(self) -> str:
         """The seed as text, because here it is only a name."""
         return str(self.config.get("seed", "?"))
+
+    @property
+    def own_settings(self) -> set[str]:
+        """Settings that the variant sets, and those that they replace. They differ from other runs on purpose."""
+        plain = re.sub(r'"(?:[^"\\]|\\.)*"|\[.*?\]', "", self.label)  # quoted text may look like a key
+        options = {key.partition(".")[2] for key in flatten_record_config(self.config)}  # `fedprox.mu` is an option
+        found = {key for run, key in re.findall(r"[:,](run\.)?(\w+)=", plain) if run or key not in options}
+        return found | {other for key, other in (("epochs", "steps"), ("init", "new_head")) if key in found}
 
     @property
     def finished(self) -> bool:
@@ -51,6 +73,17 @@ class RunRecord:
     @property
     def last_round(self) -> int:
         return int(self.history[-1]["round"]) if self.history else 0
+
+    def window(self, asked: int | None = None) -> int:
+        """Return how many of the last evaluations are averaged: `asked`, or else the setting, within its limits."""
+        rounds, every, setting = (self._count(key) for key in ("rounds", "eval_every", "window"))
+        planned = count_evaluations(rounds, every or 1) if rounds else len(select_evaluations(self.history))
+        return limit_window(asked or setting or DEFAULT_WINDOW, planned)
+
+    def _count(self, key: str) -> int | None:
+        """Return a setting that is a positive integer, or None."""
+        value = self.config.get(key)
+        return value if isinstance(value, int) and value > 0 else None
 
     def series(self, key: str) -> tuple[NDArray[np.int64], Floats]:
         """Return the rounds at which `key` was measured, and its values.
@@ -82,17 +115,7 @@ def get_record_number(round_entry: dict[str, Any], key: str) -> float | None:
     value: Any = round_entry
     for part in key.split(".", 1):  # only once, because names of diagnostics may contain dots
         value = value.get(part) if isinstance(value, dict) else None
-    return _finite_float(value)
-
-
-def _finite_float(value: object) -> float | None:
-    """Return `value` as a float if it is a finite number, else None."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer of more than 308 digits
-        return None
+    return get_finite_number(value)
 
 
 def read_run_record(folder: Path) -> RunRecord:
@@ -104,10 +127,12 @@ def read_run_record(folder: Path) -> RunRecord:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InputError(f"config.toml of {str(folder)!r} cannot be read: {error}.") from None
-    counts, names = _partition(folder / "partition.json")
+    counts, names, chance = _partition(folder / "partition.json")
     summary = _table(folder / "summary.json")
     initial_weights = _table(folder / "initial.json")
-    return RunRecord(folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, initial_weights)
+    return RunRecord(
+        folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, chance, initial_weights
+    )
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -148,28 +173,39 @@ def _table(path: Path) -> dict[str, Any] | None:
     return table
 
 
-def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...]]:
-    """Read the class counts of the clients and the class names."""
+def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...], float | None]:
+    """Read the class counts of the clients, the class names, and the accuracy of guessing."""
     table = _table(path) or {}
     if table.get("counts") is None:  # no file, or data without classes
-        return None, ()
-    try:
-        exact = np.array(table["counts"], dtype=np.float64)
-        whole = bool(np.all((exact >= 0) & (exact < 2**53) & (exact == np.floor(exact))))
-    except (ValueError, TypeError, OverflowError):
-        whole = False
-    if not whole or exact.ndim != 2:
+        return None, (), None
+    counts = _whole_numbers(table["counts"])
+    if counts is None or counts.ndim != 2:
         raise InputError(f"'counts' of {str(path)!r} must be a table of non-negative integers, clients x classes.")
-    counts = exact.astype(np.int64)
+    tested = _whole_numbers(table.get("test_counts", []))
+    if tested is None or tested.ndim != 1:
+        raise InputError(f"'test_counts' of {str(path)!r} must be a list of non-negative integers.")
+    chance = 1 / counts.shape[1] if counts.shape[1] else None
+    if tested.sum():
+        chance = float(tested.max() / tested.sum())
     names = table.get("class_names")
     names = [str(name) for name in names] if isinstance(names, list) else []
     names += [str(at) for at in range(len(names), counts.shape[1])]
-    return counts, tuple(names[: counts.shape[1]])
+    return counts, tuple(names[: counts.shape[1]]), chance
+
+
+def _whole_numbers(values: object) -> Counts | None:
+    """Return `values` as an array, or None if one of them is not a non-negative integer."""
+    try:
+        exact = np.array(values, dtype=np.float64)
+        whole = bool(np.all((exact >= 0) & (exact < 2**53) & (exact == np.floor(exact))))
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return exact.astype(np.int64) if whole else None
 
 
 NOT_SETTINGS = frozenset(
-    {"seed", "command", "server_data_used_by", "name", "out", "folder", "workers", "versions", "format"}
-    | {"checkpoint_seconds", "keep_checkpoints", "cache_dir"}
+    {"seed", "command", "variant", "server_data_used_by", "name", "out", "folder", "workers", "versions", "format"}
+    | {"checkpoint_seconds", "keep_checkpoints", "cache_dir", "window"}
 )
 """Keys of a config that cannot change the result, and the seed, over which results are averaged."""
 
@@ -210,7 +246,7 @@ class RecordGroup:
     """Runs that differ only in the seed, and the names of the group."""
 
     short: str
-    """The method, with the settings that distinguish it from other groups of this method on this task."""
+    """The method or variant, with the settings that distinguish it from other groups of this name on this task."""
     task: str
     """The settings that distinguish this task from the others; all settings of a single task."""
     label: str
@@ -229,7 +265,7 @@ def group_records(records: Iterable[RunRecord]) -> list[RecordGroup]:
     tables = [flatten_record_config(group[0].config) for group in groups]
     odd = [key for key in TASK if key in find_record_differences(tables)]
     tasks = [_said(table, odd or TASK) or "unnamed task" for table in tables]
-    shorts = _shorts([group[0].method for group in groups], tables, tasks)
+    shorts = _shorts([group[0] for group in groups], tables, tasks)
     kinds = list(dict.fromkeys(shorts))
     named = [
         RecordGroup(short, task, f"{short} · {task}" if odd else short, kinds.index(short), tuple(group))
@@ -246,14 +282,14 @@ def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
     return ", ".join(told[key] for key in keys if key in told)
 
 
-def _shorts(methods: Sequence[str], tables: Sequence[Mapping[str, str]], tasks: Sequence[str]) -> list[str]:
+def _shorts(records: Sequence[RunRecord], tables: Sequence[Mapping[str, str]], tasks: Sequence[str]) -> list[str]:
     made: list[str] = []
-    for at, (method, table) in enumerate(zip(methods, tables, strict=True)):
-        same = [other for name, other in zip(methods, tables, strict=True) if name == method]
-        parts = [method]
+    for at, (record, table) in enumerate(zip(records, tables, strict=True)):
+        same = [other for one, other in zip(records, tables, strict=True) if one.label == record.label]
+        parts = [record.label]
         for key in find_record_differences(same):
             if key in table and key not in TASK:
-                name = key.removeprefix(f"{method}.")
+                name = key.removeprefix(f"{record.method}.")
                 parts.append(table[key] if key == "model" else f"{name}={table[key]}")
         short = " · ".join(parts)
         # Two settings may look the same once shortened, so a number distinguishes them.
@@ -271,16 +307,3 @@ def select_record_per_seed(records: Sequence[RunRecord]) -> list[RunRecord]:
         if held is None or (record.finished, record.last_round) > (held.finished, held.last_round):
             best[record.seed] = record
     return list(best.values())
-
-
-def last_evaluated_round(record: RunRecord) -> int:
-    """Return the last round with an evaluation, even if its values are not finite; -1 without one."""
-    tested = ("accuracy", "loss")
-    rounds = [row["round"] for row in record.history if any(isinstance(row.get(key), int | float) for key in tested)]
-    return max(rounds, default=-1)
-
-
-def final_record_value(record: RunRecord, key: str) -> float | None:
-    """Return `key` at the last evaluation. A run that diverged there has no result; an earlier value would mislead."""
-    last = last_evaluated_round(record)
-    return next((get_record_number(row, key) for row in record.history if row["round"] == last), None)

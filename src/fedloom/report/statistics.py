@@ -1,32 +1,21 @@
 """Means over seeds, intervals and paired differences of groups of runs.
 
-The result of a run is its last evaluation, never its best one: choosing the round by the test data would be training on
-them. The best value is kept too, under its own name.
+The result of a run is the mean of its last evaluations (its window), never its best one: choosing the round by the test
+data would be training on them. The best value is kept too, under its own name.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from fedloom.report.records import (
-    Floats,
-    RecordGroup,
-    RunRecord,
-    final_record_value,
-    get_record_number,
-    select_record_per_seed,
-)
-
-LATE = 10
-"""Number of last evaluations to average in `late_accuracy`."""
+from fedloom.report.records import Floats, RecordGroup, RunRecord, get_record_number, select_record_per_seed
+from fedloom.report.significance import interval_half_width, paired_p_value
+from fedloom.utils.result_window import compute_window_mean, compute_window_std, select_window_values
 
 REACH = 0.9
-"""The default target, as a share of the best final accuracy, rounded down to a whole percent."""
-
-ENOUGH = 3
-"""Common seeds needed to call a difference clear. Two seeds agree by chance too easily."""
+"""The default target, as a share of the best result, rounded down to a whole percent."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +45,10 @@ class PairedDifference:
     reference: str
     mean: float
     half: float | None
-    """Half the width of the 95 % t-interval; None for one seed, or if all seeds agree to the last digit.
-
-    Accuracy changes in steps of one test sample, so equal differences show only that the measure is coarse.
-    """
+    """Half the width of the 95 % t-interval; None for one seed, or if all seeds agree to the last digit."""
     seeds: int
+    p: float | None
+    """The p-value of a paired t-test, corrected for the other tests of the task; None with too few seeds."""
 
     @property
     def low(self) -> float | None:
@@ -70,11 +58,6 @@ class PairedDifference:
     def high(self) -> float | None:
         return None if self.half is None else self.mean + self.half
 
-    @property
-    def clear(self) -> bool:
-        """Whether there are enough seeds and the interval does not contain zero."""
-        return self.seeds >= ENOUGH and self.half is not None and abs(self.mean) > self.half
-
 
 @dataclass(frozen=True)
 class GroupStatistics:
@@ -83,8 +66,12 @@ class GroupStatistics:
     record_group: RecordGroup
     runs: tuple[RunRecord, ...]
     """The counted runs: one for each seed, and only finished ones if there are any."""
+    windows: tuple[int, ...]
+    """How many of its last evaluations a run averages; several numbers if the runs differ in it."""
     accuracy: SeedStatistics | None
-    late_accuracy: SeedStatistics | None
+    """The mean accuracy in the window of each run."""
+    window_std: SeedStatistics | None
+    """The standard deviation of accuracy or loss within the window of each run."""
     best_accuracy: SeedStatistics | None
     worst_clients: SeedStatistics | None
     personal: SeedStatistics | None
@@ -101,6 +88,8 @@ class GroupStatistics:
     failed: int
     """Number of failed client tasks of all counted runs."""
     asked: int
+    results: dict[str, float] = field(default_factory=dict)
+    """The result of each run that has one, by seed."""
     target: float | None = None
     rounds_to_target: float | None = None
     """The median over seeds, in which a seed that misses the target counts as infinite. An infinite median is None."""
@@ -131,7 +120,7 @@ class GroupStatistics:
 
     @property
     def result(self) -> SeedStatistics | None:
-        """The final accuracy or, without one, the final loss."""
+        """The mean accuracy in the window or, without one, the mean loss."""
         return self.accuracy or self.loss
 
     @property
@@ -139,8 +128,8 @@ class GroupStatistics:
         return all(run.finished for run in self.runs)
 
 
-def compute_group_statistics(record_group: RecordGroup) -> GroupStatistics:
-    """Compute the statistics of one group."""
+def compute_group_statistics(record_group: RecordGroup, window: int | None = None) -> GroupStatistics:
+    """Compute the statistics of one group. `window` replaces the setting of the runs."""
     unique = select_record_per_seed(record_group.records)
     runs = tuple([run for run in unique if run.finished] or unique)
 
@@ -148,19 +137,26 @@ def compute_group_statistics(record_group: RecordGroup) -> GroupStatistics:
         values = [found for run in runs if (found := value(run)) is not None]
         return SeedStatistics(tuple(values)) if values else None
 
-    def every(key: str, reduce: Callable[[Floats], Any], least: int = 1) -> SeedStatistics | None:
-        return over(lambda run: float(reduce(values)) if len(values := run.series(key)[1]) >= least else None)
+    def in_window(run: RunRecord, key: str) -> list[float]:
+        return select_window_values(run.history, key, run.window(window))
 
+    def mean(key: str) -> SeedStatistics | None:
+        return over(lambda run: compute_window_mean(in_window(run, key)))
+
+    accuracy, loss = mean("accuracy"), mean("loss")
+    metric = "loss" if accuracy is None else "accuracy"
+    results = {run.seed: compute_window_mean(in_window(run, metric)) for run in runs}
     return GroupStatistics(
         record_group=record_group,
         runs=runs,
-        accuracy=over(lambda run: final_record_value(run, "accuracy")),
-        late_accuracy=every("accuracy", lambda values: np.mean(values[-LATE:]), LATE + 1),
-        best_accuracy=every("accuracy", np.max),
-        worst_clients=over(lambda run: final_record_value(run, "client_accuracy_worst10")),
-        personal=over(lambda run: final_record_value(run, "personal_accuracy_mean")),
-        personal_worst=over(lambda run: final_record_value(run, "personal_accuracy_worst10")),
-        loss=over(lambda run: final_record_value(run, "loss")),
+        windows=tuple(sorted({run.window(window) for run in runs})),
+        accuracy=accuracy,
+        window_std=over(lambda run: compute_window_std(in_window(run, metric))),
+        best_accuracy=over(lambda run: _highest(_trained(run, "accuracy")[1])),
+        worst_clients=mean("client_accuracy_worst10"),
+        personal=mean("personal_accuracy_mean"),
+        personal_worst=mean("personal_accuracy_worst10"),
+        loss=loss,
         bytes_down=over(lambda run: run.total("bytes_down")),
         bytes_up=over(lambda run: run.total("bytes_up")),
         seconds=over(lambda run: run.total("seconds.total")),
@@ -168,7 +164,18 @@ def compute_group_statistics(record_group: RecordGroup) -> GroupStatistics:
         delta=over(lambda run: _final_privacy_cost(run, "delta")),
         failed=round(sum(run.total("failed") or 0 for run in runs)),
         asked=round(sum(_asked(row) for run in runs for row in run.history)),
+        results={seed: result for seed, result in results.items() if result is not None},
     )
+
+
+def _trained(run: RunRecord, key: str) -> tuple[Floats, Floats]:
+    """Return rounds and values of `key` without round 0, which is the model before training."""
+    rounds, values = run.series(key)
+    return rounds[rounds > 0].astype(np.float64), values[rounds > 0]
+
+
+def _highest(values: Floats) -> float | None:
+    return float(values.max()) if len(values) else None
 
 
 def _asked(round_entry: dict[str, Any]) -> float:
@@ -186,7 +193,7 @@ def add_target_statistics(group: GroupStatistics, target_accuracy: float) -> Gro
     """Return `group` with the number of rounds until `target_accuracy`."""
     firsts = []
     for run in group.runs:
-        rounds, values = run.series("accuracy")
+        rounds, values = _trained(run, "accuracy")
         there = rounds[values >= target_accuracy]
         firsts.append(float(there[0]) if len(there) else np.inf)
     # Average the two middle values only if both are finite: inf - inf is NaN.
@@ -196,18 +203,15 @@ def add_target_statistics(group: GroupStatistics, target_accuracy: float) -> Gro
 
 
 def compute_paired_difference(group: GroupStatistics, reference: GroupStatistics) -> PairedDifference | None:
-    """Return the difference in result, paired by seed, which cancels effects of the seed on both groups."""
+    """Return the difference in result, paired by seed, which cancels effects of the seed on both groups.
+
+    Its p-value is not corrected for other tests yet.
+    """
     if group.metric != reference.metric:
         return None
-    mine, theirs = ({run.seed: final_record_value(run, group.metric) for run in one.runs} for one in (group, reference))
-    gaps = [
-        value - other for seed, value in mine.items() if value is not None and (other := theirs.get(seed)) is not None
-    ]
+    gaps = [value - reference.results[seed] for seed, value in group.results.items() if seed in reference.results]
     if not gaps:
         return None
-    half = None
-    if len(gaps) > 1 and (spread := float(np.std(gaps, ddof=1))) > 1e-9:
-        from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]  # scipy has no types
-
-        half = float(stdtrit(len(gaps) - 1, 0.975) * spread / np.sqrt(len(gaps)))
-    return PairedDifference(reference.short, float(np.mean(gaps)), half, len(gaps))
+    return PairedDifference(
+        reference.short, float(np.mean(gaps)), interval_half_width(gaps), len(gaps), paired_p_value(gaps)
+    )

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom import data as datasets
@@ -271,6 +273,14 @@ class BuiltRun:
             )
         for name, part in self.rounds.parts.items():
             part.load_state_dict(state[name])
+
+    def count_test_labels(self) -> NDArray[np.int64] | None:
+        """Return the number of test samples of each class; None for regressions and without test samples."""
+        test, classes = self.federated_data.test, self.federated_data.classes
+        if test is None or not len(test) or not classes:
+            return None
+        counts: NDArray[np.int64] = torch.bincount(test.y.cpu(), minlength=classes).numpy()
+        return counts
 
     def artifacts(self) -> dict[str, dict[str, Tensor]]:
         """Return the artifacts of all parts, with the normalization constants, because images are made as inputs."""

@@ -1,153 +1,51 @@
-"""Compare methods over seeds, with the same clients, batches and initial models for all methods.
+"""Compare methods over seeds, with the same clients, batches and initial models for all methods."""
 
-A grid of methods combines each server with each client and each refiner. Combinations that cannot run are left out with
-a reason.
-
-    fedavg,fedcross,scaffold x sgd,fedprox x none,dynafed
-
-`fedavg`, `sgd` and `none` are the defaults: FedAvg's server, its local training, and no refiner. The default is the
-baseline of a list that contains it; otherwise the first name is.
-"""
-
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_config
+from fedloom.config import EXECUTION_SETTINGS, Config, replace_config
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
-from fedloom.errors import InputError, RunStopped, unknown_name_error
-from fedloom.methods import ComposedMethod, Method, compose, import_file, methods
+from fedloom.errors import InputError, RunStopped
+from fedloom.methods import compose
 from fedloom.methods import methods as known_methods
-from fedloom.methods.composition import IncompatibleMethods
+from fedloom.methods.variants import parse_method_variant, variant_folder_name
 from fedloom.models.initial_weights import initial_weights_sha256
-from fedloom.privacy import check_private_method
 from fedloom.report import ComparisonTable, GridEffects, analyze_effects, read_run_record, write_report_page
 from fedloom.report import make_comparison_table as tabulate
 from fedloom.report.effects import FILE as GRID_FILE
-from fedloom.report.effects import EffectCell, EffectFactor, EffectGrid
+from fedloom.report.effects import EffectGrid
 from fedloom.runs.build import build_run
 from fedloom.runs.callback import Callback
 from fedloom.runs.concurrent import run_concurrently
 from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, parse_run_path
 from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.grids import plan_comparison_grid
 from fedloom.runs.resolve import (
     UserObjects,
     describe_user_objects,
+    import_method_files,
+    make_variant_config,
     record_partition_hash,
     resolve_method,
     resolve_method_options,
     resolve_server_data,
+    select_method_options,
 )
 from fedloom.runs.result import RunResult
 from fedloom.training.context import Criterion
 from fedloom.utils.formatting import format_plural
 from fedloom.utils.storage import write_atomically
 
-Given = Mapping[str, Mapping[str, Any]]
-
-PLAIN = {"server": "fedavg", "client": "sgd", "refiner": "none"}
-"""The factors in their order, each with its default level."""
-
-FITS: dict[str, Callable[[Method], bool]] = {
-    # SCAFFOLD's extras live on the server, so it counts as a server, although its mean is FedAvg's.
-    "server": lambda method: method.server is not None or method.extras is not None,
-    "client": lambda method: method.client is not None and method.server is None,
-    "refiner": lambda method: method.refiner is not None and method.server is None,
-}
-"""Which methods each list accepts."""
-
-
-def _parse_grid(grid: str | Sequence[Sequence[str]]) -> tuple[EffectFactor, ...]:
-    """Parse a grid such as `fedavg,fedcross x sgd,fedprox`, given as text or as a list of lists."""
-    if isinstance(grid, str):
-        lists = [[name.strip() for name in text.split(",")] for text in re.split(r"\s+[x×]\s+", grid.strip())]
-    else:
-        lists = [[names] if isinstance(names, str) else list(names) for names in grid]
-    if not 2 <= len(lists) <= len(PLAIN):
-        raise InputError(
-            "a grid is servers x clients or servers x clients x refiners, such as 'fedavg,fedcross x sgd,fedprox', "
-            f"not {grid!r}."
-        )
-    known = methods()
-    factors = []
-    for names, (factor, plain) in zip(lists, PLAIN.items(), strict=False):
-        for name in names:
-            if names.count(name) > 1:
-                raise InputError(f"{name!r} is named twice among the {factor}s of the grid.")
-            if name == plain:
-                continue
-            if name not in known:
-                fitting = [one.name for one in known.values() if FITS[factor](one)]
-                raise unknown_name_error(factor, name, {plain, *fitting})
-            if not FITS[factor](known[name]):
-                raise InputError(
-                    f"{name} provides a {' and a '.join(known[name].parts)}, so it cannot be one of the {factor}s of a "
-                    f"grid; the default there is {plain!r}."
-                )
-        baseline = plain if plain in names else names[0]
-        factors.append(EffectFactor(factor, (baseline, *(name for name in names if name != baseline))))
-    return tuple(factors)
-
-
-def _make_grid(
-    grid: str | Sequence[Sequence[str]],
-    config: Config,
-    options: Given | None = None,
-    user_objects: UserObjects | None = None,
-    progress: Progress | None = None,
-) -> EffectGrid:
-    """Build the grid for the data and network of `config`, with a reason for each combination that cannot run.
-
-    These are combinations of incompatible parts, and of parts that reject each other or this task. What is wrong with
-    any method (a missing data set, an unknown option) is an error as usual.
-    """
-    factors = _parse_grid(grid)
-    known = methods()
-    named = [known[name] for factor in factors for name in factor.levels if name in known]
-    config = resolve_server_data(
-        config, user_objects or UserObjects(), [ComposedMethod("", tuple(named), {})]
-    )  # as in all its runs
-    with build_run(
-        replace_config(config, method="fedavg", options={}, engine="sequential"), user_objects, progress
-    ).engine_closed() as built_run:
-        context = built_run.rounds.context
-
-    def cell(levels: tuple[str, ...]) -> EffectCell:
-        chosen = [name for factor, name in zip(factors, levels, strict=True) if name != PLAIN[factor.name]]
-        method = "+".join(chosen) or "fedavg"
-        try:
-            composed_method = compose(method)
-        except IncompatibleMethods as error:
-            return EffectCell(levels, method, str(error))
-        composed_method = compose(method, _options_of_methods(composed_method, options or {}))
-        try:
-            parts = composed_method.build(context)
-            if config.clip_update is not None:
-                check_private_method(composed_method, parts, context.layout)
-        except InputError as error:
-            return EffectCell(levels, method, f"{method!r} cannot be run: {error}")
-        return EffectCell(levels, method)
-
-    effect_grid = EffectGrid(factors, tuple(cell(levels) for levels in product(*(factor.levels for factor in factors))))
-    if not effect_grid.methods:
-        raise InputError(f"no combination of the grid can be run; the first: {effect_grid.cells[0].refusal}")
-    return effect_grid
-
-
-def _options_of_methods(composed_method: ComposedMethod, options: Given) -> dict[str, dict[str, Any]]:
-    """Return the options of the methods that are part of `composed_method`."""
-    return {name: dict(values) for name, values in options.items() if name in composed_method.resolved_options()}
-
-
 MOST_SEEDS = 10_000
 """More seeds are a typo; planning them would take minutes without any output."""
+CHECKED = {"model", "init", "augment", "clip_update"}
+"""Settings of a row that only a built run can check. An error must come before the first run, not after it."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +93,8 @@ def compare(
     and the rest is run.
 
     Args:
-        methods: Names of methods, such as `["fedavg", "fedprox+swa"]`.
+        methods: Names of methods, such as `["fedavg", "fedprox+swa"]`. Options and training settings of one row stand
+            behind its name, in place of those in other arguments: `["fedavg", "fedavg:lr=0.03", "fedprox:mu=0.1"]`.
         seeds: Number of seeds for each method, counted from the setting `seed`.
         data: As in `run`.
         model: As in `run`.
@@ -206,7 +105,8 @@ def compare(
         options: Options by method, as in `run`. A run gets the options of its methods.
         out: The folder of the comparison; by default a new one in `runs`.
         runs: The parent of new folders.
-        target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best.
+        target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best
+            result. A target that guessing reaches is not counted.
         concurrent_runs: Number of runs that share a GPU at a time, if one alone does not fill it (`device="cuda"`).
         callback: Watches and stops the runs.
         report: Whether to write `report.html` for the comparison and for each run.
@@ -245,7 +145,8 @@ def compare(
     options = resolve_method_options(options)
     if grid is not None and not isinstance(grid, EffectGrid):
         grid = plan_comparison_grid(grid, options, described | settings, user_objects, callback)
-    plans = _plans(grid.methods if grid else methods, seeds, options or {}, described | settings, user_objects)
+    progress = callback.on_download if callback else None
+    plans = _plans(grid.methods if grid else methods, seeds, options, described | settings, user_objects, progress)
     if concurrent_runs > 1 and plans[0][1].device == "cpu":
         raise InputError(
             f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
@@ -275,7 +176,7 @@ def _run_all(
     report: bool,
 ) -> list[RunResult]:
     """Run or resume all runs of a comparison in its folder; finished ones stay."""
-    places = [(path / f"{name}-seed{config.seed}", config) for name, config in plans]
+    places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plans]
     for place, config in places:
         if is_run_directory(place):
             _same_plan(place, config)
@@ -308,51 +209,48 @@ def _run_all(
     return finished
 
 
-def plan_comparison_grid(
-    grid: str | Sequence[Sequence[str]],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    user_objects: UserObjects | None = None,
-    callback: Callback | None = None,
-) -> EffectGrid:
-    """Return the grid that `compare` would run, and tell the callback which combinations are left out."""
-    for file in (settings or {}).get("imports", ()):
-        import_file(file)
-    effect_grid = _make_grid(
-        grid, make_config(settings or {}), options, user_objects, callback.on_download if callback else None
-    )
-    for reason in effect_grid.refused.values():
-        if callback is not None:
-            callback.on_message(f"left out: {reason}")
-    return effect_grid
-
-
 def _plans(
     names: Sequence[str],
     seeds: int,
     options: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
     user_objects: UserObjects,
+    progress: Progress | None,
 ) -> list[tuple[str, Config]]:
-    """Return a config for each method and seed, with the options of the methods of that run."""
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if list(names).count(name) > 1)
-        raise InputError(f"{twice!r} is named twice; each method is compared once.")
-    for file in settings.get("imports", ()):
-        import_file(file)
-    base = make_config(settings)
-    if base.init is not None and base.init_sha256 is None:  # the same file for all runs, even if it changes meanwhile
-        base = replace_config(base, init_sha256=initial_weights_sha256(Path(base.init)))
+    """Return label and config of each row and seed, with the options of the methods of that run."""
+    import_method_files(settings)
+    variants = [parse_method_variant(name) for name in names]
+    composed_methods = [compose(variant.name) for variant in variants]
+    rows = [
+        make_variant_config(
+            {**settings, "options": select_method_options(composed_method, options)}, variant, user_objects
+        )
+        for variant, composed_method in zip(variants, composed_methods, strict=True)
+    ]
     # The server's data are taken from the clients. If one run needs them, all runs get them, for a fair comparison.
-    base = resolve_server_data(record_partition_hash(base), user_objects, [compose(name) for name in names])
-    used: set[str] = set()
-    plans = []
-    for name in names:
-        composed_method = compose(name)
-        used |= set(composed_method.resolved_options())
-        config = replace_config(base, method=name, options=_options_of_methods(composed_method, options))
+    first = resolve_server_data(record_partition_hash(rows[0]), user_objects, composed_methods)
+    shared = {"partition_sha256": first.partition_sha256, "server_data": first.server_data}
+    hash_file = cache(initial_weights_sha256)
+    plans: list[tuple[str, Config]] = []
+    labels: dict[str, str] = {}
+    for config, composed_method, variant in zip(rows, composed_methods, variants, strict=True):
+        config = replace_config(config, **shared)
+        if (
+            config.init is not None and config.init_sha256 is None
+        ):  # one file for all runs, even if it changes meanwhile
+            config = replace_config(config, init_sha256=hash_file(Path(config.init)))
         config = replace_config(config, options=resolve_method(config).resolved_options())
-        plans += [(name, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
+        if CHECKED & variant.settings.keys():
+            plain = replace_config(config, method="fedavg", options={}, engine="sequential")
+            build_run(plain, user_objects, progress).engine.close()
+        chosen = sorted(method.name for method in composed_method.methods)
+        row = repr((chosen, sorted(config.model_dump(exclude={"method", "variant"}).items())))
+        if row in labels:
+            same = "named twice" if labels[row] == config.label else f"the same as {labels[row]!r} here"
+            raise InputError(f"{config.label!r} is {same}; each method is compared once.")
+        labels[row] = config.label
+        plans += [(config.label, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
+    used = {name for one in composed_methods for name in one.resolved_options()}
     for method in options:
         if method not in used:
             known = "" if method in known_methods() else " (there is no such method)"

@@ -29,7 +29,7 @@ PlannedRun = tuple[Path, Config, Callable[[Callback], RunResult]]
 class _Whole:
     """Description of all runs together, for the display."""
 
-    method: str
+    label: str
     data: str
     seed: int
     rounds: int

@@ -16,7 +16,6 @@ report.html       the report with figures
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,6 +29,7 @@ from torch import Tensor
 from fedloom._version import __version__
 from fedloom.config import Config, config_to_command, make_config
 from fedloom.errors import FedloomError, InputError
+from fedloom.methods.variants import variant_folder_name
 from fedloom.models.initial_weights import InitialWeights
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.utils.settings import read_settings_toml, settings_to_toml
@@ -159,11 +159,15 @@ class RunDirectory:
 
     # other files
 
-    def write_partition(self, label_counts: np.ndarray | None, class_names: tuple[str, ...]) -> None:
-        """Write the number of samples per client and class."""
+    def write_partition(
+        self, label_counts: np.ndarray | None, class_names: tuple[str, ...], test_counts: np.ndarray | None
+    ) -> None:
+        """Write the number of samples per client and class, and the number of test samples per class."""
         if label_counts is None:
             return
         value = {"classes": label_counts.shape[1], "class_names": list(class_names), "counts": label_counts.tolist()}
+        if test_counts is not None:
+            value["test_counts"] = test_counts.tolist()
         write_atomically(self.path / "partition.json", json.dumps(value).encode())
 
     def write_initial_weights(self, initial_weights: InitialWeights, state_dict: Mapping[str, Tensor]) -> None:
@@ -331,4 +335,4 @@ def parse_run_path(out: Path | str) -> Path:
 
 def directory_name(config: Config) -> str:
     """Return the default name of a run directory, without its number."""
-    return re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{config.method}-{config.data_name}-seed{config.seed}")
+    return f"{variant_folder_name(config.label)}-{config.data_name}-seed{config.seed}"

@@ -21,7 +21,7 @@ from fedloom.runs.callback import Callback, SilentCallback
 from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, parse_run_path, refuse_occupied
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
-from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_method, resolve_method_options
+from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_config, resolve_method
 from fedloom.runs.result import RunResult, check_result_model
 from fedloom.training.context import Criterion
 from fedloom.utils.storage import MODEL_FILE
@@ -43,7 +43,8 @@ def run(
     """Run a method and return the finished run.
 
     Args:
-        method: A method, or several joined by `+`.
+        method: A method, or several joined by `+`. Options and training settings may stand behind a name, in place of
+            those in other arguments: `fedprox:mu=0.1,lr=0.05`.
         data: The name of a data set, or your own `FederatedDataset`.
         model: The name of a network, your own module, whose weights are the initial ones, or a function that makes one.
         loss: Called as `loss(output, targets)`; by default cross-entropy, and for a regression the mean squared error.
@@ -68,8 +69,10 @@ def run(
         network = run.model()
     """
     user_objects, values = describe_user_objects(data, model, loss)
-    values |= {"method": method, "options": resolve_method_options(options), **settings}
-    return execute_run(make_config(values), user_objects, out=out, runs=runs, callback=callback, report=report)
+    values |= {"method": method, "options": options, **settings}
+    return execute_run(
+        resolve_config(values, user_objects), user_objects, out=out, runs=runs, callback=callback, report=report
+    )
 
 
 def execute_run(
@@ -139,8 +142,12 @@ def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
     directory = RunDirectory.create(path, config, user_objects.names, built_run.method.use_server_data)
     _begin(directory, built_run, callback)
-    directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
+    _write_partition(directory, built_run)
     run_rounds(directory, built_run, callback, first_round=None)
+
+
+def _write_partition(directory: RunDirectory, built_run: BuiltRun) -> None:
+    directory.write_partition(built_run.rounds.label_counts, built_run.class_names, built_run.count_test_labels())
 
 
 @contextmanager
@@ -262,7 +269,7 @@ def _go_on(
                 )
             callback.on_message(f"{text} Going on from the checkpoint before it.")
         if latest is None:
-            directory.write_partition(built_run.rounds.label_counts, built_run.class_names)
+            _write_partition(directory, built_run)
             directory.rewind(-1)
             run_rounds(directory, built_run, callback, first_round=None)
         else:

@@ -58,9 +58,10 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
         directory.write_model(built_run.global_state_dict())
         summary = {
             "method": config.method,
+            **({"variant": config.variant} if config.variant else {}),
             "data": config.data,
             "seed": config.seed,
-            **summarize_run_metrics(directory.history()),
+            **summarize_run_metrics(directory.history(), config.result_window),
             "run": str(directory.path),
             "digest": model_digest(global_model),
         }

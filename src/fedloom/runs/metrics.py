@@ -10,6 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.evaluation import EvaluationResult
+from fedloom.utils.result_window import (
+    compute_window_mean,
+    compute_window_std,
+    select_evaluations,
+    select_window_values,
+)
+
+RESULT_KEYS = (
+    "accuracy",
+    "loss",
+    "client_accuracy_mean",
+    "client_accuracy_worst10",
+    "personal_accuracy_mean",
+    "personal_accuracy_worst10",
+)
+"""Keys of a record whose mean over the window is a result of the run."""
 
 
 def client_accuracy_metrics(
@@ -83,21 +99,22 @@ class RoundMetricsTimer:
         return {name: round(value, 6) for name, value in {**self.seconds, "total": self.total()}.items()}
 
 
-def summarize_run_metrics(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the totals of a run: accuracy and loss of the last evaluation, bytes, seconds."""
+def summarize_run_metrics(history: list[dict[str, Any]], window: int) -> dict[str, Any]:
+    """Return the totals of a run: means over its last `window` evaluations, the last evaluation, bytes, seconds."""
     trained = [record for record in history if record["round"] > 0]
-    scored = [record for record in history if "loss" in record]
+    scored = select_evaluations(history)
     accuracies = [record["accuracy"] for record in scored if record.get("accuracy") is not None]
+    values = {key: select_window_values(history, key, window) for key in RESULT_KEYS}
     last = scored[-1] if scored else {}
     return {
         "rounds": trained[-1]["round"] if trained else 0,
-        "accuracy": last.get("accuracy"),
-        "loss": last.get("loss"),
+        "window": min(window, len(scored)),
+        **{key: compute_window_mean(of_key) for key, of_key in values.items()},
+        "accuracy_std": compute_window_std(values["accuracy"]),
+        "loss_std": compute_window_std(values["loss"]),
+        "last_accuracy": last.get("accuracy"),
+        "last_loss": last.get("loss"),
         "best_accuracy": max(accuracies, default=None),
-        "client_accuracy_mean": last.get("client_accuracy_mean"),
-        "client_accuracy_worst10": last.get("client_accuracy_worst10"),
-        "personal_accuracy_mean": last.get("personal_accuracy_mean"),
-        "personal_accuracy_worst10": last.get("personal_accuracy_worst10"),
         "bytes_up": sum(record["bytes_up"] for record in trained),
         "bytes_down": sum(record["bytes_down"] for record in trained),
         "models_up": sum(record["models_up"] for record in trained),

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.config import Config, replace_config
+from fedloom.config import Config, make_config, replace_config
 from fedloom.data import FederatedDataset
 from fedloom.data import splits as on_server
 from fedloom.errors import InputError
 from fedloom.methods import compose, import_file
 from fedloom.methods.composition import ComposedMethod
+from fedloom.methods.variants import MethodVariant, parse_method_variant
 from fedloom.privacy import compose_privacy_compatible
 from fedloom.training.context import Criterion
 from fedloom.utils.formatting import short_repr
@@ -29,6 +30,33 @@ class UserObjects:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in ("data", "model", "loss") if getattr(self, name) is not None)
+
+
+def resolve_config(values: Mapping[str, Any], user_objects: UserObjects | None = None) -> Config:
+    """Return the config of a run whose `method` may be a variant, such as `fedprox:mu=0.1,lr=0.05`."""
+    method = values.get("method")
+    if not isinstance(method, str):
+        return make_config(values)
+    if ":" in method:
+        import_method_files(values)
+    return make_variant_config(values, parse_method_variant(method), user_objects or UserObjects())
+
+
+def import_method_files(values: Mapping[str, Any]) -> None:
+    """Run the files in the setting `imports`, whose methods a variant may name."""
+    for path in make_config({"imports": values.get("imports", [])}).imports:
+        import_file(path)
+
+
+def make_variant_config(values: Mapping[str, Any], variant: MethodVariant, user_objects: UserObjects) -> Config:
+    """Return the config of a variant. Its options and settings take the place of those in `values`."""
+    if values.get("variant") is not None:
+        raise InputError("variant cannot be set; write options and settings behind the method, as in fedprox:mu=0.1.")
+    if "model" in variant.settings and user_objects.model is not None:
+        raise InputError(f"{variant.label!r} sets model, but the model is a Python object.")
+    options = variant.merge_options(resolve_method_options(values.get("options")))
+    label = variant.label if variant.label != variant.name else None
+    return make_config({**variant.merge_settings(values), "method": variant.name, "options": options, "variant": label})
 
 
 def resolve_method(config: Config) -> ComposedMethod:
@@ -68,6 +96,13 @@ def resolve_method_options(options: Mapping[str, Mapping[str, Any]] | None) -> d
     if not isinstance(given, Mapping) or not all(isinstance(of_one, Mapping) for of_one in given.values()):
         raise InputError(f'options are given by method, such as {{"fedprox": {{"mu": 0.1}}}}, not {short_repr(given)}.')
     return {method: dict(of_one) for method, of_one in given.items()}
+
+
+def select_method_options(
+    composed_method: ComposedMethod, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the options of the methods that are part of `composed_method`."""
+    return {name: dict(values) for name, values in options.items() if name in composed_method.resolved_options()}
 
 
 def describe_user_objects(

@@ -48,7 +48,7 @@ class RunResult:
     def __repr__(self) -> str:
         accuracy = "no accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.4f}"
         ended = f"{accuracy} after round {self.summary['rounds']}"
-        return f"<{self.config.method} on {self.config.data}, {ended}: {self.path}>"
+        return f"<{self.config.label} on {self.config.data}, {ended}: {self.path}>"
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -57,8 +57,17 @@ class RunResult:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the test accuracy of the global model; None without classes or test samples."""
+        """Return the result of the run: the mean test accuracy of the global model over the last evaluations.
+
+        `summary["window"]` says how many. None without classes or test samples, or if one of them is not finite.
+        """
         value = self.summary["accuracy"]
+        return None if value is None else float(value)
+
+    @property
+    def last_accuracy(self) -> float | None:
+        """Return the test accuracy of the final global model alone; None without classes or test samples."""
+        value = self.summary["last_accuracy"]
         return None if value is None else float(value)
 
     @property

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.config import make_config
 from fedloom.core.layout import model_digest
 from fedloom.data import FederatedDataset, InputTransform, Samples, load_dataset
 from fedloom.data.partitions import partition_indices
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.execute import run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_config
 
 Given = Mapping[str, Mapping[str, Any]]
 """Options by method and key."""
@@ -149,6 +148,6 @@ def build_small_run(method: str, options: Given, **settings: Any) -> BuiltRun:
     network = settings.pop("model", batch_norm_network)
     values = {**SETTINGS, **settings, "method": method, "options": options, "clients": len(federated_data)}
     return build_run(
-        make_config({**values, "data": "small", "partition": "own", "model": "small"}),
+        resolve_config({**values, "data": "small", "partition": "own", "model": "small"}),
         UserObjects(federated_data, network),
     )

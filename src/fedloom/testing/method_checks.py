@@ -23,6 +23,7 @@ from fedloom.core.layout import Layout, TensorKind, model_digest
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.errors import RunStopped
 from fedloom.methods import compose, methods
+from fedloom.methods.variants import parse_method_variant
 from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import SilentCallback
 from fedloom.runs.execute import resume, run
@@ -43,7 +44,8 @@ def check_method(name: str, options: Given | None = None) -> None:
     """Run all checks of `CHECKS` on a method.
 
     Args:
-        name: A registered method or a combination, such as "fedcross+fedprox".
+        name: A registered method or a combination, such as "fedcross+fedprox". Options may stand behind a name:
+            "fedprox:mu=0.1".
         options: Options for all checks, by method and name.
 
     Raises:
@@ -53,9 +55,10 @@ def check_method(name: str, options: Given | None = None) -> None:
         check_method("my-momentum", {"my-momentum": {"beta": 0.5}})
     """
     compose(name, options)
+    variant = parse_method_variant(name)
     for title, check in CHECKS.items():
         try:
-            check(name, options or {})
+            check(variant.name, variant.merge_options(options or {}))
         except AssertionError as error:
             raise AssertionError(f"{name}: {title}: {error}") from error
 

@@ -1,5 +1,6 @@
 """The base of all settings, with TOML files and messages about invalid values."""
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,6 +66,25 @@ def settings_to_toml(values: Mapping[str, Any]) -> str:
         return value
 
     return tomli_w.dumps(clean(values))
+
+
+def parse_setting_value(text: str) -> Any:
+    """Return the value that `text` has in TOML. Text that is no TOML value is a string."""
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except ValueError:  # an integer of thousands of digits is one too
+        return text.strip()
+    return values["value"] if values.keys() == {"value"} else text.strip()
+
+
+def format_toml_value(value: Any) -> str:
+    """Return a value as TOML on one line."""
+    if isinstance(value, list):  # the TOML writer would use one line per element
+        return f"[{', '.join(map(format_toml_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {format_toml_value(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    return settings_to_toml({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
 def read_settings_toml(path: Path) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class _LogCallback(SilentCallback):
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
         rounds = f"{config.rounds} round{'' if config.rounds == 1 else 's'}"
-        LOG.info("%s on %s, %s, in %s", config.method, config.data, rounds, folder)
+        LOG.info("%s on %s, %s, in %s", config.label, config.data, rounds, folder)
 
     def on_message(self, text: str) -> None:
         LOG.info("%s", text)

@@ -29,9 +29,10 @@ AgreementSettings = Mapping[str, Any]
 
 OF_THE_MACHINE = {
     "engine", "device", "nodes", "deadline", "slots", "workers", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
-    "imports",
+    "imports", "variant", "window",
 }  # fmt: skip
-"""Settings that may differ between sites."""
+"""Settings that may differ between sites, those that only the server reads, and the name of a variant, whose options
+and settings are in the others."""
 SHOWN = 3
 """Number of settings that a refusal names; it only counts the rest."""
 LONGEST = 24
