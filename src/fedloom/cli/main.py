@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fedloom._version import __version__
+from fedloom.cli.demo.command import demo
 from fedloom.cli.flower import flower
 from fedloom.cli.options import PRETRAINING, add_cli_options
 from fedloom.cli.output import print_comparison, print_methods, print_run_summary, print_table
@@ -329,6 +330,7 @@ def list_(
 
 
 app.command()(partition)
+app.command()(demo)
 app.add_typer(flower)
 
 
