@@ -25,6 +25,7 @@ BENCHMARKS = {
     "secure-exchange": "flower.secure_exchange",
     "privacy": "privacy.main",
     "hard-digits": "pictures",
+    "demo": "demo",
 }
 """The module in this package of each benchmark."""
 

@@ -86,4 +86,4 @@ def test_when_the_line_is_shown(
 
 def test_the_commands_are_known() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert {line.split()[1] for line in START.splitlines() if line.startswith("  fedloom ")} <= names | {"demo"}
+    assert {line.split()[1] for line in START.splitlines() if line.startswith("  fedloom ")} <= names

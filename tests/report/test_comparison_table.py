@@ -222,6 +222,13 @@ def test_each_task_has_its_own_reference_and_one_colour_a_method():
     assert len(make_comparison_table(records).headlines) == 2
 
 
+def test_settings_that_differ_only_between_tasks_are_not_in_labels():
+    records = [run(clients=10, lr=0.1), run(clients=20, lr=0.3), run("fedprox", clients=20, lr=0.3)]
+    assert [group.short for group in make_comparison_table(records).groups] == ["fedavg", "fedavg", "fedprox"]
+    groups = make_comparison_table([*records, run(clients=20, lr=0.5)]).groups
+    assert [group.short for group in groups] == ["fedavg", "fedavg · lr=0.3", "fedprox", "fedavg · lr=0.5"]
+
+
 def test_other_settings_that_differ_between_methods_are_confessed():
     assert any(
         "differ in lr" in note for note in make_comparison_table([run("fedavg", lr=0.1), run("fedmr", lr=0.01)]).notes

@@ -359,3 +359,12 @@ def test_a_run_on_a_gpu_gives_its_model_where_there_is_none(tmp_path: Path) -> N
     assert there.config.precision == "bf16"
     for ours, theirs in zip(there.model().parameters(), run.model().parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_comparison_continues_with_options_that_are_none(tmp_path: Path) -> None:
+    """A file of settings cannot hold them, so a run that is read back has fewer."""
+    tiny = {"rounds": 1, "steps": 1, "model": "logreg", "clients": 4, "report": False, "out": tmp_path / "c"}
+    first = fedloom.compare(["lss"], **tiny)
+    assert [run.digest for run in fedloom.compare(["lss"], **tiny).runs] == [run.digest for run in first.runs]
+    with pytest.raises(InputError, match=r"holds a run with options .* another --out"):
+        fedloom.compare(["lss"], options={"lss": {"epochs": 1}}, **tiny)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fedloom._version import __version__
+from fedloom.cli.demo.command import demo
 from fedloom.cli.flower import flower
 from fedloom.cli.listing import list_
 from fedloom.cli.loading import show_loading
@@ -311,6 +312,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 app.command("list")(list_)
 app.command()(partition)
+app.command()(demo)
 app.add_typer(flower)
 
 

@@ -285,7 +285,12 @@ def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
 def _shorts(records: Sequence[RunRecord], tables: Sequence[Mapping[str, str]], tasks: Sequence[str]) -> list[str]:
     made: list[str] = []
     for at, (record, table) in enumerate(zip(records, tables, strict=True)):
-        same = [other for one, other in zip(records, tables, strict=True) if one.label == record.label]
+        # Settings that differ only between tasks distinguish nothing within one.
+        same = [
+            other
+            for one, other, task in zip(records, tables, tasks, strict=True)
+            if (one.label, task) == (record.label, tasks[at])
+        ]
         parts = [record.label]
         for key in find_record_differences(same):
             if key in table and key not in TASK:

@@ -292,6 +292,11 @@ def _same_plan(place: Path, config: Config) -> None:
     now = config.model_dump(exclude=EXECUTION_SETTINGS)
     if config.clients is None:  # the run has recorded their number
         del now["clients"]
+    for settings in (before, now):  # a file of settings cannot hold None
+        settings["options"] = {
+            method: {name: value for name, value in options.items() if value is not None}
+            for method, options in settings["options"].items()
+        }
     for key, value in now.items():
         if before[key] != value:
             raise InputError(f"{place} holds a run with {key} {before[key]!r}, not {value!r}; choose another --out.")
