@@ -1,4 +1,4 @@
-"""The demo: its sentences say no more than the seeds show, its commands are what it runs, and it can be continued."""
+"""Tests of the demo: its sentences, its commands, and how it continues."""
 
 import json
 import re

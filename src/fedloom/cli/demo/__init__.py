@@ -1,1 +1,1 @@
-"""The `fedloom demo` command: five papers, each with a scene that puts its claim to the test."""
+"""The `fedloom demo` command puts the claims of five papers to the test."""

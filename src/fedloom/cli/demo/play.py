@@ -1,4 +1,4 @@
-"""Play the scenes of the demo: print their commands, run them, judge the claims, and write one report."""
+"""Play the scenes of the demo, judge the claims, and write one report."""
 
 import shlex
 import statistics

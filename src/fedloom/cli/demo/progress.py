@@ -1,4 +1,4 @@
-"""Progress of the demo on stderr: one bar for all scenes, with the time that remains."""
+"""Progress of the demo on stderr: one bar for all scenes, and the time left."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A scene of the demo: a comparison, the claims of papers that it tests, and its commands."""
+"""A scene of the demo: a comparison, the claims it tests, its commands."""
 
 import shlex
 from collections.abc import Mapping

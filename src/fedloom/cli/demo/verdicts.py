@@ -1,4 +1,4 @@
-"""What the seeds of a demo say about the claims of the papers. Every number comes from the results.
+"""Verdicts of the demo: what its seeds say about the claims of the papers.
 
 A claim is supported only if, in every measure, the 95 % interval of the paired difference excludes zero on the side of
 the claim.
