@@ -118,3 +118,11 @@ def test_one_set_of_each_method_is_shown_and_the_page_stays_closed_to_the_networ
     assert titles == ["dynafed, seed 1", "fedmr+dynafed, seed 0"]
     assert "img-src data: blob:" in html
     assert html.count("<figure>") == 40
+
+
+def test_samples_that_were_not_optimized_are_left_out(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"dynafed-{seed}", "dynafed", seed=seed) for seed in range(2)]
+    write_set(folders[0], losses=torch.zeros(0))
+    write_set(folders[1], losses=torch.ones(3))
+    html = _render_report(make_comparison_table([read_run_record(folder) for folder in folders]))
+    assert re.findall(r"<h3>(.*?, seed \d)</h3>", html) == ["dynafed, seed 1"]

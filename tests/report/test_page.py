@@ -57,7 +57,8 @@ def test_the_page_shows_every_number_of_the_table(records, tmp_path):
     assert lines.issuperset(cell for row in rows for cell in row)
     assert lines.issuperset([*comparison.headlines, "Three methods", "dirichlet:0.3"])
     assert "fedcross.alpha 0.99, fedcross.strategy lowest_similarity" in lines
-    assert "fedloom run fedmr --clients 20 --seed 2" in lines
+    assert "fedloom run fedmr --clients 20 --seed 0" in page.text  # one command for each row
+    assert "fedloom run fedmr --clients 20 --seed 2" not in page.text
     assert "no answer within 30 s" in page.text
     assert "torch 2.13.0" in page.text
 

@@ -32,8 +32,8 @@ Data = dict[str, Any]
 
 
 def collect_figure_data(groups: Sequence[GroupStatistics]) -> Data:
-    """Collect the data of all plots of a page. A line refers to its group by index."""
-    return {
+    """Collect the data of all plots of a page. A line refers to its group and its axis by index."""
+    figure_data: Data = {
         "groups": [
             {"label": group.short, "task": group.task, "kind": group.record_group.kind, "dash": group_dash(group)}
             for group in groups
@@ -47,6 +47,22 @@ def collect_figure_data(groups: Sequence[GroupStatistics]) -> Data:
         "partitions": _partition_figures(groups),
         "diagnostics": _diagnostic_figures(groups),
     }
+    return figure_data | {"axes": _share_axes([*figure_data["curves"], *figure_data["diagnostics"]])}
+
+
+AXIS = ("round", "bytes", "seconds", "seeds")
+"""What most lines of a group have in common, and a page stores once."""
+
+
+def _share_axes(figures: Sequence[Data]) -> list[Data]:
+    """Move the axes of all lines into one list, and leave their index as `axis`."""
+    axes: list[Data] = []
+    for line in (line for figure in figures for line in figure["lines"]):
+        axis = {name: line.pop(name) for name in AXIS}
+        if axis not in axes:
+            axes.append(axis)
+        line["axis"] = axes.index(axis)
+    return axes
 
 
 def _lines(groups: Sequence[GroupStatistics], key: str) -> list[Data]:
@@ -59,10 +75,13 @@ def _metric_curve(runs: Sequence[RunRecord], key: str) -> Data:
     values: dict[int, list[float]] = {}
     spent: dict[int, list[float]] = {}
     took: dict[int, list[float]] = {}
+    evaluated = {int(at) for run in runs for at in run.series("accuracy")[0]}
     for run in runs:
         sent, seconds = run.running("bytes_down", "bytes_up"), run.running("seconds.total")
         before = seconds.get(0, 0.0)  # the evaluation of the initial model is no training
         for at, value in zip(*(one.tolist() for one in run.series(key)), strict=True):
+            if key == "train_loss" and evaluated and at not in evaluated:
+                continue  # as many points as the other curves
             values.setdefault(at, []).append(value)
             spent.setdefault(at, []).append(sent[at])
             took.setdefault(at, []).append(seconds[at] - before)

@@ -45,6 +45,8 @@ class _SyntheticImages:
             return None
         if "mean" in tensors and "std" in tensors:
             images = images * tensors["std"][:, None, None] + tensors["mean"][:, None, None]
+        if "losses" in tensors and not tensors["losses"].size:
+            return None  # they were not optimized and are noise (`dynafed.iterations=0`)
         return _SyntheticImages(_squeezed(images).transpose(0, 2, 3, 1), labels, tensors.get("losses", np.zeros(0)))
 
 

@@ -3,6 +3,9 @@
 // change. Without this script only the plots are missing.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
+  [...data.curves, ...data.diagnostics].forEach(
+    (figure) => figure.lines.forEach((line) => Object.assign(line, data.axes[line.axis])),
+  );
   const state = { y: 0, x: "round", task: 0, partition: 0, hidden: new Set() };
   const axes = { round: "rounds of training", bytes: "data sent", seconds: "time" };
   const config = {

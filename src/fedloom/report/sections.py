@@ -44,7 +44,7 @@ def render_curves_section(figure_data: Data) -> SectionHtml:
     """Return the section that the script fills with learning curves; empty without evaluations."""
     if not figure_data["curves"]:
         return SectionHtml("")
-    several = any(seeds > 1 for curve in figure_data["curves"] for line in curve["lines"] for seeds in line["seeds"])
+    several = any(seeds > 1 for axis in figure_data["axes"] for seeds in axis["seeds"])
     hint = "Line: mean over seeds. Band: lowest to highest seed." if several else "One seed, so there is no band."
     return render_section(
         "Learning curves",
@@ -256,21 +256,21 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     commands: dict[str, None] = {}
     made: dict[str, None] = {}
     for group in groups:
+        if isinstance(first := group.members[0].config.get("command"), str):
+            commands[first] = None
         for run in group.members:
             state = "finished" if run.finished else "unfinished"
             state += "" if run in group.runs else ", not counted"
             digest = str((run.summary or {}).get("digest") or "–")
             short = render_section_tag("code", digest if len(digest) < 24 else digest[:23] + "…", title=digest)
             rows.append([render_colored_label(group), run.seed, run.folder.name, str(run.last_round), state, short])
-            if isinstance(run.config.get("command"), str):
-                commands[run.config["command"]] = None
             versions = run.config.get("versions")
             if isinstance(versions, dict):
                 made[", ".join(f"{name} {format_value(version)}" for name, version in versions.items())] = None
     table = render_section_table(["method", "seed", "folder", "rounds", "state", "digest"], rows, "text")
     again: str = ""
     if commands:
-        title = format_plural(len(commands), "command") + " to repeat single runs"
+        title = format_plural(len(commands), "command") + " to repeat single runs, with the first seed"
         again = render_section_tag("details", render_section_tag("summary", title), render_command(list(commands)))
     hint = f"Versions: {'; '.join(made)}." if made else ""
     return render_section(format_plural(len(rows), "run").capitalize(), hint, table, again)
