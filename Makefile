@@ -69,4 +69,4 @@ bench: setup  ## against a plain PyTorch loop, as ratios
 	$(BIN)/python -m benchmarks rounds --out results/rounds.json
 
 clean:
-	rm -rf .venv .venv-flower .golden .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .venv-peers .golden .pytest_cache .mypy_cache .ruff_cache .hypothesis
