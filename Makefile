@@ -68,4 +68,4 @@ bench: setup  ## measure rounds against a plain PyTorch loop
 	$(BIN)/python -m benchmarks rounds --out results/rounds.json
 
 clean:
-	rm -rf .venv .venv-flower .golden .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .venv-peers .golden .pytest_cache .mypy_cache .ruff_cache .hypothesis

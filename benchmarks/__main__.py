@@ -9,6 +9,7 @@ from pathlib import Path
 
 BENCHMARKS = {
     "rounds": "engines.rounds",
+    "peers": "peers.main",
     "clients": "engines.clients",
     "choices": "engines.choices",
     "cuda": "cuda.main",

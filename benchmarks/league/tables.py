@@ -1,13 +1,14 @@
 """Make the tables of the league from its results."""
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from benchmarks._pages import fill_blocks, markdown_table
 
 Record = dict[str, Any]
 Results = dict[str, Any]
@@ -116,15 +117,11 @@ def rows_of(results: Results) -> dict[Setting, list[TableRow]]:
     }
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    bars = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(row)} |\n" for row in bars)
-
-
 def choices(results: Results) -> str:
     """Return the source of the hyperparameters of each method."""
-    return table(["method", "hyperparameters"], [[name, source] for name, source in results["sources"].items()])
+    return markdown_table(
+        ["method", "hyperparameters"], [[name, source] for name, source in results["sources"].items()]
+    )
 
 
 def overview(results: Results) -> str:
@@ -147,7 +144,7 @@ def overview(results: Results) -> str:
     heads = ["method", *(f"{data}, {partition}" for data, partition in rows), "mean gain"]
     missing = results["planned"] - len(results["runs"])
     missing_runs = f"{len(results['runs'])} runs; {missing} planned runs are missing.\n\n" if missing else ""
-    return missing_runs + table(heads, body)
+    return missing_runs + markdown_table(heads, body)
 
 
 def marks(results: Results) -> str:
@@ -172,7 +169,7 @@ def details(rows: list[TableRow]) -> str:
     """Return all figures of one setting, best first, and the failures with their reasons."""
     heads = ["method", "accuracy", "against fedavg", "mean client", "worst tenth", "personal models", "rounds to 80 %"]
     ran = sorted((row for row in rows if row.runs), key=lambda row: row.accuracy, reverse=True)
-    text = table([*heads, "MB sent", "CPU s"], [row.details() for row in ran])
+    text = markdown_table([*heads, "MB sent", "CPU s"], [row.details() for row in ran])
     failed = [(row.name, sum(run["failed"] for run in row.runs)) for row in ran]
     if any(count for _, count in failed):
         counts = ", ".join(f"{name} {count}" for name, count in failed if count)
@@ -195,13 +192,7 @@ def text(results: Results) -> str:
 
 def filled(page: str, results: Results) -> str:
     """Return the page with new tables from each `<!-- league: NAME -->` to `<!-- end -->`."""
-    made = blocks(results)
-
-    def fill(found: re.Match[str]) -> str:
-        table = made[found[1]]() if found[1] in made else "Not run yet.\n"
-        return f"<!-- league: {found[1]} -->\n\n{table}\n<!-- end -->"
-
-    return re.sub(r"<!-- league: (.+?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
+    return fill_blocks(page, "league", blocks(results))
 
 
 def write_into(page: Path, results: Results) -> None:

@@ -1,0 +1,1 @@
+"""fedloom against other simulators of federated learning."""
