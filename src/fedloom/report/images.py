@@ -45,9 +45,9 @@ class _SyntheticImages:
             return None
         if "mean" in tensors and "std" in tensors:
             images = images * tensors["std"][:, None, None] + tensors["mean"][:, None, None]
-        if "losses" in tensors and not tensors["losses"].size:
+        if "losses" not in tensors:
             return None  # they were not optimized and are noise (`dynafed.iterations=0`)
-        return _SyntheticImages(_squeezed(images).transpose(0, 2, 3, 1), labels, tensors.get("losses", np.zeros(0)))
+        return _SyntheticImages(_squeezed(images).transpose(0, 2, 3, 1), labels, tensors["losses"])
 
 
 def _squeezed(images: Floats) -> Floats:
