@@ -23,7 +23,7 @@ from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
 from fedloom.data import registry as named_data
 from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
-from fedloom.methods import registry
+from fedloom.methods import import_file, registry
 from fedloom.models import registry as networks
 from fedloom.runs.resolve import resolve_method
 from fedloom.testing import check_method
@@ -346,3 +346,30 @@ def test_the_first_run_ends_as_the_page_shows(tmp_path: Path, capsys: pytest.Cap
 
 LOCAL = ("run", "report", "digest")
 """Lines of a result that say where it lies."""
+
+
+def test_the_readme_shows_a_method_that_works(place: Path) -> None:
+    shown = re.search(
+        r"```python no-run: examples/prox.py\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
+    )
+    assert shown is not None
+    assert (ROOT / "examples" / "prox.py").read_text().endswith(shown[1])
+    import_file(ROOT / "examples" / "prox.py")
+    ours, theirs = (
+        fedloom.run(name, rounds=2, clients=4, model="logreg", options={name: {"mu": 0.1}}, out=place / name)
+        for name in ("my-prox", "fedprox")
+    )
+    assert ours.digest == theirs.digest
+
+
+def test_the_readme_shows_what_the_demo_printed() -> None:
+    """But for the times in the last column."""
+
+    def without_times(text: str) -> list[str]:
+        return [re.sub(r"  +\S+ s$| +$", "", line) for line in text.splitlines()]
+
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"```\n(1\. FedCross and FedMR.*?)```", page, flags=re.DOTALL)
+    assert shown is not None
+    saved = json.loads((ROOT / "results" / "demo.json").read_text())["output"]
+    assert "\n".join(without_times(shown[1])) in "\n".join(without_times("\n".join(saved)))
