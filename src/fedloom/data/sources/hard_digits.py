@@ -5,6 +5,8 @@ digit of a training image. The images are always the same: a test compares their
 the last step, where a difference in the last bit between machines vanishes. It takes less than half a second.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,8 +22,9 @@ SEED = 16
 TRANSFORM = InputTransform((0.3494,), (0.1964,))
 
 
+@cache
 def make_hard_digits() -> tuple[Samples, Samples]:
-    """Make the training and the test samples."""
+    """Make the training and the test samples, once in a process. Nothing writes to samples."""
     train, test = read_sklearn_digits()
     return _distort(train, NUM_TRAIN, SEED), _distort(test, NUM_TEST, SEED + 1)
 
