@@ -91,5 +91,4 @@ def train(job: Job, clock: RoundClock) -> tuple[dict[str, Tensor], int] | None:
     steps = torch.tensor(module.steps)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.distributed.all_reduce(steps)
-        torch.distributed.destroy_process_group()  # without it a process may abort when it exits
     return (module.network.state_dict(), int(steps)) if os.environ.get("RANK", "0") == "0" else None

@@ -80,9 +80,7 @@ def overview(results: Results) -> str:
     for one in results["gpu"]["jobs"]:
         times = one["ms a round"]
         ratios = [_digits(times[peer] / times[BASE]) for peer in PEERS_ON_GPU]
-        rows.append(
-            [f"{results['gpu']['device']}: {one['short']}", *ratios, "not measured", f"{times[BASE] / 1000:.3f} s"]
-        )
+        rows.append([f"{results['gpu']['device']}: {one['short']}", *ratios, "not measured", f"{times[BASE]:g} ms"])
     heads = ["job", "plain loop / fedloom", "pfl-research / fedloom", "Flower / fedloom", "fedloom, one round"]
     return markdown_table(heads, rows)
 
