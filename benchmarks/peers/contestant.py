@@ -1,4 +1,4 @@
-"""Run the job with one contestant, in a process of its own: `python -m benchmarks.peers.contestant NAME FOLDER`."""
+"""Run the job with one contestant, in a process of its own."""
 
 import importlib
 import json

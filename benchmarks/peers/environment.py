@@ -1,4 +1,4 @@
-"""The environment of the peers: a virtual environment with pinned versions, beside fedloom's."""
+"""The virtual environment of the peers, with pinned versions."""
 
 import re
 import subprocess

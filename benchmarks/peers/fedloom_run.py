@@ -1,4 +1,4 @@
-"""fedloom: a run as users start it, with the default engine of a CPU, or with the sequential engine."""
+"""fedloom in the comparison: a run as users start it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

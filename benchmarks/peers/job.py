@@ -1,4 +1,4 @@
-"""The job that every contestant does: data, network, settings, and the training of one client.
+"""The job of every contestant: data, network, settings, local training.
 
 Needs torch and numpy only, because the peers run in an environment without fedloom.
 """

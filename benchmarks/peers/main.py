@@ -1,4 +1,4 @@
-"""Measure rounds of fedloom against a plain loop, pfl-research and Flower's simulation, on the CPU.
+"""Measure rounds of fedloom against other simulators, on the CPU.
 
 Setting: 100 clients with 300 pictures each, 10 in each round, McMahan's CNN, one local epoch, batches of 50, SGD, no
 evaluation. The pictures are Fashion-MNIST, or scikit-learn's digits enlarged to 28 x 28 if FEDLOOM_DATA has none.

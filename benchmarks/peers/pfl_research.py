@@ -1,4 +1,4 @@
-"""pfl-research's simulated backend, in one process or in several started by torchrun."""
+"""pfl-research's simulated backend, in one process or under torchrun."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""The pictures of the job: Fashion-MNIST, or scikit-learn's digits if it is not on this machine."""
+"""The pictures of the job: Fashion-MNIST, or scikit-learn's digits."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""What the turns say together: seconds, ratios to fedloom, and whether all contestants did the same work."""
+"""The summary of all turns: seconds, ratios to fedloom, the same work."""
 
 import json
 from pathlib import Path

@@ -54,10 +54,10 @@ AXIS = ("round", "bytes", "seconds", "seeds")
 """What most lines of a group have in common, and a page stores once."""
 
 
-def _share_axes(figures: Sequence[Data]) -> list[Data]:
+def _share_axes(drawn: Sequence[Data]) -> list[Data]:
     """Move the axes of all lines into one list, and leave their index as `axis`."""
     axes: list[Data] = []
-    for line in (line for figure in figures for line in figure["lines"]):
+    for line in (line for one in drawn for line in one["lines"]):
         axis = {name: line.pop(name) for name in AXIS}
         if axis not in axes:
             axes.append(axis)

@@ -1,4 +1,4 @@
-"""The comparison with other libraries: its ratios, its checks, and the tables that README and docs show of it."""
+"""Tests of the comparison with other libraries: ratios, checks, tables."""
 
 import json
 import time
