@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -29,12 +29,13 @@ from fedloom.report.comparison_record import FILE as COMPARISON_FILE
 from fedloom.report.effects import FILE as GRID_FILE
 from fedloom.report.effects import EffectGrid
 from fedloom.runs.build import build_run
-from fedloom.runs.callback import Callback
+from fedloom.runs.callback import Callback, CallbackList, combine_callbacks
 from fedloom.runs.comparison_command import comparison_to_command
 from fedloom.runs.concurrent import run_concurrently
 from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, parse_run_path
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.grids import plan_comparison_grid
+from fedloom.runs.keyword_types import RunSettings
 from fedloom.runs.resolve import (
     PARTITION_BY_SEED,
     UserObjects,
@@ -94,14 +95,13 @@ def compare(
     runs: Path | str = "runs",
     target: float | None = None,
     concurrent_runs: int = 1,
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     report: bool = True,
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> ComparisonResult:
     """Run several methods with several seeds, and write one report.
 
-    All settings are checked before the first run starts. If `out` holds a stopped comparison, its finished runs stay
-    and the rest is run.
+    Checks all settings before the first run. Finished runs of a stopped comparison in `out` stay; the rest is run.
 
     Args:
         methods: Names of methods, such as `["fedavg", "fedprox+swa"]`. Options and training settings of one row stand
@@ -120,7 +120,7 @@ def compare(
         target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best
             result. A target that guessing reaches is not counted.
         concurrent_runs: Number of runs that share a GPU at a time, if one alone does not fill it (`device="cuda"`).
-        callback: Watches and stops the runs.
+        callbacks: Watch and stop the runs. They watch concurrent runs as one.
         report: Whether to write `report.html` for the comparison and for each run.
         **settings: Fields of `Config`, the same for all runs.
 
@@ -129,8 +129,8 @@ def compare(
 
     Raises:
         InputError: An argument or a setting is invalid, or `out` holds runs with other settings.
-        RunStopped: The callback stopped the comparison. Call `compare` with the same `out` to continue.
-        FedloomError: A run failed.
+        RunStopped: A callback stopped the comparison. Call `compare` with the same `out` to continue.
+        FedloomError: A run failed, or a callback raised an error.
 
     Example:
         compared = fedloom.compare(["fedavg", "scaffold"], seeds=3, data="digits", rounds=20, out="comparison")
@@ -138,15 +138,10 @@ def compare(
     """
     _check_arguments(methods, seeds, grid, target, concurrent_runs)
     user_objects, described = _describe_user_objects(data, model, loss, seeds, settings.get("seed", 0))
-    settings, options = described | settings, resolve_method_options(options)
-    plan = _make_plan(methods, grid, seeds, target, options, settings, user_objects, callback)
-    if concurrent_runs > 1 and plan.rows[0][1].device == "cpu":
-        raise InputError(
-            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
-        )
-    place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{plan.rows[0][1].data_name}"
-    with claim_directory(place, _refuse_run, numbered=out is None) as path:
-        return _run_plan(path, plan, concurrent_runs, callback, report)
+    values, options = {**described, **settings}, resolve_method_options(options)
+    with combine_callbacks(callbacks) as combined:
+        plan = _make_plan(methods, grid, seeds, target, options, values, user_objects, combined)
+        return _run_plan(plan, out, runs, concurrent_runs, combined, report)
 
 
 def _check_arguments(methods: Any, seeds: Any, grid: Any, target: Any, concurrent_runs: Any) -> None:
@@ -207,13 +202,12 @@ def _make_plan(
     options: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
     user_objects: UserObjects,
-    callback: Callback | None,
+    callbacks: CallbackList,
 ) -> _Plan:
     """Check all settings and return what to run."""
     if grid is not None and not isinstance(grid, EffectGrid):
-        grid = plan_comparison_grid(grid, options, settings, user_objects, callback)
-    progress = callback.on_download if callback else None
-    rows = _plans(grid.methods if grid else methods, seeds, options, settings, user_objects, progress)
+        grid = plan_comparison_grid(grid, options, settings, user_objects, [callbacks])
+    rows = _plans(grid.methods if grid else methods, seeds, options, settings, user_objects, callbacks.on_download)
     command = None
     if not user_objects.names:
         command = comparison_to_command(methods, grid, seeds, target, options, settings)
@@ -226,18 +220,25 @@ def _refuse_run(path: Path) -> None:
 
 
 def _run_plan(
-    path: Path, plan: _Plan, concurrent_runs: int, callback: Callback | None, report: bool
+    plan: _Plan, out: Path | str | None, runs: Path | str, concurrent_runs: int, callbacks: CallbackList, report: bool
 ) -> ComparisonResult:
     """Run a comparison in its folder, and write the report about all runs."""
-    finished = _run_all(path, plan, concurrent_runs, callback, report)
-    records, grid = [read_run_record(run.path) for run in finished], plan.grid
-    if report:
-        write_report_page(records, path / "report.html", target=plan.target, grid=grid, command=plan.command)
+    config, grid = plan.rows[0][1], plan.grid
+    if concurrent_runs > 1 and config.device == "cpu":
+        raise InputError(
+            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
+        )
+    place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{config.data_name}"
+    with claim_directory(place, _refuse_run, numbered=out is None) as path:
+        finished = _run_all(path, plan, concurrent_runs, callbacks, report)
+        records = [read_run_record(run.path) for run in finished]
+        if report:
+            write_report_page(records, path / "report.html", target=plan.target, grid=grid, command=plan.command)
     table = tabulate(records, plan.target)
     return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
 
 
-def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callback: Callback | None, report: bool) -> list[RunResult]:
+def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callbacks: CallbackList, report: bool) -> list[RunResult]:
     """Run or resume all runs of a comparison in its folder; finished ones stay."""
     places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plan.rows]
     for place, config in places:
@@ -247,7 +248,7 @@ def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callback: Callback |
         write_atomically(path / GRID_FILE, plan.grid.to_json().encode())
     ComparisonRecord(tuple(place.name for place, _ in places), plan.command).write(path)
 
-    def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
+    def run(place: Path, config: Config, callback: Callback) -> RunResult:
         objects = plan.user_objects.select_seed(config.seed)
         if is_run_directory(place):
             return resume(
@@ -255,20 +256,20 @@ def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callback: Callback |
                 data=objects.data,
                 model=objects.model,
                 loss=objects.loss,
-                callback=callback,
+                callbacks=[callback],
                 report=report,
             )
-        return execute_run(config, objects, out=place, callback=callback, report=report)
+        return execute_run(config, objects, out=place, callbacks=[callback], report=report)
 
     finished = []
     try:
         if concurrent_runs > 1:
             planned_runs = [(place, config, partial(run, place, config)) for place, config in places]
-            return run_concurrently(planned_runs, min(concurrent_runs, len(planned_runs)), callback, path)
+            return run_concurrently(planned_runs, min(concurrent_runs, len(planned_runs)), callbacks, path)
         for place, config in places:
-            if callback is not None and callback.should_stop():
+            if callbacks.should_stop():
                 raise RunStopped("stopped between two runs")
-            finished.append(run(place, config, callback))
+            finished.append(run(place, config, callbacks))
     except RunStopped:
         raise RunStopped(f"stopped; continue with the same command and --out {path}") from None
     finally:

@@ -10,32 +10,34 @@ from fedloom.config import replace_config
 from fedloom.core.layout import model_digest
 from fedloom.errors import RunStopped
 from fedloom.runs.build import BuiltRun
-from fedloom.runs.callback import Callback
+from fedloom.runs.callback import CallbackList
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.metrics import summarize_run_metrics
 from fedloom.utils.storage import WriteSchedule
 
 
-def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback, first_round: int | None) -> None:
+def run_rounds(directory: RunDirectory, built_run: BuiltRun, callbacks: CallbackList, first_round: int | None) -> None:
     """Run the remaining rounds from `first_round`, with checkpoints; None: a new run, which evaluates first."""
     config, rounds = built_run.config, built_run.rounds
-    callback.on_run_start(directory.path, replace_config(config, rounds=rounds.total), directory.history())
+    go_on = f"continue with: fedloom resume {directory.path}"
+    callbacks.on_run_start(directory.path, replace_config(config, rounds=rounds.total), directory.history())
     try:
+        if callbacks.failure is not None:
+            raise RunStopped(f"stopped before the first round; {go_on}")
         if first_round is None:
-            _record(directory, callback, rounds.initial_record())
+            _record(directory, callbacks, rounds.initial_record())
         saver = _Saver(directory, built_run)
-        go_on = f"continue with: fedloom resume {directory.path}"
-        should_stop = _never if saver.every_round else callback.should_stop
+        should_stop = _never if saver.every_round else callbacks.should_stop
         rounds.context.partial_results.keep_in(
             directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
         )
-        rounds.check = callback.check
+        rounds.check = callbacks.check
         for round in range(first_round or 0, rounds.total):
-            record = rounds.run_round(round)
-            last, stop = round + 1 == rounds.total, callback.should_stop()
-            saver.save_round(record, at_once=last or stop)
-            _record(directory, callback, record)
-            if stop and not last:
+            record, last = rounds.run_round(round), round + 1 == rounds.total
+            saver.save_if_due(record, last)
+            _record(directory, callbacks, record)
+            if callbacks.should_stop() and not last:
+                saver.save_now(record)
                 raise RunStopped(f"stopped after round {round + 1}; {go_on}")
         _write_result(directory, built_run)
     except KeyboardInterrupt:
@@ -46,7 +48,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             with suppress(Exception):  # a finished run has no error here; a failed one reports its own
                 directory.checkpoints.wait_until_written()
         finally:
-            callback.on_run_end()
+            callbacks.on_run_end()
 
 
 class _Saver:
@@ -58,25 +60,35 @@ class _Saver:
         self.every_round = built_run.engine.checkpoint_every_round or not built_run.rounds.repeatable
         self._schedule = WriteSchedule(built_run.config.checkpoint_seconds)
         self._written_artifacts: set[str] = set()
+        self._saved_round = -1
 
-    def save_round(self, record: dict[str, Any], at_once: bool) -> None:
-        """Save the state after a round if a checkpoint is due or wanted `at_once`, and add the time to the record."""
+    def save_if_due(self, record: dict[str, Any], last: bool) -> None:
+        """Save the state after a round, at least after the last one, and add the time to the record."""
         began, built_run, checkpoints = time.perf_counter(), self._built_run, self._directory.checkpoints
         for name, tensors in built_run.artifacts().items():
             if name not in self._written_artifacts:
                 self._directory.write_artifact(name, tensors)
                 self._written_artifacts.add(name)
         checkpoints.wait_until_written(wait=False)
-        at_once = at_once or self.every_round
-        if not at_once and not self._schedule.due(checkpoints.write_seconds):
-            return
+        if last or self.every_round or self._schedule.due(checkpoints.write_seconds):
+            self._save(record, None if last or self.every_round else _beside(built_run))
+            _spent(record, time.perf_counter() - began)
+
+    def save_now(self, record: dict[str, Any]) -> None:
+        """Return when the state after this round is on the disk."""
+        if self._saved_round == record["round"]:
+            self._directory.checkpoints.wait_until_written()
+        else:
+            self._save(record, None)
+
+    def _save(self, record: dict[str, Any], background_device: torch.device | None) -> None:
         # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
         self._directory.sync_metrics()
-        state = {"parts": built_run.state_dict(), "record": record, "engine": built_run.engine.state_dict()}
-        device = None if at_once else _beside(built_run)
-        checkpoints.save(record["round"], state, built_run.engine.client_states, background_device=device)
+        engine = self._built_run.engine
+        state = {"parts": self._built_run.state_dict(), "record": record, "engine": engine.state_dict()}
+        checkpoints, self._saved_round = self._directory.checkpoints, record["round"]
+        checkpoints.save(self._saved_round, state, engine.client_states, background_device=background_device)
         self._schedule.saved()
-        _spent(record, time.perf_counter() - began)
 
 
 def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
@@ -110,9 +122,9 @@ def _never() -> bool:
     return False
 
 
-def _record(directory: RunDirectory, callback: Callback, record: dict[str, Any]) -> None:
+def _record(directory: RunDirectory, callbacks: CallbackList, record: dict[str, Any]) -> None:
     directory.append_record(record)
-    callback.on_round_end(record)
+    callbacks.on_round_end(record)
 
 
 def _spent(record: dict[str, Any], seconds: float) -> None:
