@@ -1,9 +1,16 @@
-"""Tests of the settings as keywords. mypy reads this file too: an `ignore` that it does not need is an error."""
+"""Tests of the settings as keywords, also with mypy.
 
+mypy reads this file with the package. An `ignore` that it does not need is an error.
+"""
+
+import ast
+import inspect
 import subprocess
 import sys
+import textwrap
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -12,8 +19,7 @@ from fedloom import InputError
 from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
 from fedloom.runs.keyword_types import ExecutionSettings, PretrainSettings, RunSettings
 
-if not TYPE_CHECKING:  # mypy checks only the package and this file
-    from tests.support.keyword_types import FILE, generate
+GENERATOR = import_module("tests.support.keyword_types")  # mypy reads only the package and this file
 
 
 @pytest.mark.parametrize(
@@ -31,14 +37,19 @@ def test_keywords_are_the_settings_with_their_types(keywords: Any, settings: Any
 
 
 def test_the_file_is_what_the_generator_writes() -> None:
-    """With the description of each setting as its docstring."""
-    assert FILE.read_text(encoding="utf-8") == generate(), "run `python -m tests.support.keyword_types`"
-    assert generate().count('"""') == 2 * (
-        4
-        + len(RunSettings.__annotations__)
-        + len(ExecutionSettings.__annotations__)
-        + len(PretrainSettings.__annotations__)
+    assert GENERATOR.FILE.read_text(encoding="utf-8") == GENERATOR.generate(), (
+        "run `python -m tests.support.keyword_types`"
     )
+
+
+@pytest.mark.parametrize(("keywords", "settings"), [(RunSettings, Config), (PretrainSettings, PretrainConfig)])
+def test_each_keyword_has_the_description_of_its_setting(keywords: Any, settings: Any) -> None:
+    body = ast.parse(textwrap.dedent(inspect.getsource(keywords))).body[0].body[1:]  # type: ignore[attr-defined]
+    described = {
+        field.target.id: inspect.cleandoc(docstring.value.value)
+        for field, docstring in zip(body[::2], body[1::2], strict=True)
+    }
+    assert described == {name: settings.model_fields[name].description for name in keywords.__annotations__}
 
 
 def test_mypy_rejects_a_wrong_keyword_and_a_wrong_type(tmp_path: Path) -> None:
@@ -74,7 +85,7 @@ def test_mypy_rejects_changes_of_the_result(tmp_path: Path) -> None:
             change(run.path, lr=0.1)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="workers must be a whole number"):
         fedloom.resume(run.path, workers="all")  # type: ignore[arg-type]
-    assert fedloom.resume(run.path, engine="multiprocess", workers=2, device="cpu", report=False).digest == run.digest
+    assert fedloom.resume(run.path, engine="multiprocess", workers=2, report=False).digest == run.digest
 
 
 def test_fedloom_and_a_callback_load_no_torch() -> None:

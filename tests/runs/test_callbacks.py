@@ -114,7 +114,7 @@ def test_one_of_several_callbacks_stops_the_run_after_the_round_that_it_saw(seco
             callbacks=[Callback(), StopAfter(2), StopAfter(9), Reads()],
         )
     assert seen == [[0], [0, 1], [0, 1, 2]]
-    assert checkpoint_rounds(out)[-1] == 2
+    assert max(checkpoint_rounds(out)) == 2
     assert fedloom.resume(out, report=False).digest == whole(tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_an_error_ends_concurrent_runs_which_continue(tmp_path: Path) -> None:
     ):
         run_concurrently([planned("a"), planned("b")], 2, combined, tmp_path)
     for name in ("a", "b"):
-        assert 0 < checkpoint_rounds(tmp_path / name)[-1] < 200
+        assert 0 < max(checkpoint_rounds(tmp_path / name)) < 200
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_dropout_is_each_runs_own(tmp_path: Path) -> None:
         return [job(seed) for seed in range(4)]
 
     alone = [run(Callback()).digest for _, _, run in made(tmp_path / "alone")]
-    assert [run.digest for run in run_concurrently(made(tmp_path / "together"), 4, None, tmp_path)] == alone
+    assert [run.digest for run in run_concurrently(made(tmp_path / "together"), 4, Callback(), tmp_path)] == alone
     assert len(set(alone)) == 4
 
 

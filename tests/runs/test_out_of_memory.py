@@ -170,34 +170,35 @@ def test_other_failures_are_not_taken_for_it() -> None:
         raise RuntimeError("shapes do not match")
 
 
-def job(folder: Path, name: str, seed: int, short: Callable[[], bool]) -> PlannedRun:
+def job(patch: pytest.MonkeyPatch, folder: Path, name: str, seed: int, short: Callable[[], bool]) -> PlannedRun:
     """A run that finds no memory as long as `short` says so, in its third round and the ones that follow."""
     config, place = make_config({**RUN, "method": "fedavg", "seed": seed, "checkpoint_seconds": 0}), folder / name
     play = RoundRunner.run_round
 
     def run_round(self: RoundRunner, round: int) -> dict[str, Any]:
-        if round >= 2 and short():
+        if self.config.seed == seed and round >= 2 and short():
             raise InsufficientMemoryError("the GPU has not enough memory.")
         return play(self, round)
 
     def run(eye: Callback) -> RunResult:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RoundRunner, "run_round", run_round)
-            if (place / "config.toml").exists():
-                return resume(place, callbacks=[eye], report=False)
-            return execute_run(config, out=place, callbacks=[eye], report=False)
+        if (place / "config.toml").exists():
+            return resume(place, callbacks=[eye], report=False)
+        return execute_run(config, out=place, callbacks=[eye], report=False)
 
+    patch.setattr(RoundRunner, "run_round", run_round)
     return place, config, run
 
 
-def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: Path) -> None:
-    alone = [job(tmp_path / "alone", f"{n}", n, lambda: False)[2](Callback()).digest for n in range(3)]
+def test_a_run_without_memory_beside_others_goes_on_alone_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [job(monkeypatch, tmp_path / "alone", f"{n}", n, lambda: False)[2](Callback()).digest for n in range(3)]
     others: list[str] = []
 
     def short() -> bool:
         return len(others) < 2
 
-    made = [job(tmp_path / "together", f"{n}", n, short if n == 0 else lambda: False) for n in range(3)]
+    made = [job(monkeypatch, tmp_path / "together", f"{n}", n, short if n == 0 else lambda: False) for n in range(3)]
     for n in (1, 2):
         place, config, run = made[n]
 
@@ -214,8 +215,10 @@ def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: P
     assert [note.partition(": ")[0] for note in eye.notes] == ["0"]
 
 
-def test_one_that_has_no_memory_even_alone_ends_in_its_sentence(tmp_path: Path) -> None:
-    made = [job(tmp_path, f"{n}", n, (lambda: True) if n == 0 else (lambda: False)) for n in range(2)]
+def test_one_that_has_no_memory_even_alone_ends_in_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [job(monkeypatch, tmp_path, f"{n}", n, (lambda: True) if n == 0 else (lambda: False)) for n in range(2)]
     eye = Eye()
     with pytest.raises(InsufficientMemoryError, match="not enough memory"):
         run_concurrently(made, 2, eye, tmp_path)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one stops a run after its round, the second one at once.
+"""Ctrl-C and SIGTERM stop a run after its round, or a second time at once.
 
 Long work of the server stops at its next partial result. Both ways, the run can be resumed.
 """
