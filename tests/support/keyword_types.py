@@ -1,6 +1,6 @@
-"""Generator of `fedloom.runs.keyword_types`: the settings as keywords, for editors and type checkers.
+"""Generator of `fedloom.runs.keyword_types`: the settings as keywords.
 
-After a change to a field of `Config` or `PretrainConfig`, write the file again:
+Editors and type checkers read that file. After a change to `Config` or `PretrainConfig`, write it again:
 
     python -m tests.support.keyword_types
 """

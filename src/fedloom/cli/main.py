@@ -307,7 +307,8 @@ def _interruptible(work: Callable[..., T], display: Any, advice: str | None = No
     from fedloom.cli.interrupts import StopOnSignal
 
     try:
-        return work(callbacks=[display, StopOnSignal(display.unit)])
+        # Signals first: a display says that the run has started, and then somebody may stop it.
+        return work(callbacks=[StopOnSignal(display.unit), display])
     except KeyboardInterrupt:
         display.on_run_end()
         if advice is None and display.folder:

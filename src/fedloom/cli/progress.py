@@ -1,4 +1,7 @@
-"""Progress of runs on stderr: a live bar on a terminal, otherwise lines of text. stdout holds results only."""
+"""Progress of runs on stderr: a live bar on a terminal, otherwise lines of text.
+
+stdout holds results only.
+"""
 
 import math
 import time

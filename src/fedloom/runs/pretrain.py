@@ -108,9 +108,9 @@ def pretrain(
     """
     config = validate_settings(PretrainConfig, {"data": data, "model": model, **settings})
     path = Path(out)
-    work = path.with_name(f"{path.name}.unfinished")
     with combine_callbacks(callbacks) as combined:
         result = _finished(path, config)
+        work = path.with_name(f"{path.name}.unfinished")
         if result is None:
             with claim_directory(work):  # another process may have made it meanwhile
                 result = _finished(path, config) or _train(path, work, config, combined)

@@ -36,7 +36,7 @@ def play_demo(scenes: Sequence[DemoScene], out: Path | None = None, quiet: bool 
 
     Runs that `out` holds already are not run again.
     """
-    progress, stop_on_signal = DemoProgress(scenes, quiet), StopOnSignal()
+    stop_on_signal, progress = StopOnSignal(), DemoProgress(scenes, quiet)
     results = {}
     with (
         claim_directory(out or Path("runs", "demo"), numbered=out is None) as folder,
@@ -52,7 +52,7 @@ def play_demo(scenes: Sequence[DemoScene], out: Path | None = None, quiet: bool 
             print()
             for words in scene.commands():
                 print(format_demo_command(words))
-            compared = _play_scene(scene, folder, [progress, stop_on_signal])
+            compared = _play_scene(scene, folder, [stop_on_signal, progress])
             progress.end_scene()
             results[scene.folder] = _read_results(compared.runs)
             found += [read_run_record(run.path) for run in compared.runs]
