@@ -1,4 +1,4 @@
-"""Tests of callbacks: order of calls, several at once, stops, and errors that they raise."""
+"""Tests of callbacks: order of calls, several at once, stops, and errors."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,6 +115,9 @@ def test_one_of_several_callbacks_stops_the_run_after_the_round_that_it_saw(seco
         )
     assert seen == [[0], [0, 1], [0, 1, 2]]
     assert max(checkpoint_rounds(out)) == 2
+    records = RunDirectory.open(out).history()
+    assert [record["round"] for record in records] == [0, 1, 2]
+    assert "checkpoint" in records[-1]["seconds"]
     assert fedloom.resume(out, report=False).digest == whole(tmp_path)
 
 

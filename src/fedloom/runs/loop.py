@@ -75,11 +75,15 @@ class _Saver:
             _spent(record, time.perf_counter() - began)
 
     def save_now(self, record: dict[str, Any]) -> None:
-        """Return when the state after this round is on the disk."""
+        """Save the state after this round, unless that is done, and return when it is on the disk."""
         if self._saved_round == record["round"]:
             self._directory.checkpoints.wait_until_written()
-        else:
-            self._save(record, None)
+            return
+        began = time.perf_counter()
+        self._save(record, None)
+        _spent(record, time.perf_counter() - began)
+        self._directory.rewind(record["round"] - 1)  # write the record again, now with the time of the checkpoint
+        self._directory.append_record(record)
 
     def _save(self, record: dict[str, Any], background_device: torch.device | None) -> None:
         # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
