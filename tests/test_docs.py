@@ -127,12 +127,12 @@ def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
     raise Understood
 
 
-def understand_folder(*_: Any, callback: Any = None, **changes: Any) -> NoReturn:
+def understand_folder(*_: Any, callbacks: Any = None, **changes: Any) -> NoReturn:
     assert set(changes) <= EXECUTION_SETTINGS
     raise Understood
 
 
-def understand_pretraining(data: str, out: Path, callback: Any = None, **settings: Any) -> NoReturn:
+def understand_pretraining(data: str, out: Path, callbacks: Any = None, **settings: Any) -> NoReturn:
     plan = PretrainConfig(data=data, **settings)
     assert_known(plan.data)
     assert plan.model.partition(":")[0] in networks.NETWORKS

@@ -27,7 +27,7 @@ from benchmarks._common import command_of, make_parser
 from benchmarks.experiments.curves import collect_runs
 from fedloom.config import replace_config
 from fedloom.errors import FedloomError, InputError, RunStopped
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory, is_run_directory
 from fedloom.runs.pretrain import pretrain
 from fedloom.runs.resolve import resolve_method
@@ -91,7 +91,7 @@ class ResultFile:
             part.replace(self._path)
 
 
-class Deadline(SilentCallback):
+class Deadline(Callback):
     """Stops runs at the time limit, and updates the results."""
 
     def __init__(self, end: float, results: ResultFile) -> None:
@@ -212,7 +212,7 @@ def run_or_resume(experiment: Mapping[str, Any], end: float, runs: Path, results
         if "pretrain" in experiment:
             given = {"device": "cuda", **experiment["pretrain"]}
             digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
-            start = pretrain(out=runs / f"start-{digest}.safetensors", callback=deadline, **given)
+            start = pretrain(out=runs / f"start-{digest}.safetensors", callbacks=[deadline], **given)
             settings["init"] = str(start.path)
             file.start = {"accuracy of the start, on its own test samples": start.accuracy}
             print(f"  pretrained: accuracy {start.accuracy:.4f}", flush=True)
@@ -220,7 +220,7 @@ def run_or_resume(experiment: Mapping[str, Any], end: float, runs: Path, results
             begin_after(experiment, folder_of(experiment["after"], runs), folder)
         found = fedloom.compare(
             experiment["methods"], experiment["seeds"], options=experiment.get("options"), out=folder,
-            concurrent_runs=experiment["concurrent_runs"], callback=deadline, report=False, **settings,
+            concurrent_runs=experiment["concurrent_runs"], callbacks=[deadline], report=False, **settings,
         )  # fmt: skip
     except RunStopped:
         file.write("stopped at the time limit; the same command continues")

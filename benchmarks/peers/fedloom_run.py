@@ -13,7 +13,7 @@ from fedloom import ClientUpdate, Samples
 from fedloom.data import InputTransform, PartitionedDataset
 from fedloom.methods import methods, register
 from fedloom.methods.fedavg import FedAvgServer
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 
 
 class _CountingServer(FedAvgServer):
@@ -30,7 +30,7 @@ class _CountingServer(FedAvgServer):
         super().aggregate(round, counted())
 
 
-class _EndRound(SilentCallback):
+class _EndRound(Callback):
     def __init__(self, clock: RoundClock) -> None:
         self.clock = clock
 
@@ -55,6 +55,6 @@ def train(job: Job, clock: RoundClock, engine: str = "auto") -> tuple[dict[str, 
         "fedavg-counted", data, model,
         init=init, rounds=settings.rounds + 1, clients_per_round=settings.clients_per_round,
         epochs=settings.epochs, batch_size=settings.batch_size, lr=settings.lr, seed=settings.seed, engine=engine,
-        device="cpu", callback=_EndRound(clock), report=False, out=job.folder / f"run-{engine}",
+        device="cpu", callbacks=[_EndRound(clock)], report=False, out=job.folder / f"run-{engine}",
     )  # fmt: skip
     return dict(run.model().state_dict()), _CountingServer.steps

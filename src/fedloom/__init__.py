@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Server,
         register,
     )
+    from fedloom.runs.callback import Callback
     from fedloom.runs.compare import ComparisonResult, compare
     from fedloom.runs.execute import resume, run, verify
     from fedloom.runs.pretrain import PretrainResult, pretrain
@@ -48,6 +49,7 @@ _FILES = {
         "Server",
         "register",
     ),
+    "fedloom.runs.callback": ("Callback",),
     "fedloom.runs.compare": ("ComparisonResult", "compare"),
     "fedloom.runs.execute": ("resume", "run", "verify"),
     "fedloom.runs.pretrain": ("PretrainResult", "pretrain"),
@@ -73,6 +75,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "AveragingServer",
     "Batch",
+    "Callback",
     "Client",
     "ClientTask",
     "ClientUpdate",

@@ -30,33 +30,33 @@ from fedloom.utils.settings import (
 class TrainingConfig(Settings):
     """Settings of local training."""
 
-    epochs: int = Field(2, ge=0, le=MAX_COUNT)
+    epochs: int = Field(default=2, ge=0, le=MAX_COUNT)
     """local epochs of a client in one round"""
-    steps: int | None = Field(None, ge=0, le=MAX_COUNT)
+    steps: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """training steps of a client in one round, instead of epochs"""
-    batch_size: int = Field(20, ge=0, le=MAX_COUNT)
+    batch_size: int = Field(default=20, ge=0, le=MAX_COUNT)
     """samples in a batch; 0: all samples of the client"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam; a new one for each client and round, unless --keep-optimizer is given"""
     keep_optimizer: bool = False
     """keep each client's optimizer state (momentum or Adam's moments) from one of its rounds to the next"""
-    lr: float = Field(0.05, ge=0)
+    lr: float = Field(default=0.05, ge=0)
     """learning rate of the clients"""
-    lr_decay: float = Field(1.0, gt=0)
+    lr_decay: float = Field(default=1.0, gt=0)
     """factor on the learning rate after every round"""
-    momentum: float = Field(0.0, ge=0, lt=1)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
     """momentum of sgd"""
     nesterov: bool = False
     """use Nesterov momentum"""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """weight decay, added to the gradient"""
-    clip: float | None = Field(None, gt=0)
+    clip: float | None = Field(default=None, gt=0)
     """maximum norm of a gradient; larger gradients are scaled down"""
     augment: str = "none"
     """augmentation of training images: none, flip, crop, crop+flip"""
     statistics: Literal["running", "estimated"] = "running"
     """batch norm statistics that a client sends: the running ones of training, or estimated again on its samples"""
-    validation: float = Field(0.0, ge=0, lt=1)
+    validation: float = Field(default=0.0, ge=0, lt=1)
     """share of each client's samples held out from training, for methods that choose models by validation"""
 
     @model_validator(mode="after")
@@ -85,14 +85,14 @@ class Config(TrainingConfig):
     """partition of the samples among the clients (`fedloom list partitions`)"""
     partition_sha256: str | None = None
     """with --partition file:...: accept only a file with this SHA-256; every run records it"""
-    client_test: float = Field(0.0, ge=0, lt=1)
+    client_test: float = Field(default=0.0, ge=0, lt=1)
     """share of each client's samples to test on, out of training and test samples together; 0: the common test set"""
     server_data: str | None = None
     """data on the server: split:X takes a share (0.05) or number (500) of the training samples away from the clients;
     or the name of another data set"""
-    clients: int | None = Field(None, ge=1, le=MAX_COUNT)
+    clients: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """number of clients; by default 20, or as many as the partition defines (natural, domain, file)"""
-    clients_per_round: int | None = Field(None, ge=1, le=MAX_COUNT)
+    clients_per_round: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """clients sampled in each round; by default 10, or all if there are fewer"""
     model: str = "mlp"
     """network (`fedloom list models`)"""
@@ -102,42 +102,42 @@ class Config(TrainingConfig):
     """with --init: accept only a file with this SHA-256; every run records it"""
     new_head: bool = False
     """with --init: start with a new classifier even if the number of classes is the same"""
-    rounds: int = Field(30, ge=1, le=MAX_COUNT)
+    rounds: int = Field(default=30, ge=1, le=MAX_COUNT)
     """number of rounds"""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of all random draws"""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of the methods, by method and name"""
     variant: str | None = None
     """the method as it was given, if options or settings stood behind its name; they are in the other fields"""
 
-    eval_every: int = Field(1, ge=1, le=MAX_COUNT)
+    eval_every: int = Field(default=1, ge=1, le=MAX_COUNT)
     """rounds between two evaluations; the last round is always evaluated"""
-    window: int = Field(DEFAULT_WINDOW, ge=1, le=MAX_COUNT)
+    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=MAX_COUNT)
     """number of last evaluations whose mean is the result of the run; at most a fifth of all, at least one"""
-    min_clients: int | None = Field(None, ge=0, le=MAX_COUNT)
+    min_clients: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """minimum number of clients that return an update in a round; fewer end the run with an error; by default 0, and
     with sites more than half of the clients of the round"""
-    failure_rate: float = Field(0.0, ge=0, lt=1)
+    failure_rate: float = Field(default=0.0, ge=0, lt=1)
     """simulated probability that a client fails in a round"""
 
-    clip_update: float | None = Field(None, gt=0)
+    clip_update: float | None = Field(default=None, gt=0)
     """maximum norm of a client update; larger updates are scaled down, and all clients get the same weight"""
-    noise: float = Field(0.0, ge=0)
+    noise: float = Field(default=0.0, ge=0)
     """noise on the sum of clipped updates, in multiples of --clip-update; gives clients differential privacy"""
     noise_source: Literal["seed", "system"] = "seed"
     """source of the noise and of client sampling: seed (repeatable), or the operating system (secure, for real data)"""
-    delta: float | None = Field(None, gt=0, lt=1)
+    delta: float | None = Field(default=None, gt=0, lt=1)
     """probability delta with which the guarantee of epsilon may fail; by default 1 / clients^1.1"""
-    max_epsilon: float | None = Field(None, gt=0)
+    max_epsilon: float | None = Field(default=None, gt=0)
     """end the run before epsilon exceeds this"""
 
     engine: Literal["auto", "sequential", "multiprocess", "cuda", "flower"] = "auto"
     """sequential: one client after the other; multiprocess: worker processes; cuda: many clients at once on a GPU;
     flower: separate sites over the network; auto: cuda on a GPU, else multiprocess"""
-    nodes: int = Field(0, ge=0, le=MAX_CONCURRENCY)
+    nodes: int = Field(default=0, ge=0, le=MAX_CONCURRENCY)
     """with --engine flower: number of SuperNodes, which share the clients; 0: one for each client"""
-    deadline: float = Field(600.0, gt=0)
+    deadline: float = Field(default=600.0, gt=0)
     """with --engine flower: seconds until a site must have returned its update in a round"""
     device: str = "auto"
     """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1; auto: a GPU if there is one, else the CPU"""
@@ -145,16 +145,16 @@ class Config(TrainingConfig):
     """precision on a GPU: fp32; tf32 (products with 10-bit fractions); bf16 (networks in bfloat16); a CPU uses fp32"""
     fast: bool = False
     """on a GPU, also allow non-deterministic algorithms"""
-    slots: int = Field(0, ge=0, le=MAX_CONCURRENCY)
+    slots: int = Field(default=0, ge=0, le=MAX_CONCURRENCY)
     """clients that the cuda engine trains at once on a GPU; 0: all clients of the round, at most 16"""
-    workers: int = Field(0, ge=0, le=MAX_CONCURRENCY)
+    workers: int = Field(default=0, ge=0, le=MAX_CONCURRENCY)
     """worker processes of the multiprocess engine; 0: one for each core"""
     channels_last: bool | None = None
     """use the channels-last memory format for images and convolutions; by default where it is faster: on CPUs, in
     bf16, and in tf32 for wide networks with batch norm"""
-    checkpoint_seconds: float = Field(30.0, ge=0)
+    checkpoint_seconds: float = Field(default=30.0, ge=0)
     """seconds between two checkpoints, more if writing takes long; 0: one after every round"""
-    keep_checkpoints: int = Field(2, ge=1, le=MAX_COUNT)
+    keep_checkpoints: int = Field(default=2, ge=1, le=MAX_COUNT)
     """number of checkpoints to keep"""
     cache_dir: str | None = None
     """directory for the models that a server caches (fedcda), if memory is too small for them"""
@@ -370,36 +370,36 @@ class PretrainConfig(Settings):
     """classes to train on, such as 0-4 or 0,2,7; by default all"""
     normalize: str = "default"
     """normalization of images: default (that of the data set), mean-std, unit, half, mnist, cifar, imagenet"""
-    epochs: int = Field(10, ge=1, le=MAX_COUNT)
+    epochs: int = Field(default=10, ge=1, le=MAX_COUNT)
     """passes over the training samples"""
-    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
+    batch_size: int = Field(default=64, ge=1, le=MAX_COUNT)
     """samples in a batch"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """sgd or adam"""
-    lr: float = Field(0.05, ge=0)
+    lr: float = Field(default=0.05, ge=0)
     """learning rate"""
     schedule: Literal["cosine", "constant"] = "cosine"
     """learning rate schedule: cosine (decays to nearly 0 over the epochs) or constant"""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """momentum of sgd"""
     nesterov: bool = False
     """use Nesterov momentum"""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """weight decay, added to the gradient"""
-    clip: float | None = Field(None, gt=0)
+    clip: float | None = Field(default=None, gt=0)
     """maximum norm of a gradient; larger gradients are scaled down"""
     augment: str = "none"
     """augmentation of training images: none, flip, crop, crop+flip"""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of all random draws"""
 
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one, else the CPU"""
-    threads: int = Field(1, ge=0, le=MAX_CONCURRENCY)
+    threads: int = Field(default=1, ge=0, le=MAX_CONCURRENCY)
     """threads on the CPU; 0: one for each core; the number changes the last bits of the result"""
     channels_last: bool = True
     """use the channels-last memory format for images and convolutions, which is faster on CPUs"""
-    checkpoint_seconds: float = Field(30.0, ge=0)
+    checkpoint_seconds: float = Field(default=30.0, ge=0)
     """seconds between two checkpoints, more if writing takes long; 0: one after every epoch"""
 
     @field_validator("data")

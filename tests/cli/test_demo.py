@@ -138,7 +138,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def normalize(call: Any) -> Any:
     """A comparison as its rows, seeds, options and settings, however they were given."""
     name, arguments, settings = call
-    ignored = {"callback", "out", "report", "grid", "target", "concurrent_runs", "options"}
+    ignored = {"callbacks", "out", "report", "grid", "target", "concurrent_runs", "options"}
     plain = {key: value for key, value in settings.items() if key not in ignored}
     if name == "pretrain":
         return name, arguments[0], {key: str(value) for key, value in plain.items()}

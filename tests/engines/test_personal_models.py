@@ -201,7 +201,9 @@ def test_a_resumed_run_records_the_same(method: str, tmp_path: Path) -> None:
     whole = [[record[key] for key in KEYS] for record in small_run(method, {}).records]
     federation, out = SmallFederatedDataset(), tmp_path / "run"
     with pytest.raises(RunStopped):
-        fedloom.run(method, federation, batch_norm_network, callback=_StopAfter(2), out=out, report=False, **SETTINGS)
+        fedloom.run(
+            method, federation, batch_norm_network, callbacks=[_StopAfter(2)], out=out, report=False, **SETTINGS
+        )
     history = resume(out, data=federation, model=batch_norm_network, report=False).history[1:]
     assert [[record[key] for key in KEYS] for record in history] == whole
 

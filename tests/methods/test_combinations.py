@@ -18,7 +18,7 @@ from fedloom.config import make_config
 from fedloom.errors import InputError, RunStopped
 from fedloom.methods import compose, methods
 from fedloom.report.effects import EffectCell, EffectGrid
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.execute import resume, run
 from fedloom.runs.grids import PLAIN, _make_grid
 from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, SmallRunResult, simple_network, small_run
@@ -58,7 +58,7 @@ POSSIBLE = [cell.method for cell in GRID.cells if cell.refusal is None]
 REFUSED = [cell for cell in GRID.cells if cell.refusal is not None]
 
 
-class StopAfter(SilentCallback):
+class StopAfter(Callback):
     """Asks a run to stop when some round has been played."""
 
     def __init__(self, round: int) -> None:
@@ -68,7 +68,7 @@ class StopAfter(SilentCallback):
         self.played = record["round"]
 
     def should_stop(self) -> bool:
-        return self.played + 1 >= self.round
+        return self.played >= self.round
 
 
 @cache
@@ -87,7 +87,7 @@ def broken(method: str, place: Path, begin: dict[str, Any], go_on: dict[str, Any
             simple_network,
             options=options_for(method),
             out=place,
-            callback=StopAfter(1 + POSSIBLE.index(method) % (ROUNDS - 1)),
+            callbacks=[StopAfter(1 + POSSIBLE.index(method) % (ROUNDS - 1))],
             **settings,
         )
     return resume(place, data=federation, model=simple_network, report=False, **go_on).digest

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.utils.storage import read_safetensors
 from tests.support.small_dynafed import convolutions, images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Interrupted(SilentCallback):
+class Interrupted(Callback):
     """Pulls the plug in the middle of the synthesis."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ def test_a_run_killed_in_the_synthesis_goes_on_as_if_nothing_had_happened(tmp_pa
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **settings)
     watcher = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, checkpoint_seconds=0, **settings)
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[watcher], checkpoint_seconds=0, **settings)
     assert watcher.told == [("synthesis", n, 5) for n in range(4)]
     assert not (tmp_path / "cut" / "synthetic.safetensors").exists()
     resumed = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, engine="multiprocess", workers=2)

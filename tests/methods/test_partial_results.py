@@ -14,7 +14,7 @@ import fedloom
 from fedloom.config import make_config
 from fedloom.errors import RunStopped
 from fedloom.runs.build import build_run
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.utils import partial_results
 from fedloom.utils.partial_results import PartialResults
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ITERATIONS = 6
 
 
-class Watching(SilentCallback):
+class Watching(Callback):
     """Notes how far the synthesis is, and does something after a step of it."""
 
     def __init__(self, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
@@ -73,13 +73,13 @@ def test_a_run_killed_in_the_synthesis_goes_on_where_it_was(optimizer: str, tmp_
     given = settings(optimizer=optimizer)
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=Watching(4, die), **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[Watching(4, die)], **given)
     again = Watching(4, die)
     with pytest.raises(Killed):
-        fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=again)
+        fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callbacks=[again])
     assert again.steps == [3, 4], "three steps were kept"
     third = Watching()
-    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=third)
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callbacks=[third])
     assert third.steps == [3, 4, 5, 6]
     assert run.digest == whole.digest
     made = [(r.path / "synthetic.safetensors").read_bytes() for r in (run, whole)]
@@ -94,17 +94,17 @@ def test_who_wants_it_to_stop_need_not_wait_for_the_synthesis(tmp_path: Path) ->
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(RunStopped, match=r"^stopped within a round, .*; continue with: fedloom resume .*cut$"):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[watcher], **given)
     assert watcher.steps == [0, 1, 2, 3]
     after = Watching()
-    assert fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=after).digest == whole.digest
+    assert fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callbacks=[after]).digest == whole.digest
     assert after.steps == [3, 4, 5, 6]
 
 
 def test_a_short_synthesis_is_waited_for(tmp_path: Path) -> None:
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(RunStopped, match="stopped after round 2"):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, **settings())
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[watcher], **settings())
     assert watcher.steps == [*range(ITERATIONS + 1)]
     assert not (tmp_path / "cut" / "partial").exists(), "and nothing was worth keeping"
 
@@ -115,7 +115,7 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     given = settings()
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=Watching(4, die), **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[Watching(4, die)], **given)
     if harm == "other options":
         given = settings(inner_lr=0.5)
         whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
@@ -133,7 +133,7 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
         elif harm == "damaged" and path.suffix == ".safetensors":
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     watcher = Watching()
-    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callback=watcher)
+    run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callbacks=[watcher])
     assert watcher.steps == [*range(ITERATIONS + 1)], "it begins again"
     assert run.digest == whole.digest
 
@@ -340,7 +340,7 @@ def test_a_run_whose_rounds_cannot_be_played_again_is_not_stopped_within_one(
     monkeypatch.setattr("fedloom.engines.base.Engine.checkpoint_every_round", True)
     watcher = Watching(3, lambda: setattr(watcher, "stop", True))
     with pytest.raises(RunStopped, match="stopped after round 2"):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=watcher, **settings())
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[watcher], **settings())
 
 
 @pytest.mark.gpu
@@ -350,7 +350,7 @@ def test_on_a_gpu_recorded_steps_go_on_with_the_same_bits(tmp_path: Path) -> Non
     given = {**settings(), "engine": "cuda", "device": "cuda", "precision": "fp32"}
     whole = fedloom.run("dynafed", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        fedloom.run("dynafed", out=tmp_path / "cut", callback=Watching(5, die), **given)
+        fedloom.run("dynafed", out=tmp_path / "cut", callbacks=[Watching(5, die)], **given)
     run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False)
     assert run.digest == whole.digest
     made = [(r.path / "synthetic.safetensors").read_bytes() for r in (run, whole)]

@@ -21,7 +21,7 @@ from fedloom.errors import FedloomError, RunStopped
 from fedloom.methods import methods
 from fedloom.methods.registry import BUILT_IN
 from fedloom.runs.build import BuiltRun
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.runs.execute import resume, run
 from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, batch_norm_network, build_small_run, small_run
@@ -291,7 +291,7 @@ def test_a_client_drawn_twice_does_its_work_once_and_counts_twice(name: str) -> 
             torch.testing.assert_close(experiment.rounds.parts.extras.c, own)
 
 
-class StopAfter(SilentCallback):
+class StopAfter(Callback):
     """Asks a run to stop after some rounds."""
 
     def __init__(self, rounds: int) -> None:
@@ -313,7 +313,7 @@ def test_what_clients_keep_survives_a_stop_to_the_bit(name: str, tmp_path: Path)
     start = partial(run, name, SmallFederatedDataset(), batch_norm_network, **values)
     start(out=tmp_path / "whole")
     with pytest.raises(RunStopped):
-        start(out=tmp_path / "stopped", callback=StopAfter(2))
+        start(out=tmp_path / "stopped", callbacks=[StopAfter(2)])
     host = {"engine": "multiprocess", "workers": 2}
     resume(tmp_path / "stopped", data=SmallFederatedDataset(), model=batch_norm_network, report=False, **host)
     kept = [homes_in(tmp_path / which, name) for which in ("whole", "stopped")]

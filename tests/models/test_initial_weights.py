@@ -19,7 +19,7 @@ from fedloom.errors import InputError
 from fedloom.models import build_model
 from fedloom.models.initial_weights import InitialWeights, load_initial_weights, read_initial_weights
 from fedloom.report import make_comparison_table, read_run_record
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 
 Command = Callable[..., Any]
 TINY = ("--clients", 4, "--rounds", 2, "--epochs", 1, "--workers", 1)
@@ -309,7 +309,7 @@ def test_your_own_module_starts_there_and_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(tensors["1.weight"], own(1).state_dict()["1.weight"]), "the frozen layer comes from the file"
 
 
-class StopsAfter(SilentCallback):
+class StopsAfter(Callback):
     """Asks a run to stop after some rounds, and keeps the notes."""
 
     def __init__(self, rounds: int) -> None:
@@ -322,7 +322,7 @@ class StopsAfter(SilentCallback):
         self.left -= record["round"] > 0
 
     def should_stop(self) -> bool:
-        return self.left <= 1
+        return self.left <= 0
 
 
 @pytest.mark.parametrize("fate", ["there", "gone", "changed"])
@@ -330,16 +330,16 @@ def test_a_stopped_run_goes_on_whatever_became_of_the_file(file: Path, tmp_path:
     settings = {**SETTINGS, "rounds": 3, "init": str(file), "classes": "3-9"}
     whole = fedloom.run(out=tmp_path / "whole", **settings)
     with pytest.raises(fedloom.FedloomError, match="stopped after round 1"):
-        fedloom.run(out=tmp_path / "r", callback=StopsAfter(1), **settings)
+        fedloom.run(out=tmp_path / "r", callbacks=[StopsAfter(1)], **settings)
     if fate == "gone":
         file.unlink()
     if fate == "changed":
         save_file(network(seed=9).state_dict(), file)
     watcher = StopsAfter(99)
-    assert fedloom.resume(tmp_path / "r", callback=watcher, report=False).digest == whole.digest
+    assert fedloom.resume(tmp_path / "r", callbacks=[watcher], report=False).digest == whole.digest
     assert ["gone or has changed" in note for note in watcher.notes] == [True] * (fate != "there")
     watcher = StopsAfter(99)
-    assert fedloom.verify(tmp_path / "r", callback=watcher) == (whole.digest, whole.digest)
+    assert fedloom.verify(tmp_path / "r", callbacks=[watcher]) == (whole.digest, whole.digest)
     assert len(watcher.notes) == (fate != "there")
 
 

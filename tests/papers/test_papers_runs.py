@@ -137,7 +137,7 @@ def configs_of(*words: str) -> tuple[Config, ...]:
 
     def several(methods: list[str], seeds: int, **more: Any) -> NoReturn:
         options = more.pop("options")
-        for name in ("grid", "out", "target", "concurrent_runs", "callback"):
+        for name in ("grid", "out", "target", "concurrent_runs", "callbacks"):
             more.pop(name)
         raise Understood([config for _, config in compare._plans(methods, seeds, options, more, UserObjects())])
 

@@ -16,7 +16,7 @@ from fedloom.config import Config
 from fedloom.errors import InputError, RunStopped
 from fedloom.privacy import PrivacyAccountant, PrivacyMechanism
 from fedloom.privacy.mechanism import _default_delta
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.testing.fixtures import (
     SmallFederatedDataset,
@@ -210,7 +210,7 @@ def test_runs_that_are_not_private_say_nothing_of_it(tmp_path: Path) -> None:
     assert "privacy" not in (run.path / "report.html").read_text().split("<script", 1)[0].split("Settings", 1)[0]
 
 
-class StopAfter(SilentCallback):
+class StopAfter(Callback):
     def __init__(self, rounds: int) -> None:
         self.left = rounds
 
@@ -218,14 +218,14 @@ class StopAfter(SilentCallback):
         self.left -= record["round"] > 0
 
     def should_stop(self) -> bool:
-        return self.left <= 1
+        return self.left <= 0
 
 
 def test_a_resumed_run_has_the_same_bits_and_the_same_account(tmp_path: Path) -> None:
     settings = {"rounds": 5, "clients_per_round": 3, "clients": 12, "report": False, **PRIVATE}
     whole = fedloom.run("fedavg", out=tmp_path / "whole", **settings)
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", out=tmp_path / "run", callback=StopAfter(2), **settings)
+        fedloom.run("fedavg", out=tmp_path / "run", callbacks=[StopAfter(2)], **settings)
     resumed = fedloom.resume(tmp_path / "run", report=False)
     assert resumed.digest == whole.digest
     assert [(r["round"], r["epsilon"]) for r in resumed.history] == [(r["round"], r["epsilon"]) for r in whole.history]
@@ -242,7 +242,7 @@ def test_a_run_ends_before_it_spends_too_much(tmp_path: Path) -> None:
     assert run.config.rounds == 30
     assert run.digest == fedloom.run("fedavg", out=tmp_path / "three", rounds=3, **settings).digest
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", out=tmp_path / "cut", rounds=30, max_epsilon=most, callback=StopAfter(2), **settings)
+        fedloom.run("fedavg", out=tmp_path / "cut", rounds=30, max_epsilon=most, callbacks=[StopAfter(2)], **settings)
     assert fedloom.resume(tmp_path / "cut", report=False).digest == run.digest
 
 
@@ -279,7 +279,7 @@ def test_what_cannot_be_drawn_again_is_saved_in_every_round(tmp_path: Path, monk
 def test_a_damaged_checkpoint_is_not_gone_behind_where_rounds_would_be_revealed_twice(tmp_path: Path) -> None:
     settings = {**PRIVATE, "noise_source": "system", "clients": 12, "rounds": 5, "report": False}
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", out=tmp_path / "run", callback=StopAfter(3), **settings)
+        fedloom.run("fedavg", out=tmp_path / "run", callbacks=[StopAfter(3)], **settings)
     newest = sorted((tmp_path / "run" / "checkpoints").glob("round-*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match="would reveal more than epsilon accounts for"):

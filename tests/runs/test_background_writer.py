@@ -19,7 +19,7 @@ import fedloom
 from fedloom.errors import FedloomError
 from fedloom.runs import checkpoints as beside
 from fedloom.runs import loop
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.checkpoints import Checkpoints, _BackgroundWriter, _snapshot_tensors
 from fedloom.runs.execute import resume
 from fedloom.training.local_training import ClientStates
@@ -297,7 +297,7 @@ def test_a_run_is_the_same_and_its_last_checkpoint_is_waited_for(
     assert files(run.path) == files(plain.path)
 
 
-class Stops(SilentCallback):
+class Stops(Callback):
     def __init__(self) -> None:
         self.left = 2
 
@@ -310,8 +310,8 @@ def test_a_run_that_is_stopped_has_its_checkpoint_on_the_disk(tmp_path: Path, mo
     whole = fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "whole")
     made = aside(monkeypatch)
     with pytest.raises(FedloomError, match="stopped after round 2"):
-        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", callback=Stops())
-    assert made == [(1, True), (2, False)]
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", callbacks=[Stops()])
+    assert made == [(1, True), (2, True)]
     assert resume(tmp_path / "r", report=False).digest == whole.digest
 
 
@@ -346,13 +346,13 @@ def test_ctrl_c_twice_does_not_wait_for_the_writing(
             raise KeyboardInterrupt
         return play(self, round)
 
-    class Told(SilentCallback):
+    class Told(Callback):
         def on_run_end(self) -> None:
             ended.append(True)
 
     monkeypatch.setattr(fedloom.runs.round.RoundRunner, "run_round", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", callback=Told())
+        fedloom.run("scaffold", **RUN, checkpoint_seconds=0, out=tmp_path / "r", callbacks=[Told()])
     assert Checkpoints(tmp_path / "r" / "checkpoints").rounds() == [], "it was broken off"
     assert ended == [True]
 

@@ -15,7 +15,7 @@ import pytest
 import fedloom
 from fedloom.config import make_config
 from fedloom.errors import InputError, RunStopped
-from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import execute_run, resume
@@ -29,14 +29,14 @@ def jobs(folder: Path, methods: list[str], **settings: Any) -> list[PlannedRun]:
     def job(number: int, method: str) -> PlannedRun:
         config = make_config({**SETTINGS, "method": method, "seed": number, **settings})
         place = folder / f"{method}-seed{number}"
-        return place, config, lambda watcher: execute_run(config, out=place, callback=watcher, report=False)
+        return place, config, lambda watcher: execute_run(config, out=place, callbacks=[watcher], report=False)
 
     return [job(number, method) for number, method in enumerate(methods)]
 
 
 def test_they_are_what_they_would_be_alone(tmp_path: Path) -> None:
     methods = ["fedavg", "scaffold", "fedcross", "lss", "fedmr"]
-    alone = [run(SilentCallback()).digest for _, _, run in jobs(tmp_path / "alone", methods)]
+    alone = [run(Callback()).digest for _, _, run in jobs(tmp_path / "alone", methods)]
     eye = Eye()
     together = run_concurrently(jobs(tmp_path / "together", methods), 3, eye, tmp_path)
     assert [run.digest for run in together] == alone
@@ -57,15 +57,15 @@ def test_dropout_is_each_runs_own(tmp_path: Path) -> None:
             place = folder / f"fedavg-seed{seed}"
 
             def run(watcher: Callback) -> RunResult:
-                return fedloom.run("fedavg", "digits", network, out=place, callback=watcher, report=False, seed=seed,
+                return fedloom.run("fedavg", "digits", network, out=place, callbacks=[watcher], report=False, seed=seed,
                                    rounds=3, clients=5, engine="sequential")  # fmt: skip
 
             return place, make_config({**SETTINGS, "seed": seed, "rounds": 3}), run
 
         return [job(seed) for seed in range(4)]
 
-    alone = [run(SilentCallback()).digest for _, _, run in made(tmp_path / "alone")]
-    assert [run.digest for run in run_concurrently(made(tmp_path / "together"), 4, None, tmp_path)] == alone
+    alone = [run(Callback()).digest for _, _, run in made(tmp_path / "alone")]
+    assert [run.digest for run in run_concurrently(made(tmp_path / "together"), 4, Callback(), tmp_path)] == alone
     assert len(set(alone)) == 4
 
 
@@ -156,13 +156,13 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
 
     press(threading.get_ident(), begun.is_set, heard.is_set)
     with pytest.raises(KeyboardInterrupt):
-        run_concurrently([(tmp_path, make_config({**SETTINGS, "method": "fedavg"}), deaf)], 1, None, tmp_path)
+        run_concurrently([(tmp_path, make_config({**SETTINGS, "method": "fedavg"}), deaf)], 1, Callback(), tmp_path)
     assert not ended
     released.set()
 
 
 def test_a_run_looks_for_interrupts_after_each_answer(tmp_path: Path) -> None:
-    class Third(SilentCallback):
+    class Third(Callback):
         """Ends the run after the third client of the second round."""
 
         asked = 0
@@ -176,7 +176,7 @@ def test_a_run_looks_for_interrupts_after_each_answer(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match="within a round"):
         run(Third())
     assert [record["round"] for record in RunDirectory.open(place).history()] == [0, 1]
-    alone = jobs(tmp_path / "alone", ["scaffold"])[0][2](SilentCallback())
+    alone = jobs(tmp_path / "alone", ["scaffold"])[0][2](Callback())
     assert resume(place, report=False).digest == alone.digest
 
 
@@ -205,6 +205,7 @@ from pathlib import Path
 import fedloom.runs.compare
 from fedloom.cli.main import main
 from fedloom.config import make_config
+from fedloom.runs.callback import CallbackList
 from fedloom.runs.concurrent import run_concurrently
 
 barrier = threading.Barrier(2, action=lambda: print("two began", file=sys.stderr, flush=True))
@@ -214,9 +215,9 @@ def endless(callback):
     while True:
         time.sleep(0.01)
 
-def compare(*_, callback, **__):
+def compare(*_, callbacks, **__):
     config = make_config({"method": "fedavg"})
-    run_concurrently([(Path(name), config, endless) for name in ("one", "two")], 2, callback, Path("c"))
+    run_concurrently([(Path(name), config, endless) for name in ("one", "two")], 2, CallbackList(callbacks), Path("c"))
 
 fedloom.runs.compare.compare = compare
 main()

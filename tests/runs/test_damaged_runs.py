@@ -11,7 +11,7 @@ import pytest
 
 import fedloom
 from fedloom.errors import InputError
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from tests.support.refusals import TINY, Command, refused
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_is_gone_is_written_again(command: Command, tmp_path: Path,
     refused(command("verify", "r"), way)
     refused(command("run", "fedavg", *TINY, "--init", "r", "--out", "s"), "model.safetensors is gone; write it again")
     with pytest.raises(InputError, match=r"model\.safetensors is gone; write it again with: fedloom resume"):
-        fedloom.resume(tmp_path / "r", callback=Gone(model)).model()
+        fedloom.resume(tmp_path / "r", callbacks=[Gone(model)]).model()
     kept = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
     ended = command("resume", "r", "--json")
     assert ended.result == first
@@ -136,7 +136,7 @@ def test_a_model_that_is_gone_is_written_again(command: Command, tmp_path: Path,
     assert command("resume", "r", "--json").err == ""
 
 
-class Gone(SilentCallback):
+class Gone(Callback):
     """Somebody who deletes a file as soon as it was written."""
 
     def __init__(self, file: Path) -> None:

@@ -13,7 +13,7 @@ from fedloom.config import make_config
 from fedloom.errors import InputError, RunStopped
 from fedloom.methods.base import MethodContext, Options, Refiner, Server
 from fedloom.report import read_effect_grid
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.grids import _make_grid, _parse_grid
 
@@ -139,7 +139,7 @@ def test_methods_or_a_grid(given: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_grid_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    class StopIn(SilentCallback):
+    class StopIn(Callback):
         """Asks to stop in the first round of the third run."""
 
         begun = 0
@@ -153,7 +153,7 @@ def test_a_grid_that_was_stopped_goes_on(tmp_path: Path) -> None:
     words: dict[str, Any] = {"grid": "fedavg,fedcross x sgd,fedprox", **SMALL}
     whole = fedloom.compare(out=tmp_path / "whole", **words)
     with pytest.raises(RunStopped, match="continue with the same command"):
-        fedloom.compare(out=tmp_path / "g", callback=StopIn(), **words)
+        fedloom.compare(out=tmp_path / "g", callbacks=[StopIn()], **words)
     assert read_effect_grid(tmp_path / "g") is not None
     done = tmp_path / "g" / "fedavg-seed0" / "summary.json"
     before = done.stat().st_mtime_ns

@@ -8,7 +8,7 @@ import torch
 
 import fedloom
 from fedloom.runs import loop
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.runs.round import RoundRunner
 
@@ -42,7 +42,7 @@ def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(
     """Ctrl-C once more, while what was broken off is waited for: a display gives the terminal back all the same."""
     ended: list[bool] = []
 
-    class Told(SilentCallback):
+    class Told(Callback):
         def on_run_end(self) -> None:
             ended.append(True)
 
@@ -52,7 +52,7 @@ def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(
     monkeypatch.setattr(RoundRunner, "run_round", interrupted)
     monkeypatch.setattr(Checkpoints, "wait_until_written", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("fedavg", **RUN, out=tmp_path / "run", callback=Told())
+        fedloom.run("fedavg", **RUN, out=tmp_path / "run", callbacks=[Told()])
     assert ended == [True]
 
 

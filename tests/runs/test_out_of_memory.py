@@ -1,7 +1,7 @@
 """Tests of server work out of memory: fewer slots and the same bits, or an error."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedloom.engines.base import Engine
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import InsufficientMemoryError
 from fedloom.methods.fedavg import FedAvgServer
-from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
@@ -70,14 +70,14 @@ def test_the_server_has_more_room_where_fewer_clients_train_at_once(
     out = tmp_path / "b"
     if again:
         with pytest.raises(fedloom.errors.RunStopped):
-            execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callback=Eye(stop_after=2), report=False)
+            execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callbacks=[Eye(stop_after=2)], report=False)
     engines.clear()
     held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].concurrency > 2)
     eye = Eye()
     if again:
-        found = resume(out, callback=eye, report=False, checkpoint_seconds=7.0)
+        found = resume(out, callbacks=[eye], report=False, checkpoint_seconds=7.0)
     else:
-        found = execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callback=eye, report=False)
+        found = execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callbacks=[eye], report=False)
     assert found.digest == expected.digest
     assert [record["round"] for record in found.history] == [0, 1, 2, 3, 4]
     assert [note.partition("; ")[2] for note in eye.notes] == [
@@ -122,7 +122,7 @@ def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
             with explain_out_of_memory("cuda", Slots()):  # type: ignore[arg-type]
                 work()
 
-    retry_with_fewer_slots(attempt, SilentCallback())
+    retry_with_fewer_slots(attempt, Callback())
     assert alive == [False]
 
 
@@ -170,35 +170,35 @@ def test_other_failures_are_not_taken_for_it() -> None:
         raise RuntimeError("shapes do not match")
 
 
-def job(folder: Path, name: str, seed: int, short: Callable[[], bool]) -> PlannedRun:
-    """A run that finds no memory as long as `short` says so, after its second round and the ones that follow."""
+def job(patch: pytest.MonkeyPatch, folder: Path, name: str, seed: int, short: Callable[[], bool]) -> PlannedRun:
+    """A run that finds no memory as long as `short` says so, in its third round and the ones that follow."""
     config, place = make_config({**RUN, "method": "fedavg", "seed": seed, "checkpoint_seconds": 0}), folder / name
+    play = RoundRunner.run_round
 
-    class After(SilentCallback):
-        def __init__(self, eye: Callback) -> None:
-            self.on_run_start, self.on_message, self._eye = eye.on_run_start, eye.on_message, eye  # type: ignore[method-assign]
-
-        def on_round_end(self, record: Mapping[str, Any]) -> None:
-            self._eye.on_round_end(record)
-            if record["round"] >= 2 and short():
-                raise InsufficientMemoryError("the GPU has not enough memory.")
+    def run_round(self: RoundRunner, round: int) -> dict[str, Any]:
+        if self.config.seed == seed and round >= 2 and short():
+            raise InsufficientMemoryError("the GPU has not enough memory.")
+        return play(self, round)
 
     def run(eye: Callback) -> RunResult:
         if (place / "config.toml").exists():
-            return resume(place, callback=After(eye), report=False)
-        return execute_run(config, out=place, callback=After(eye), report=False)
+            return resume(place, callbacks=[eye], report=False)
+        return execute_run(config, out=place, callbacks=[eye], report=False)
 
+    patch.setattr(RoundRunner, "run_round", run_round)
     return place, config, run
 
 
-def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: Path) -> None:
-    alone = [job(tmp_path / "alone", f"{n}", n, lambda: False)[2](SilentCallback()).digest for n in range(3)]
+def test_a_run_without_memory_beside_others_goes_on_alone_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [job(monkeypatch, tmp_path / "alone", f"{n}", n, lambda: False)[2](Callback()).digest for n in range(3)]
     others: list[str] = []
 
     def short() -> bool:
         return len(others) < 2
 
-    made = [job(tmp_path / "together", f"{n}", n, short if n == 0 else lambda: False) for n in range(3)]
+    made = [job(monkeypatch, tmp_path / "together", f"{n}", n, short if n == 0 else lambda: False) for n in range(3)]
     for n in (1, 2):
         place, config, run = made[n]
 
@@ -215,8 +215,10 @@ def test_a_run_without_memory_beside_others_goes_on_alone_after_them(tmp_path: P
     assert [note.partition(": ")[0] for note in eye.notes] == ["0"]
 
 
-def test_one_that_has_no_memory_even_alone_ends_in_its_sentence(tmp_path: Path) -> None:
-    made = [job(tmp_path, f"{n}", n, (lambda: True) if n == 0 else (lambda: False)) for n in range(2)]
+def test_one_that_has_no_memory_even_alone_ends_in_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [job(monkeypatch, tmp_path, f"{n}", n, (lambda: True) if n == 0 else (lambda: False)) for n in range(2)]
     eye = Eye()
     with pytest.raises(InsufficientMemoryError, match="not enough memory"):
         run_concurrently(made, 2, eye, tmp_path)

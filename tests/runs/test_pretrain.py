@@ -23,13 +23,13 @@ from fedloom.core.rng import RngStreams
 from fedloom.data import load_dataset, select_classes
 from fedloom.errors import FedloomError, InputError
 from fedloom.models import build_model
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.utils.storage import write_json
 
 Command = Callable[..., Any]
 
 
-class StopsAfter(SilentCallback):
+class StopsAfter(Callback):
     """Asks to stop after some epochs."""
 
     def __init__(self, epochs: int) -> None:
@@ -107,10 +107,10 @@ def test_stopped_and_gone_on_equals_uninterrupted(tmp_path: Path, optimizer: str
     out = tmp_path / "m.safetensors"
     for _ in range(2):
         with pytest.raises(FedloomError, match="continue with the same command"):
-            pretrain(out, callback=StopsAfter(1), **settings)
+            pretrain(out, callbacks=[StopsAfter(1)], **settings)
         assert not out.exists()
     last = StopsAfter(99)
-    assert pretrain(out, callback=last, **settings).digest == whole.digest
+    assert pretrain(out, callbacks=[last], **settings).digest == whole.digest
     assert [record["round"] for record in last.records] == [3, 4]
     assert not (tmp_path / "m.safetensors.unfinished").exists()
 
@@ -129,7 +129,7 @@ def test_killed_and_gone_on_equals_uninterrupted(tmp_path: Path) -> None:
     process.wait()
     assert not (tmp_path / "m.safetensors").exists()
     watcher = StopsAfter(99)
-    went_on = fedloom.pretrain("digits", tmp_path / "m.safetensors", "mlp", epochs=60, callback=watcher)
+    went_on = fedloom.pretrain("digits", tmp_path / "m.safetensors", "mlp", epochs=60, callbacks=[watcher])
     assert watcher.records[0]["round"] > 1
     assert went_on.digest == fedloom.pretrain("digits", tmp_path / "whole.safetensors", "mlp", epochs=60).digest
 
@@ -137,11 +137,11 @@ def test_killed_and_gone_on_equals_uninterrupted(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     whole, out = pretrain(tmp_path / "whole.safetensors"), tmp_path / "m.safetensors"
     with pytest.raises(FedloomError):
-        pretrain(out, callback=StopsAfter(2), checkpoint_seconds=0)
+        pretrain(out, callbacks=[StopsAfter(2)], checkpoint_seconds=0)
     newest = tmp_path / "m.safetensors.unfinished" / "checkpoints" / "round-000002.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     watcher = StopsAfter(99)
-    assert pretrain(out, callback=watcher).digest == whole.digest
+    assert pretrain(out, callbacks=[watcher]).digest == whole.digest
     assert "Continuing from the checkpoint before it" in watcher.notes[0]
 
 
@@ -151,7 +151,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_l
 ) -> None:
     now, saved = 0.0, list[int]()
 
-    class EpochsOfASecond(SilentCallback):
+    class EpochsOfASecond(Callback):
         def on_round_end(self, record: Any) -> None:
             nonlocal now
             now += 1.0
@@ -164,7 +164,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_further_where_they_take_l
 
     monkeypatch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
     monkeypatch.setattr("fedloom.runs.checkpoints.write_json", write)
-    pretrain(tmp_path / "m.safetensors", epochs=8, checkpoint_seconds=3, callback=EpochsOfASecond())
+    pretrain(tmp_path / "m.safetensors", epochs=8, checkpoint_seconds=3, callbacks=[EpochsOfASecond()])
     assert saved == expected
 
 
@@ -172,7 +172,7 @@ def test_a_finished_one_is_returned_and_never_written_over(tmp_path: Path) -> No
     out = tmp_path / "m.safetensors"
     made, changed = pretrain(out), out.stat().st_mtime_ns
     watcher = StopsAfter(0)
-    assert pretrain(out, callback=watcher, checkpoint_seconds=7).metadata == made.metadata
+    assert pretrain(out, callbacks=[watcher], checkpoint_seconds=7).metadata == made.metadata
     assert watcher.records == []
     with pytest.raises(InputError, match=r"with lr 0\.05, not 0\.1; choose another --out"):
         pretrain(out, lr=0.1)
@@ -185,7 +185,7 @@ def test_a_finished_one_is_returned_and_never_written_over(tmp_path: Path) -> No
 def test_the_unfinished_of_other_settings_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "m.safetensors"
     with pytest.raises(FedloomError):
-        pretrain(out, callback=StopsAfter(1))
+        pretrain(out, callbacks=[StopsAfter(1)])
     with pytest.raises(InputError, match=r"unfinished is a pretraining with epochs 3, not 5"):
         pretrain(out, epochs=5)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fedloom
 from fedloom import Batch, Client, FederatedDataset, InputError, LocalTrainer, Method, Options, Samples, register
 from fedloom.config import make_config
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import _refuse_changes
 from tests.support.array_data import SMALL, arrays, network
@@ -316,7 +316,7 @@ class Million(FederatedDataset):
 def test_a_million_clients(tmp_path: Path, method: str) -> None:
     seen: list[float] = []
 
-    class Watcher(SilentCallback):
+    class Watcher(Callback):
         def on_round_end(self, record: Any) -> None:
             del record
             children = psutil.Process().children(recursive=True)
@@ -334,7 +334,7 @@ def test_a_million_clients(tmp_path: Path, method: str) -> None:
         rounds=2,
         epochs=1,
         out=tmp_path / "r",
-        callback=Watcher(),
+        callbacks=[Watcher()],
         report=False,
     )
     assert [record.get("clients") for record in run.history] == [None, 100, 100]

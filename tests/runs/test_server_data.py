@@ -15,7 +15,7 @@ from fedloom.config import make_config
 from fedloom.data import Dataset, FederatedDataset, Samples
 from fedloom.errors import InputError
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 
 Command = Callable[..., Any]
 TINY: dict[str, Any] = {
@@ -43,7 +43,7 @@ WORDS = (
 QUICK = ("--set", "feddf.steps=20")
 
 
-class Noted(SilentCallback):
+class Noted(Callback):
     """Remembers what was said."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def experiment(**settings: Any) -> BuiltRun:
 
 def test_a_method_that_needs_it_gets_a_default_that_is_said_and_written_down(tmp_path: Path) -> None:
     noted = Noted()
-    run = fedloom.run("abavg", out=tmp_path / "run", callback=noted, **TINY)
+    run = fedloom.run("abavg", out=tmp_path / "run", callbacks=[noted], **TINY)
     text = "The server holds 72 samples that no client holds (--server-data split:0.05), used by abavg."
     assert noted.said == [text]
     written = tomllib.loads((run.path / "config.toml").read_text())

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 
 
-class Eye(SilentCallback):
+class Eye(Callback):
     """Notes what it is shown."""
 
     def __init__(self, stop_after: int | None = None) -> None:

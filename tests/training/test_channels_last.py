@@ -18,12 +18,12 @@ from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import InputError, RunStopped
 from fedloom.models import build_model as build_network
 from fedloom.runs.build import BuiltRun, _prepare_run, build_run, build_run_for_site
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.check_model import check_channels_last
 from fedloom.runs.resolve import UserObjects
 
 
-class Stopping(SilentCallback):
+class Stopping(Callback):
     """Wants the run to stop after its first round."""
 
     def should_stop(self) -> bool:
@@ -155,7 +155,7 @@ def test_models_in_another_order_are_not_taken_up(tmp_path: Path, monkeypatch: p
     given = {"rounds": 3, "steps": 1, "engine": "sequential", "report": False, "checkpoint_seconds": 0}
     out = tmp_path / "run"
     with pytest.raises(RunStopped):
-        fedloom.run("fedavg", images(), wide, out=out, callback=Stopping(), **given)
+        fedloom.run("fedavg", images(), wide, out=out, callbacks=[Stopping()], **given)
     monkeypatch.setattr("fedloom.runs.build.check_channels_last", lambda module: "1")
     with pytest.raises(InputError, match="the layers or the order of their weights differ"):
         fedloom.resume(out, data=images(), model=wide, report=False)

@@ -47,6 +47,7 @@ app = typer.Typer(
 )
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 
 Json = Annotated[
     bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
@@ -97,9 +98,7 @@ def run(
     config = resolve_config(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
     )
-    display = ProgressDisplay(quiet)
-    run_result = _interruptible(lambda: execute_run(config, out=out, callback=display), display)
-    print_run_summary(run_result, json_)
+    print_run_summary(_interruptible(partial(execute_run, config, out=out), ProgressDisplay(quiet)), json_)
 
 
 @app.command()
@@ -120,8 +119,7 @@ def resume(
 
     for path in import_ or ():
         import_file(path)
-    display = ProgressDisplay(quiet)
-    print_run_summary(_interruptible(lambda: resume(run, callback=display, **settings), display), json_)
+    print_run_summary(_interruptible(partial(resume, run, **settings), ProgressDisplay(quiet)), json_)
 
 
 @app.command()
@@ -140,8 +138,7 @@ def verify(
 
     for path in import_ or ():
         import_file(path)
-    display = ProgressDisplay(quiet)
-    before, now = _interruptible(lambda: verify(run, callback=display), display, f"{run} was not verified.")
+    before, now = _interruptible(partial(verify, run), ProgressDisplay(quiet), f"{run} was not verified.")
     same = before == now
     if json_:
         print(json.dumps({"run": str(run), "same": same, "digest": before, "digest_now": now}))
@@ -201,34 +198,24 @@ def compare(
         from fedloom.runs.compare import compare
         from fedloom.runs.grids import plan_comparison_grid
 
-    count, options = _number("seeds", seeds, int), parse_config_overrides(set_ or ())
-    goal = None if target is None else _number("target", target, float)
-    num_concurrent = _number("concurrent_runs", concurrent_runs, int)
-    values, names = _with_extras(settings, import_), methods or []
-    plan = None
+    count, num_concurrent = _number("seeds", seeds, int), _number("concurrent_runs", concurrent_runs, int)
+    values, options = _with_extras(settings, import_), parse_config_overrides(set_ or ())
+    names, plan, goal = methods or [], None, None if target is None else _number("target", target, float)
     if grid is not None:  # without quotes, the shell passes `A,B` as the option and `x C,D` as methods
-        text, names, grid_display = " ".join([grid, *names]), [], ProgressDisplay(quiet)
-        plan = _interruptible(lambda: plan_comparison_grid(text, options, values, callback=grid_display), grid_display)
-        grid_display.on_run_end()
+        text, names, display = " ".join([grid, *names]), [], ProgressDisplay(quiet)
+        plan = _interruptible(partial(plan_comparison_grid, text, options, values), display)
+        display.on_run_end()
     # concurrent runs share one bar
     display = ProgressDisplay(quiet, () if num_concurrent > 1 else plan.methods if plan else names, count)
     advice = f"continue with the same command and --out {out}" if out else None
-    result = _interruptible(
-        lambda: compare(
-            names,
-            count,
-            grid=plan,
-            options=options,
-            out=out,
-            target=goal,
-            concurrent_runs=num_concurrent,
-            callback=display,
-            **values,
-        ),
-        display,
-        advice,
-    )
-    print_comparison(result, json_)
+    given: dict[str, Any] = {
+        "grid": plan,
+        "options": options,
+        "out": out,
+        "target": goal,
+        "concurrent_runs": num_concurrent,
+    }
+    print_comparison(_interruptible(partial(compare, names, count, **given, **values), display, advice), json_)
 
 
 @app.command()
@@ -250,8 +237,7 @@ def pretrain(
         from fedloom.runs.pretrain import pretrain
 
     display = ProgressDisplay(quiet, unit="epoch")
-    work = partial(pretrain, data, out, callback=display, **settings)
-    result = _interruptible(work, display, "continue with the same command.")
+    result = _interruptible(partial(pretrain, data, out, **settings), display, "continue with the same command.")
     metadata = {**result.metadata, "file": str(result.path), "sha256": result.sha256}
     if json_:
         print(json.dumps({name: value for name, value in metadata.items() if name not in ("history", "settings")}))
@@ -316,10 +302,13 @@ app.command()(demo)
 app.add_typer(flower)
 
 
-def _interruptible(work: Callable[[], Any], display: Any, advice: str | None = None) -> Any:
-    """Do the work. If it is interrupted, raise an error that says how to continue."""
+def _interruptible(work: Callable[..., T], display: Any, advice: str | None = None) -> T:
+    """Do the work, with its progress on the display. If it is interrupted, raise an error that says how to continue."""
+    from fedloom.cli.interrupts import StopOnSignal
+
     try:
-        return work()
+        # Signals first: a display says that the run has started, and then somebody may stop it.
+        return work(callbacks=[StopOnSignal(display.unit), display])
     except KeyboardInterrupt:
         display.on_run_end()
         if advice is None and display.folder:

@@ -1,16 +1,12 @@
 """Progress of runs on stderr: a live bar on a terminal, otherwise lines of text.
 
-stdout holds results only. The first Ctrl-C (or SIGTERM) stops the run after the current round, or during long work of
-the server. The second one stops it at once. Both ways, the run can be resumed.
+stdout holds results only.
 """
 
 import math
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console, OverflowMethod
@@ -19,7 +15,7 @@ from rich.table import Column
 from rich.text import Text
 
 from fedloom.cli.time_left import TimeLeft
-from fedloom.runs.callback import RunDescription
+from fedloom.runs.callback import Callback, RunDescription
 from fedloom.utils.formatting import format_bytes, format_plural, format_seconds
 
 PAUSE = 5.0
@@ -33,14 +29,14 @@ MOST_STATE = 60
 ELAPSED = len("0:00:00")
 
 
-class ProgressDisplay:
-    """A callback that shows the progress of runs and handles Ctrl-C."""
+class ProgressDisplay(Callback):
+    """A callback that shows the progress of runs."""
 
     def __init__(
         self, quiet: bool = False, methods: Sequence[str] = (), seeds: int = 1, *, unit: str = "round"
     ) -> None:
         """Show the progress of one run, or of a comparison of `methods`, each with `seeds` seeds in a row."""
-        self._methods, self._unit = methods, unit
+        self._methods, self.unit = methods, unit
         self._runs, self._run = max(len(methods) * seeds, 1), 0
         self._time_left = TimeLeft(self._runs, seeds)
         self._name_width = 0
@@ -50,15 +46,12 @@ class ProgressDisplay:
         self.folder: Path | None = None
         self._bars: Progress | None = None
         self._task: TaskID | None = None
-        self._stops = 0
         self._server_progress: dict[str, tuple[int, float]] = {}
         """For each piece of server work: the first step seen, and when. Concurrent runs have one each."""
         self._progress_printed_at = 0.0
-        self._handlers: dict[int, Any] = {}
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
         self._close_bars()
-        self._take_signals()
         if self.folder is None and self._runs > 1:  # a comparison that continues does not start its finished runs
             self._run = len(list(folder.parent.glob("*/summary.json")))
         # a run that ran out of memory starts again in the same directory
@@ -82,16 +75,9 @@ class ProgressDisplay:
             )
             self._bars.start()
         else:
-            many = format_plural(config.rounds, self._unit)
-            start = f"resumes after {self._unit} {done} of {config.rounds}" if done else many
+            many = format_plural(config.rounds, self.unit)
+            start = f"resumes after {self.unit} {done} of {config.rounds}" if done else many
             self.console.print(f"{self._name}: {start}")
-
-    def _take_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._handlers[number] = signal.signal(number, self._on_signal)
-            except ValueError:  # not in the main thread, which alone may handle signals
-                return
 
     def on_message(self, text: str) -> None:
         self.console.print(Text.assemble(("note:", "yellow"), f" {text}"))
@@ -106,7 +92,7 @@ class ProgressDisplay:
                 self._bars.update(self._task, state=state)
             self._bars.update(self._task, completed=record["round"], left=self._format_time_left())
         elif self._print_is_due(record["round"]):
-            done = f"{self._unit} {record['round']}/{self._config.rounds}"
+            done = f"{self.unit} {record['round']}/{self._config.rounds}"
             self.console.print(f"{self._name}: {done}  {state}  {self._format_time_left().strip()}".rstrip())
 
     def on_download(self, name: str, done: int, total: int) -> None:
@@ -143,29 +129,13 @@ class ProgressDisplay:
         else:
             self.console.print(f"{self._name}: {state}")
 
-    def should_stop(self) -> bool:
-        return self._stops > 0
-
-    def check(self) -> None:
-        return  # a second Ctrl-C raises KeyboardInterrupt
-
     def on_run_end(self) -> None:
         self._close_bars()
-        for number, handler in self._handlers.items():
-            # after a stop was requested, another Ctrl-C must not disturb the exit
-            signal.signal(number, signal.SIG_IGN if self._stops else handler)
-        self._handlers.clear()
 
     def _close_bars(self) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars, self._task = None, None
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stops += 1
-        if self._stops > 1:
-            raise KeyboardInterrupt
-        print(f"\nstopping after this {self._unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def _state(self, record: Mapping[str, Any]) -> str:
         parts = []
@@ -195,7 +165,7 @@ class ProgressDisplay:
         time, no loss, and less of the name, in this order.
         """
         digits = len(str(self._config.rounds))
-        rounds, left = len(self._unit) + 2 + 2 * digits, len(self._format_time_left())
+        rounds, left = len(self.unit) + 2 + 2 * digits, len(self._format_time_left())
         room = self.console.width - rounds - left - LEAST_BAR - 3  # columns are one space apart
         name = max(min(self._name_width, max(room - LEAST_STATE - 1, LEAST_NAME), room), 1)
         room -= name
@@ -208,7 +178,7 @@ class ProgressDisplay:
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", style="bold", markup=False, table_column=_fixed(name)),
             BarColumn(bar, table_column=_fixed(bar)),
-            TextColumn(f"{self._unit} {{task.completed:{digits}}}/{{task.total}}", table_column=_fixed(rounds)),
+            TextColumn(f"{self.unit} {{task.completed:{digits}}}/{{task.total}}", table_column=_fixed(rounds)),
         ]
         if state:
             column = _fixed(state, "crop" if state == LEAST_STATE else "ellipsis")

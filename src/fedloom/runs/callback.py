@@ -1,10 +1,11 @@
-"""Callback: watch a run and stop it."""
+"""Callback: watch a run and stop it. Several callbacks are called as one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedloom.config import Config
+from fedloom.errors import FedloomError, InputError, RunStopped, describe_error
 
 
 class RunDescription(Protocol):
@@ -22,14 +23,17 @@ class RunDescription(Protocol):
     def device(self) -> str: ...
 
 
-class Callback(Protocol):
-    """Watch a run, for example to show its progress, and stop it.
+class Callback:
+    """Watches a run and may stop it; a subclass overrides the methods that it needs.
 
-    An object needs all of these methods; `run`, `resume`, `verify` and `compare` call them. `SilentCallback` has
-    all of them, and they do nothing.
+    Several callbacks are called in the order of the list, method by method. In a pretraining, rounds are epochs.
+
+    If a method raises an error, the run continues to the end of its round, saves a checkpoint and ends with a
+    `FedloomError` that names the class and the method. `fedloom.errors.RunStopped` ends the run at once instead;
+    `resume` then repeats the rounds since the last checkpoint.
 
     Example:
-        class StopAtAccuracy(SilentCallback):
+        class StopAtAccuracy(fedloom.Callback):
             accuracy = 0.0
 
             def on_round_end(self, record: Mapping[str, Any]) -> None:
@@ -38,15 +42,15 @@ class Callback(Protocol):
             def should_stop(self) -> bool:
                 return self.accuracy >= 0.9
 
-        fedloom.run("fedavg", callback=StopAtAccuracy())
+        fedloom.run("fedavg", callbacks=[StopAtAccuracy()])
     """
 
-    def on_run_start(self, folder: Path, config: Config, history: list[dict[str, Any]]) -> None:
+    def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
         """Called when a run starts, resumes, or continues with fewer clients at once after running out of memory.
 
         Args:
             folder: The run directory.
-            config: The settings; for concurrent runs of `compare` only those of `RunDescription`, for all together.
+            config: The settings; of a single run its `Config`.
             history: The records of the rounds so far; empty in a new run.
         """
 
@@ -83,47 +87,85 @@ class Callback(Protocol):
         """
 
     def should_stop(self) -> bool:
-        """Called after each round, and within a round during long work of the server.
+        """Called after `on_round_end`, and within a round during long work of the server.
 
         Returns:
-            Whether to stop the run. It then saves a checkpoint and raises `RunStopped`.
+            Whether to stop the run; one callback is enough. The run then saves a checkpoint and raises `RunStopped`.
         """
-        ...
+        return False
 
     def check(self) -> None:
-        """Called after each client's answer.
-
-        Raises:
-            Exception: Any error, to end the run at once, before the round is complete.
-        """
+        """Called after each client's answer. Raise `RunStopped` to end the run before the round is complete."""
 
     def on_run_end(self) -> None:
         """Called when the run ends: finished, stopped or failed."""
 
 
-class SilentCallback:
-    """A callback that does nothing. Base class for callbacks that need only some of the methods."""
+class CallbackList(Callback):
+    """Several callbacks as one. After the first error of a callback, it asks the run to stop."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        self.failure: FedloomError | None = None
+        """What to report about the first error, which is the `__cause__`."""
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of each callback, in order."""
+        results = []
+        for callback in self._callbacks:
+            try:
+                results.append(getattr(callback, method)(*arguments))
+            except RunStopped:
+                raise
+            except Exception as error:
+                if self.failure is None:
+                    where = f"callback {type(callback).__name__} failed in {method}"
+                    self.failure = FedloomError(f"{where}: {describe_error(error)}")
+                    self.failure.__cause__ = error
+        return results
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
-        return
+        self._call("on_run_start", folder, config, history)
 
     def on_message(self, text: str) -> None:
-        return
+        self._call("on_message", text)
 
     def on_round_end(self, record: Mapping[str, Any]) -> None:
-        return
+        self._call("on_round_end", record)
 
     def on_download(self, name: str, done: int, total: int) -> None:
-        return
+        self._call("on_download", name, done, total)
 
     def on_server_progress(self, what: str, done: int, total: int) -> None:
-        return
+        self._call("on_server_progress", what, done, total)
 
     def should_stop(self) -> bool:
-        return False
+        return any(self._call("should_stop")) or self.failure is not None
 
     def check(self) -> None:
-        return
+        self._call("check")
 
     def on_run_end(self) -> None:
+        self._call("on_run_end")
+
+
+@contextmanager
+def combine_callbacks(callbacks: Sequence[Callback]) -> Iterator[CallbackList]:
+    """Yield all callbacks as one. At the end of the block, raise the failure of a callback, if there was one.
+
+    A list that was combined before is yielded as it is, because the outer block reports its failure.
+    """
+    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise InputError(f"callbacks must be a list of fedloom.Callback objects, not {callbacks!r}.")
+    if len(callbacks) == 1 and isinstance(callbacks[0], CallbackList):
+        yield callbacks[0]
         return
+    combined = CallbackList(callbacks)
+    try:
+        yield combined
+    except RunStopped as stopped:
+        if combined.failure is None:
+            raise
+        raise FedloomError(f"{combined.failure}; {stopped}") from combined.failure.__cause__
+    if combined.failure is not None:
+        raise combined.failure

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -29,12 +29,13 @@ from fedloom.report.comparison_record import FILE as COMPARISON_FILE
 from fedloom.report.effects import FILE as GRID_FILE
 from fedloom.report.effects import EffectGrid
 from fedloom.runs.build import build_run
-from fedloom.runs.callback import Callback
+from fedloom.runs.callback import Callback, CallbackList, combine_callbacks
 from fedloom.runs.comparison_command import comparison_to_command
 from fedloom.runs.concurrent import run_concurrently
 from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, parse_run_path
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.grids import plan_comparison_grid
+from fedloom.runs.keyword_types import RunSettings
 from fedloom.runs.resolve import (
     PARTITION_BY_SEED,
     UserObjects,
@@ -94,14 +95,13 @@ def compare(
     runs: Path | str = "runs",
     target: float | None = None,
     concurrent_runs: int = 1,
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     report: bool = True,
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> ComparisonResult:
     """Run several methods with several seeds, and write one report.
 
-    All settings are checked before the first run starts. If `out` holds a stopped comparison, its finished runs stay
-    and the rest is run.
+    Checks all settings before the first run. Finished runs of a stopped comparison in `out` stay; the rest is run.
 
     Args:
         methods: Names of methods, such as `["fedavg", "fedprox+swa"]`. Options and training settings of one row stand
@@ -120,7 +120,7 @@ def compare(
         target: Test accuracy from 0 to 1; the report counts the rounds to reach it. By default 90 % of the best
             result. A target that guessing reaches is not counted.
         concurrent_runs: Number of runs that share a GPU at a time, if one alone does not fill it (`device="cuda"`).
-        callback: Watches and stops the runs.
+        callbacks: Watch and stop the runs. They watch concurrent runs as one.
         report: Whether to write `report.html` for the comparison and for each run.
         **settings: Fields of `Config`, the same for all runs.
 
@@ -129,13 +129,23 @@ def compare(
 
     Raises:
         InputError: An argument or a setting is invalid, or `out` holds runs with other settings.
-        RunStopped: The callback stopped the comparison. Call `compare` with the same `out` to continue.
-        FedloomError: A run failed.
+        RunStopped: A callback stopped the comparison. Call `compare` with the same `out` to continue.
+        FedloomError: A run failed, or a callback raised an error.
 
     Example:
         compared = fedloom.compare(["fedavg", "scaffold"], seeds=3, data="digits", rounds=20, out="comparison")
         print(compared.table.headline)
     """
+    _check_arguments(methods, seeds, grid, target, concurrent_runs)
+    user_objects, described = _describe_user_objects(data, model, loss, seeds, settings.get("seed", 0))
+    values, options = {**described, **settings}, resolve_method_options(options)
+    with combine_callbacks(callbacks) as combined:
+        plan = _make_plan(methods, grid, seeds, target, options, values, user_objects, combined)
+        return _run_plan(plan, out, runs, concurrent_runs, combined, report)
+
+
+def _check_arguments(methods: Any, seeds: Any, grid: Any, target: Any, concurrent_runs: Any) -> None:
+    """Reject arguments of `compare` that no setting of a run covers."""
     if isinstance(methods, str) or not all(isinstance(name, str) for name in methods or ()):
         raise InputError(f"methods must be a list of names, such as ['fedavg', 'scaffold'], not {methods!r}.")
     for name, value, kind in (
@@ -153,34 +163,55 @@ def compare(
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
     if (grid is None) == (not methods):
         raise InputError("give either methods to compare or a grid, and not both.")
-    first_seed = make_config({"seed": settings.get("seed", 0)}).seed
+
+
+def _describe_user_objects(
+    data: str | FederatedDataset | Callable[[int], FederatedDataset],
+    model: str | nn.Module | Callable[[], nn.Module],
+    loss: Criterion | None,
+    seeds: int,
+    seed: Any,
+) -> tuple[UserObjects, dict[str, Any]]:
+    """Return the user's Python objects and the settings that follow from them. Data may differ from seed to seed."""
+    first_seed = make_config({"seed": seed}).seed
     data_by_seed = make_data_by_seed(data, seeds, first_seed)
     user_objects, described = describe_user_objects(data_by_seed[first_seed] if data_by_seed else data, model, loss)
-    if data_by_seed:
-        user_objects, described = (
-            replace(user_objects, data_by_seed=data_by_seed),
-            described | {"partition": PARTITION_BY_SEED},
-        )
-    options = resolve_method_options(options)
+    if not data_by_seed:
+        return user_objects, described
+    return replace(user_objects, data_by_seed=data_by_seed), described | {"partition": PARTITION_BY_SEED}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a comparison runs and reports."""
+
+    rows: list[tuple[str, Config]]
+    """Label and config of each method and seed."""
+    grid: EffectGrid | None
+    target: float | None
+    command: str | None
+    """The command that repeats the comparison; None with Python objects, which no command can hold."""
+    user_objects: UserObjects
+
+
+def _make_plan(
+    methods: Sequence[str],
+    grid: str | Sequence[Sequence[str]] | EffectGrid | None,
+    seeds: int,
+    target: float | None,
+    options: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    user_objects: UserObjects,
+    callbacks: CallbackList,
+) -> _Plan:
+    """Check all settings and return what to run."""
     if grid is not None and not isinstance(grid, EffectGrid):
-        grid = plan_comparison_grid(grid, options, described | settings, user_objects, callback)
-    progress = callback.on_download if callback else None
-    plans = _plans(grid.methods if grid else methods, seeds, options, described | settings, user_objects, progress)
-    if concurrent_runs > 1 and plans[0][1].device == "cpu":
-        raise InputError(
-            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
-        )
-    place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{plans[0][1].data_name}"
-    with claim_directory(place, _refuse_run, numbered=out is None) as path:
-        command = None  # Python objects have none
-        if not user_objects.names:
-            command = comparison_to_command(methods, grid, seeds, target, options, described | settings)
-        finished = _run_all(path, plans, user_objects, grid, command, concurrent_runs, callback, report)
-        records = [read_run_record(run.path) for run in finished]
-        if report:
-            write_report_page(records, path / "report.html", target=target, grid=grid, command=command)
-    table = tabulate(records, target)
-    return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
+        grid = plan_comparison_grid(grid, options, settings, user_objects, [callbacks])
+    rows = _plans(grid.methods if grid else methods, seeds, options, settings, user_objects, callbacks.on_download)
+    command = None
+    if not user_objects.names:
+        command = comparison_to_command(methods, grid, seeds, target, options, settings)
+    return _Plan(rows, grid, target, command, user_objects)
 
 
 def _refuse_run(path: Path) -> None:
@@ -188,47 +219,57 @@ def _refuse_run(path: Path) -> None:
         raise InputError(f"{path} is a run, and its report would be overwritten; choose another --out.")
 
 
-def _run_all(
-    path: Path,
-    plans: Sequence[tuple[str, Config]],
-    user_objects: UserObjects,
-    grid: EffectGrid | None,
-    command: str | None,
-    concurrent_runs: int,
-    callback: Callback | None,
-    report: bool,
-) -> list[RunResult]:
+def _run_plan(
+    plan: _Plan, out: Path | str | None, runs: Path | str, concurrent_runs: int, callbacks: CallbackList, report: bool
+) -> ComparisonResult:
+    """Run a comparison in its folder, and write the report about all runs."""
+    config, grid = plan.rows[0][1], plan.grid
+    if concurrent_runs > 1 and config.device == "cpu":
+        raise InputError(
+            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
+        )
+    place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{config.data_name}"
+    with claim_directory(place, _refuse_run, numbered=out is None) as path:
+        finished = _run_all(path, plan, concurrent_runs, callbacks, report)
+        records = [read_run_record(run.path) for run in finished]
+        if report:
+            write_report_page(records, path / "report.html", target=plan.target, grid=grid, command=plan.command)
+    table = tabulate(records, plan.target)
+    return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
+
+
+def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callbacks: CallbackList, report: bool) -> list[RunResult]:
     """Run or resume all runs of a comparison in its folder; finished ones stay."""
-    places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plans]
+    places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plan.rows]
     for place, config in places:
         if is_run_directory(place):
             _same_plan(place, config)
-    if grid is not None:
-        write_atomically(path / GRID_FILE, grid.to_json().encode())
-    ComparisonRecord(tuple(place.name for place, _ in places), command).write(path)
+    if plan.grid is not None:
+        write_atomically(path / GRID_FILE, plan.grid.to_json().encode())
+    ComparisonRecord(tuple(place.name for place, _ in places), plan.command).write(path)
 
-    def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
-        objects = user_objects.select_seed(config.seed)
+    def run(place: Path, config: Config, callback: Callback) -> RunResult:
+        objects = plan.user_objects.select_seed(config.seed)
         if is_run_directory(place):
             return resume(
                 place,
                 data=objects.data,
                 model=objects.model,
                 loss=objects.loss,
-                callback=callback,
+                callbacks=[callback],
                 report=report,
             )
-        return execute_run(config, objects, out=place, callback=callback, report=report)
+        return execute_run(config, objects, out=place, callbacks=[callback], report=report)
 
     finished = []
     try:
         if concurrent_runs > 1:
             planned_runs = [(place, config, partial(run, place, config)) for place, config in places]
-            return run_concurrently(planned_runs, min(concurrent_runs, len(planned_runs)), callback, path)
+            return run_concurrently(planned_runs, min(concurrent_runs, len(planned_runs)), callbacks, path)
         for place, config in places:
-            if callback is not None and callback.should_stop():
+            if callbacks.should_stop():
                 raise RunStopped("stopped between two runs")
-            finished.append(run(place, config, callback))
+            finished.append(run(place, config, callbacks))
     except RunStopped:
         raise RunStopped(f"stopped; continue with the same command and --out {path}") from None
     finally:

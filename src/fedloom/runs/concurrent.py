@@ -15,7 +15,7 @@ from fedloom.config import Config
 from fedloom.devices.cuda_runtime import free_cuda_memory, use_exclusive_stream
 from fedloom.devices.selection import select_device
 from fedloom.errors import InsufficientMemoryError, RunStopped
-from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.result import RunResult
 
 THREADS = "fedloom-run"
@@ -55,7 +55,7 @@ class _Hub:
                 self.callback.on_round_end({"round": min(self._rounds, self._total), "note": record.get("note")})
 
 
-class _OneOf:
+class _OneOf(Callback):
     """The callback of a single run."""
 
     def __init__(self, hub: _Hub, name: str) -> None:
@@ -93,25 +93,21 @@ class _OneOf:
         if self._hub.interrupted.is_set():
             raise RunStopped("stopped within a round")
 
-    def on_run_end(self) -> None:
-        return
-
 
 def run_concurrently(
-    planned_runs: Sequence[PlannedRun], concurrent_runs: int, callback: Callback | None, path: Path
+    planned_runs: Sequence[PlannedRun], concurrent_runs: int, callback: Callback, path: Path
 ) -> list[RunResult]:
     """Run all runs, `concurrent_runs` at a time, and return their results in order. A failed run stops the others.
 
     A run that is out of memory continues alone after the others.
     """
-    callback = callback or SilentCallback()
     hub = _Hub(callback, planned_runs)
     callbacks = [_OneOf(hub, folder.name) for folder, _, _ in planned_runs]
     first = planned_runs[0][1]
     whole = _Whole(
         f"{len(planned_runs)} runs, {concurrent_runs} at once,", first.data, first.seed, hub._total, first.device
     )
-    callback.on_run_start(path, whole, [])  # type: ignore[arg-type]  # a display needs only this much of a config
+    callback.on_run_start(path, whole, [])
 
     def one(planned_run: PlannedRun, callback: _OneOf) -> RunResult:
         _, config, run = planned_run

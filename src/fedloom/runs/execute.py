@@ -1,10 +1,10 @@
 """Run, resume and verify runs."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from fedloom.engines.registry import find_registered_launcher
 from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.callback import Callback, CallbackList, combine_callbacks
 from fedloom.runs.directory import (
     RunDirectory,
     claim_directory,
@@ -25,6 +25,7 @@ from fedloom.runs.directory import (
     parse_run_path,
     refuse_occupied_directory,
 )
+from fedloom.runs.keyword_types import ExecutionSettings, RunSettings
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
 from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_config, resolve_method
@@ -42,9 +43,9 @@ def run(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: Path | str | None = None,
     runs: Path | str = "runs",
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     report: bool = True,
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> RunResult:
     """Run a method and return the finished run.
 
@@ -57,7 +58,7 @@ def run(
         options: Options by method, such as `{"fedprox": {"mu": 0.1}}`.
         out: The run directory; by default a new one in `runs`.
         runs: The parent of new run directories.
-        callback: Watches and stops the run; by default none.
+        callbacks: Watch and stop the run.
         report: Whether to write `report.html`.
         **settings: Fields of `Config`, such as `rounds=50`.
 
@@ -66,8 +67,9 @@ def run(
 
     Raises:
         InputError: A setting or an object is invalid, or `out` is not empty. Nothing is written.
-        RunStopped: The callback stopped the run; `resume` continues it.
-        FedloomError: The run failed, for example because too few clients sent an update or memory ran out.
+        RunStopped: A callback stopped the run; `resume` continues it.
+        FedloomError: The run failed, for example because too few clients sent an update, memory ran out, or a callback
+            raised an error.
 
     Example:
         run = fedloom.run("fedprox", data="digits", rounds=50, options={"fedprox": {"mu": 0.1}})
@@ -77,7 +79,7 @@ def run(
     user_objects, values = describe_user_objects(data, model, loss)
     values |= {"method": method, "options": options, **settings}
     return execute_run(
-        resolve_config(values, user_objects), user_objects, out=out, runs=runs, callback=callback, report=report
+        resolve_config(values, user_objects), user_objects, out=out, runs=runs, callbacks=callbacks, report=report
     )
 
 
@@ -87,7 +89,7 @@ def execute_run(
     *,
     out: Path | str | None = None,
     runs: Path | str = "runs",
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     report: bool = True,
     initial_weights: Mapping[str, Tensor] | None = None,
     remote_engine: RemoteEngineFactory | None = None,
@@ -99,12 +101,15 @@ def execute_run(
     """
     config = replace_config(config, options=resolve_method(config).resolved_options())
     place = parse_run_path(out) if out is not None else Path(runs) / directory_name(config)
-    with claim_directory(place, refuse_occupied_directory, numbered=out is None) as path:
+    with (
+        combine_callbacks(callbacks) as combined,
+        claim_directory(place, refuse_occupied_directory, numbered=out is None) as path,
+    ):
         return execute_in_directory(
             path,
             config,
             user_objects or UserObjects(),
-            callback or SilentCallback(),
+            combined,
             report=report,
             initial_weights=initial_weights,
             remote_engine=remote_engine,
@@ -115,7 +120,7 @@ def execute_in_directory(
     path: Path,
     config: Config,
     user_objects: UserObjects,
-    callback: Callback,
+    callbacks: CallbackList,
     *,
     report: bool = True,
     initial_weights: Mapping[str, Tensor] | None = None,
@@ -125,31 +130,31 @@ def execute_in_directory(
 
     def attempt(slots: int | None) -> None:
         if slots is None:
-            with _ready(config, user_objects, path, callback, initial_weights, remote_engine) as built_run:
-                _start(built_run, path, user_objects, callback)
+            with _ready(config, user_objects, path, callbacks, initial_weights, remote_engine) as built_run:
+                _start(built_run, path, user_objects, callbacks)
         else:
             directory = _changed(RunDirectory.open(path), {"slots": slots})
             _go_on(
                 directory,
                 user_objects,
-                callback,
+                callbacks,
                 remote_engine,
-                initial_weights if initial_weights is not None else _start_of(directory, callback),
+                initial_weights if initial_weights is not None else _start_of(directory, callbacks),
             )
 
-    retry_with_fewer_slots(attempt, callback)
+    retry_with_fewer_slots(attempt, callbacks)
     return _finish(RunDirectory.open(path), user_objects, report)
 
 
-def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback: Callback) -> None:
+def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callbacks: CallbackList) -> None:
     """Start a new run."""
     config = built_run.config  # with the number of clients, even if the data define it
     if built_run.initial_weights is not None:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
     directory = RunDirectory.create(path, config, user_objects.names, built_run.method.use_server_data)
-    _begin(directory, built_run, callback)
+    _begin(directory, built_run, callbacks)
     _write_partition(directory, built_run)
-    run_rounds(directory, built_run, callback, first_round=None)
+    run_rounds(directory, built_run, callbacks, first_round=None)
 
 
 def _write_partition(directory: RunDirectory, built_run: BuiltRun) -> None:
@@ -161,7 +166,7 @@ def _ready(
     config: Config,
     user_objects: UserObjects,
     path: Path,
-    callback: Callback,
+    callbacks: CallbackList,
     initial_weights: Mapping[str, Tensor] | None,
     remote_engine: RemoteEngineFactory | None,
 ) -> Iterator[BuiltRun]:
@@ -169,7 +174,12 @@ def _ready(
     with _reaching(remote_engine, config, user_objects, path) as reached_engine:
         with explain_out_of_memory(config.device):
             built_run = build_run(
-                config, user_objects, callback.on_download, initial_weights, callback.on_server_progress, reached_engine
+                config,
+                user_objects,
+                callbacks.on_download,
+                initial_weights,
+                callbacks.on_server_progress,
+                reached_engine,
             )
         with built_run.engine_closed(), explain_out_of_memory(config.device, built_run.engine):
             yield built_run
@@ -181,10 +191,10 @@ def resume(
     data: FederatedDataset | None = None,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     loss: Criterion | None = None,
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     report: bool = True,
     remote_engine: RemoteEngineFactory | None = None,
-    **changes: Any,
+    **changes: Unpack[ExecutionSettings],
 ) -> RunResult:
     """Continue a run that was stopped or killed. The result has the same bits as without the interruption.
 
@@ -195,7 +205,7 @@ def resume(
         data: The data, if the run was given an object.
         model: The model, if the run was given an object.
         loss: The loss, if the run was given one.
-        callback: Watches and stops the run; by default none.
+        callbacks: Watch and stop the run.
         report: Whether to write `report.html`.
         remote_engine: Creates the engine if the clients are elsewhere, such as Flower sites.
         **changes: Settings that do not change the result: `engine`, `workers`, `slots`, `nodes`, `deadline`,
@@ -206,24 +216,27 @@ def resume(
 
     Raises:
         InputError: `path` is not a run or is damaged, an object is missing, or a change would change the result.
-        RunStopped: The callback stopped the run again.
-        FedloomError: The run failed.
+        RunStopped: A callback stopped the run again.
+        FedloomError: The run failed, or a callback raised an error.
 
     Example:
         run = fedloom.resume("runs/fedprox-digits-seed0-001", workers=4)
     """
     user_objects, directory = UserObjects(data, model, loss), RunDirectory.open(Path(path))
     finished = directory.summary() is not None and (directory.path / MODEL_FILE).is_file()
-    with nullcontext() if finished else directory.lock():  # a finished run may be on a read-only disk
+    with (
+        combine_callbacks(callbacks) as combined,
+        nullcontext() if finished else directory.lock(),  # a finished run may be on a read-only disk
+    ):
         return resume_in_directory(
-            directory, user_objects, callback or SilentCallback(), report=report, remote_engine=remote_engine, **changes
+            directory, user_objects, combined, report=report, remote_engine=remote_engine, **changes
         )
 
 
 def resume_in_directory(
     directory: RunDirectory,
     user_objects: UserObjects,
-    callback: Callback,
+    callbacks: CallbackList,
     *,
     report: bool = True,
     remote_engine: RemoteEngineFactory | None = None,
@@ -237,14 +250,14 @@ def resume_in_directory(
     summary = directory.summary()
     if summary is not None:
         if not (directory.path / MODEL_FILE).is_file():
-            _write_model_again(directory, user_objects, summary["digest"], callback, remote_engine)
+            _write_model_again(directory, user_objects, summary["digest"], callbacks, remote_engine)
         return _finish(directory, user_objects, report and not (directory.path / "report.html").exists())
 
     def attempt(slots: int | None) -> None:
         changed = _changed(directory, {} if slots is None else {"slots": slots})
-        _go_on(changed, user_objects, callback, remote_engine, _start_of(changed, callback))
+        _go_on(changed, user_objects, callbacks, remote_engine, _start_of(changed, callbacks))
 
-    retry_with_fewer_slots(attempt, callback)
+    retry_with_fewer_slots(attempt, callbacks)
     return _finish(directory, user_objects, report)
 
 
@@ -260,30 +273,30 @@ def _changed(directory: RunDirectory, changes: Mapping[str, Any]) -> RunDirector
 def _go_on(
     directory: RunDirectory,
     user_objects: UserObjects,
-    callback: Callback,
+    callbacks: CallbackList,
     remote_engine: RemoteEngineFactory | None,
     initial_weights: Mapping[str, Tensor] | None,
 ) -> None:
     """Continue a run from its last checkpoint. `initial_weights` are those that it read from a file, if it did."""
-    with _ready(directory.config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
-        _begin(directory, built_run, callback)
+    with _ready(directory.config, user_objects, directory.path, callbacks, initial_weights, remote_engine) as built_run:
+        _begin(directory, built_run, callbacks)
         latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         for text in directory.checkpoints.damaged:
             if not built_run.rounds.repeatable:
                 raise InputError(
                     f"{text} Rounds repeated with other noise would reveal more than epsilon accounts for."
                 )
-            callback.on_message(f"{text} Continuing from the checkpoint before it.")
+            callbacks.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
             _write_partition(directory, built_run)
             directory.rewind(-1)
-            run_rounds(directory, built_run, callback, first_round=None)
+            run_rounds(directory, built_run, callbacks, first_round=None)
         else:
             first_round, state = latest
             built_run.load_state_dict(state["parts"])
             built_run.engine.load_state_dict(state.get("engine", {}))
             directory.rewind(first_round, state["record"])
-            run_rounds(directory, built_run, callback, first_round=first_round)
+            run_rounds(directory, built_run, callbacks, first_round=first_round)
 
 
 def verify(
@@ -292,8 +305,8 @@ def verify(
     data: FederatedDataset | None = None,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     loss: Criterion | None = None,
-    callback: Callback | None = None,
-    **changes: Any,
+    callbacks: Sequence[Callback] = (),
+    **changes: Unpack[ExecutionSettings],
 ) -> tuple[str, str]:
     """Repeat a finished run from its config in a temporary folder, and return both digests.
 
@@ -304,7 +317,7 @@ def verify(
         data: The data, if the run was given an object.
         model: The model, if the run was given an object.
         loss: The loss, if the run was given one.
-        callback: Watches and stops the repetition; by default none.
+        callbacks: Watch and stop the repetition.
         **changes: Settings that do not change the result, as in `resume`.
 
     Returns:
@@ -313,8 +326,9 @@ def verify(
     Raises:
         InputError: The run has not finished or lacks its model file, an object is missing, a change would change the
             result, or the noise came from the operating system.
-        RunStopped: The callback stopped the repetition.
-        FedloomError: The digests agree, but `model.safetensors` is not the model of the run; or the repetition failed.
+        RunStopped: A callback stopped the repetition.
+        FedloomError: The digests agree, but `model.safetensors` is not the model of the run; or the repetition or a
+            callback failed.
 
     Example:
         before, now = fedloom.verify("runs/fedprox-digits-seed0-001")
@@ -330,38 +344,44 @@ def verify(
         raise InputError(
             f"{path} cannot be verified: its noise came from the operating system and cannot be drawn again."
         )
-    config = make_config({**directory.config.model_dump(), **changes})
-    initial_weights = _start_of(directory, callback or SilentCallback())
+    with combine_callbacks(callbacks) as combined:
+        now, file_now = _repeat(_changed(directory, changes), user_objects, combined)
+    if before == now and held != file_now:
+        raise FedloomError(
+            f"{directory.path / MODEL_FILE} is not the model of the run: the repeated run has the same "
+            "digest, but the file differs."
+        )
+    return before, now
+
+
+def _repeat(directory: RunDirectory, user_objects: UserObjects, callbacks: CallbackList) -> tuple[str, str]:
+    """Repeat a run in a temporary folder. Return its digest and the SHA-256 of its model file."""
+    initial_weights = _start_of(directory, callbacks)
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
             again = execute_run(
-                config,
+                directory.config,
                 user_objects,
                 out=Path(place) / "run",
-                callback=callback,
+                callbacks=[callbacks],
                 report=False,
                 initial_weights=initial_weights,
             )
         except RunStopped:
-            raise RunStopped(f"stopped; {path} was not verified.") from None
-        if before == again.digest and held != initial_weights_sha256(again.path / MODEL_FILE):
-            raise FedloomError(
-                f"{directory.path / MODEL_FILE} is not the model of the run: the repeated run has the same "
-                "digest, but the file differs."
-            )
-        return before, again.digest
+            raise RunStopped(f"stopped; {directory.path} was not verified.") from None
+        return again.digest, initial_weights_sha256(again.path / MODEL_FILE)
 
 
-def _begin(directory: RunDirectory, built_run: BuiltRun, callback: Callback) -> None:
+def _begin(directory: RunDirectory, built_run: BuiltRun, callbacks: CallbackList) -> None:
     """Report the notes of a run, and store its initial weights if they were read from a file just now."""
     for text in built_run.notes:
-        callback.on_message(text)
+        callbacks.on_message(text)
     if built_run.initial_weights is not None:
-        callback.on_message(built_run.initial_weights.describe())
+        callbacks.on_message(built_run.initial_weights.describe())
         directory.write_initial_weights(built_run.initial_weights, built_run.model.state_dict())
 
 
-def _start_of(directory: RunDirectory, callback: Callback) -> Mapping[str, Tensor] | None:
+def _start_of(directory: RunDirectory, callbacks: CallbackList) -> Mapping[str, Tensor] | None:
     """Return the initial weights that a run read from a file. Tell the callback if the file has changed or is gone."""
     initial_weights = directory.load_initial_weights()
     if initial_weights is not None and directory.config.init is not None:
@@ -370,7 +390,7 @@ def _start_of(directory: RunDirectory, callback: Callback) -> Mapping[str, Tenso
         except InputError:
             changed = True
         if changed:
-            callback.on_message(
+            callbacks.on_message(
                 f"{directory.config.init} is gone or has changed since the run started; the run uses its own copy "
                 "of the initial weights."
             )
@@ -381,15 +401,15 @@ def _write_model_again(
     directory: RunDirectory,
     user_objects: UserObjects,
     expected_digest: str,
-    callback: Callback,
+    callbacks: CallbackList,
     remote_engine: RemoteEngineFactory | None,
 ) -> None:
     """Restore the missing model file of a finished run from its last checkpoint, which holds the same model."""
     # There is no training, so no sites are started, and one GPU is enough.
     device = directory.config.device.split(",")[0]
     file, config = directory.path / MODEL_FILE, replace_config(directory.config, engine="sequential", device=device)
-    initial_weights = _start_of(directory, callback)
-    with _ready(config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
+    initial_weights = _start_of(directory, callbacks)
+    with _ready(config, user_objects, directory.path, callbacks, initial_weights, remote_engine) as built_run:
         try:
             latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         except InputError:  # all of them are damaged
@@ -402,7 +422,7 @@ def _write_model_again(
                 f"run it again with the settings in {directory.path / 'config.toml'}."
             )
         directory.write_model(built_run.global_state_dict())
-    callback.on_message(f"{file} was gone; it was written again from the last checkpoint.")
+    callbacks.on_message(f"{file} was gone; it was written again from the last checkpoint.")
 
 
 def _refuse_moving(directory: RunDirectory, changes: Mapping[str, Any]) -> None:

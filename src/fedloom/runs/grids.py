@@ -23,7 +23,7 @@ from fedloom.methods.variants import MethodVariant, parse_method_variant, split_
 from fedloom.privacy import check_private_method
 from fedloom.report.effects import EffectCell, EffectFactor, EffectGrid
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.callback import Callback
+from fedloom.runs.callback import Callback, combine_callbacks
 from fedloom.runs.resolve import (
     UserObjects,
     import_method_files,
@@ -146,14 +146,12 @@ def plan_comparison_grid(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Any] | None = None,
     user_objects: UserObjects | None = None,
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> EffectGrid:
-    """Return the grid that `compare` would run, and tell the callback which combinations are left out."""
+    """Return the grid that `compare` would run, and tell the callbacks which combinations are left out."""
     import_method_files(settings or {})
-    effect_grid = _make_grid(
-        grid, make_config(settings or {}), options, user_objects, callback.on_download if callback else None
-    )
-    for reason in effect_grid.refused.values():
-        if callback is not None:
-            callback.on_message(f"left out: {reason}")
-    return effect_grid
+    with combine_callbacks(callbacks) as combined:
+        effect_grid = _make_grid(grid, make_config(settings or {}), options, user_objects, combined.on_download)
+        for reason in effect_grid.refused.values():
+            combined.on_message(f"left out: {reason}")
+        return effect_grid

@@ -10,63 +10,36 @@ from fedloom.config import replace_config
 from fedloom.core.layout import model_digest
 from fedloom.errors import RunStopped
 from fedloom.runs.build import BuiltRun
-from fedloom.runs.callback import Callback
+from fedloom.runs.callback import CallbackList
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.metrics import summarize_run_metrics
 from fedloom.utils.storage import WriteSchedule
 
 
-def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback, first_round: int | None) -> None:
+def run_rounds(directory: RunDirectory, built_run: BuiltRun, callbacks: CallbackList, first_round: int | None) -> None:
     """Run the remaining rounds from `first_round`, with checkpoints; None: a new run, which evaluates first."""
     config, rounds = built_run.config, built_run.rounds
-    callback.on_run_start(directory.path, replace_config(config, rounds=rounds.total), directory.history())
+    go_on = f"continue with: fedloom resume {directory.path}"
+    callbacks.on_run_start(directory.path, replace_config(config, rounds=rounds.total), directory.history())
     try:
+        if callbacks.failure is not None:
+            raise RunStopped(f"stopped before the first round; {go_on}")
         if first_round is None:
-            _record(directory, callback, rounds.initial_record())
-        schedule, checkpoints = WriteSchedule(config.checkpoint_seconds), directory.checkpoints
-        go_on = f"continue with: fedloom resume {directory.path}"
-        # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
-        always = built_run.engine.checkpoint_every_round or not rounds.repeatable
-        should_stop = _never if always else callback.should_stop
+            _record(directory, callbacks, rounds.initial_record())
+        saver = _Saver(directory, built_run)
+        should_stop = _never if saver.every_round else callbacks.should_stop
         rounds.context.partial_results.keep_in(
             directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
         )
-        rounds.check = callback.check
-        written_artifacts: set[str] = set()
+        rounds.check = callbacks.check
         for round in range(first_round or 0, rounds.total):
-            record = rounds.run_round(round)
-            began = time.perf_counter()
-            for name, tensors in built_run.artifacts().items():
-                if name not in written_artifacts:
-                    directory.write_artifact(name, tensors)
-                    written_artifacts.add(name)
-            last = round + 1 == rounds.total
-            stop = callback.should_stop()
-            checkpoints.wait_until_written(wait=False)
-            if last or stop or always or schedule.due(checkpoints.write_seconds):
-                # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
-                directory.sync_metrics()
-                state = {"parts": built_run.state_dict(), "record": record, "engine": built_run.engine.state_dict()}
-                background_device = None if last or stop or always else _beside(built_run)
-                checkpoints.save(round + 1, state, built_run.engine.client_states, background_device=background_device)
-                schedule.saved()
-                _spent(record, time.perf_counter() - began)
-            _record(directory, callback, record)
-            if stop and not last:
+            record, last = rounds.run_round(round), round + 1 == rounds.total
+            saver.save_if_due(record, last)
+            _record(directory, callbacks, record)
+            if callbacks.should_stop() and not last:
+                saver.save_now(record)
                 raise RunStopped(f"stopped after round {round + 1}; {go_on}")
-        global_model = rounds.global_model()
-        directory.write_model(built_run.global_state_dict())
-        summary = {
-            "method": config.method,
-            **({"variant": config.variant} if config.variant else {}),
-            "data": config.data,
-            "seed": config.seed,
-            **summarize_run_metrics(directory.history(), config.result_window),
-            "run": str(directory.path),
-            "digest": model_digest(global_model),
-        }
-        rounds.context.partial_results.clear()
-        directory.write_summary(summary)
+        _write_result(directory, built_run)
     except KeyboardInterrupt:
         directory.checkpoints.cancel()
         raise
@@ -75,7 +48,69 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             with suppress(Exception):  # a finished run has no error here; a failed one reports its own
                 directory.checkpoints.wait_until_written()
         finally:
-            callback.on_run_end()
+            callbacks.on_run_end()
+
+
+class _Saver:
+    """Write what a round leaves: artifacts, and a checkpoint when one is due."""
+
+    def __init__(self, directory: RunDirectory, built_run: BuiltRun) -> None:
+        self._directory, self._built_run = directory, built_run
+        # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
+        self.every_round = built_run.engine.checkpoint_every_round or not built_run.rounds.repeatable
+        self._schedule = WriteSchedule(built_run.config.checkpoint_seconds)
+        self._written_artifacts: set[str] = set()
+        self._saved_round = -1
+
+    def save_if_due(self, record: dict[str, Any], last: bool) -> None:
+        """Save the state after a round, at least after the last one, and add the time to the record."""
+        began, built_run, checkpoints = time.perf_counter(), self._built_run, self._directory.checkpoints
+        for name, tensors in built_run.artifacts().items():
+            if name not in self._written_artifacts:
+                self._directory.write_artifact(name, tensors)
+                self._written_artifacts.add(name)
+        checkpoints.wait_until_written(wait=False)
+        if last or self.every_round or self._schedule.due(checkpoints.write_seconds):
+            self._save(record, None if last or self.every_round else _beside(built_run))
+            _spent(record, time.perf_counter() - began)
+
+    def save_now(self, record: dict[str, Any]) -> None:
+        """Save the state after this round, unless that is done, and return when it is on the disk."""
+        if self._saved_round == record["round"]:
+            self._directory.checkpoints.wait_until_written()
+            return
+        began = time.perf_counter()
+        self._save(record, None)
+        _spent(record, time.perf_counter() - began)
+        self._directory.rewind(record["round"] - 1)  # write the record again, now with the time of the checkpoint
+        self._directory.append_record(record)
+
+    def _save(self, record: dict[str, Any], background_device: torch.device | None) -> None:
+        # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
+        self._directory.sync_metrics()
+        engine = self._built_run.engine
+        state = {"parts": self._built_run.state_dict(), "record": record, "engine": engine.state_dict()}
+        checkpoints, self._saved_round = self._directory.checkpoints, record["round"]
+        checkpoints.save(self._saved_round, state, engine.client_states, background_device=background_device)
+        self._schedule.saved()
+
+
+def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
+    """Write the model and the summary of a run after its last round."""
+    config, rounds = built_run.config, built_run.rounds
+    global_model = rounds.global_model()
+    directory.write_model(built_run.global_state_dict())
+    summary = {
+        "method": config.method,
+        **({"variant": config.variant} if config.variant else {}),
+        "data": config.data,
+        "seed": config.seed,
+        **summarize_run_metrics(directory.history(), config.result_window),
+        "run": str(directory.path),
+        "digest": model_digest(global_model),
+    }
+    rounds.context.partial_results.clear()
+    directory.write_summary(summary)
 
 
 def _beside(built_run: BuiltRun) -> torch.device | None:
@@ -91,9 +126,9 @@ def _never() -> bool:
     return False
 
 
-def _record(directory: RunDirectory, callback: Callback, record: dict[str, Any]) -> None:
+def _record(directory: RunDirectory, callbacks: CallbackList, record: dict[str, Any]) -> None:
     directory.append_record(record)
-    callback.on_round_end(record)
+    callbacks.on_round_end(record)
 
 
 def _spent(record: dict[str, Any], seconds: float) -> None:

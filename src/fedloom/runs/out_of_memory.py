@@ -35,7 +35,7 @@ def explain_out_of_memory(device: str, engine: Engine | None = None, work: str =
         ) from error
 
 
-def retry_with_fewer_slots(attempt: Callable[[int | None], None], callback: Callback) -> None:
+def retry_with_fewer_slots(attempt: Callable[[int | None], None], callbacks: Callback) -> None:
     """Call `attempt(None)` to start a run, and `attempt(slots)` to resume it with fewer slots if out of memory."""
     slots = None
     while True:
@@ -48,7 +48,7 @@ def retry_with_fewer_slots(attempt: Callable[[int | None], None], callback: Call
         else:
             return
         # Outside the except clause, because the error keeps the GPU memory of the run alive.
-        callback.on_message(
+        callbacks.on_message(
             f"the GPU has not enough memory for the work of the server beside {before} clients; the run continues from "
             f"the last checkpoint with {format_plural(slots, 'client')} at once, with the same result."
         )

@@ -6,10 +6,10 @@ to epoch, as in ordinary training. The same seed gives the same bits, also after
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from fedloom.devices.selection import select_device
 from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.models.initial_weights import initial_weights_sha256, read_initial_weights
-from fedloom.runs.callback import RunDescription, SilentCallback
+from fedloom.runs.callback import Callback, CallbackList, combine_callbacks
 from fedloom.runs.check_model import check_channels_last, check_forward_pass, make_checked_model
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.runs.directory import claim_directory
+from fedloom.runs.keyword_types import PretrainSettings
 from fedloom.runs.out_of_memory import explain_out_of_memory
 from fedloom.training.batches import Batch
 from fedloom.training.context import TrainingContext
@@ -73,19 +74,13 @@ class PretrainResult:
         return str(self.metadata["digest"])
 
 
-class PretrainCallback(Protocol):
-    """Watch a pretraining; `fedloom.runs.callback.Callback` explains the methods. Rounds are epochs."""
-
-    def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None: ...
-    def on_message(self, text: str) -> None: ...
-    def on_round_end(self, record: Mapping[str, Any]) -> None: ...
-    def on_download(self, name: str, done: int, total: int) -> None: ...
-    def should_stop(self) -> bool: ...
-    def on_run_end(self) -> None: ...
-
-
 def pretrain(
-    data: str, out: Path | str, model: str = "mlp", *, callback: PretrainCallback | None = None, **settings: Any
+    data: str,
+    out: Path | str,
+    model: str = "mlp",
+    *,
+    callbacks: Sequence[Callback] = (),
+    **settings: Unpack[PretrainSettings],
 ) -> PretrainResult:
     """Train a network on one data set in the ordinary way, and write it to a file for the setting `init`.
 
@@ -96,7 +91,7 @@ def pretrain(
         data: The name of a data set.
         out: The safetensors file to write.
         model: The name of a network.
-        callback: Watches and stops the pretraining; by default none.
+        callbacks: Watch and stop the pretraining; rounds are epochs.
         **settings: Fields of `PretrainConfig`, such as `epochs=20`.
 
     Returns:
@@ -104,28 +99,29 @@ def pretrain(
 
     Raises:
         InputError: A setting is invalid, or `out` exists and was not made with these settings.
-        RunStopped: The callback stopped the pretraining; the same call continues it.
-        FedloomError: The training failed, for example because the model is not finite.
+        RunStopped: A callback stopped the pretraining; the same call continues it.
+        FedloomError: The training failed, for example because the model is not finite, or a callback raised an error.
 
     Example:
         made = fedloom.pretrain("digits", "start.safetensors", classes="0-4", epochs=3)
         run = fedloom.run("fedavg", classes="5-9", init="start.safetensors", new_head=True)
     """
     config = validate_settings(PretrainConfig, {"data": data, "model": model, **settings})
-    path, callback = Path(out), callback or SilentCallback()
-    result = _finished(path, config)
-    work = path.with_name(f"{path.name}.unfinished")
-    if result is None:
-        with claim_directory(work):
-            result = _finished(path, config) or _train(path, work, config, callback)  # another process may have made it
+    path = Path(out)
+    with combine_callbacks(callbacks) as combined:
+        result = _finished(path, config)
+        work = path.with_name(f"{path.name}.unfinished")
+        if result is None:
+            with claim_directory(work):  # another process may have made it meanwhile
+                result = _finished(path, config) or _train(path, work, config, combined)
     shutil.rmtree(work, ignore_errors=True)
     return result
 
 
-def _train(path: Path, work: Path, config: PretrainConfig, callback: PretrainCallback) -> PretrainResult:
+def _train(path: Path, work: Path, config: PretrainConfig, callbacks: CallbackList) -> PretrainResult:
     """Train and write the file; checkpoints go to the folder `work`."""
     with explain_out_of_memory(config.device, work=NO_ROOM):
-        pretrainer = _Pretrainer(config, callback)
+        pretrainer = _Pretrainer(config, callbacks)
     try:
         with explain_out_of_memory(config.device, work=NO_ROOM):
             metadata = pretrainer.train(Checkpoints(work / "checkpoints"), path)
@@ -166,15 +162,15 @@ def _same(before: Mapping[str, Any], config: PretrainConfig, where: Path) -> Non
 class _Pretrainer:
     """Model, data, optimizer and engine of a pretraining. The caller must close it."""
 
-    def __init__(self, config: PretrainConfig, callback: PretrainCallback) -> None:
-        self.config, self.callback = config, callback
+    def __init__(self, config: PretrainConfig, callbacks: CallbackList) -> None:
+        self.config, self.callbacks = config, callbacks
         device, rng_streams, training_config = (
             select_device(config.device),
             RngStreams(config.seed),
             config.training_config(),
         )
         set_precision(device, "tf32", deterministic=True)  # so the command in the file reproduces the file
-        loaded = datasets.load_dataset(config.data, progress=callback.on_download)
+        loaded = datasets.load_dataset(config.data, progress=callbacks.on_download)
         self.dataset = datasets.with_normalization(datasets.select_classes(loaded, config.classes), config.normalize)
         federated_data = _one_client(self.dataset)
         self.model = make_checked_model(config.model, None, federated_data, rng_streams, share_frozen=True)
@@ -211,21 +207,23 @@ class _Pretrainer:
     def train(self, checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
         """Train from the last checkpoint, if any, to the end. Return the metadata of the file."""
         self._load_checkpoint(checkpoints, path)
-        self.callback.on_run_start(path, self.config, [{"round": record["epoch"]} for record in self.history])
+        self.callbacks.on_run_start(path, self.config, [{"round": record["epoch"]} for record in self.history])
         try:
+            if self.callbacks.failure is not None:
+                raise RunStopped("stopped before the first epoch; continue with the same command.")
             schedule = WriteSchedule(self.config.checkpoint_seconds)
             for epoch in range(len(self.history), self.config.epochs):
                 record = self._train_epoch(epoch)
                 self.history.append(record)
-                self.callback.on_round_end({"round": epoch + 1, **record})
-                last, stop = epoch + 1 == self.config.epochs, self.callback.should_stop()
+                self.callbacks.on_round_end({"round": epoch + 1, **record})
+                last, stop = epoch + 1 == self.config.epochs, self.callbacks.should_stop()
                 if not last and (stop or schedule.due(checkpoints.write_seconds)):
                     checkpoints.save(epoch + 1, self._checkpoint_state(), self.client_states)
                     schedule.saved()
                 if stop and not last:
                     raise RunStopped(f"stopped after epoch {epoch + 1}; continue with the same command.")
         finally:
-            self.callback.on_run_end()
+            self.callbacks.on_run_end()
         return self._metadata(path)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -263,7 +261,7 @@ class _Pretrainer:
     def _load_checkpoint(self, checkpoints: Checkpoints, path: Path) -> None:
         latest = checkpoints.load_latest(self.client_states)
         for text in checkpoints.damaged:
-            self.callback.on_message(f"{text} Continuing from the checkpoint before it.")
+            self.callbacks.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
             return
         _, state = latest

@@ -25,7 +25,7 @@ from fedloom.errors import RunStopped
 from fedloom.methods import compose, methods
 from fedloom.methods.variants import parse_method_variant
 from fedloom.runs.build import BuiltRun
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.runs.execute import resume, run
 from fedloom.testing.fixtures import (
     SETTINGS,
@@ -210,7 +210,7 @@ def _resumes_exactly(method: str, options: Given) -> None:
             out, federated_data = Path(place) / "run", SmallFederatedDataset()
             values: dict[str, Any] = {"options": options, "out": out, "report": False, **SETTINGS}
             try:
-                run(method, federated_data, batch_norm_network, callback=_StopAfter(rounds), **values)
+                run(method, federated_data, batch_norm_network, callbacks=[_StopAfter(rounds)], **values)
                 raise AssertionError("the run was not stopped")
             except RunStopped:
                 finished = resume(out, data=federated_data, model=batch_norm_network, report=False)
@@ -367,7 +367,7 @@ Example:
 """
 
 
-class _StopAfter(SilentCallback):
+class _StopAfter(Callback):
     """Stop a run after a number of rounds."""
 
     def __init__(self, rounds: int) -> None:
@@ -377,4 +377,4 @@ class _StopAfter(SilentCallback):
         self.rounds_left -= record["round"] > 0
 
     def should_stop(self) -> bool:
-        return self.rounds_left <= 1
+        return self.rounds_left <= 0

@@ -101,15 +101,15 @@ def site_processes(run: Path) -> list[int]:
 SERVER = """
 import json, sys
 from fedloom.runs.execute import execute_run
-from fedloom.runs.callback import SilentCallback
+from fedloom.runs.callback import Callback
 from fedloom.config import Config, make_config
 
-class Waiting(SilentCallback):
+class Waiting(Callback):
     def on_round_end(self, record):
         print(record["round"], flush=True)
         sys.stdin.readline()
 
-done = execute_run(make_config(json.loads(sys.argv[1])), out=sys.argv[2], callback=Waiting())
+done = execute_run(make_config(json.loads(sys.argv[1])), out=sys.argv[2], callbacks=[Waiting()])
 print(done.summary["digest"], done.summary["failed"], flush=True)
 """
 SITES = ("supernode", "site_process", "clientapp", "site-")
@@ -176,7 +176,7 @@ def test_a_run_that_was_stopped_goes_on_with_sites_that_are_started_anew(tmp_pat
     }  # fmt: skip
     config, out = make_config(settings), tmp_path / "run"
     with pytest.raises(RunStopped):
-        execute_run(config, out=out, callback=Two())
+        execute_run(config, out=out, callbacks=[Two()])
     finished = resume(out)
     assert finished.summary["failed"] == 0
     host = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "host")

@@ -77,7 +77,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(certificates: Path, tm
     config, out = run_of(rounds=4), tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
     with pytest.raises(RunStopped):
-        execute_run(config, out=out, remote_engine=reach(link, config, out), callback=Two())
+        execute_run(config, out=out, remote_engine=reach(link, config, out), callbacks=[Two()])
     finished = resume(out, remote_engine=reach(link, config, out))
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 

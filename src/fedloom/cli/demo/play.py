@@ -11,9 +11,11 @@ from typing import Any
 from fedloom.cli.demo.progress import DemoProgress
 from fedloom.cli.demo.scene import WIDTH, DemoScene, format_demo_command
 from fedloom.cli.demo.verdicts import SceneResults, SeedResult, judge_demo_claim
+from fedloom.cli.interrupts import StopOnSignal
 from fedloom.cli.output import print_table
 from fedloom.errors import RunStopped
 from fedloom.report import read_run_record, write_report_page
+from fedloom.runs.callback import Callback
 from fedloom.runs.compare import ComparisonResult, compare
 from fedloom.runs.directory import claim_directory
 from fedloom.runs.pretrain import pretrain
@@ -34,7 +36,7 @@ def play_demo(scenes: Sequence[DemoScene], out: Path | None = None, quiet: bool 
 
     Runs that `out` holds already are not run again.
     """
-    progress = DemoProgress(scenes, quiet)
+    stop_on_signal, progress = StopOnSignal(), DemoProgress(scenes, quiet)
     results = {}
     with (
         claim_directory(out or Path("runs", "demo"), numbered=out is None) as folder,
@@ -50,7 +52,7 @@ def play_demo(scenes: Sequence[DemoScene], out: Path | None = None, quiet: bool 
             print()
             for words in scene.commands():
                 print(format_demo_command(words))
-            compared = _play_scene(scene, folder, progress)
+            compared = _play_scene(scene, folder, [stop_on_signal, progress])
             progress.end_scene()
             results[scene.folder] = _read_results(compared.runs)
             found += [read_run_record(run.path) for run in compared.runs]
@@ -70,12 +72,12 @@ def _wrap(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _play_scene(scene: DemoScene, folder: Path, progress: DemoProgress) -> ComparisonResult:
+def _play_scene(scene: DemoScene, folder: Path, callbacks: Sequence[Callback]) -> ComparisonResult:
     """Run what the commands of the scene run, without a report of each run."""
     start: dict[str, Any] = {}
     if scene.start:
         file = folder / scene.start.file
-        pretrain(scene.start.data, file, callback=progress, **scene.start.settings)
+        pretrain(scene.start.data, file, callbacks=callbacks, **scene.start.settings)
         start = {"init": str(file), "new_head": True}
     return compare(
         list(scene.rows),
@@ -83,7 +85,7 @@ def _play_scene(scene: DemoScene, folder: Path, progress: DemoProgress) -> Compa
         options=scene.options,
         out=folder / scene.folder,
         report=False,
-        callback=progress,
+        callbacks=callbacks,
         **scene.settings,
         **start,
     )

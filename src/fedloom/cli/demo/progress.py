@@ -10,20 +10,19 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from fedloom.cli.demo.scene import DemoScene
-from fedloom.cli.progress import PAUSE, ProgressDisplay
-from fedloom.runs.callback import RunDescription
+from fedloom.cli.progress import PAUSE
+from fedloom.runs.callback import Callback, RunDescription
 from fedloom.utils.formatting import format_seconds
 
 ENOUGH_WORK = 5.0
 """Seconds of planned work after which the speed of this machine is known."""
 
 
-class DemoProgress:
-    """A callback for all runs of the demo. Ctrl-C stops it after the current round, a second one at once."""
+class DemoProgress(Callback):
+    """A callback that shows the progress of all runs of the demo."""
 
     def __init__(self, scenes: Sequence[DemoScene], quiet: bool = False) -> None:
         self._scenes = list(scenes)
-        self._signals = ProgressDisplay(quiet=True)  # it handles Ctrl-C, and shows nothing
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
         self._live = self._console.is_terminal and not quiet
         self._began = self._printed_at = time.monotonic()
@@ -50,7 +49,6 @@ class DemoProgress:
         return planned * (elapsed / self._worked if self._worked > ENOUGH_WORK else 1.0)
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
-        self._signals.on_run_start(folder, config, history)
         self._name = f"scene {self._number + 1} of {len(self._scenes)}  {config.label}, seed {config.seed}"
         width = max(len(row) for scene in self._scenes for row in scene.rows)
         self._padded_name = self._name.ljust(len(self._name) - len(config.label) + width)  # the bar stays where it is
@@ -71,18 +69,6 @@ class DemoProgress:
 
     def on_message(self, text: str) -> None:
         self._console.print(Text.assemble(("note:", "yellow"), f" {text}"))
-
-    def on_download(self, name: str, done: int, total: int) -> None:
-        return  # the data come with scikit-learn
-
-    def should_stop(self) -> bool:
-        return self._signals.should_stop()
-
-    def check(self) -> None:
-        return
-
-    def on_run_end(self) -> None:
-        self._signals.on_run_end()
 
     @property
     def _done(self) -> float:

@@ -22,7 +22,7 @@ from fedloom.flower.site_data import (
     read_site_data_spec,
 )
 from fedloom.flower.trust.agreement import agreement_difference, agreement_settings
-from fedloom.runs.callback import RunDescription, SilentCallback
+from fedloom.runs.callback import Callback, RunDescription, combine_callbacks
 from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, refuse_occupied_directory
 from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method
 
@@ -55,10 +55,10 @@ def serve_run(transport: Transport, config: Config, settings: ServerAppSettings,
     config = set_app_site_data(config, spec)
     if not settings.folder:
         raise InputError('the run config must set the run directory on the server: folder = "/path".')
-    folder, callback = Path(settings.folder), _LogCallback()
+    folder = Path(settings.folder)
     _refuse_missing_data(config, spec)
     # Before the sites are asked, because another server may be using them.
-    with claim_directory(folder, _refuse_foreign):
+    with combine_callbacks([_LogCallback()]) as callbacks, claim_directory(folder, _refuse_foreign):
         goes_on = is_run_directory(folder)
         if goes_on:
             _refuse_other_settings(folder, config, spec)
@@ -68,9 +68,11 @@ def serve_run(transport: Transport, config: Config, settings: ServerAppSettings,
             data = SiteDataServerView(make_empty_site_dataset(spec), config.clients, sites.registry.num_examples)
         if goes_on:
             LOG.info("continuing the run in %s", folder)
-            return resume_in_directory(RunDirectory.open(folder), UserObjects(data=data), callback, remote_engine=sites)
+            return resume_in_directory(
+                RunDirectory.open(folder), UserObjects(data=data), callbacks, remote_engine=sites
+            )
         config = replace_config(config, options=resolve_method(config).resolved_options())
-        return execute_in_directory(folder, config, UserObjects(data=data), callback, remote_engine=sites)
+        return execute_in_directory(folder, config, UserObjects(data=data), callbacks, remote_engine=sites)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -105,7 +107,7 @@ def _refuse_other_settings(folder: Path, config: Config, spec: SiteDataSpec | No
         )
 
 
-class _LogCallback(SilentCallback):
+class _LogCallback(Callback):
     """Callback that writes the progress of a run to Flower's log."""
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
