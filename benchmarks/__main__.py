@@ -20,6 +20,7 @@ BENCHMARKS = {
     "fedcda-disk-cache": "methods.fedcda_disk_cache",
     "experiments": "experiments.main",
     "curves": "experiments.curves",
+    "result-tables": "experiments.tables",
     "league": "league.main",
     "flower": "flower.main",
     "flower-faults": "flower.faults",
