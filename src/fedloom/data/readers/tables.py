@@ -277,12 +277,8 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
     each owner's rows for testing; `task`; `drop`, columns to leave out, joined by +.
     """
     assert spec.path is not None
-    label, owner, test, task = (
-        spec.text_option("label", DEFAULT_LABEL),
-        spec.text_option("owner"),
-        spec.text_option("test", "0.2"),
-        parse_table_task(spec),
-    )
+    label, owner = spec.text_option("label", DEFAULT_LABEL), spec.text_option("owner")
+    test, task = spec.text_option("test", "0.2"), parse_table_task(spec)
     drop = [name for name in spec.text_option("drop").split("+") if name]
     spec.refuse_unused_options()
     test_share = parse_dataset_number(test)
@@ -290,16 +286,7 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         raise InputError(f"test of 'table' is {test!r}; expected a file, or a share above 0 and below 1.")
     path, text_columns = spec.path, {label, owner}
     columns = _read(path, text_columns)
-    if label == DEFAULT_LABEL and label not in columns:
-        raise InputError(
-            f"{path} has no column {label!r}; name the column of labels, as in {path.name},label=NAME. Its columns: "
-            f"{format_list(list(columns))}."
-        )
-    for name in (label, *([owner] if owner else []), *drop):
-        if name not in columns:
-            raise unknown_name_error(f"column of {path}", name, columns)
-    if named := {label, owner} & set(drop):
-        raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
+    _check_named_columns(columns, path, label, owner, drop)
     columns, notes = _labeled(columns, label, path)
     labels = require_text_column(columns[label])
     owners, names = make_table_owners(require_text_column(columns[owner]), str(path), owner) if owner else (None, ())
@@ -332,6 +319,20 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         notes=(*notes, *more),
         test_owners=test_owners,
     )
+
+
+def _check_named_columns(columns: Columns, path: Path, label: str, owner: str, drop: Sequence[str]) -> None:
+    """Raise `InputError` unless the table has the columns of the options, each in one role."""
+    if label == DEFAULT_LABEL and label not in columns:
+        raise InputError(
+            f"{path} has no column {label!r}; name the column of labels, as in {path.name},label=NAME. Its columns: "
+            f"{format_list(list(columns))}."
+        )
+    for name in (label, *([owner] if owner else []), *drop):
+        if name not in columns:
+            raise unknown_name_error(f"column of {path}", name, columns)
+    if named := {label, owner} & set(drop):
+        raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
 
 
 def _read(path: Path, text_columns: set[str]) -> Columns:
