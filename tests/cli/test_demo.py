@@ -15,10 +15,10 @@ from scipy import stats
 
 from fedloom.cli.demo.command import DEMO_SCENES
 from fedloom.cli.demo.play import play_demo
-from fedloom.cli.demo.progress import DemoProgress
 from fedloom.cli.demo.scene import DemoClaim, DemoFinding, DemoScene, format_demo_command
 from fedloom.cli.demo.verdicts import SeedResult, judge_demo_claim
 from fedloom.cli.main import main
+from fedloom.cli.progress import ProgressDisplay
 from fedloom.config import make_config
 from fedloom.errors import RunStopped
 from fedloom.methods.variants import parse_method_variant
@@ -54,10 +54,10 @@ def test_five_papers_have_a_claim() -> None:
 @pytest.mark.parametrize(("scene", "claim"), CLAIMS, ids=PAPERS)
 def test_a_claim_is_about_rows_of_its_scene(scene: DemoScene, claim: DemoClaim) -> None:
     named = {claim.row, claim.baseline} | {row for finding in claim.findings for row in (finding.row, finding.baseline)}
-    assert named <= scene.rows.keys()
+    assert named <= set(scene.rows)
     assert len(claim.findings) > 1, "a claim has a control"
     for row in scene.rows:
-        assert parse_method_variant(row).label == row, "progress finds a run by its label"
+        assert parse_method_variant(row).label == row
 
 
 # sentences
@@ -84,7 +84,7 @@ def test_supported_means_that_the_interval_excludes_zero_on_the_side_of_the_clai
 ) -> None:
     ours, theirs = ([value / 10 for value in column] for column in columns)
     claim = DemoClaim("Paper", "", "a", "b", (measure,), (DemoFinding("b", "a", "; the other way {outcome}, {gain}"),))
-    scene = DemoScene("", (claim,), {"a": 1.0, "b": 1.0}, {"lr": 0.01}, jump_round=20)
+    scene = DemoScene("", (claim,), ("a", "b"), {"lr": 0.01}, jump_round=20)
     said = judge_demo_claim(scene, claim, make_results({"a": ours, "b": theirs}, measure))
     gaps = np.subtract(ours, theirs) * (-1 if measure == "spread" else 1)
     below = above = False
@@ -98,7 +98,7 @@ def test_supported_means_that_the_interval_excludes_zero_on_the_side_of_the_clai
 
 def test_a_claim_about_two_measures_needs_both() -> None:
     claim = DemoClaim("Paper", "", "a", "b", ("spread", "accuracy"), ())
-    scene = DemoScene("", (claim,), {"a": 1.0, "b": 1.0}, {"lr": 0.01})
+    scene = DemoScene("", (claim,), ("a", "b"), {"lr": 0.01})
     theirs = {seed: SeedResult(50.0, 5.0 + seed, {}) for seed in range(3)}
 
     def judge(level: float, spread: float) -> str:
@@ -181,7 +181,7 @@ def test_a_demo_judges_five_papers_and_writes_one_report(tmp_path: Path, capsys:
     results = play_demo(scenes, tmp_path / "whole")
     whole = capsys.readouterr()
     assert results.keys() == {scene.folder for scene in scenes}
-    assert all(results[scene.folder].keys() == scene.rows.keys() for scene in scenes)
+    assert all(results[scene.folder].keys() == set(scene.rows) for scene in scenes)
     for paper in ("FedCross", "FedMR", "FedCDA", "LSS", "DynaFed"):
         assert f"\n{paper}: not supported at lr=" in whole.out, "one seed supports nothing"
     for scene in scenes:
@@ -191,7 +191,7 @@ def test_a_demo_judges_five_papers_and_writes_one_report(tmp_path: Path, capsys:
     assert all(f"{row} · " in page for scene in scenes for row in scene.rows)
     assert f"report: {tmp_path / 'whole' / 'report.html'}\n" in whole.out
     assert len(re.findall(r"^  fedloom ", whole.out, flags=re.MULTILINE)) == 3
-    assert f"\nscene 4 of 4  {list(scenes[3].rows)[-1]}, seed 0, round 0/3: " in whole.err
+    assert f"\n4/4  {scenes[3].rows[-1]} on hard-digits, seed 0: 3 rounds\n" in whole.err
     assert not list((tmp_path / "whole").glob("*/*/report.html"))
 
 
@@ -200,7 +200,7 @@ def test_a_stopped_demo_continues(
 ) -> None:
     scenes = [reduce_scene(scene) for scene in DEMO_SCENES[2:]]
     rounds = iter(range(12))
-    monkeypatch.setattr(DemoProgress, "should_stop", lambda progress: next(rounds, None) is None)
+    monkeypatch.setattr(ProgressDisplay, "should_stop", lambda display: next(rounds, None) is None)
     with pytest.raises(RunStopped, match=r"continue with: fedloom demo lss dynafed --out .*again$"):
         play_demo(scenes, tmp_path / "again", quiet=True)
     monkeypatch.undo()
@@ -229,33 +229,6 @@ def test_scenes_are_chosen_by_method(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["demo", "fedcros"])
     assert capsys.readouterr().err == "fedloom: unknown scene 'fedcros'; did you mean 'fedcross'?\n"
-
-
-def test_the_time_left_is_that_of_all_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 100.0
-    monkeypatch.setattr("fedloom.cli.demo.progress.time.monotonic", lambda: clock)
-    settings = {"lr": 0.01, "rounds": 10}
-    scenes = [DemoScene("", (), {"fedavg": 10.0, "fedavg:lr=0.1": 20.0}, settings, seeds=2)] * 2
-    progress = DemoProgress(scenes, quiet=True)
-
-    def begin(scene: int, seed: int, label: str, history: list[dict[str, Any]]) -> None:
-        progress.start_scene(scene)
-        progress.on_run_start(Path("run"), make_config({"rounds": 10, "seed": seed, "variant": label}), history)
-
-    begin(0, 0, "fedavg", [])
-    assert progress.time_left() == 120, "as planned"
-    for at in range(10):
-        clock += 2  # twice as long as planned
-        progress.on_round_end({"round": at + 1})
-    progress.on_run_end()
-    assert progress.time_left() == pytest.approx(2 * 110)
-    begin(1, 1, "fedavg:lr=0.1", [{"round": at} for at in range(6)])  # what lies between was found on the disk
-    assert progress.time_left() == pytest.approx(2 * 10)
-    for at in range(5, 10):
-        clock += 2
-        progress.on_round_end({"round": at + 1})
-    progress.on_run_end()
-    assert progress.time_left() == 0
 
 
 # the demo that the documentation shows

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedloom.cli.demo.progress import DemoProgress
 from fedloom.cli.demo.scene import WIDTH, DemoScene, format_demo_command
 from fedloom.cli.demo.verdicts import SceneResults, SeedResult, judge_demo_claim
 from fedloom.cli.output import print_table
+from fedloom.cli.progress import ProgressDisplay
 from fedloom.errors import RunStopped
 from fedloom.report import read_run_record, write_report_page
 from fedloom.runs.compare import ComparisonResult, compare
@@ -34,24 +34,22 @@ def play_demo(scenes: Sequence[DemoScene], out: Path | None = None, quiet: bool 
 
     Runs that `out` holds already are not run again.
     """
-    progress = DemoProgress(scenes, quiet)
     results = {}
-    with (
-        claim_directory(out or Path("runs", "demo"), numbered=out is None) as folder,
-        _stoppable(scenes, folder, progress),
-    ):
+    with claim_directory(out or Path("runs", "demo"), numbered=out is None) as folder:
         print("Accuracy on test data, in percent. Brackets: 95 % intervals of differences, paired by seed.")
         found = []
-        for number, scene in enumerate(scenes):
-            progress.start_scene(number)
-            print(f"\n{number + 1}. {scene.title}\n")
+        for number, scene in enumerate(scenes, 1):
+            print(f"\n{number}. {scene.title}\n")
             for claim in scene.claims:
                 print(_wrap(f"{claim.paper}: {claim.text}"))
             print()
             for words in scene.commands():
                 print(format_demo_command(words))
-            compared = _play_scene(scene, folder, progress)
-            progress.end_scene()
+            try:
+                compared = _play_scene(scene, folder, quiet)
+            except (RunStopped, KeyboardInterrupt):  # finished runs stay in the folder
+                words = ["fedloom", "demo", *(name for scene in scenes for name in scene.names), "--out", str(folder)]
+                raise RunStopped(f"stopped; continue with: {shlex.join(words)}") from None
             results[scene.folder] = _read_results(compared.runs)
             found += [read_run_record(run.path) for run in compared.runs]
             print()
@@ -70,23 +68,34 @@ def _wrap(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _play_scene(scene: DemoScene, folder: Path, progress: DemoProgress) -> ComparisonResult:
+def _play_scene(scene: DemoScene, folder: Path, quiet: bool) -> ComparisonResult:
     """Run what the commands of the scene run, without a report of each run."""
     start: dict[str, Any] = {}
     if scene.start:
         file = folder / scene.start.file
-        pretrain(scene.start.data, file, callback=progress, **scene.start.settings)
+        with _shown(ProgressDisplay(quiet, unit="epoch")) as display:
+            pretrain(scene.start.data, file, callback=display, **scene.start.settings)
         start = {"init": str(file), "new_head": True}
-    return compare(
-        list(scene.rows),
-        scene.seeds,
-        options=scene.options,
-        out=folder / scene.folder,
-        report=False,
-        callback=progress,
-        **scene.settings,
-        **start,
-    )
+    with _shown(ProgressDisplay(quiet, scene.rows, scene.seeds)) as display:
+        return compare(
+            list(scene.rows),
+            scene.seeds,
+            options=scene.options,
+            out=folder / scene.folder,
+            report=False,
+            callback=display,
+            **scene.settings,
+            **start,
+        )
+
+
+@contextmanager
+def _shown(display: ProgressDisplay) -> Iterator[ProgressDisplay]:
+    """Remove the progress bar at the end, also after a second Ctrl-C."""
+    try:
+        yield display
+    finally:
+        display.on_run_end()
 
 
 def _read_results(runs: Sequence[RunResult]) -> SceneResults:
@@ -98,15 +107,3 @@ def _read_results(runs: Sequence[RunResult]) -> SceneResults:
         found = SeedResult(statistics.fmean(window), compute_window_std(window) or 0.0, by_round)
         results.setdefault(run.config.label, {})[run.config.seed] = found
     return results
-
-
-@contextmanager
-def _stoppable(scenes: Sequence[DemoScene], folder: Path, progress: DemoProgress) -> Iterator[None]:
-    """Say how to continue after Ctrl-C. Finished runs stay in the folder."""
-    words = ["fedloom", "demo", *(name for scene in scenes for name in scene.names), "--out", str(folder)]
-    try:
-        yield
-    except (RunStopped, KeyboardInterrupt):
-        raise RunStopped(f"stopped; continue with: {shlex.join(words)}") from None
-    finally:
-        progress.end_scene()

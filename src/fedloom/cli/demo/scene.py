@@ -35,10 +35,6 @@ class DemoClaim:
     measures: tuple[Measure, ...]
     findings: tuple[DemoFinding, ...]
 
-    @property
-    def method(self) -> str:
-        return self.row.partition(":")[0]
-
 
 @dataclass(frozen=True)
 class StartModel:
@@ -59,8 +55,8 @@ class DemoScene:
 
     title: str
     claims: tuple[DemoClaim, ...]
-    rows: Mapping[str, float]
-    """The rows of the comparison, each with the seconds of one run on two idle cores."""
+    rows: tuple[str, ...]
+    """The rows of the comparison: methods with options and settings."""
     settings: Mapping[str, Any]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seeds: int = 3
@@ -70,26 +66,11 @@ class DemoScene:
     @property
     def names(self) -> list[str]:
         """The methods whose claims it tests."""
-        return [claim.row.partition(":")[0] for claim in self.claims]
+        return [claim.row for claim in self.claims]
 
     @property
     def folder(self) -> str:
         return "-".join(self.names)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all runs on two idle cores."""
-        return self.seeds * sum(self.rows.values())
-
-    def plan(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """Return the seconds of each run, by row and seed, and those of the runs before it."""
-        first, before = self.settings.get("seed", 0), 0.0
-        plan = {}
-        for row, seconds in self.rows.items():
-            for seed in range(first, first + self.seeds):
-                plan[row, seed] = seconds, before
-                before += seconds
-        return plan
 
     def commands(self) -> list[list[str]]:
         """Return its commands as words: first the one that trains the start model, if there is one."""

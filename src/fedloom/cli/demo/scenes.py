@@ -35,8 +35,10 @@ MODELS = DemoScene(
             ),
         ),
     ),
-    rows={"fedavg": 3.1, "fedcross": 3.1, "fedmr": 3.1, "indep": 3.1}
-    | {"fedavg:lr=0.03": 3.1, "fedcross:lr=0.03": 3.1, "fedmr:lr=0.03": 3.1, "indep:lr=0.03": 3.1},
+    rows=(
+        *("fedavg", "fedcross", "fedmr", "indep"),
+        *("fedavg:lr=0.03", "fedcross:lr=0.03", "fedmr:lr=0.03", "indep:lr=0.03"),
+    ),
     settings={
         "data": "hard-digits",
         "partition": "dirichlet-equal:0.05",
@@ -70,7 +72,7 @@ STABILITY = DemoScene(
             ),
         ),
     ),
-    rows={"fedavg": 1.8, "fedcda": 1.8, "fedcda:selection=newest": 1.8, "fedavg:lr=0.03": 1.8, "fedcda:lr=0.03": 1.8},
+    rows=("fedavg", "fedcda", "fedcda:selection=newest", "fedavg:lr=0.03", "fedcda:lr=0.03"),
     settings={
         "data": "hard-digits",
         "partition": "dirichlet-equal:0.05",
@@ -103,7 +105,7 @@ FEW_ROUNDS = DemoScene(
             ),
         ),
     ),
-    rows={"fedavg": 0.7, "fedavg:init=none": 0.7, "swa": 0.7, "lss": 3.0},
+    rows=("fedavg", "fedavg:init=none", "swa", "lss"),
     settings={
         "data": "hard-digits",
         "classes": "5-9",
@@ -140,7 +142,7 @@ SYNTHESIS = DemoScene(
             ),
         ),
     ),
-    rows={"fedavg": 1.4, "dynafed": 9.4, "dynafed:iterations=0": 1.7, "fedavg:lr=0.01": 1.4},
+    rows=("fedavg", "dynafed", "dynafed:iterations=0", "fedavg:lr=0.01"),
     settings={
         "data": "hard-digits",
         "partition": "dirichlet-equal:0.02",
