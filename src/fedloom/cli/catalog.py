@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from fedloom.cli.loading import show_loading
+from fedloom.cli.output import show_loading
 from fedloom.utils.data_folders import ExpectedFiles, describe_data_state, possible_data_folders
 
 CATALOG_FILE = Path(__file__).with_name("catalog.json")

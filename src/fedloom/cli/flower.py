@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.options import add_cli_options
+from fedloom.cli.options import Imports, MethodOptions, add_cli_options
 from fedloom.config import parse_config_overrides
 from fedloom.errors import InputError, shorten_error_message
 from fedloom.flower import commands
@@ -125,13 +125,8 @@ def new(
     run_directory: Annotated[
         Path | None, typer.Option(metavar="DIR", help="run directory on the server; by default DIR-run")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="option of a method; may be repeated"),
-    ] = None,
-    import_: Annotated[
-        list[str] | None, typer.Option("--import", metavar="FILE", help="Python file with methods of your own")
-    ] = None,
+    set_: MethodOptions = None,
+    import_: Imports = None,
     *,
     settings: dict[str, Any],
 ) -> None:
