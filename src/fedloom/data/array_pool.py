@@ -10,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.config import make_config
-from fedloom.core.rng import RngStreams
 from fedloom.data.array_samples import (
     check_array_labels,
     count_array_classes,
@@ -19,12 +17,9 @@ from fedloom.data.array_samples import (
     match_array_samples,
 )
 from fedloom.data.dataset import Dataset
-from fedloom.data.federated import PartitionedDataset
-from fedloom.data.partitions import partition_dataset
 from fedloom.data.readers.tables import select_table_test_rows
 from fedloom.data.samples import Array, Samples
 from fedloom.errors import InputError
-from fedloom.utils.formatting import short_repr
 
 TEST_SHARE = 0.2
 """The share of samples for testing, if there are no test samples."""
@@ -77,28 +72,6 @@ def make_array_dataset(
     if classes < 2:
         raise InputError(f"{parts[0]} has only the label 0; there must be two to tell apart.")
     return replace(dataset, class_names=tuple(str(label) for label in range(classes)))
-
-
-def federate_array_pool(
-    x: Array,
-    y: Array,
-    partition: str | None,
-    clients: int | None,
-    seed: int,
-    owner: Any,
-    test: tuple[Array, Array] | float | None,
-    name: str,
-) -> PartitionedDataset:
-    """See `FederatedDataset.from_pool`."""
-    if not isinstance(test, int | float | tuple | list | None) or (isinstance(test, tuple | list) and len(test) != 2):
-        raise InputError(f"test is {short_repr(test)}; expected a pair (x, y), or a share above 0 and below 1.")
-    if isinstance(test, int | float) and not 0 < test < 1:
-        raise InputError(f"test is {test!r}; expected a share above 0 and below 1, or a pair (x, y).")
-    plain = "dirichlet:0.3" if owner is None else "natural"
-    config = make_config({"partition": partition or plain, "clients": clients, "seed": seed})
-    held = TEST_SHARE if test is None else test if isinstance(test, int | float) else (test[0], test[1])
-    dataset = make_array_dataset(x, y, owner=owner, test=held, name=name)
-    return partition_dataset(dataset, config.partition, config.clients, RngStreams(config.seed).numpy("partition"))
 
 
 def _check_pool(samples: Samples, who: str) -> Samples:
