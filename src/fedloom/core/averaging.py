@@ -1,5 +1,8 @@
 """Weighted means of models, for aggregation."""
 
+from collections.abc import Iterable
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
@@ -70,10 +73,11 @@ class WeightedMean:
         return True
 
 
-def average_models(layout: Layout, rows: list[Tensor]) -> Tensor:
-    """Return the uniform mean of some models."""
-    mean, out = WeightedMean(layout), rows[0].clone()
-    for row in rows:
-        mean.add(row)
-    mean.write_to(out)
-    return out
+def average_models(layout: Layout, rows: Iterable[Tensor], weights: Iterable[float] = repeat(1.0)) -> Tensor:
+    """Return the mean of some models, at least one of which has a positive weight; by default all weigh the same."""
+    mean = WeightedMean(layout)
+    for row, weight in zip(rows, weights, strict=False):
+        mean.add(row, weight)
+    result = mean.result()
+    assert result is not None, "no model has a weight"
+    return result

@@ -26,7 +26,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import average_models
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods.base import Options
 from fedloom.methods.matching.symmetries import find_run_symmetries
@@ -65,10 +65,8 @@ class AlignmentServer(AveragingServer[A], Generic[A]):
             self.align(round, [rows[i] for i in order], [weights[i] for i in order])
             moved = [not torch.equal(row, old) for row, old in zip(rows, before, strict=True)]
             self._last = {"models permuted": sum(moved) / len(moved)}
-        mean = WeightedMean(self.context.layout)
-        for row, weight in zip(rows, weights, strict=True):
-            mean.add(row, weight)
-        mean.write_to(self.bank.rows[0])
+        if rows:
+            self.bank.rows[0] = average_models(self.context.layout, rows, weights)
 
     @abstractmethod
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
