@@ -14,7 +14,6 @@ from fedloom.data.readers.leaf import LEAF_SPLIT, Users, find_leaf_files, read_l
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
-from fedloom.utils.data_folders import ExpectedFiles
 
 PIXELS = 28 * 28
 
@@ -22,14 +21,6 @@ PIXELS = 28 * 28
 @dataclass(frozen=True, kw_only=True)
 class FemnistSource(DatasetSource):
     """What LEAF's `preprocess.sh` writes, with `train/` and `test/`; each writer is an owner."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return ("train/*.json", "test/*.json")
-
-    @property
-    def expected_files(self) -> ExpectedFiles:
-        return ExpectedFiles({"LEAF's files": LEAF_SPLIT})
 
     def input_files(self, folder: Path) -> list[Path]:
         train, test = find_leaf_files(folder) or ([], [])
@@ -86,6 +77,8 @@ FEMNIST = FemnistSource(
     num_test_examples=None,
     transform=InputTransform.unit(1),
     class_names=(*digits, *ascii_uppercase, *ascii_lowercase),
+    file_names=("train/*.json", "test/*.json"),
+    file_patterns={"LEAF's files": LEAF_SPLIT},
     folder_names=("femnist", "FEMNIST"),
     base_url="https://github.com/TalwalkarLab/leaf",
     manual_steps=(
