@@ -171,11 +171,8 @@ def _listed(path: Path, key: str) -> list[str]:
     """Return the file names that a JSON file lists, as texts or as `filename` of an entry; none may be a path."""
     content = parse_json_file(path)
     listed = content.get(key) if isinstance(content, dict) else None
-    names = (
-        [each.get("filename") if isinstance(each, dict) else each for each in listed or ()]
-        if isinstance(listed, list)
-        else []
-    )
+    entries = listed if isinstance(listed, list) else []
+    names = [each.get("filename") if isinstance(each, dict) else each for each in entries]
     plain = [
         name for name in names if isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
     ]

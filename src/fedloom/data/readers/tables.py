@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions, parse_dataset_number
 from fedloom.data.readers.columns import (
-    Column,
     Columns,
     Numbers,
     Texts,
@@ -30,12 +29,6 @@ from fedloom.data.samples import Samples
 from fedloom.errors import InputError, unknown_name_error
 from fedloom.utils.formatting import format_list
 from fedloom.utils.system import expand_user_path
-
-
-def _are_whole_numbers(texts: Texts) -> bool:
-    """Return whether all words are integers, written without a point."""
-    return all(text is None or re.fullmatch(r"[+-]?\d+", text, flags=re.ASCII) for text in texts)
-
 
 MOST_WORDS = 1000
 """A column with more different words is not a category, but a name or a text."""
@@ -105,10 +98,10 @@ class _TableEncoder:
         if not self._column_encoders:
             raise InputError(f"{train_source} has no column to learn from beside label and owner.")
         numeric = sum(isinstance(part, _StandardizedColumn) for part in self._column_encoders.values())
-        self.width = sum(part.width for part in self._column_encoders.values())
+        width = sum(part.width for part in self._column_encoders.values())
         self.notes.append(
             f"{train_source}: columns of numbers: {numeric}, standardized by all training rows together; of words: "
-            f"{len(self._column_encoders) - numeric}, one-hot; inputs: {self.width}."
+            f"{len(self._column_encoders) - numeric}, one-hot; inputs: {width}."
         )
 
     def _fit_standardized_column(self, name: str, values: Numbers) -> _StandardizedColumn:
@@ -146,14 +139,19 @@ class _TableEncoder:
             if values is None:
                 raise InputError(f"{source} has no column {name!r}, which {self._train_source} has.")
             if isinstance(part, _StandardizedColumn):
-                numbers = self._as_numbers(name, values, source)
-                missing += int(np.isnan(numbers).sum())
-                pieces.append(part.encode(numbers))
+                if isinstance(values, list):
+                    if (strange := next((value for value in values if value is not None), None)) is not None:
+                        where = f"which holds numbers in {self._train_source}"
+                        raise InputError(f"{source} has {strange!r} in column {name!r}, {where}.")
+                    values = np.full(len(values), np.nan)
+                missing += int(np.isnan(values).sum())
+                pieces.append(part.encode(values))
             else:
-                texts = self._as_texts(values)
-                missing += texts.count(None)
-                new += sum(word is not None and word not in part.categories for word in texts)
-                pieces.append(part.encode(texts))
+                if not isinstance(values, list):
+                    values = [None if np.isnan(value) else f"{value:g}" for value in values]
+                missing += values.count(None)
+                new += sum(word is not None and word not in part.categories for word in values)
+                pieces.append(part.encode(values))
         if missing:
             self.notes.append(
                 f"{source}: {missing} missing values, read as the column's mean or as none of its categories."
@@ -164,22 +162,6 @@ class _TableEncoder:
         if not np.isfinite(matrix).all():
             raise InputError(f"{source} has numbers too far from those of the training rows to be standardized.")
         return matrix
-
-    def _as_numbers(self, name: str, values: Column, source: str) -> Numbers:
-        if not isinstance(values, list):
-            return values
-        strange = next((value for value in values if value is not None), None)
-        if strange is not None:
-            raise InputError(
-                f"{source} has {strange!r} in column {name!r}, which holds numbers in {self._train_source}."
-            )
-        return np.full(len(values), np.nan)
-
-    @staticmethod
-    def _as_texts(values: Column) -> Texts:
-        if isinstance(values, list):
-            return values
-        return [None if np.isnan(value) else f"{value:g}" for value in values]
 
 
 MOST_CLASSES = 1000
@@ -211,7 +193,8 @@ def _make_table_targets(texts: Texts, task: str, source: str) -> TableTargets:
     """Convert labels to targets; with `auto`, integers and words are classes, other numbers a regression."""
     numbers = parse_numeric_column(texts)
     if task == "auto":
-        task = "regression" if numbers is not None and not _are_whole_numbers(texts) else "classification"
+        whole = all(text is None or re.fullmatch(r"[+-]?\d+", text, flags=re.ASCII) for text in texts)
+        task = "classification" if numbers is None or whole else "regression"
         if task == "classification" and numbers is not None and len(set(texts)) > MOST_CLASSES:
             raise InputError(
                 f"{source} has {len(set(texts))} different whole numbers as labels; say task=regression or "
