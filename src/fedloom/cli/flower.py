@@ -86,12 +86,12 @@ def certificates(
 
     if find_spec("cryptography") is None:
         raise InputError("certificates need the package cryptography; install fedloom[flower].")
-    from fedloom.flower.trust.certificates import DAYS, HERE, certificate_node_names, make_certificates
+    from fedloom.flower.trust.certificates import DAYS, HERE, make_certificates
 
     if not re.fullmatch(r"[0-9]{1,9}", nodes):
         raise InputError(f"nodes must be an integer of at least 1, not {nodes!r}.")
     hosts = list(dict.fromkeys([*(host or ()), *HERE]))
-    names = certificate_node_names(int(nodes))
+    names = [f"site-{number}" for number in range(int(nodes))]
     make_certificates(folder, names, hosts, force)
     last = f" to {names[-1]}" if names[1:] else ""
     print(f"{folder / 'ca.crt'}: the authority by which every site trusts the server")
