@@ -27,15 +27,15 @@ class FemnistSource(DatasetSource):
         return train + test
 
     def read(self, folder: Path) -> Dataset:
-        leaf = read_leaf_users(*(find_leaf_files(folder) or ([], [])))
-        assert leaf.test is not None
-        if strangers := sorted(leaf.test.keys() - leaf.train.keys()):
+        users, test_users = read_leaf_users(*(find_leaf_files(folder) or ([], [])))
+        assert test_users is not None
+        if strangers := sorted(test_users.keys() - users.keys()):
             raise InputError(
                 f"{folder} has the writer {strangers[0]!r} in test/ but not in train/; split LEAF's data by sample."
             )
-        names = tuple(sorted(leaf.train))
-        train, owners = self._part(leaf.train, names)
-        test, test_owners = self._part(leaf.test, names)
+        names = tuple(sorted(users))
+        train, owners = self._part(users, names)
+        test, test_owners = self._part(test_users, names)
         return Dataset(train, test, self.class_names, owners, names, test_owners=test_owners)
 
     def _part(self, users: Users, names: tuple[str, ...]) -> tuple[Samples, NDArray[np.int64]]:

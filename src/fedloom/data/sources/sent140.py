@@ -47,16 +47,16 @@ class Sent140Source(DatasetSource):
         found = find_leaf_files(folder)
         if found is None:
             raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
-        leaf = read_leaf_users(*found, self.min_examples)
-        names = tuple(user for user, (x, _) in leaf.train.items() if x)
-        texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
-        if leaf.test is None:
+        users, test_users = read_leaf_users(*found, self.min_examples)
+        names = tuple(user for user, (x, _) in users.items() if x)
+        texts, labels, owners = _flat({user: users[user] for user in names}, folder)
+        if test_users is None:
             first = select_first_text_samples(owners, 1 - self.test_share)
             test_texts, test_labels, test_owners = list(compress(texts, ~first)), labels[~first], owners[~first]
             texts, labels, owners = list(compress(texts, first)), labels[first], owners[first]
         else:
-            test_texts, test_labels, test_owners = _flat(leaf.test, folder)
-            test_owners = dataset_owner_positions(list(leaf.test), names)[test_owners]
+            test_texts, test_labels, test_owners = _flat(test_users, folder)
+            test_owners = dataset_owner_positions(list(test_users), names)[test_owners]
         if not texts or not test_texts:
             raise InputError(
                 f"{folder} leaves no tweets to train or to test with, when users have {self.min_examples} or more."

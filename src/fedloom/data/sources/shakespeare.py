@@ -89,9 +89,9 @@ class ShakespeareSource(DatasetSource):
     def read(self, folder: Path) -> Dataset:
         leaf = None if self.file else find_leaf_files(folder)
         if leaf:
-            pairs = read_leaf_users(*leaf, self.min_characters)
-            train = _windows(pairs.train, self.stride, folder)
-            test = _windows(pairs.test, self.stride, folder) if pairs.test is not None else None
+            users, test_users = read_leaf_users(*leaf, self.min_characters)
+            train = _windows(users, self.stride, folder)
+            test = _windows(test_users, self.stride, folder) if test_users is not None else None
         else:
             roles = {role: _speech_lines(said) for role, said in _roles(self.text_file(folder)).items()}
             roles = {role: said for role, said in roles.items() if sum(map(len, said)) >= self.min_characters}
