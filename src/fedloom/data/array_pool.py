@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedloom.data.array_samples import (
     check_array_labels,
@@ -92,12 +91,7 @@ def _check_pool(samples: Samples, who: str) -> Samples:
     if y.ndim != 1 and not y.is_floating_point():
         raise InputError(f"{who} has labels of shape {tuple(y.shape)}; expected one integer for each sample.")
     check_array_labels(y, 0, who)
-    return Samples(x, _as_column(y))
-
-
-def _as_column(y: Tensor) -> Tensor:
-    """Return the targets of a regression as n x 1, which is the output of a network by name."""
-    return y.unsqueeze(1) if y.is_floating_point() and y.ndim == 1 else y
+    return Samples(x, y.unsqueeze(1) if y.is_floating_point() and y.ndim == 1 else y)
 
 
 def _number_owners(owner: Any, count: int) -> tuple[NDArray[np.int64], tuple[str, ...]]:

@@ -50,16 +50,11 @@ class AlignmentServer(AveragingServer[A], Generic[A]):
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._last = {}
-        rows: list[Tensor] = []
-        weights: list[float] = []
-        who: list[tuple[int, int]] = []
-        for update in updates:
-            if update.num_examples:
-                rows.append(update.row.clone())
-                weights.append(update.num_examples if self.options.weighting == "samples" else 1)
-                who.append((-update.num_examples, update.client_id))
+        received = [(u.row.clone(), u.num_examples, u.client_id) for u in updates if u.num_examples]
+        rows = [row for row, _, _ in received]
+        weights = [n if self.options.weighting == "samples" else 1 for _, n, _ in received]
         # Sorted by size, so that the matching does not depend on the order of arrival.
-        order = sorted(range(len(rows)), key=lambda i: who[i])
+        order = sorted(range(len(rows)), key=lambda i: (-received[i][1], received[i][2]))
         if len(rows) > 1:
             before = [row.clone() for row in rows]
             self.align(round, [rows[i] for i in order], [weights[i] for i in order])
