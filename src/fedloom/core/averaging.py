@@ -1,7 +1,6 @@
 """Weighted means of models, for aggregation."""
 
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -73,10 +72,10 @@ class WeightedMean:
         return True
 
 
-def average_models(layout: Layout, rows: Iterable[Tensor], weights: Iterable[float] = repeat(1.0)) -> Tensor:
+def average_models(layout: Layout, rows: Sequence[Tensor] | Tensor, weights: Sequence[float] | None = None) -> Tensor:
     """Return the mean of some models, at least one of which has a positive weight; by default all weigh the same."""
     mean = WeightedMean(layout)
-    for row, weight in zip(rows, weights, strict=False):
+    for row, weight in zip(rows, [1.0] * len(rows) if weights is None else weights, strict=True):
         mean.add(row, weight)
     result = mean.result()
     assert result is not None, "no model has a weight"
