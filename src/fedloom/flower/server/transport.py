@@ -151,13 +151,13 @@ class SocketTransport:
 
     def _ask(self, request: SiteMessage | None = None) -> SiteMessage:
         """Send the request, if there is one, and return the next message of the other side."""
-        message, cause = None, None
+        gone = "Flower's ServerApp has ended; its log says why."
         try:
             if request is not None:
                 write_message(self._connection, request)
             message = read_message(self._connection)
         except OSError as error:
-            cause = error
+            raise FedloomError(gone) from error
         if message is None:
-            raise FedloomError("Flower's ServerApp has ended; its log says why.") from cause
+            raise FedloomError(gone)
         return message
