@@ -27,8 +27,7 @@ from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.flower.secure_recombination.crypto import CryptoTerms, LayerKeyPair
 from fedloom.flower.secure_recombination.participant import ExchangeParticipant, run_participant_stage
-from fedloom.flower.secure_recombination.relay import Relay
-from fedloom.flower.secure_recombination.relay_message import RelayMessage
+from fedloom.flower.secure_recombination.relay import Relay, RelayMessage
 from fedloom.flower.trust.identity import Identity, SiteKeys
 from fedloom.methods._support.layer_exchange import (
     MOST,

@@ -194,15 +194,10 @@ class Config(TrainingConfig):
         name, colon, path = spec.strip().partition(":")
         return f"file:{Path(path).absolute()}" if (name, colon) == ("file", ":") and path else spec
 
-    @field_validator("data")
+    @field_validator("data", "server_data")
     @classmethod
-    def _absolute_data(cls, name: str) -> str:
-        return complete_data_name(name)  # a run may be resumed from another folder
-
-    @field_validator("server_data")
-    @classmethod
-    def _absolute_server_data(cls, name: str | None) -> str | None:
-        return None if name is None else complete_data_name(name)
+    def _absolute_data(cls, name: str | None) -> str | None:
+        return None if name is None else complete_data_name(name)  # a run may be resumed from another folder
 
     @field_validator("imports")
     @classmethod

@@ -40,6 +40,11 @@ def shorten_error_message(error: BaseException) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
+def first_line_of_error(error: BaseException) -> str:
+    """Return the first line of another library's message, to end a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def describe_error(error: BaseException) -> str:
     """Return an error's type and message in one line of at most 300 characters."""
     text = " ".join(str(error).split())

@@ -266,7 +266,7 @@ def test_a_broken_cifar10(
 ) -> None:
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
-    for name, size in cifar.TEN.file_sizes().items():
+    for name, size in cifar.CIFAR10.file_sizes().items():
         with (folder / name).open("wb") as handle:
             handle.truncate(size + {"cut": -1, "long": 1, "bits": 0}[how])  # a hole: no bytes are written
     monkeypatch.setenv("FEDLOOM_DATA", str(folder.parent))

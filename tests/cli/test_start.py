@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.cli.loading import show_loading
 from fedloom.cli.main import START, app
+from fedloom.cli.output import show_loading
 
 Command = Callable[..., Any]
 

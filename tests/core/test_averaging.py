@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.layout import Layout, TensorKind, model_digest
 from tests.support.layout_networks import Odd, randomise, same_bits
 
@@ -172,3 +172,14 @@ def test_a_mean_may_be_read_twice_and_go_on(dtype: torch.dtype) -> None:
     mean.add(c, 3.0)
     mean.write_to(third)
     assert same_bits(third, mean_of(layout, [a, b, c], [2.0, 1.0, 3.0]))
+
+
+def test_models_in_a_list_or_a_matrix_have_the_same_mean() -> None:
+    layout, rows = model_rows(3)
+    for weights in ([1.0, 2.0, 0.0], [1, 1, 1]):
+        expected = mean_of(layout, rows, [float(weight) for weight in weights])
+        assert same_bits(average_models(layout, rows, weights), expected)
+        assert same_bits(average_models(layout, torch.stack(rows), weights), expected)
+    assert same_bits(average_models(layout, rows), expected), "by default all weigh the same"
+    with pytest.raises(ValueError, match="zip"):
+        average_models(layout, rows, [1.0])

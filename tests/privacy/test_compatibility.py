@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.core.layout import Layout
+from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import InputError
 from fedloom.methods import Method, methods
 from fedloom.methods.fedavg import FedAvgServer
 from fedloom.methods.registry import BUILT_IN, register
-from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, simple_network, small_run
-from fedloom.testing.method_checks import _keep_updates, _server_sees_only_mean, _state_after_rounds, _states_agree
+from fedloom.testing.method_checks import _server_sees_only_mean, _state_after_rounds, _states_agree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "privacy.md"
 OURS = [method for method in methods().values() if method.name in BUILT_IN]
@@ -35,15 +35,14 @@ QUICK = {"feddf": {"feddf": {"steps": 5}}}
 """Options that make a method's server quick."""
 
 
-def far_apart(experiment: BuiltRun, jobs: list[ClientTask]) -> list[ClientUpdate]:
+def far_apart(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]:
     """Answers that have little in common."""
-    answers, layout = [], experiment.layout
-    for job in jobs:
-        draw, row = torch.Generator().manual_seed(100 + job.client_id), job.row.clone()
+    answers = []
+    for task, shapes in ((update.task, {name: x.shape for name, x in update.extras.items()}) for update in updates):
+        draw, row = torch.Generator().manual_seed(100 + task.client_id), task.row.clone()
         row[: layout.trainable] += 0.5 * torch.randn(layout.trainable, generator=draw)
-        uploads = experiment.rounds.parts.client.upload_shapes(layout)
-        extras = {name: torch.randint(1, 9, shape, generator=draw).float() for name, shape in uploads.items()}
-        answers.append(ClientUpdate(job, row, 5, 1.0, 2 + job.client_id, extras))
+        extras = {name: torch.randint(1, 9, shape, generator=draw).float() for name, shape in shapes.items()}
+        answers.append(ClientUpdate(task, row, 5, 1.0, 2 + task.client_id, extras))
     return answers
 
 
@@ -59,9 +58,10 @@ def test_every_method_says_what_its_server_does_with_single_answers(method: Meth
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
 def test_what_it_says_is_true(method: Method) -> None:
     """A server that needs a mean alone makes the same of copies of it, and any other server something else."""
-    of_each, of_mean = (
-        _state_after_rounds(method.name, QUICK.get(method.name, {}), far_apart, shown)
-        for shown in (_keep_updates, _server_sees_only_mean)
+    options = QUICK.get(method.name, {})
+    of_each = _state_after_rounds(method.name, options, far_apart)
+    of_mean = _state_after_rounds(
+        method.name, options, lambda updates, layout: _server_sees_only_mean(far_apart(updates, layout), layout)
     )
     assert _states_agree(of_each, of_mean) == method.needs_mean_only
 

@@ -218,7 +218,7 @@ def test_each_task_has_its_own_reference_and_one_colour_a_method():
         "fedmr · dirichlet:0.1", "fedavg · dirichlet:0.1", "fedmr · iid", "fedavg · iid",
     ]  # fmt: skip
     assert [group.difference and group.difference.reference for group in groups] == [None, "fedmr", None, "fedmr"]
-    assert [group.record_group.kind for group in groups] == [0, 1, 0, 1]
+    assert [group.kind for group in groups] == [0, 1, 0, 1]
     assert len(make_comparison_table(records).headlines) == 2
 
 
@@ -319,7 +319,7 @@ def test_lost_clients_are_counted(tmp_path):
 ), min_size=1, max_size=12))  # fmt: skip
 def test_whatever_the_runs_every_one_is_in_a_group_with_its_own_label(records):
     comparison = make_comparison_table(records)
-    members = [id(one.history) for group in comparison.groups for one in group.members]
+    members = [id(one.history) for group in comparison.groups for one in group.records]
     assert sorted(members) == sorted(id(record.history) for record in records)
     labels = [group.label for group in comparison.groups]
     assert len(set(labels)) == len(labels)

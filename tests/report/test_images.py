@@ -83,14 +83,14 @@ def test_images_are_shown_as_the_data_would_look(folder: Path) -> None:
     real = torch.rand(20, 1, 6, 8)
     mean, std = torch.tensor([0.3]), torch.tensor([0.2])
     write_set(folder, mean=mean, std=std, images=(real - 0.3) / 0.2)
-    made = _SyntheticImages.read(folder / "synthetic.safetensors")
+    made = _SyntheticImages.read(folder)
     assert made is not None
     np.testing.assert_allclose(made.images, real.permute(0, 2, 3, 1).numpy(), atol=1e-6)
 
 
 def test_images_beyond_the_range_are_brought_back_into_it(folder: Path) -> None:
     write_set(folder, images=torch.linspace(-3, 5, 20 * 48).view(20, 1, 6, 8))
-    made = _SyntheticImages.read(folder / "synthetic.safetensors")
+    made = _SyntheticImages.read(folder)
     assert made is not None
     assert made.images.min() == 0
     assert made.images.max() == 1

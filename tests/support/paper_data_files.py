@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from fedloom.data.sources.base import DatasetSource
-from fedloom.data.sources.cifar import CIFAR10, CIFAR100, CIFAR100_COARSE, CifarSource, _CifarRecords
+from fedloom.data.sources.cifar import CIFAR10, CIFAR100, CIFAR100_COARSE, CifarSource
 from fedloom.data.sources.image_folders import CINIC10, DOMAINNET
 
 TRAIN, TEST = 200, 10
@@ -61,18 +61,16 @@ def _idx(path: Path, values: np.ndarray) -> None:
 def _cifar(root: Path, source: CifarSource) -> CifarSource:
     """Records of labels and pixels. The published counts and checksums are those of other files."""
     known: list[dict[str, tuple[int, str]]] = []
-    for names, count in ((source.records.train_files, TRAIN), (source.records.test_files, TEST)):
+    for names, count in ((source.train_files, TRAIN), (source.test_files, TEST)):
         found = {}
         for name in names:
             size = count // len(names)
-            labels = np.stack([_labels(size, most) for most in source.records.label_sizes], axis=1)
+            labels = np.stack([_labels(size, most) for most in source.label_sizes], axis=1)
             content = np.concatenate([labels, _pixels(size, 3072)], axis=1).tobytes()
             _put(root / source.folder_names[0] / name, content)
             found[name] = size, sha256(content).hexdigest()
         known.append(found)
-    return replace(
-        source, records=_CifarRecords(known[0], known[1], source.records.label_sizes, source.records.label_index)
-    )
+    return replace(source, train_files=known[0], test_files=known[1])
 
 
 def _leaf(folder: Path, users: Mapping[str, Mapping[str, list[Any]]], test: int) -> None:

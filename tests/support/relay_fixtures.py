@@ -10,8 +10,7 @@ import torch
 from fedloom.core.rng import RngStreams
 from fedloom.flower.secure_recombination.crypto import CryptoRejected, CryptoTerms, LayerKeyPair
 from fedloom.flower.secure_recombination.participant import ExchangeParticipant, run_participant_stage
-from fedloom.flower.secure_recombination.relay import Relay, RelayOutcome
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage, Relay, RelayMessage, RelayOutcome
 from fedloom.flower.trust.identity import Identity, SiteKeys
 from fedloom.methods._support.layer_exchange import (
     LayerExchangeClient,

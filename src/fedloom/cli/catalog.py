@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from fedloom.cli.loading import show_loading
+from fedloom.cli.output import show_loading
 from fedloom.utils.data_folders import ExpectedFiles, describe_data_state, possible_data_folders
 
 CATALOG_FILE = Path(__file__).with_name("catalog.json")
@@ -49,13 +49,14 @@ def read_listing(kind: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]
 
 def build_catalog() -> dict[str, list[dict[str, Any]]]:
     """Return the content of the file: all that is built in, without what differs between machines."""
+    from fedloom.data.partitions import available_partitions
     from fedloom.methods.registry import BUILT_IN
 
     return {
         "methods": [entry for entry in _describe_methods() if entry["name"] in BUILT_IN],
         "datasets": _describe_datasets(),
         "models": _describe_models(),
-        "partitions": _describe_partitions(),
+        "partitions": [{"name": info.spec, "summary": info.summary} for info in available_partitions()],
     }
 
 
@@ -141,12 +142,6 @@ def _describe_models() -> list[dict[str, Any]]:
         }
         for info in available_models()
     ]
-
-
-def _describe_partitions() -> list[dict[str, Any]]:
-    from fedloom.data.partitions import available_partitions
-
-    return [{"name": info.spec, "summary": info.summary} for info in available_partitions()]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.options import add_cli_options
+from fedloom.cli.options import Imports, MethodOptions, add_cli_options
 from fedloom.config import parse_config_overrides
 from fedloom.errors import InputError, shorten_error_message
 from fedloom.flower import commands
@@ -86,12 +86,12 @@ def certificates(
 
     if find_spec("cryptography") is None:
         raise InputError("certificates need the package cryptography; install fedloom[flower].")
-    from fedloom.flower.trust.certificates import DAYS, HERE, certificate_node_names, make_certificates
+    from fedloom.flower.trust.certificates import DAYS, HERE, make_certificates
 
     if not re.fullmatch(r"[0-9]{1,9}", nodes):
         raise InputError(f"nodes must be an integer of at least 1, not {nodes!r}.")
     hosts = list(dict.fromkeys([*(host or ()), *HERE]))
-    names = certificate_node_names(int(nodes))
+    names = [f"site-{number}" for number in range(int(nodes))]
     make_certificates(folder, names, hosts, force)
     last = f" to {names[-1]}" if names[1:] else ""
     print(f"{folder / 'ca.crt'}: the authority by which every site trusts the server")
@@ -125,13 +125,8 @@ def new(
     run_directory: Annotated[
         Path | None, typer.Option(metavar="DIR", help="run directory on the server; by default DIR-run")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="option of a method; may be repeated"),
-    ] = None,
-    import_: Annotated[
-        list[str] | None, typer.Option("--import", metavar="FILE", help="Python file with methods of your own")
-    ] = None,
+    set_: MethodOptions = None,
+    import_: Imports = None,
     *,
     settings: dict[str, Any],
 ) -> None:

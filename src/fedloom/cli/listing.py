@@ -7,19 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.catalog import KINDS, read_listing
+from fedloom.cli.options import Imports, Json
 from fedloom.cli.output import print_table
 from fedloom.errors import unknown_name_error
 
 
 def list_(
     what: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="kind of thing to list")],
-    json_: Annotated[
-        bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
-    ] = False,
-    import_: Annotated[
-        list[str] | None,
-        typer.Option("--import", metavar="FILE", help="Python file with methods of your own; may be repeated"),
-    ] = None,
+    json_: Json = False,
+    import_: Imports = None,
 ) -> None:
     """List the methods with their options, the data sets, the networks or the partitions."""
     if what not in KINDS:

@@ -15,9 +15,8 @@ from fedloom._version import __version__
 from fedloom.cli.demo.command import demo
 from fedloom.cli.flower import flower
 from fedloom.cli.listing import list_
-from fedloom.cli.loading import show_loading
-from fedloom.cli.options import PRETRAINING, add_cli_options
-from fedloom.cli.output import print_comparison, print_run_summary
+from fedloom.cli.options import PRETRAINING, Imports, Json, MethodOptions, Out, Quiet, add_cli_options
+from fedloom.cli.output import print_comparison, print_run_summary, show_loading
 from fedloom.cli.partition import partition
 from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
@@ -49,23 +48,6 @@ app = typer.Typer(
 N = TypeVar("N", int, float)
 T = TypeVar("T")
 
-Json = Annotated[
-    bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="hide the progress bar")]
-Out = Annotated[
-    str | None,
-    typer.Option("--out", "-o", metavar="FOLDER", help="directory to write to; by default a new one in runs/"),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="option of a method; may be repeated"),
-]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="FILE", help="Python file with methods of your own; may be repeated"),
-]
-
 
 def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[str, Any]:
     return {**settings, **({"imports": imports} if imports else {})}
@@ -78,7 +60,7 @@ def run(
         str,
         typer.Argument(help="method, or several joined by +, each with options and settings: fedprox:mu=0.1,lr=0.05"),
     ],
-    set_: Settings = None,
+    set_: MethodOptions = None,
     import_: Imports = None,
     out: Out = None,
     json_: Json = False,
@@ -179,7 +161,7 @@ def compare(
     concurrent_runs: Annotated[
         str, typer.Option(help="number of concurrent runs on one GPU, if one run does not fill it", metavar="N")
     ] = "1",
-    set_: Settings = None,
+    set_: MethodOptions = None,
     import_: Imports = None,
     out: Out = None,
     json_: Json = False,

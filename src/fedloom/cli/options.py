@@ -1,4 +1,4 @@
-"""Command-line options, made from the fields of `Config` and `PretrainConfig`."""
+"""Command-line options: shared ones, and those made from the fields of settings."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -9,6 +9,24 @@ import typer
 
 from fedloom.config import Config
 from fedloom.utils.settings import Settings
+
+# Options that several commands share.
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="hide the progress bar")]
+Out = Annotated[
+    str | None,
+    typer.Option("--out", "-o", metavar="FOLDER", help="directory to write to; by default a new one in runs/"),
+]
+MethodOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="METHOD.OPTION=VALUE", help="option of a method; may be repeated"),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", metavar="FILE", help="Python file with methods of your own; may be repeated"),
+]
 
 PANELS = {
     "Federation": (

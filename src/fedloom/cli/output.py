@@ -1,8 +1,10 @@
-"""Output of the command: the summary of a run, and tables on the terminal."""
+"""Output of the command: summaries, tables, and a line while PyTorch loads."""
 
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +16,19 @@ from fedloom.utils.result_window import count_evaluations
 if TYPE_CHECKING:  # so that `fedloom --help` does not load numpy
     from fedloom.report import GridEffects
     from fedloom.runs.compare import ComparisonResult
+
+
+@contextmanager
+def show_loading(quiet: bool = False) -> Iterator[None]:
+    """Show on stderr that PyTorch is loading, and wipe the line after the block. Without a terminal, show nothing."""
+    shown = not quiet and "torch" not in sys.modules and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if shown:
+        print("loading PyTorch ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 def print_run_summary(run_result: Any, as_json: bool) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.loading import show_loading
-from fedloom.cli.options import add_cli_options
+from fedloom.cli.options import Json, add_cli_options
+from fedloom.cli.output import show_loading
 from fedloom.config import Config, make_config
 from fedloom.errors import InputError
 
@@ -29,9 +29,7 @@ def partition(
             help="write the partition to a new file (.json or .npz), for --partition file:FILE",
         ),
     ] = None,
-    json_: Annotated[
-        bool, typer.Option("--json", metavar="", help="print one line of JSON on stdout, and nothing else there")
-    ] = False,
+    json_: Json = False,
     *,
     settings: dict[str, Any],
 ) -> None:

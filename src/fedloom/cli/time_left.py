@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from statistics import fmean
 
 RECENT_ROUNDS = 20
 """The speed of a run is that of its last so many rounds."""
@@ -37,17 +38,17 @@ class TimeLeft:
 
     def estimate(self) -> float | None:
         """Return the seconds until all runs are finished, or None while nothing is known."""
-        known = {method: sum(seconds) / len(seconds) for method, seconds in self._finished_seconds.items()}
+        known = {method: fmean(seconds) for method, seconds in self._finished_seconds.items()}
         current, elapsed = self._method(self._number), time.monotonic() - self._started
         if len(self._round_ends) >= 3:
             round_seconds = (self._round_ends[-1] - self._round_ends[0]) / (len(self._round_ends) - 1)
             left = round_seconds * (self._rounds - self._round)
             known.setdefault(current, round_seconds * self._rounds)
         elif known:
-            left = max(known.get(current, _mean(known)) - elapsed, 0.0)
+            left = max(known.get(current, fmean(known.values())) - elapsed, 0.0)
         else:
             return None
-        usual = _mean(known)
+        usual = fmean(known.values())
         return left + sum(known.get(self._method(run), usual) for run in range(self._number + 1, self._runs + 1))
 
     def _start(self, number: int, rounds: int, done: int) -> None:
@@ -58,7 +59,3 @@ class TimeLeft:
 
     def _method(self, number: int) -> int:
         return (number - 1) // self._seeds
-
-
-def _mean(seconds: dict[int, float]) -> float:
-    return sum(seconds.values()) / len(seconds)

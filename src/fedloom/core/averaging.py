@@ -1,5 +1,7 @@
 """Weighted means of models, for aggregation."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -70,10 +72,11 @@ class WeightedMean:
         return True
 
 
-def average_models(layout: Layout, rows: list[Tensor]) -> Tensor:
-    """Return the uniform mean of some models."""
-    mean, out = WeightedMean(layout), rows[0].clone()
-    for row in rows:
-        mean.add(row)
-    mean.write_to(out)
-    return out
+def average_models(layout: Layout, rows: Sequence[Tensor] | Tensor, weights: Sequence[float] | None = None) -> Tensor:
+    """Return the mean of some models, at least one of which has a positive weight; by default all weigh the same."""
+    mean = WeightedMean(layout)
+    for row, weight in zip(rows, [1.0] * len(rows) if weights is None else weights, strict=True):
+        mean.add(row, weight)
+    result = mean.result()
+    assert result is not None, "no model has a weight"
+    return result

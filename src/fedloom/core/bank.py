@@ -185,9 +185,10 @@ class Bank:
         The memory is anonymous, so killed processes leave nothing behind, and the small /dev/shm of a container is no
         limit. Pages are allocated when they are first written.
         """
-        nbytes = _room(count, width, dtype)
+        nbytes = max(count * aligned_row_stride(width, dtype) * dtype.itemsize, ALIGN)  # an empty mapping is an error
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        return cls(_over(mmap.mmap(-1, nbytes, flags=flags), dtype), count, width, mapped=True)
+        flat = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype, count=nbytes // dtype.itemsize)
+        return cls(flat, count, width, mapped=True)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -220,12 +221,3 @@ def aligned_row_stride(width: int, dtype: torch.dtype) -> int:
     """Return the number of elements from one row of a bank to the next."""
     per_line = ALIGN // dtype.itemsize
     return -(-width // per_line) * per_line
-
-
-def _room(count: int, width: int, dtype: torch.dtype) -> int:
-    """Return the number of bytes to map, at least ALIGN: an empty mapping is an error."""
-    return max(count * aligned_row_stride(width, dtype) * dtype.itemsize, ALIGN)
-
-
-def _over(mapping: mmap.mmap, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(mapping, dtype=dtype, count=len(mapping) // dtype.itemsize)

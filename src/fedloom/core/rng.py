@@ -5,6 +5,9 @@ The same key gives the same draws everywhere.
 Nothing in fedloom draws from an unseeded global generator. So a result does not depend on the number of workers or on
 the order in which clients finish, a resumed run draws what the uninterrupted run would have drawn, and two methods
 with one seed see the same clients and batches.
+
+A purpose is part of the seed: renaming one changes the results of every run that uses it. A test lists those of
+fedloom. Your own methods may use any other string.
 """
 
 import hashlib
@@ -15,54 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-PURPOSES = frozenset(
-    {
-        "augment",
-        "batches",
-        "client test",
-        "dynafed images",
-        "dynafed refine",
-        "dynafed segment",
-        "dynafed steps",
-        "exchange",
-        "exchange {attempt} {number}",
-        "fedbe",
-        "fedbe dirichlet",
-        "fedbe gaussian",
-        "fedcda",
-        "fedcluster",
-        "fedcluster cycle",
-        "feddf",
-        "feddf validation",
-        "fedgen",
-        "fedgen generator",
-        "fedlaw",
-        "fedma",
-        "fedma layer {n}",
-        "fedmut",
-        "fomo",
-        "head",
-        "init",
-        "lost",
-        "noise",
-        "partition",
-        "personal",
-        "privacy noise",
-        "privacy selection",
-        "recombine",
-        "select",
-        "server data",
-        "slots",
-        "soup",
-        "statistics",
-        "validation",
-    }
-)
-"""All purposes that fedloom uses, with placeholders in braces. Your own methods may use any other string.
-
-A purpose is part of the seed: renaming one changes the results of every run that uses it.
-"""
 
 GLOBAL_RNG_LOCK = threading.RLock()
 """Held while torch's global generators are seeded for a stream: several runs may share one process."""

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedloom.config import make_config
-from fedloom.core.rng import RngStreams
 from fedloom.data.array_samples import (
     check_array_labels,
     count_array_classes,
@@ -19,12 +16,9 @@ from fedloom.data.array_samples import (
     match_array_samples,
 )
 from fedloom.data.dataset import Dataset
-from fedloom.data.federated import PartitionedDataset
-from fedloom.data.partitions import partition_dataset
 from fedloom.data.readers.tables import select_table_test_rows
 from fedloom.data.samples import Array, Samples
 from fedloom.errors import InputError
-from fedloom.utils.formatting import short_repr
 
 TEST_SHARE = 0.2
 """The share of samples for testing, if there are no test samples."""
@@ -79,28 +73,6 @@ def make_array_dataset(
     return replace(dataset, class_names=tuple(str(label) for label in range(classes)))
 
 
-def federate_array_pool(
-    x: Array,
-    y: Array,
-    partition: str | None,
-    clients: int | None,
-    seed: int,
-    owner: Any,
-    test: tuple[Array, Array] | float | None,
-    name: str,
-) -> PartitionedDataset:
-    """See `FederatedDataset.from_pool`."""
-    if not isinstance(test, int | float | tuple | list | None) or (isinstance(test, tuple | list) and len(test) != 2):
-        raise InputError(f"test is {short_repr(test)}; expected a pair (x, y), or a share above 0 and below 1.")
-    if isinstance(test, int | float) and not 0 < test < 1:
-        raise InputError(f"test is {test!r}; expected a share above 0 and below 1, or a pair (x, y).")
-    plain = "dirichlet:0.3" if owner is None else "natural"
-    config = make_config({"partition": partition or plain, "clients": clients, "seed": seed})
-    held = TEST_SHARE if test is None else test if isinstance(test, int | float) else (test[0], test[1])
-    dataset = make_array_dataset(x, y, owner=owner, test=held, name=name)
-    return partition_dataset(dataset, config.partition, config.clients, RngStreams(config.seed).numpy("partition"))
-
-
 def _check_pool(samples: Samples, who: str) -> Samples:
     """Return the samples with labels of shape n, or n x 1 for a regression; raise an error for unusable values."""
     x, y = samples.x.cpu(), samples.y.cpu()
@@ -119,12 +91,7 @@ def _check_pool(samples: Samples, who: str) -> Samples:
     if y.ndim != 1 and not y.is_floating_point():
         raise InputError(f"{who} has labels of shape {tuple(y.shape)}; expected one integer for each sample.")
     check_array_labels(y, 0, who)
-    return Samples(x, _as_column(y))
-
-
-def _as_column(y: Tensor) -> Tensor:
-    """Return the targets of a regression as n x 1, which is the output of a network by name."""
-    return y.unsqueeze(1) if y.is_floating_point() and y.ndim == 1 else y
+    return Samples(x, y.unsqueeze(1) if y.is_floating_point() and y.ndim == 1 else y)
 
 
 def _number_owners(owner: Any, count: int) -> tuple[NDArray[np.int64], tuple[str, ...]]:

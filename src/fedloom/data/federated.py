@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from fedloom.config import make_config
+from fedloom.core.rng import RngStreams
 from fedloom.data.array_samples import (
     check_array_labels,
     count_array_classes,
@@ -119,7 +121,18 @@ class FederatedDataset(ABC):
         Raises:
             InputError: If the arrays of a client do not match each other or those of the other clients.
         """
-        return _federate_arrays(clients, test, classes, name, transform)
+        held = [make_array_samples(*_pair(client, f"client {k}"), f"client {k}") for k, client in enumerate(clients)]
+        sizes = [len(samples) for samples in held]
+        example = held[_first(sizes, name)]
+        if test is not None and not isinstance(test, Samples):
+            test = make_array_samples(*_pair(test, "the test set"), "the test set")
+        federated_data = _PerClientDataset(sizes, held.__getitem__, example, test, classes, name, transform)
+        for k in range(len(held)):
+            federated_data.client_samples(k)  # check the arrays now, not in the middle of a run
+        if example.are_tokens:
+            parts = [samples.x for samples in (*held, federated_data.test) if samples is not None and samples.x.numel()]
+            federated_data.vocabulary_size = 1 + max(int(x.max()) for x in parts)
+        return federated_data
 
     @staticmethod
     def from_pool(
@@ -160,9 +173,20 @@ class FederatedDataset(ABC):
             >>> len(FederatedDataset.from_pool(x, y, partition="iid", clients=5))
             5
         """
-        from fedloom.data.array_pool import federate_array_pool
+        from fedloom.data.array_pool import TEST_SHARE, make_array_dataset
+        from fedloom.data.partitions import partition_dataset
 
-        return federate_array_pool(x, y, partition, clients, seed, owner, test, name)
+        if not isinstance(test, int | float | tuple | list | None) or (
+            isinstance(test, tuple | list) and len(test) != 2
+        ):
+            raise InputError(f"test is {short_repr(test)}; expected a pair (x, y), or a share above 0 and below 1.")
+        if isinstance(test, int | float) and not 0 < test < 1:
+            raise InputError(f"test is {test!r}; expected a share above 0 and below 1, or a pair (x, y).")
+        plain = "dirichlet:0.3" if owner is None else "natural"
+        config = make_config({"partition": partition or plain, "clients": clients, "seed": seed})
+        held = TEST_SHARE if test is None else test if isinstance(test, int | float) else (test[0], test[1])
+        dataset = make_array_dataset(x, y, owner=owner, test=held, name=name)
+        return partition_dataset(dataset, config.partition, config.clients, RngStreams(config.seed).numpy("partition"))
 
     @staticmethod
     def from_datasets(
@@ -189,7 +213,16 @@ class FederatedDataset(ABC):
         Raises:
             InputError: If a data set has no length, or its items do not match those of the other clients.
         """
-        return _federate_datasets(datasets, test, classes, name, transform, keep_in_memory)
+        sizes = [_size(data, f"client {k}") for k, data in enumerate(datasets)]
+        first = _first(sizes, name)
+        example = _read(datasets[first], 1, f"client {first}")
+        if test is not None and not isinstance(test, Samples):
+            test = _read(test, _size(test, "the test set"), "the test set")
+
+        def read(k: int) -> Samples:
+            return _read(datasets[k], sizes[k], f"client {k}")
+
+        return _PerClientDataset(sizes, read, example, test, classes, name, transform, keep_in_memory)
 
 
 class PartitionedDataset(FederatedDataset):
@@ -320,54 +353,11 @@ class _PerClientDataset(FederatedDataset):
         return _count_client_labels((self.client_samples(k).y for k in range(len(self))), len(self), self.classes)
 
 
-def _federate_arrays(
-    clients: Sequence[tuple[Array, Array]],
-    test: tuple[Array, Array] | Samples | None,
-    classes: int | None,
-    name: str,
-    transform: InputTransform | None,
-) -> _PerClientDataset:
-    """See `FederatedDataset.from_arrays`."""
-    held = [make_array_samples(*_pair(client, f"client {k}"), f"client {k}") for k, client in enumerate(clients)]
-    sizes = [len(samples) for samples in held]
-    example = held[_first(sizes, name)]
-    if test is not None and not isinstance(test, Samples):
-        test = make_array_samples(*_pair(test, "the test set"), "the test set")
-    federated_data = _PerClientDataset(sizes, held.__getitem__, example, test, classes, name, transform)
-    for k in range(len(held)):
-        federated_data.client_samples(k)  # check the arrays now, not in the middle of a run
-    if example.are_tokens:
-        parts = [samples.x for samples in (*held, federated_data.test) if samples is not None and samples.x.numel()]
-        federated_data.vocabulary_size = 1 + max(int(x.max()) for x in parts)
-    return federated_data
-
-
 def _pair(given: object, who: str) -> tuple[Array, Array]:
     """Return the inputs and labels of one client; an array with two rows is not a pair."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise InputError(f"{who} is {short_repr(given)}; expected a pair (x, y) of its inputs and its labels.")
     return given[0], given[1]
-
-
-def _federate_datasets(
-    datasets: Sequence[TorchDataset[Any]],
-    test: TorchDataset[Any] | Samples | None,
-    classes: int | None,
-    name: str,
-    transform: InputTransform | None,
-    keep_in_memory: bool,
-) -> _PerClientDataset:
-    """See `FederatedDataset.from_datasets`."""
-    sizes = [_size(data, f"client {k}") for k, data in enumerate(datasets)]
-    first = _first(sizes, name)
-    example = _read(datasets[first], 1, f"client {first}")
-    if test is not None and not isinstance(test, Samples):
-        test = _read(test, _size(test, "the test set"), "the test set")
-
-    def read(k: int) -> Samples:
-        return _read(datasets[k], sizes[k], f"client {k}")
-
-    return _PerClientDataset(sizes, read, example, test, classes, name, transform, keep_in_memory)
 
 
 def _first(sizes: Sequence[int], name: str) -> int:

@@ -205,16 +205,8 @@ def split_client_tests(
     test = np.concatenate(held) if held else np.zeros(0, dtype=np.int64)
     if not len(test):
         raise InputError(f"no client has enough samples to hold a share of {test_share} out for testing.")
-    divided = PartitionedDataset(
-        federated_data.pool,
-        parts,
-        classes=federated_data.classes,
-        shape=federated_data.shape,
-        transform=federated_data.transform,
-        test=federated_data.pool.take(test),
-        name=federated_data.name,
-        vocabulary_size=federated_data.vocabulary_size,
-    )
+    divided = copy.copy(federated_data)
+    divided.client_indices, divided.test = parts, federated_data.pool.take(test)
     divided.test_owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
     return divided
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fedloom.errors import InputError
+from fedloom.errors import InputError, first_line_of_error
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,6 @@ def _usable_device(name: str) -> "torch.device":
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = first_line_of_error(error)
         raise InputError(f"device {name!r} cannot be used here: {reason}.") from error
     return device

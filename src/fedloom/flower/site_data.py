@@ -57,17 +57,7 @@ class SiteDataServerView(FederatedDataset):
 
     def __init__(self, federated_data: FederatedDataset, num_clients: int, num_examples: Callable[[int], int]) -> None:
         self._num_clients, self._num_examples = num_clients, num_examples
-        self.name, self.classes, self.shape, self.vocabulary_size = (
-            federated_data.name,
-            federated_data.classes,
-            federated_data.shape,
-            federated_data.vocabulary_size,
-        )
-        self.transform, self.test, self.server_data = (
-            federated_data.transform,
-            federated_data.test,
-            federated_data.server_data,
-        )
+        _copy_description(federated_data, self)
 
     def __len__(self) -> int:
         return self._num_clients
@@ -82,22 +72,8 @@ class SiteDataServerView(FederatedDataset):
 class _SiteDataset(FederatedDataset):
     """The clients of one site with their samples, without the clients of other sites."""
 
-    def __init__(
-        self,
-        federated_data: FederatedDataset,
-        num_clients: int,
-        samples_by_client: Mapping[int, Samples],
-        test: Samples | None,
-        test_owners: Any = None,
-    ) -> None:
+    def __init__(self, num_clients: int, samples_by_client: Mapping[int, Samples]) -> None:
         self._num_clients, self._samples_by_client = num_clients, dict(samples_by_client)
-        self.name, self.classes, self.shape, self.vocabulary_size = (
-            federated_data.name,
-            federated_data.classes,
-            federated_data.shape,
-            federated_data.vocabulary_size,
-        )
-        self.transform, self.test, self.test_owners = federated_data.transform, test, test_owners
 
     def __len__(self) -> int:
         return self._num_clients
@@ -106,15 +82,18 @@ class _SiteDataset(FederatedDataset):
     def available_client_ids(self) -> Sequence[int]:
         return sorted(self._samples_by_client)
 
-    def num_examples(self, client_id: int) -> int:
-        return len(self.client_samples(client_id))
-
     def client_samples(self, client_id: int) -> Samples:
         if client_id not in self._samples_by_client:
             raise FedloomError(
                 f"client {client_id} is not here; this site has {', '.join(map(str, sorted(self._samples_by_client)))}."
             )
         return self._samples_by_client[client_id]
+
+
+def _copy_description(source: FederatedDataset, target: FederatedDataset) -> None:
+    """Copy everything but the samples of the clients."""
+    for name in ("name", "classes", "shape", "vocabulary_size", "transform", "test", "server_data"):
+        setattr(target, name, getattr(source, name))
 
 
 def restrict_site_data(federated_data: FederatedDataset, client_ids: Sequence[int]) -> _SiteDataset:
@@ -125,27 +104,23 @@ def restrict_site_data(federated_data: FederatedDataset, client_ids: Sequence[in
                 f"there is no client {client_id}: the run has {len(federated_data)} clients, numbered from 0."
             )
     samples_by_client = {client_id: federated_data.client_samples(client_id) for client_id in client_ids}
-    test, owners = federated_data.test, federated_data.test_owners
-    if test is not None and owners is not None:
+    made = _SiteDataset(len(federated_data), samples_by_client)
+    _copy_description(federated_data, made)
+    owners = federated_data.test_owners
+    if made.test is not None and owners is not None:
         mine = np.flatnonzero(np.isin(owners, list(client_ids)))
-        test, owners = test.take(mine), owners[mine]
-    return _SiteDataset(federated_data, len(federated_data), samples_by_client, test, owners)
+        made.test, made.test_owners = made.test.take(mine), owners[mine]
+    return made
 
 
 def make_empty_site_dataset(spec: SiteDataSpec) -> FederatedDataset:
     """Return a data set without clients that has the properties in `spec`."""
-    test, server_data = (
-        _check_site_samples(spec.test, "the server's test set"),
-        _check_site_samples(spec.server_data, "the server's data"),
-    )
+    test = _check_site_samples(spec.test, "the server's test set")
+    server_data = _check_site_samples(spec.server_data, "the server's data")
     like = test if test is not None else server_data
-    made = _Described()
-    made.name, made.classes, made.shape, made.vocabulary_size = (
-        spec.name,
-        spec.classes,
-        tuple(spec.shape),
-        spec.vocabulary_size,
-    )
+    made = _SiteDataset(0, {})
+    made.name, made.classes, made.shape = spec.name, spec.classes, tuple(spec.shape)
+    made.vocabulary_size = spec.vocabulary_size
     made.transform = spec.transform or (like.default_transform() if like is not None else InputTransform.identity())
     made.test, made.server_data = test, server_data
     return made
@@ -161,12 +136,10 @@ def make_site_dataset(spec: SiteDataSpec, num_clients: int, client_id: int, site
     if spec.classes and len(train) and not 0 <= int(train.y.min()) <= int(train.y.max()) < spec.classes:
         span = f"labels from {int(train.y.min())} to {int(train.y.max())}"
         raise InputError(f"client {client_id} has {span}; the task says labels from 0 to {spec.classes - 1}.")
-    like = make_empty_site_dataset(spec)
-    if spec.transform is None:
-        like.transform = train.default_transform()
-    owners = None if test is None else np.full(len(test), client_id)
-    made = _SiteDataset(like, num_clients, {client_id: train}, test, owners)
-    made.server_data = like.server_data  # part of the app at every site; sites do not use it
+    made = _SiteDataset(num_clients, {client_id: train})
+    _copy_description(make_empty_site_dataset(spec), made)  # with the server's data, which sites do not use
+    made.transform = spec.transform or train.default_transform()
+    made.test, made.test_owners = test, None if test is None else np.full(len(test), client_id)
     return made
 
 
@@ -179,14 +152,6 @@ def _check_site_samples(given: Given | None, owner: str) -> Samples | None:
         return FederatedDataset.from_arrays([(x, y)], name=owner).client_samples(0)
     except InputError as error:
         raise InputError(str(error).replace("client 0", owner)) from None
-
-
-class _Described(FederatedDataset):
-    def __len__(self) -> int:
-        return 0
-
-    def client_samples(self, client_id: int) -> Samples:
-        raise FedloomError("there are no clients here.")
 
 
 def site_data_clients(node_config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import average_models
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods.base import Options
@@ -108,13 +108,10 @@ class FedASAMSwaServer(FedAvgServer):
         self.pending = fedasam_cycle_position(round, self.context.rounds, self.options) == 1
 
     def global_model(self) -> Tensor:
+        now, mean = self.bank.rows
         if not (self.averaged or self.pending):
-            return self.bank.rows[0]
-        mean, row = WeightedMean(self.context.layout), self.bank.rows[0].clone()
-        mean.add(self.bank.rows[1], self.averaged)
-        mean.add(self.bank.rows[0], int(self.pending))
-        mean.write_to(row)
-        return row
+            return now
+        return average_models(self.context.layout, [mean, now], [self.averaged, self.pending])
 
     def models(self) -> Tensor:
         return self.bank.rows[:1]

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
@@ -97,13 +97,9 @@ class FedBERefiner(Refiner[FedBEOptions]):
         """Draw model number `s` from the distribution over `rows`, which were trained from `sent`."""
         options, context, layout = self.options, self.context, self.context.layout
         shares = context.rng_streams.numpy("fedbe dirichlet", round, s).dirichlet([options.alpha] * len(rows))
-        mean = WeightedMean(layout)
-        for row, share, n in zip(rows, shares, samples, strict=True):
-            mean.add(row, float(share) * n if options.distribution == "dirichlet" else 1)
-        made = torch.empty_like(rows[0])
-        mean.write_to(made)
         if options.distribution == "dirichlet":
-            return made
+            return average_models(layout, rows, [float(share) * n for share, n in zip(shares, samples, strict=True)])
+        made = average_models(layout, rows)
         noise = context.rng_streams.pytorch("fedbe gaussian", round, s, context.device)
         xi = torch.randn(layout.trainable, generator=noise, dtype=layout.dtype, device=context.device)
         weights, w = made[: layout.trainable], rows[:, : layout.trainable]

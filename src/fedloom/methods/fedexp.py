@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import average_models
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods.base import Options
 from fedloom.methods.registry import Method, register
@@ -72,11 +72,7 @@ class FedExPServer(AveragingServer[FedExPOptions]):
     def global_model(self) -> Tensor:
         if not self.options.average or self.aggregations < 2:
             return self.bank.rows[0]
-        mean, row = WeightedMean(self.context.layout), self.bank.rows[0].clone()
-        for model in self.bank.rows:
-            mean.add(model)
-        mean.write_to(row)
-        return row
+        return average_models(self.context.layout, self.bank.rows)
 
     def models(self) -> Tensor:
         return self.bank.rows[:1]

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
 from fedloom.methods.base import Client, MethodContext, Options, Server
@@ -85,11 +85,8 @@ class FedFomoServer(Server[FedFomoOptions]):
                 self.P[i, j] += gain
 
     def global_model(self) -> Tensor:
-        mean, row = WeightedMean(self.context.layout), self.context.initial.clone()
-        for i in self.sent.nonzero().flatten().tolist():
-            mean.add(self.bank.rows[i])
-        mean.write_to(row)
-        return row
+        sent = [self.bank.rows[i] for i in self.sent.nonzero().flatten().tolist()]
+        return average_models(self.context.layout, sent) if sent else self.context.initial.clone()
 
     def personal_model(self, client_id: int) -> Tensor | None:
         return self.bank.rows[client_id] if self.sent[client_id] else None

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import average_models
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
 from fedloom.methods.base import Options
@@ -72,10 +72,7 @@ class FedLAWServer(AveragingServer[FedLAWOptions]):
         samples, rows = [n for _, n, _ in received], torch.stack([row for *_, row in received])
         del received  # memory holds all models once, not twice
         weights, gamma = self.learn(round, rows, samples) if self.options.epochs else (samples, 1.0)
-        mean = WeightedMean(layout)
-        for row, weight in zip(rows, weights, strict=True):
-            mean.add(row, weight)
-        mean.write_to(w)
+        w.copy_(average_models(layout, rows, weights))
         if self.options.epochs:
             w[: layout.trainable] *= gamma
             self._last = {"shrink factor": gamma, "largest weight": max(weights)}

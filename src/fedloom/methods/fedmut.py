@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.base import MethodContext, Options, Server
 from fedloom.methods.fedmr import fedmr_layer_columns
@@ -86,7 +86,7 @@ class FedMutServer(Server[FedMutOptions]):
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         w, before = self.bank.rows
-        trained, sent, everyone = (WeightedMean(self.context.layout) for _ in range(3))
+        trained, sent = WeightedMean(self.context.layout), WeightedMean(self.context.layout)
         for update in updates:
             trained.add(update.row)
             sent.add(update.task.row)
@@ -95,10 +95,8 @@ class FedMutServer(Server[FedMutOptions]):
         before.copy_(w)
         trained.write_to(w)
         if trained.weight < self._count:
-            for mutant in self._mutants.rows[: self._count]:
-                everyone.add(mutant)
-            balanced, biased = self.context.layout.empty(w.device), self.context.layout.empty(w.device)
-            everyone.write_to(balanced)
+            balanced = average_models(self.context.layout, self._mutants.rows[: self._count])
+            biased = torch.empty_like(balanced)
             sent.write_to(biased)
             w[: self.context.layout.trainable] += (balanced - biased)[: self.context.layout.trainable]
 

@@ -16,10 +16,6 @@ from fedloom.utils.settings import Settings
 Shape = tuple[int, ...]
 
 
-class NoModelOptions(Settings):
-    """Options of a network that has none."""
-
-
 O = TypeVar("O", bound=Settings)  # noqa: E741
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
 from fedloom.core.rng import RngStreams
-from fedloom.errors import InputError
+from fedloom.errors import InputError, first_line_of_error
 from fedloom.utils.storage import MODEL_FILE
 
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights")
@@ -204,23 +204,13 @@ def _parse_torch(content: bytes, file: Path) -> dict[str, Tensor]:
             "torch.save(model.state_dict(), FILE) or as safetensors."
         ) from error
     except Exception as error:  # a damaged archive may raise any error
-        raise InputError(f"{file} is not a whole torch file: {_first_line(error)}.") from error
+        raise InputError(f"{file} is not a whole torch file: {first_line_of_error(error)}.") from error
     for _ in range(3):
-        inner = next((value[key] for key in WRAPPERS if isinstance(value, Mapping) and _is_mapping(value, key)), None)
-        if inner is None:
-            break
-        value = inner
+        if isinstance(value, Mapping):
+            value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), Mapping)), value)
     if not isinstance(value, Mapping):
         raise InputError(f"{file} holds a {type(value).__name__}; expected the state dict of a model.")
     return {str(name): tensor.detach() for name, tensor in value.items() if isinstance(tensor, Tensor)}
-
-
-def _is_mapping(value: Mapping[Any, Any], key: str) -> bool:
-    return isinstance(value.get(key), Mapping)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _pair(

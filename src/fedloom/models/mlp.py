@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.models.base import ModelRequest, ModelSpec, NoModelOptions
+from fedloom.models.base import ModelRequest, ModelSpec
+from fedloom.utils.settings import Settings
 
 
 def make_mlp_layers(sizes: list[int], classes: int, dropout: float = 0.0) -> "OrderedDict[str, nn.Module]":
@@ -23,17 +24,17 @@ def make_mlp_layers(sizes: list[int], classes: int, dropout: float = 0.0) -> "Or
     return layers
 
 
-def _make_mlp_builder(*hidden: int) -> Callable[[ModelRequest, NoModelOptions], nn.Module]:
+def _make_mlp_builder(*hidden: int) -> Callable[[ModelRequest, Settings], nn.Module]:
     """Return a function that builds a dense network for inputs of any shape."""
 
-    def make(wanted: ModelRequest, _: NoModelOptions) -> nn.Module:
+    def make(wanted: ModelRequest, _: Settings) -> nn.Module:
         return nn.Sequential(make_mlp_layers([prod(wanted.shape), *hidden], wanted.classes))
 
     return make
 
 
 NETWORKS: dict[str, ModelSpec[Any]] = {
-    "logreg": ModelSpec("multinomial logistic regression", _make_mlp_builder(), NoModelOptions),
-    "mlp": ModelSpec("two hidden layers of 200 (McMahan's 2NN)", _make_mlp_builder(200, 200), NoModelOptions),
-    "mlp-128": ModelSpec("two hidden layers of 128 (DynaFed's MLP)", _make_mlp_builder(128, 128), NoModelOptions),
+    "logreg": ModelSpec("multinomial logistic regression", _make_mlp_builder(), Settings),
+    "mlp": ModelSpec("two hidden layers of 200 (McMahan's 2NN)", _make_mlp_builder(200, 200), Settings),
+    "mlp-128": ModelSpec("two hidden layers of 128 (DynaFed's MLP)", _make_mlp_builder(128, 128), Settings),
 }

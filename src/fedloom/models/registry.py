@@ -182,7 +182,18 @@ def available_models() -> list[ModelInfo]:
     Returns:
         A `ModelInfo` for each.
     """
-    return [_info(name, network) for name, network in NETWORKS.items()]
+    found = []
+    for name, network in NETWORKS.items():
+        gray = color = text = None
+        if network.text_size is not None:
+            length, classes = network.text_size
+            text = count_parameters(name, (length,), classes)
+        else:
+            gray, color = count_parameters(name, (1, 28, 28), 10), count_parameters(name, (3, 32, 32), 10)
+        fields = network.options.model_fields
+        options = tuple(_ModelOption(key, field.default, field.description or "") for key, field in fields.items())
+        found.append(ModelInfo(name, network.summary, gray, color, text, options))
+    return found
 
 
 def _find(name: str, shape: Shape, classes: int, vocabulary_size: int) -> tuple[ModelSpec[Any], ModelRequest, Any]:
@@ -197,15 +208,3 @@ def _find(name: str, shape: Shape, classes: int, vocabulary_size: int) -> tuple[
     if vocabulary_size < 0:
         raise InputError(f"a model cannot know {vocabulary_size} tokens; expected 0 or more.")
     return NETWORKS[base], ModelRequest(name, shape, classes, vocabulary_size), options
-
-
-def _info(name: str, network: ModelSpec[Any]) -> ModelInfo:
-    gray = color = text = None
-    if network.text_size is not None:
-        length, classes = network.text_size
-        text = count_parameters(name, (length,), classes)
-    else:
-        gray, color = count_parameters(name, (1, 28, 28), 10), count_parameters(name, (3, 32, 32), 10)
-    fields = network.options.model_fields
-    options = tuple(_ModelOption(key, field.default, field.description or "") for key, field in fields.items())
-    return ModelInfo(name, network.summary, gray, color, text, options)

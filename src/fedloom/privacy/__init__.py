@@ -7,7 +7,6 @@ from fedloom.privacy.mechanism import PrivacyMechanism
 __all__ = [
     "PrivacyAccountant",
     "PrivacyMechanism",
-    "_clip_update",
     "check_private_method",
     "compose_privacy_compatible",
 ]

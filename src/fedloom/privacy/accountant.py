@@ -10,6 +10,7 @@ rounds, whatever a round learned from earlier ones, so epsilon depends on the nu
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -49,11 +50,7 @@ class PrivacyAccountant:
 
     def rounds_within(self, max_epsilon: float, planned: int) -> int:
         """Return how many of the planned rounds spend no more than `max_epsilon`."""
-        low, high = 0, planned
-        while low < high:  # epsilon never decreases with the rounds
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.epsilon(middle) <= max_epsilon else (low, middle - 1)
-        return low
+        return bisect_right(range(planned + 1), max_epsilon, key=self.epsilon) - 1  # epsilon never decreases
 
 
 def _library() -> Any:

@@ -10,7 +10,6 @@ from fedloom.core.layout import Layout
 from fedloom.errors import InputError
 from fedloom.methods.base import Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose
-from fedloom.methods.registry import Method
 
 
 def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any]]) -> ComposedMethod:
@@ -32,32 +31,17 @@ def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any
 def _check_methods(composed_method: ComposedMethod) -> None:
     """Raise an InputError if a method needs single updates."""
     for method in composed_method.methods:
-        if not method.needs_mean_only:
-            raise InputError(f"{method.name} cannot be run with clip_update: {_incompatibility_reason(method)}.")
-
-
-def _incompatibility_reason(method: Method) -> str:
-    """Return why this method's server needs more than a mean, as the end of a sentence, or an empty string."""
-    if method.needs_mean_only:
-        return ""
-    if method.uses_single_updates is None:
-        return "it does not say (uses_single_updates) that its server needs only the mean of the updates"
-    return f"its server {method.uses_single_updates}, but a private server sees only the mean of all updates"
+        if method.needs_mean_only:
+            continue
+        reason = f"its server {method.uses_single_updates}, but a private server sees only the mean of all updates"
+        if method.uses_single_updates is None:
+            reason = "it does not say (uses_single_updates) that its server needs only the mean of the updates"
+        raise InputError(f"{method.name} cannot be run with clip_update: {reason}.")
 
 
 def check_private_method(composed_method: ComposedMethod, parts: MethodParts, layout: Layout) -> None:
     """Raise an InputError if the parts or the network would reveal more than the private mean."""
     _check_methods(composed_method)
-    _refuse_parts(composed_method, parts, layout)
-    if layout.size > layout.trainable:
-        buffer = next(entry.name for entry in layout.entries if entry.offset >= layout.trainable)
-        raise InputError(
-            f"this network cannot be trained with clip_update: {buffer} is a statistic and not a weight, and noise "
-            "can make it useless (a negative variance); choose a network without batch norm, such as norm=group."
-        )
-
-
-def _refuse_parts(composed_method: ComposedMethod, parts: MethodParts, layout: Layout) -> None:
     names = {part: owner.name for part in ("server", "client") if (owner := composed_method.owner(part)) is not None}
     if uploads := parts.client.upload_shapes(layout):
         raise InputError(
@@ -79,4 +63,10 @@ def _refuse_parts(composed_method: ComposedMethod, parts: MethodParts, layout: L
         raise InputError(
             f"{names['server']} cannot be run with clip_update: it sends every client a model of its own, so the "
             "updates do not belong to one model."
+        )
+    if layout.size > layout.trainable:
+        buffer = next(entry.name for entry in layout.entries if entry.offset >= layout.trainable)
+        raise InputError(
+            f"this network cannot be trained with clip_update: {buffer} is a statistic and not a weight, and noise "
+            "can make it useless (a negative variance); choose a network without batch norm, such as norm=group."
         )

@@ -21,7 +21,6 @@ seed can remove the noise and tell who took part, so it protects nobody: on real
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,38 +38,24 @@ from fedloom.privacy.accountant import PrivacyAccountant
 Floats = NDArray[np.float64]
 
 
-class _NoiseSource(ABC):
-    """Random numbers that others must not know."""
-
-    repeatable: bool
-    """Whether a repeated round draws the same numbers."""
-
-    @abstractmethod
-    def normal(self, round: int, count: int) -> Floats:
-        """Return `count` standard normal numbers."""
-
-    @abstractmethod
-    def uniform(self, round: int, count: int) -> Floats:
-        """Return `count` numbers in [0, 1), which sample the clients."""
-
-
 @dataclass(frozen=True)
-class _SeededNoise(_NoiseSource):
-    """Draws keyed by (seed, round)."""
+class _SeededNoise:
+    """Draws keyed by (seed, round), the same in a repeated round."""
 
     rng_streams: RngStreams
     repeatable = True
 
     def normal(self, round: int, count: int) -> Floats:
+        """Return `count` standard normal numbers."""
         return self.rng_streams.numpy("privacy noise", round).standard_normal(count)
 
     def uniform(self, round: int, count: int) -> Floats:
+        """Return `count` numbers in [0, 1), which sample the clients."""
         return self.rng_streams.numpy("privacy selection", round).random(count)
 
 
-@dataclass(frozen=True)
-class _SystemNoise(_NoiseSource):
-    """Draws from the operating system's cryptographically secure generator."""
+class _SystemNoise:
+    """The same from the operating system's cryptographically secure generator, new each time."""
 
     repeatable = False
 
@@ -112,7 +97,7 @@ class PrivacyMechanism:
     """The noise multiplier Z. With 0, updates are clipped, but nothing is private."""
     num_clients: int
     clients_per_round: int
-    source: _NoiseSource
+    source: _SeededNoise | _SystemNoise
     account: PrivacyAccountant
 
     @classmethod

@@ -17,7 +17,6 @@ from fedloom.report.records import (
     group_records,
     select_record_per_seed,
 )
-from fedloom.report.shared_partition import describe_shared_partition
 from fedloom.report.significance import LEVEL, adjust_p_values, format_p_value
 from fedloom.report.statistics import (
     REACH,
@@ -33,13 +32,17 @@ from fedloom.utils.result_window import select_evaluations
 
 NO_CAUSE = frozenset({"method", "engine", "device", *TASK})
 """Settings that need no note if they differ: they are no other cause of a difference between methods."""
+FIXED = ("own", "file")
+"""Partitions that do not depend on the seed."""
+SOMETIMES_FIXED = ("own by seed", "natural", "domain")
+"""Partitions that may be the same for all seeds; the counts of the clients show it."""
 
 
 def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
     """Return the notes without which the table would mislead."""
     said = [note for group in groups for note in _about(group)]
     said += _server_data([group.runs[0] for group in groups])
-    said += describe_shared_partition(groups)
+    said += _shared_partition(groups)
     causes: dict[str, None] = {}
     for name in dict.fromkeys(group.task for group in groups):
         runs = [group.runs[0] for group in groups if group.task == name]
@@ -57,14 +60,14 @@ def _comparison_notes(groups: Sequence[GroupStatistics]) -> list[str]:
 
 def _about(group: GroupStatistics) -> list[str]:
     """Return notes on runs of one group that are missing, repeated or without a result."""
-    said, unique = [], select_record_per_seed(group.members)
+    said, unique = [], select_record_per_seed(group.records)
     left = [run for run in unique if run not in group.runs]
     if left:
         said.append(f"{group.label}: unfinished runs are left out: {format_list([_where(run) for run in left])}.")
     elif not group.finished:
         open_runs = [run for run in group.runs if not run.finished]
         said.append(f"{group.label} has not finished: {format_list([_where(run) for run in open_runs])}.")
-    if len(unique) < len(group.members):
+    if len(unique) < len(group.records):
         said.append(f"{group.label}: a seed occurs more than once and is counted once.")
     void = [run.seed for run in group.runs if run.seed not in group.results and select_evaluations(run.history)]
     if void and group.result:
@@ -91,6 +94,26 @@ def _server_data(runs: Sequence[RunRecord]) -> list[str]:
         f"{format_list(list(names))} used data on the server, {source}{said[source]}; other methods did not."
         for source, names in users.items()
     ]
+
+
+def _shared_partition(groups: Sequence[GroupStatistics]) -> list[str]:
+    """Return a sentence if the seeds of a group share one partition, so that their spread leaves it out."""
+    several = [group for group in groups if len({run.seed for run in group.runs}) > 1]
+    shared = [group.label for group in several if _shares_partition(group.runs)]
+    if not shared:
+        return []
+    whose = "" if len(shared) == len(several) else f" of {format_list(shared)}"
+    return [f"All seeds{whose} share one partition, so the spread over seeds does not cover other partitions."]
+
+
+def _shares_partition(runs: Sequence[RunRecord]) -> bool:
+    kinds = {str(run.config.get("partition", "")).partition(":")[0].partition(",")[0] for run in runs}
+    if kinds <= set(FIXED):
+        return True
+    if not kinds <= set(SOMETIMES_FIXED):
+        return False
+    first = runs[0].counts
+    return first is not None and all(run.counts is not None and np.array_equal(run.counts, first) for run in runs[1:])
 
 
 def _where(run: RunRecord) -> str:

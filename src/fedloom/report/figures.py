@@ -35,7 +35,7 @@ def collect_figure_data(groups: Sequence[GroupStatistics]) -> Data:
     """Collect the data of all plots of a page. A line refers to its group and its axis by index."""
     figure_data: Data = {
         "groups": [
-            {"label": group.short, "task": group.task, "kind": group.record_group.kind, "dash": group_dash(group)}
+            {"label": group.short, "task": group.task, "kind": group.kind, "dash": group_dash(group)}
             for group in groups
         ],
         "tasks": list(dict.fromkeys(group.task for group in groups)),

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.report.markup import SectionHtml, render_section, render_section_tag
-from fedloom.report.records import RunRecord
 from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_plural
 from fedloom.utils.storage import read_safetensors
@@ -35,8 +34,9 @@ class _SyntheticImages:
     """The matching loss of each iteration; may be empty."""
 
     @staticmethod
-    def read(path: Path) -> "_SyntheticImages | None":
-        """Read the set in `path`; None if there is none, or if its samples are not images."""
+    def read(folder: Path) -> "_SyntheticImages | None":
+        """Read the set of the run in `folder`; None if there is none, or if its samples are not images."""
+        path = folder / "synthetic.safetensors"
         if not path.is_file():
             return None
         tensors = {name: tensor.double().numpy() for name, tensor in read_safetensors(path).items()}
@@ -62,7 +62,7 @@ def render_synthetic_images(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """Return the section with the synthetic images of one run of each group; empty if there are none."""
     found = []
     for group in groups:
-        sets = ((run, made) for run in group.runs if (made := _made(run)) is not None)
+        sets = ((run, made) for run in group.runs if (made := _SyntheticImages.read(run.folder)) is not None)
         found += [(group, *one) for one in islice(sets, 1)]
     if not found:
         return SectionHtml("")
@@ -79,10 +79,6 @@ def render_synthetic_images(groups: Sequence[GroupStatistics]) -> SectionHtml:
     if len(found) > MOST_SETS:
         hint += f" Only the first {MOST_SETS} of {len(found)} methods are shown."
     return render_section("Synthetic samples", hint, *blocks)
-
-
-def _made(run: RunRecord) -> _SyntheticImages | None:
-    return _SyntheticImages.read(run.folder / "synthetic.safetensors")
 
 
 def _said(made: _SyntheticImages) -> str:

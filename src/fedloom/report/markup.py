@@ -72,9 +72,9 @@ def render_colored_label(group: GroupStatistics) -> SectionHtml:
 
 def group_hue(group: GroupStatistics) -> str:
     """Return the color of a group, a variable of the style sheet."""
-    return f"var(--c{group.record_group.kind % HUES})"
+    return f"var(--c{group.kind % HUES})"
 
 
 def group_dash(group: GroupStatistics) -> str:
     """Return the dash pattern of the lines of a group; empty for a solid line."""
-    return DASHES[group.record_group.kind % len(DASHES)]
+    return DASHES[group.kind % len(DASHES)]

@@ -92,9 +92,9 @@ def _render_report(
     if effects and effects.scores:
         figure_data["grid"] = heat_map_figure_data(effects)
     title = title or _title(comparison, grid)
-    if command is None and len(groups) == len(groups[0].members) == 1:
+    if command is None and len(groups) == len(groups[0].records) == 1:
         command = groups[0].runs[0].config.get("command")
-    count = sum(len(group.members) for group in groups)
+    count = sum(len(group.records) for group in groups)
     tasks = (
         figure_data["tasks"][0] if len(figure_data["tasks"]) == 1 else format_plural(len(figure_data["tasks"]), "task")
     )

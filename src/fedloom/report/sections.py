@@ -233,7 +233,7 @@ def _given_settings(command: str) -> set[str]:
 def render_initial_weights_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     """Return what the runs loaded from files with initial weights, each file once."""
     rows: dict[tuple[str, ...], None] = {}
-    for run in (run for group in groups for run in group.members):
+    for run in (run for group in groups for run in group.records):
         if run.initial_weights is not None:
             lists = [run.initial_weights.get(key) for key in ("matched", "replaced", "missing", "unexpected")]
             taken, *others = (list(map(str, names)) if isinstance(names, list) else [] for names in lists)
@@ -256,9 +256,9 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     commands: dict[str, None] = {}
     made: dict[str, None] = {}
     for group in groups:
-        if isinstance(first := group.members[0].config.get("command"), str):
+        if isinstance(first := group.records[0].config.get("command"), str):
             commands[first] = None
-        for run in group.members:
+        for run in group.records:
             state = "finished" if run.finished else "unfinished"
             state += "" if run in group.runs else ", not counted"
             digest = str((run.summary or {}).get("digest") or "–")

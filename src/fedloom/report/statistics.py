@@ -59,11 +59,10 @@ class PairedDifference:
         return None if self.half is None else self.mean + self.half
 
 
-@dataclass(frozen=True)
-class GroupStatistics:
-    """Statistics of runs that differ only in the seed."""
+@dataclass(frozen=True, kw_only=True)
+class GroupStatistics(RecordGroup):
+    """Statistics of runs that differ only in the seed. `records` are all of them, counted or not."""
 
-    record_group: RecordGroup
     runs: tuple[RunRecord, ...]
     """The counted runs: one for each seed, and only finished ones if there are any."""
     windows: tuple[int, ...]
@@ -95,24 +94,6 @@ class GroupStatistics:
     """The median over seeds, in which a seed that misses the target counts as infinite. An infinite median is None."""
     reached: int = 0
     difference: PairedDifference | None = None
-
-    @property
-    def label(self) -> str:
-        return self.record_group.label
-
-    @property
-    def short(self) -> str:
-        """The label without the task."""
-        return self.record_group.short
-
-    @property
-    def task(self) -> str:
-        return self.record_group.task
-
-    @property
-    def members(self) -> tuple[RunRecord, ...]:
-        """All runs of the group, counted or not."""
-        return self.record_group.records
 
     @property
     def metric(self) -> str:
@@ -147,7 +128,7 @@ def compute_group_statistics(record_group: RecordGroup, window: int | None = Non
     metric = "loss" if accuracy is None else "accuracy"
     results = {run.seed: compute_window_mean(in_window(run, metric)) for run in runs}
     return GroupStatistics(
-        record_group=record_group,
+        **vars(record_group),
         runs=runs,
         windows=tuple(sorted({run.window(window) for run in runs})),
         accuracy=accuracy,

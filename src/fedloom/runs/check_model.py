@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom import models
 from fedloom.core.rng import RngStreams
 from fedloom.data import FederatedDataset, PartitionedDataset, Samples
-from fedloom.errors import FedloomError, InputError
+from fedloom.errors import FedloomError, InputError, first_line_of_error
 from fedloom.models.base import copy_model
 from fedloom.training.context import TrainingContext
 from fedloom.utils.formatting import short_repr
@@ -104,11 +104,10 @@ def check_forward_pass(context: TrainingContext, federated_data: FederatedDatase
     except FedloomError:
         raise
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         text = "its inputs are token ids, so it needs a network for text; store integers that are quantities as floats"
         hint = f"; {text}" if samples.are_tokens else ""
         raise InputError(
-            f"the model cannot be trained on {federated_data.name!r}: {first.rstrip('.')}{hint}."
+            f"the model cannot be trained on {federated_data.name!r}: {first_line_of_error(error)}{hint}."
         ) from error
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss must be a tensor with one number, not {short_repr(loss)}.")

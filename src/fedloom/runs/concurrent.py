@@ -7,7 +7,6 @@ in one process overlap. Each run gives the same result as alone. One callback wa
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,6 @@ THREADS = "fedloom-run"
 
 PlannedRun = tuple[Path, Config, Callable[[Callback], RunResult]]
 """A run's folder, its config, and the function that runs or resumes it with a callback."""
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """Description of all runs together, for the display."""
-
-    label: str
-    data: str
-    seed: int
-    rounds: int
-    device: str
 
 
 class _Hub:
@@ -103,10 +91,8 @@ def run_concurrently(
     """
     hub = _Hub(callback, planned_runs)
     callbacks = [_OneOf(hub, folder.name) for folder, _, _ in planned_runs]
-    first = planned_runs[0][1]
-    whole = _Whole(
-        f"{len(planned_runs)} runs, {concurrent_runs} at once,", first.data, first.seed, hub._total, first.device
-    )
+    label = f"{len(planned_runs)} runs, {concurrent_runs} at once,"
+    whole = planned_runs[0][1].model_copy(update={"variant": label, "rounds": hub._total})
     callback.on_run_start(path, whole, [])
 
     def one(planned_run: PlannedRun, callback: _OneOf) -> RunResult:

@@ -98,10 +98,8 @@ def _make_grid(
     known = methods()
     names = [parse_method_variant(level).name for factor in factors for level in factor.levels]
     named = [known[name] for name in names if name in known]
-    config = resolve_server_data(
-        config, user_objects or UserObjects(), [ComposedMethod("", tuple(named), {})]
-    )  # as in all its runs
     objects, built_runs = user_objects or UserObjects(), dict[str, BuiltRun]()
+    config = resolve_server_data(config, objects, [ComposedMethod("", tuple(named), {})])  # as in all its runs
 
     def built_run_with(settings: Mapping[str, Any]) -> BuiltRun:
         """Build a run with these settings of a variant, once for all cells that have them."""

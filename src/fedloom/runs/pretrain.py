@@ -164,11 +164,8 @@ class _Pretrainer:
 
     def __init__(self, config: PretrainConfig, callbacks: CallbackList) -> None:
         self.config, self.callbacks = config, callbacks
-        device, rng_streams, training_config = (
-            select_device(config.device),
-            RngStreams(config.seed),
-            config.training_config(),
-        )
+        device, rng_streams = select_device(config.device), RngStreams(config.seed)
+        training_config = config.training_config()
         set_precision(device, "tf32", deterministic=True)  # so the command in the file reproduces the file
         loaded = datasets.load_dataset(config.data, progress=callbacks.on_download)
         self.dataset = datasets.with_normalization(datasets.select_classes(loaded, config.classes), config.normalize)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import average_models
 from fedloom.core.layout import Layout, TensorKind, model_digest
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.errors import RunStopped
@@ -66,19 +66,22 @@ def check_method(name: str, options: Given | None = None) -> None:
 # Rounds with made-up updates
 
 
+Change = Callable[[list[ClientUpdate], Layout], list[ClientUpdate]]
+
+
 def _run_made_up_round(
-    built_run: BuiltRun, order: Callable[[list[ClientUpdate]], list[ClientUpdate]], change: float = 0.01
+    built_run: BuiltRun, transform_updates: Change = lambda updates, _: updates, change: float = 0.01, round: int = 0
 ) -> Tensor:
-    """Run one round with made-up updates in the given order, and return the global model."""
+    """Run one round with made-up updates, and return the global model before a refiner."""
     parts, layout = built_run.rounds.parts, built_run.layout
-    tasks = list(parts.server.dispatch(0, parts.server.sample_clients(0)))
-    updates = order([_answer(built_run, task, change) for task in tasks])
+    tasks = list(parts.server.dispatch(round, parts.server.sample_clients(round)))
+    updates = transform_updates([_answer(built_run, task, change) for task in tasks], layout)
     if parts.extras is not None:
         for update in updates:
-            parts.extras.receive_update(0, update)
-    parts.server.aggregate(0, iter(updates))
+            parts.extras.receive_update(round, update)
+    parts.server.aggregate(round, iter(updates))
     if parts.extras is not None:
-        parts.extras.end_round(0)
+        parts.extras.end_round(round)
     assert layout.is_finite(parts.server.global_model()), "the global model is not finite"
     return parts.server.global_model().clone()
 
@@ -116,7 +119,7 @@ def _equals_fedavg_when_neutral(method: str, options: Given) -> None:
 def _order_of_clients_does_not_matter(method: str, options: Given) -> None:
     """The result does not depend on the order of the updates."""
     rows = []
-    for order in (lambda updates: updates, lambda updates: updates[::-1]):
+    for order in (lambda updates, _: updates, lambda updates, _: updates[::-1]):
         with build_small_run(method, options).engine_closed() as built_run:
             rows.append(_run_made_up_round(built_run, order))
             floats = built_run.layout.floats
@@ -130,7 +133,7 @@ def _weights_sum_to_one(method: str, options: Given) -> None:
     with build_small_run(method, options).engine_closed() as built_run:
         floats, trainable = built_run.layout.floats, built_run.layout.trainable
         before = built_run.rounds.parts.server.global_model().clone()
-        after = _run_made_up_round(built_run, lambda updates: updates, change=0.0)
+        after = _run_made_up_round(built_run, change=0.0)
         server = built_run.method.owner("server")
     if server is not None and server.rescales:  # the model may be a multiple of the old one
         factor = (before[:trainable] @ after[:trainable]) / before[:trainable].square().sum()
@@ -147,7 +150,7 @@ def _buffers_follow_their_rules(method: str, options: Given) -> None:
         client_ids = server.sample_clients(0)
         rows = [_answer(built_run, task, 0.01).row for task in server.dispatch(0, client_ids)]
         rows += [built_run.rounds.context.initial]
-        deployed = _run_made_up_round(built_run, lambda updates: updates)
+        deployed = _run_made_up_round(built_run)
         for entry in layout.entries:
             values = torch.stack([entry.view(row) for row in rows])
             mine = entry.view(deployed)
@@ -176,7 +179,7 @@ def _handles_failed_clients(method: str, options: Given) -> None:
     assert isfinite(finished.loss), "the model is not finite after clients failed"
     with build_small_run(method, options).engine_closed() as built_run:
         before = built_run.rounds.parts.server.global_model().clone()
-        after = _run_made_up_round(built_run, lambda updates: [])
+        after = _run_made_up_round(built_run, lambda *_: [])
         assert torch.equal(before, after), "a round without updates changed the model"
 
 
@@ -268,54 +271,34 @@ def _needs_no_more_than_it_says(method: str, options: Given) -> None:
     """If a method declares that it needs only the mean, copies of the mean give the same state as the updates."""
     if not all(part.needs_mean_only for part in compose(method, options).methods):
         return
-    of_each, of_mean = (
-        _state_after_rounds(method, options, _answers, shown) for shown in (_keep_updates, _server_sees_only_mean)
-    )
+    of_each = _state_after_rounds(method, options, lambda updates, _: updates)
+    of_mean = _state_after_rounds(method, options, _server_sees_only_mean)
     assert _states_agree(of_each, of_mean), (
         "the method declares that it needs only the mean of the updates, but copies of the mean give another state"
     )
 
 
-Answers = Callable[[BuiltRun, list[ClientTask]], list[ClientUpdate]]
-Shown = Callable[[list[ClientUpdate], Layout], list[ClientUpdate]]
-
-
-def _state_after_rounds(method: str, options: Given, make_updates: Answers, transform_updates: Shown) -> dict[str, Any]:
-    """Return the state of all parts after three rounds with updates from `make_updates` and `transform_updates`."""
+def _state_after_rounds(method: str, options: Given, transform_updates: Change) -> dict[str, Any]:
+    """Return the state of all parts after three rounds with updates of equal weight."""
     with build_small_run(method, options).engine_closed() as built_run:
-        parts = built_run.rounds.parts
-        extras_part, refiner = parts.extras, parts.refiner
+        server, refiner = built_run.rounds.parts.server, built_run.rounds.parts.refiner
         for turn in range(3):
-            tasks = list(parts.server.dispatch(turn, parts.server.sample_clients(turn)))
-            updates = transform_updates(make_updates(built_run, tasks), built_run.layout)
-            for update in updates:
-                if extras_part is not None:
-                    extras_part.receive_update(turn, update)
-                if refiner is not None:
+
+            def seen(updates: list[ClientUpdate], layout: Layout, turn: int = turn) -> list[ClientUpdate]:
+                updates = transform_updates([replace(update, num_examples=5) for update in updates], layout)
+                for update in updates if refiner is not None else ():
                     refiner.receive_update(turn, update)
-            parts.server.aggregate(turn, iter(updates))
-            if extras_part is not None:
-                extras_part.end_round(turn)
+                return updates
+
+            _run_made_up_round(built_run, seen, round=turn)
             if refiner is not None:
-                refiner.refine(turn, parts.server)
-        return {**built_run.state_dict(), "deployed": parts.server.global_model().clone()}
-
-
-def _answers(built_run: BuiltRun, tasks: list[ClientTask]) -> list[ClientUpdate]:
-    return [replace(_answer(built_run, task, 0.01), num_examples=5) for task in tasks]
-
-
-def _keep_updates(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]:
-    """Return the updates unchanged."""
-    return updates
+                refiner.refine(turn, server)
+        return {**built_run.state_dict(), "deployed": server.global_model().clone()}
 
 
 def _server_sees_only_mean(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]:
     """Replace each update by the mean of all, extras included."""
-    mean, row = WeightedMean(layout), updates[0].row.clone()
-    for update in updates:
-        mean.add(update.row)
-    mean.write_to(row)
+    row = average_models(layout, [update.row for update in updates])
     names = updates[0].extras
     extras = {name: torch.stack([update.extras[name] for update in updates]).mean(0) for name in names}
     return [replace(update, row=row, extras=extras) for update in updates]

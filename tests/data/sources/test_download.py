@@ -259,10 +259,10 @@ def test_cifar_is_unpacked_and_its_archive_removed(server: Server, tmp_path: Pat
 def test_files_of_different_sizes_come_out_of_one_archive(server: Server, tmp_path: Path) -> None:
     source = DATASET_SOURCES["cifar100"]
     assert isinstance(source, CifarSource)
-    records = replace(source.records, train_files={"train.bin": (5, "")}, test_files={"test.bin": (2, "")})
+    files = {"train_files": {"train.bin": (5, "")}, "test_files": {"test.bin": (2, "")}}
     content = archive({"cifar-100-binary/train.bin": bytes(5 * 3074), "cifar-100-binary/test.bin": bytes(2 * 3074)})
     server.files[source.archive] = content
-    local = replace(source, base_url=server.home, md5=hashlib.md5(content).hexdigest(), records=records)
+    local = replace(source, base_url=server.home, md5=hashlib.md5(content).hexdigest(), **files)
     local.download(tmp_path, None)
     assert [(tmp_path / name).stat().st_size for name in source.files] == [5 * 3074, 2 * 3074]
     assert names(tmp_path) == ["test.bin", "train.bin"]

@@ -125,7 +125,7 @@ def test_cifar_planes_become_pixels() -> None:
     planes = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
     labels = np.array([[3], [0], [9], [1]], np.uint8)
     content = np.concatenate([labels, planes.reshape(4, -1)], axis=1).flatten()
-    samples = cifar.TEN.decode(content, Path("batch"))
+    samples = cifar.CIFAR10.decode(content, Path("batch"))
     assert samples.y.tolist() == [3, 0, 9, 1]
     assert samples.x.is_contiguous()
     assert np.array_equal(samples.x.numpy(), planes.transpose(0, 2, 3, 1))
@@ -134,7 +134,9 @@ def test_cifar_planes_become_pixels() -> None:
 def test_cifar100_has_a_coarse_and_a_fine_label() -> None:
     content = np.random.default_rng(0).integers(0, 256, (3, 2 + 3072), dtype=np.uint8)
     content[:, :2] = [[19, 99], [0, 7], [4, 0]]
-    fine, coarse = (records.decode(content.flatten(), Path("batch")) for records in (cifar.HUNDRED, cifar.TWENTY))
+    fine, coarse = (
+        source.decode(content.flatten(), Path("batch")) for source in (cifar.CIFAR100, cifar.CIFAR100_COARSE)
+    )
     assert (fine.y.tolist(), coarse.y.tolist()) == ([99, 7, 0], [19, 0, 4])
     assert np.array_equal(fine.x.numpy(), content[:, 2:].reshape(3, 3, 32, 32).transpose(0, 2, 3, 1))
     assert np.array_equal(fine.x.numpy(), coarse.x.numpy())
@@ -144,23 +146,23 @@ def test_cifar100_has_a_coarse_and_a_fine_label() -> None:
 def test_both_labels_of_cifar100_are_checked(wrong: tuple[int, int]) -> None:
     content = np.zeros(3074, np.uint8)
     content[:2] = wrong
-    for records in (cifar.HUNDRED, cifar.TWENTY):
+    for source in (cifar.CIFAR100, cifar.CIFAR100_COARSE):
         with pytest.raises(InputError, match=f"batch holds the label {max(wrong)}; expected labels from 0 to"):
-            records.decode(content, Path("batch"))
+            source.decode(content, Path("batch"))
 
 
 def test_cifar_labels_are_checked() -> None:
-    content = np.zeros(2 * cifar.TEN.record_size, np.uint8)
-    content[cifar.TEN.record_size] = 10
+    content = np.zeros(2 * cifar.CIFAR10.record_size, np.uint8)
+    content[cifar.CIFAR10.record_size] = 10
     with pytest.raises(InputError, match="batch holds the label 10"):
-        cifar.TEN.decode(content, Path("batch"))
+        cifar.CIFAR10.decode(content, Path("batch"))
 
 
 @pytest.mark.parametrize(
     ("size", "message"),
     [
         (30_729_999, "truncated: 30729999 bytes found, 30730000 expected"),
-        (30_730_000 - cifar.TEN.record_size, "truncated"),
+        (30_730_000 - cifar.CIFAR10.record_size, "truncated"),
         (30_730_001, "too long: 30730001 bytes found"),
         (30_730_000, "not the published file"),
     ],
@@ -170,9 +172,9 @@ def test_cifar_files_must_be_the_published_ones(tmp_path: Path, size: int, messa
     with path.open("wb") as file:
         file.truncate(size)
     with pytest.raises(InputError, match=message):
-        cifar.TEN.read_file(path, *cifar.TEN.train_files[path.name])
+        cifar.CIFAR10.read_file(path, *cifar.CIFAR10.train_files[path.name])
 
 
 def test_a_missing_cifar_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*test_batch.bin: No such file"):
-        cifar.TEN.read(tmp_path, cifar.TEN.test_files)
+        cifar.CIFAR10.read_part(tmp_path, cifar.CIFAR10.test_files)

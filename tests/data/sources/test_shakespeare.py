@@ -1,6 +1,7 @@
 """Tests of Shakespeare: LEAF's files, `by_role.json` and plain text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fedloom.data import load_dataset
 from fedloom.data.dataset import NO_OWNER
 from fedloom.data.readers.text import ALPHABET, LENGTH_IN_CHARACTERS
-from fedloom.data.sources.shakespeare import _read_shakespeare
+from fedloom.data.sources.shakespeare import SHAKESPEARE
 from fedloom.errors import InputError
 
 SAID = {"HAMLET": ["To be, or not to be.", "Words, words, words."], "GHOST": ["Mark me."], "MUTE": [" "]}
@@ -48,7 +49,7 @@ def decode(codes: torch.Tensor) -> str:
 
 
 def test_text_by_role(tmp_path: Path) -> None:
-    content = _read_shakespeare(by_role(tmp_path), test_share=0.2)
+    content = replace(SHAKESPEARE, test_share=0.2).read(by_role(tmp_path))
     assert content.owner_names == ("HAMLET", "GHOST")
     assert content.owners is not None
     whole = "".join(f"{speech}\n" for speech in SAID["HAMLET"])
@@ -71,7 +72,7 @@ def test_plain_text_with_speakers(tmp_path: Path) -> None:
         tmp_path / "play.txt",
         "HAMLET:\nTo be, or not\r\nto be.\n\nGHOST:\nMark me.\n \n\nHAMLET:\nWords, words, words.\n\n\n",
     )
-    text, json_ = _read_shakespeare(tmp_path), _read_shakespeare(by_role(tmp_path / "b"))
+    text, json_ = SHAKESPEARE.read(tmp_path), SHAKESPEARE.read(by_role(tmp_path / "b"))
     assert text.owner_names == json_.owner_names
     assert torch.equal(text.train.x, json_.train.x)
     assert torch.equal(text.test.y, json_.test.y)
@@ -81,7 +82,7 @@ def test_leaf_files(tmp_path: Path) -> None:
     put(tmp_path / "train" / "a.json", leaf({"B": ([window("ab")], ["c"]), "EMPTY": ([], [])}))
     put(tmp_path / "train" / "b.json", leaf({"A": ([window("x"), window("xy")], ["y", "ø"])}, hierarchies=["P"]))
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("?")], ["!"]), "NEW": ([window("")], ["z"])}))
-    content = _read_shakespeare(tmp_path)
+    content = SHAKESPEARE.read(tmp_path)
     assert content.owner_names == ("B", "A")
     assert content.owners is not None
     assert content.owners.tolist() == [0, 1, 1]
@@ -99,19 +100,19 @@ def test_leaf_files_that_are_not_split_yet(tmp_path: Path) -> None:
         tmp_path / "data" / "all_data" / "all_data.json",
         leaf({"A": ([window(text[:i]) for i in range(10)], list(text))}),
     )
-    content = _read_shakespeare(tmp_path, test_share=0.3)
+    content = replace(SHAKESPEARE, test_share=0.3).read(tmp_path)
     assert (decode(content.train.y), decode(content.test.y)) == (text[:7], text[7:])
 
 
 def test_roles_with_few_characters_are_left_out_of_both_parts(tmp_path: Path) -> None:
-    assert _read_shakespeare(by_role(tmp_path), min_characters=10).owner_names == ("HAMLET",)
+    assert replace(SHAKESPEARE, min_characters=10).read(by_role(tmp_path)).owner_names == ("HAMLET",)
     put(tmp_path / "train" / "a.json", leaf({"A": ([window("")] * 3, ["c"] * 3), "B": ([window("")], ["c"])}))
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("")], ["c"]), "B": ([window("")], ["c"])}))
-    content = _read_shakespeare(tmp_path, min_characters=4)
+    content = replace(SHAKESPEARE, min_characters=4).read(tmp_path)
     assert content.owner_names == ("A",)
     assert (len(content.train), len(content.test)) == (3, 1)
     with pytest.raises(InputError, match="leaves no characters to train or to test with, when roles have 5 or more"):
-        _read_shakespeare(tmp_path, min_characters=5)
+        replace(SHAKESPEARE, min_characters=5).read(tmp_path)
 
 
 def test_by_name_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_file_outside_its_folder_is_not_read(tmp_path: Path) -> None:
     put(tmp_path / "secret.txt", "KING:\nSpeak.\n")
     (tmp_path / "shakespeare").mkdir()
     with pytest.raises(InputError, match=r"expected a file in"):
-        _read_shakespeare(tmp_path / "shakespeare", file="../secret.txt")
+        replace(SHAKESPEARE, file="../secret.txt").read(tmp_path / "shakespeare")
 
 
 @pytest.mark.parametrize(
@@ -165,14 +166,14 @@ def test_broken_leaf_files(tmp_path: Path, content: Any, message: str) -> None:
     put(tmp_path / "train" / "a.json", content)
     put(tmp_path / "test" / "a.json", leaf({"A": ([window("")], ["c"])}))
     with pytest.raises(InputError, match=message):
-        _read_shakespeare(tmp_path)
+        SHAKESPEARE.read(tmp_path)
 
 
 def test_a_user_in_two_files(tmp_path: Path) -> None:
     for name in ("train/a.json", "train/b.json", "test/a.json"):
         put(tmp_path / name, leaf({"A": ([window("")], ["c"])}))
     with pytest.raises(InputError, match=r"b\.json holds the user 'A', whom another file holds already"):
-        _read_shakespeare(tmp_path)
+        SHAKESPEARE.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -188,19 +189,19 @@ def test_a_user_in_two_files(tmp_path: Path) -> None:
 def test_broken_text_by_role(tmp_path: Path, content: Any, message: str) -> None:
     put(tmp_path / "by_role.json", content)
     with pytest.raises(InputError, match=message):
-        _read_shakespeare(tmp_path)
+        SHAKESPEARE.read(tmp_path)
 
 
 def test_text_without_speakers(tmp_path: Path) -> None:
     put(tmp_path / "a.txt", "Once upon a time")
     with pytest.raises(InputError, match="speech without a speaker, 'Once upon a time'; expected a line like HAMLET:"):
-        _read_shakespeare(tmp_path)
+        SHAKESPEARE.read(tmp_path)
     (tmp_path / "a.txt").write_bytes(b"KING:\n\xff\xfe")
     with pytest.raises(InputError, match="not UTF-8"):
-        _read_shakespeare(tmp_path)
+        SHAKESPEARE.read(tmp_path)
     put(tmp_path / "b.txt", "KING:\nSpeak.\n")
     with pytest.raises(InputError, match="say which with file=NAME"):
-        _read_shakespeare(tmp_path)
+        SHAKESPEARE.read(tmp_path)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -217,7 +218,7 @@ def test_damaged_files_are_refused_or_read_whole(tmp_path: Path, data: st.DataOb
         (tmp_path / part).mkdir(exist_ok=True)
         (tmp_path / part / "a.json").write_bytes(bytes(damaged))
     try:
-        content = _read_shakespeare(tmp_path)
+        content = SHAKESPEARE.read(tmp_path)
     except InputError:
         return
     assert content.owners is not None

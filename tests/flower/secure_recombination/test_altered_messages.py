@@ -6,7 +6,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage, RelayMessage
 from tests.support.relay_fixtures import STAGES, World, assert_all_or_nothing, in_process, owners
 
 COUNT = 4

@@ -7,8 +7,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.flower.secure_recombination.crypto import CryptoHello, CryptoRejected
-from fedloom.flower.secure_recombination.relay import RelayOutcome
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage, RelayMessage, RelayOutcome
 from tests.support.relay_fixtures import World, assert_all_or_nothing, changed, identity
 
 Trick = Callable[[World, RelayMessage], RelayMessage]

@@ -7,7 +7,7 @@ import pytest
 
 from fedloom.flower.secure_recombination.crypto import KEY
 from fedloom.flower.secure_recombination.participant import ExchangeParticipant, Sealed, _deed
-from fedloom.flower.secure_recombination.relay_message import RelayMessage
+from fedloom.flower.secure_recombination.relay import RelayMessage
 from fedloom.methods._support.layer_exchange import LayerExchangeMessage
 from tests.support.relay_fixtures import World, assert_all_or_nothing
 

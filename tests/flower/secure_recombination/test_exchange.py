@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedloom.core.rng import RngStreams
 from fedloom.flower.secure_recombination.participant import participant_random_source
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage, RelayMessage
 from fedloom.methods._support.layer_exchange import MOST_ATTEMPTS, exchange_model_layers
 from tests.support.relay_fixtures import Gone, World, assert_all_or_nothing, in_process, owners
 

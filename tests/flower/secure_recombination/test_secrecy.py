@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage
 from tests.support.relay_fixtures import World, traces
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fedloom.flower.secure_recombination.crypto import CryptoHello, CryptoRejected
 from fedloom.flower.secure_recombination.participant import ExchangeParticipant
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage, RelayMessage
 from fedloom.flower.trust.identity import SiteKeys
 from tests.support.relay_fixtures import RUN, STAGES, World, changed, identity, roster
 

@@ -15,14 +15,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedloom.errors import InputError
-from fedloom.flower.trust.certificates import DAYS, certificate_node_names, make_certificates
+from fedloom.flower.trust.certificates import DAYS, make_certificates
 from fedloom.flower.trust.identity import Identity, SiteKeys
+
+NODES = ["site-0", "site-1", "site-2"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    make_certificates(folder, certificate_node_names(3), ["fl.example.org", "10.0.0.7"])
+    make_certificates(folder, NODES, ["fl.example.org", "10.0.0.7"])
     return folder
 
 
@@ -40,7 +42,7 @@ def test_all_files_are_there_and_private_keys_are_private(made: Path) -> None:
 
 
 def test_node_keys_are_what_supernodes_want(made: Path) -> None:
-    for name in certificate_node_names(3):
+    for name in NODES:
         private = load_ssh_private_key((made / "nodes" / name).read_bytes(), None)
         public = load_ssh_public_key((made / "nodes" / f"{name}.pub").read_bytes())
         assert isinstance(private, ec.EllipticCurvePrivateKey)
@@ -50,9 +52,7 @@ def test_node_keys_are_what_supernodes_want(made: Path) -> None:
 
 def test_the_roster_names_all_of_them(made: Path) -> None:
     roster = SiteKeys.read(made / "roster.pub")
-    assert [
-        roster.name_of(Identity.read(made / "nodes" / name)) for name in certificate_node_names(3)
-    ] == certificate_node_names(3)
+    assert [roster.name_of(Identity.read(made / "nodes" / name)) for name in NODES] == NODES
 
 
 def test_dates_and_hosts(made: Path) -> None:

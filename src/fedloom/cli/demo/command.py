@@ -8,6 +8,7 @@ import typer
 
 from fedloom.cli.demo.scene import DemoScene
 from fedloom.cli.demo.scenes import DEMO_SCENES
+from fedloom.cli.options import Out, Quiet
 from fedloom.errors import unknown_name_error
 
 
@@ -16,11 +17,8 @@ def demo(
         list[str] | None,
         typer.Argument(metavar="SCENE", help="fedcross, fedmr, fedcda, lss or dynafed; by default all"),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FOLDER", help="directory to write to; by default a new one in runs/"),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="hide the progress bar")] = False,
+    out: Out = None,
+    quiet: Quiet = False,
 ) -> None:
     """Put the claims of five papers to the test, in less than four minutes on two idle cores.
 
@@ -32,7 +30,7 @@ def demo(
 
     from fedloom.cli.demo.play import play_demo
 
-    play_demo(chosen, out, quiet)
+    play_demo(chosen, Path(out) if out else None, quiet)
 
 
 def _select_scenes(names: Sequence[str]) -> list[DemoScene]:

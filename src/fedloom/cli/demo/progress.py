@@ -30,6 +30,8 @@ class DemoProgress(Callback):
         """Seconds of planned work that were done here, and not found on the disk."""
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._messages: set[str] = set()
+        """Those shown so far: the runs of a scene say the same about its start model."""
 
     def start_scene(self, number: int) -> None:
         """Begin a scene, counted from 0."""
@@ -68,6 +70,9 @@ class DemoProgress(Callback):
         self._show(f"{what} {done}/{total}")
 
     def on_message(self, text: str) -> None:
+        if text in self._messages:
+            return
+        self._messages.add(text)
         self._console.print(Text.assemble(("note:", "yellow"), f" {text}"))
 
     @property

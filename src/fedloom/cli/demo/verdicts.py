@@ -32,36 +32,10 @@ SceneResults = Mapping[str, Mapping[int, SeedResult]]
 """By row and seed."""
 
 
-@dataclass(frozen=True)
-class _Gain:
-    """The difference of two rows in one measure, paired over their common seeds."""
-
-    measure: Measure
-    mean: float
-    half: float | None
-    """Half the width of the 95 % t-interval; None if there is none."""
-    seeds: int
-
-    @property
-    def significant(self) -> bool:
-        """Whether there are enough seeds and the interval does not contain zero."""
-        return self.seeds >= ENOUGH and self.half is not None and abs(self.mean) > self.half
-
-    @property
-    def supported(self) -> bool:
-        """Whether the difference is significant and in the direction of the claim."""
-        return self.significant and (self.mean > 0) == (self.measure != "spread")
-
-    def show(self) -> str:
-        """Format the difference and its interval, in points."""
-        text = format_signed(self.mean, 1)
-        if self.half is not None:
-            text += f" [{format_signed(self.mean - self.half, 1)}, {format_signed(self.mean + self.half, 1)}]"
-        return text
-
-
-def _compute_gain(results: SceneResults, row: str, baseline: str, measure: Measure, jump_round: int = 0) -> _Gain:
-    """Compare two rows in one measure."""
+def _compute_gain(
+    results: SceneResults, row: str, baseline: str, measure: Measure, jump_round: int
+) -> tuple[bool, str]:
+    """Return whether the difference of two rows supports a claim, and the difference with its interval, in points."""
 
     def value(result: SeedResult) -> float:
         if measure == "accuracy":
@@ -74,7 +48,12 @@ def _compute_gain(results: SceneResults, row: str, baseline: str, measure: Measu
 
     ours, theirs = results[row], results[baseline]
     gaps = [value(ours[seed]) - value(theirs[seed]) for seed in ours if seed in theirs]
-    return _Gain(measure, float(np.mean(gaps)), interval_half_width(gaps), len(gaps))
+    mean, half = float(np.mean(gaps)), interval_half_width(gaps)
+    if half is None:
+        return False, format_signed(mean, 1)
+    significant = len(gaps) >= ENOUGH and abs(mean) > half
+    text = f"{format_signed(mean, 1)} [{format_signed(mean - half, 1)}, {format_signed(mean + half, 1)}]"
+    return significant and (mean > 0) == (measure != "spread"), text
 
 
 def judge_demo_claim(scene: DemoScene, claim: DemoClaim, results: SceneResults) -> str:
@@ -82,11 +61,11 @@ def judge_demo_claim(scene: DemoScene, claim: DemoClaim, results: SceneResults) 
 
     def compare(row: str, baseline: str, measures: Sequence[Measure] = claim.measures) -> tuple[str, str]:
         gains = [_compute_gain(results, row, baseline, one, scene.jump_round) for one in measures]
-        supported = [gain.supported for gain in gains]
+        supported = [one for one, _ in gains]
         outcome = "supported" if all(supported) else "partly supported" if any(supported) else "not supported"
         if len(claim.measures) == 1:
-            return outcome, gains[0].show()
-        return outcome, format_list([f"{NAMES[gain.measure]} {gain.show()}" for gain in gains])
+            return outcome, gains[0][1]
+        return outcome, format_list([f"{NAMES[one]} {text}" for one, (_, text) in zip(measures, gains, strict=True)])
 
     outcome, gain = compare(claim.row, claim.baseline)
     text = f"{claim.paper}: {outcome} at lr={scene.settings['lr']}, {gain} against {claim.baseline}"

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.errors import InputError
+from fedloom.errors import InputError, first_line_of_error
 
 Numbers = NDArray[np.float64]
 Texts = list[str | None]
@@ -160,7 +160,7 @@ def read_pyarrow_columns(paths: Sequence[Path]) -> Any:
             )
             table.validate(full=True)
         except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise InputError(f"{path} is truncated or broken: {_first_line(error)}.") from error
+            raise InputError(f"{path} is truncated or broken: {first_line_of_error(error)}.") from error
         tables.append(table)
         if not table.schema.equals(tables[0].schema):
             raise InputError(f"{path} has other columns, or columns of other types, than {paths[0].name}.")
@@ -179,10 +179,6 @@ def _ipc(arrow: ModuleType, path: Path) -> Any:
     with arrow.memory_map(str(path)) as source:
         reader = arrow.ipc.open_file(source) if start == FILE_MARK else arrow.ipc.open_stream(source)
         return reader.read_all()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def read_parquet_columns(path: Path, text_columns: Collection[str] = ()) -> Columns:

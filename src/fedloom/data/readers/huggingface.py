@@ -58,45 +58,24 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
         if name not in kinds:
             raise unknown_name_error(f"column of {path}", name, kinds)
 
-    def words(name: str) -> tuple[Texts, Texts]:
-        first, second = (
-            require_text_column(pyarrow_to_column(table.column(name), name, True, path)) for table in (train, test)
-        )
-        return first, second
-
-    owners, owner_names = make_table_owners(words(owner)[0], str(path), owner) if owner else (None, ())
-    test_owners = dataset_owner_positions(words(owner)[1], owner_names) if owner else None
+    owners, owner_names, test_owners = None, (), None
+    if owner:
+        texts, test_texts = _words(train, test, owner, path)
+        owners, owner_names = make_table_owners(texts, str(path), owner)
+        test_owners = dataset_owner_positions(test_texts, owner_names)
     if test_share:
         held = select_table_test_rows(owners, train.num_rows, test_share)
         train, test = train.filter(~held), train.filter(held)
         owners, test_owners = (None if owners is None else owners[part] for part in (~held, held))
     if not test.num_rows:
         raise InputError(f"{path} has no rows to test with.")
-    targets = _targets(words(label), features.get(label, {}), task, f"column {label!r} of {path}")
+    targets = _targets(_words(train, test, label, path), features.get(label, {}), task, f"column {label!r} of {path}")
 
     left = [name for name in kinds if name not in {label, owner, *drop}]
     images = [name for name in left if kinds[name] == "image"]
     texts = [name for name in TEXT_NAMES if name in left and kinds[name] == "text"]
     inputs = inputs or images[:1] or texts[:1] or left
-    name = inputs[0] if len(inputs) == 1 else ""
-    kind, source, vocabulary_size, notes = kinds.get(name, "features"), f"column {name!r} of {path}", 0, list[str]()
-    x: NDArray[Any]
-    test_x: NDArray[Any]
-    if kind == "image":
-        x, test_x = _images(train.column(name), test.column(name), size, source)
-    elif kind == "list":
-        x, test_x = _lists(train.column(name), test.column(name), source)
-        vocabulary_size = 1 + int(max(x.max(), test_x.max())) if np.issubdtype(x.dtype, np.integer) else 0
-    elif kind == "text":
-        said = [[text or "" for text in part] for part in words(name)]
-        x, test_x, vocabulary_size, note = tokenizer.tokenize(said[0], said[1], path.name)
-        notes = [note]
-    else:
-        columns = [
-            {name: pyarrow_to_column(table.column(name), name, False, path) for name in inputs}
-            for table in (train, test)
-        ]
-        x, test_x, notes = encode_train_and_test_tables(columns[0], columns[1], inputs, path.name, path.name)
+    x, test_x, vocabulary_size, notes = _read_inputs(train, test, inputs, kinds, path, size, tokenizer)
     count = len(x)
     return Dataset(
         Samples(torch.from_numpy(x), torch.from_numpy(targets.y[:count])),
@@ -108,6 +87,40 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
         vocabulary_size=vocabulary_size,
         test_owners=test_owners,
     )
+
+
+def _words(train: Any, test: Any, name: str, path: Path) -> tuple[Texts, Texts]:
+    """Return a column of both tables as words."""
+    first, second = (pyarrow_to_column(table.column(name), name, True, path) for table in (train, test))
+    return require_text_column(first), require_text_column(second)
+
+
+def _read_inputs(
+    train: Any,
+    test: Any,
+    inputs: list[str],
+    kinds: dict[str, str],
+    path: Path,
+    size: int | None,
+    tokenizer: TextTokenizer,
+) -> tuple[NDArray[Any], NDArray[Any], int, list[str]]:
+    """Return training inputs, test inputs, the vocabulary size and notes: of one column, or of features together."""
+    name = inputs[0] if len(inputs) == 1 else ""
+    kind, source = kinds.get(name, "features"), f"column {name!r} of {path}"
+    if kind == "image":
+        return *_images(train.column(name), test.column(name), size, source), 0, []
+    if kind == "list":
+        x, test_x = _lists(train.column(name), test.column(name), source)
+        return x, test_x, 1 + int(max(x.max(), test_x.max())) if np.issubdtype(x.dtype, np.integer) else 0, []
+    if kind == "text":
+        said, test_said = ([text or "" for text in part] for part in _words(train, test, name, path))
+        *tokens, note = tokenizer.tokenize(said, test_said, path.name)
+        return *tokens, [note]
+    columns, test_columns = (
+        {name: pyarrow_to_column(table.column(name), name, False, path) for name in inputs} for table in (train, test)
+    )
+    x, test_x, notes = encode_train_and_test_tables(columns, test_columns, inputs, path.name, path.name)
+    return x, test_x, 0, notes
 
 
 def _open(path: Path, train_split: str, test_split: str) -> tuple[Any, Any, float]:
@@ -158,11 +171,8 @@ def _listed(path: Path, key: str) -> list[str]:
     """Return the file names that a JSON file lists, as texts or as `filename` of an entry; none may be a path."""
     content = parse_json_file(path)
     listed = content.get(key) if isinstance(content, dict) else None
-    names = (
-        [each.get("filename") if isinstance(each, dict) else each for each in listed or ()]
-        if isinstance(listed, list)
-        else []
-    )
+    entries = listed if isinstance(listed, list) else []
+    names = [each.get("filename") if isinstance(each, dict) else each for each in entries]
     plain = [
         name for name in names if isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
     ]

@@ -58,10 +58,6 @@ Bytes = Callable[[int], bytes]
 """Returns the file content of image i."""
 
 
-def _is_image_file(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  # far cheaper than a Path
-
-
 def parse_image_size(spec: DatasetSpec) -> int | None:
     """Return the option `size`, the side in pixels to which images are resized."""
     if "size" not in spec.options:
@@ -264,4 +260,5 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    return [path for path in list_files_recursively(folder) if _is_image_file(path.name)] if folder.is_dir() else []
+    paths = list_files_recursively(folder) if folder.is_dir() else []
+    return [path for path in paths if path.suffix.lower() in SUFFIXES]

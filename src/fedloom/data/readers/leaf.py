@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,6 @@ from fedloom.utils.storage import parse_json_file
 
 Users = dict[str, tuple[list[Any], list[Any]]]
 """The lists x and y of each user."""
-
-
-@dataclass(frozen=True)
-class _LeafUsers:
-    """The users of a LEAF folder. `test` is None if LEAF has not split the data."""
-
-    train: Users
-    test: Users | None
 
 
 LEAF_SPLIT = (("train/*.json", "test/*.json"), ("data/train/*.json", "data/test/*.json"))
@@ -39,14 +30,19 @@ def find_leaf_files(folder: Path) -> tuple[list[Path], list[Path]] | None:
     return None
 
 
-def read_leaf_users(train_files: list[Path], test_files: list[Path], min_examples: int = 0) -> _LeafUsers:
-    """Read and check the users of these files; leave out those with fewer than `min_examples` samples."""
+def read_leaf_users(
+    train_files: list[Path], test_files: list[Path], min_examples: int = 0
+) -> tuple[Users, Users | None]:
+    """Read and check the users of these files; leave out those with fewer than `min_examples` samples.
+
+    There are no users to test with, None, if LEAF has not split the data.
+    """
     parts = [_users(paths) for paths in (train_files, test_files) if paths]
     sizes: Counter[str] = Counter()
     for part in parts:
         sizes.update({user: len(y) for user, (_, y) in part.items()})
     kept = [{user: pair for user, pair in part.items() if sizes[user] >= min_examples} for part in parts]
-    return _LeafUsers(kept[0], kept[1] if test_files else None)
+    return kept[0], kept[1] if test_files else None
 
 
 def _users(paths: list[Path]) -> Users:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, DatasetSpec, dataset_owner_positions, parse_dataset_number
 from fedloom.data.readers.columns import (
-    Column,
     Columns,
     Numbers,
     Texts,
@@ -30,12 +29,6 @@ from fedloom.data.samples import Samples
 from fedloom.errors import InputError, unknown_name_error
 from fedloom.utils.formatting import format_list
 from fedloom.utils.system import expand_user_path
-
-
-def _are_whole_numbers(texts: Texts) -> bool:
-    """Return whether all words are integers, written without a point."""
-    return all(text is None or re.fullmatch(r"[+-]?\d+", text, flags=re.ASCII) for text in texts)
-
 
 MOST_WORDS = 1000
 """A column with more different words is not a category, but a name or a text."""
@@ -105,10 +98,10 @@ class _TableEncoder:
         if not self._column_encoders:
             raise InputError(f"{train_source} has no column to learn from beside label and owner.")
         numeric = sum(isinstance(part, _StandardizedColumn) for part in self._column_encoders.values())
-        self.width = sum(part.width for part in self._column_encoders.values())
+        width = sum(part.width for part in self._column_encoders.values())
         self.notes.append(
             f"{train_source}: columns of numbers: {numeric}, standardized by all training rows together; of words: "
-            f"{len(self._column_encoders) - numeric}, one-hot; inputs: {self.width}."
+            f"{len(self._column_encoders) - numeric}, one-hot; inputs: {width}."
         )
 
     def _fit_standardized_column(self, name: str, values: Numbers) -> _StandardizedColumn:
@@ -146,14 +139,19 @@ class _TableEncoder:
             if values is None:
                 raise InputError(f"{source} has no column {name!r}, which {self._train_source} has.")
             if isinstance(part, _StandardizedColumn):
-                numbers = self._as_numbers(name, values, source)
-                missing += int(np.isnan(numbers).sum())
-                pieces.append(part.encode(numbers))
+                if isinstance(values, list):
+                    if (strange := next((value for value in values if value is not None), None)) is not None:
+                        where = f"which holds numbers in {self._train_source}"
+                        raise InputError(f"{source} has {strange!r} in column {name!r}, {where}.")
+                    values = np.full(len(values), np.nan)
+                missing += int(np.isnan(values).sum())
+                pieces.append(part.encode(values))
             else:
-                texts = self._as_texts(values)
-                missing += texts.count(None)
-                new += sum(word is not None and word not in part.categories for word in texts)
-                pieces.append(part.encode(texts))
+                if not isinstance(values, list):
+                    values = [None if np.isnan(value) else f"{value:g}" for value in values]
+                missing += values.count(None)
+                new += sum(word is not None and word not in part.categories for word in values)
+                pieces.append(part.encode(values))
         if missing:
             self.notes.append(
                 f"{source}: {missing} missing values, read as the column's mean or as none of its categories."
@@ -164,22 +162,6 @@ class _TableEncoder:
         if not np.isfinite(matrix).all():
             raise InputError(f"{source} has numbers too far from those of the training rows to be standardized.")
         return matrix
-
-    def _as_numbers(self, name: str, values: Column, source: str) -> Numbers:
-        if not isinstance(values, list):
-            return values
-        strange = next((value for value in values if value is not None), None)
-        if strange is not None:
-            raise InputError(
-                f"{source} has {strange!r} in column {name!r}, which holds numbers in {self._train_source}."
-            )
-        return np.full(len(values), np.nan)
-
-    @staticmethod
-    def _as_texts(values: Column) -> Texts:
-        if isinstance(values, list):
-            return values
-        return [None if np.isnan(value) else f"{value:g}" for value in values]
 
 
 MOST_CLASSES = 1000
@@ -211,7 +193,8 @@ def _make_table_targets(texts: Texts, task: str, source: str) -> TableTargets:
     """Convert labels to targets; with `auto`, integers and words are classes, other numbers a regression."""
     numbers = parse_numeric_column(texts)
     if task == "auto":
-        task = "regression" if numbers is not None and not _are_whole_numbers(texts) else "classification"
+        whole = all(text is None or re.fullmatch(r"[+-]?\d+", text, flags=re.ASCII) for text in texts)
+        task = "classification" if numbers is None or whole else "regression"
         if task == "classification" and numbers is not None and len(set(texts)) > MOST_CLASSES:
             raise InputError(
                 f"{source} has {len(set(texts))} different whole numbers as labels; say task=regression or "
@@ -277,12 +260,8 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
     each owner's rows for testing; `task`; `drop`, columns to leave out, joined by +.
     """
     assert spec.path is not None
-    label, owner, test, task = (
-        spec.text_option("label", DEFAULT_LABEL),
-        spec.text_option("owner"),
-        spec.text_option("test", "0.2"),
-        parse_table_task(spec),
-    )
+    label, owner = spec.text_option("label", DEFAULT_LABEL), spec.text_option("owner")
+    test, task = spec.text_option("test", "0.2"), parse_table_task(spec)
     drop = [name for name in spec.text_option("drop").split("+") if name]
     spec.refuse_unused_options()
     test_share = parse_dataset_number(test)
@@ -290,16 +269,7 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         raise InputError(f"test of 'table' is {test!r}; expected a file, or a share above 0 and below 1.")
     path, text_columns = spec.path, {label, owner}
     columns = _read(path, text_columns)
-    if label == DEFAULT_LABEL and label not in columns:
-        raise InputError(
-            f"{path} has no column {label!r}; name the column of labels, as in {path.name},label=NAME. Its columns: "
-            f"{format_list(list(columns))}."
-        )
-    for name in (label, *([owner] if owner else []), *drop):
-        if name not in columns:
-            raise unknown_name_error(f"column of {path}", name, columns)
-    if named := {label, owner} & set(drop):
-        raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
+    _check_named_columns(columns, path, label, owner, drop)
     columns, notes = _labeled(columns, label, path)
     labels = require_text_column(columns[label])
     owners, names = make_table_owners(require_text_column(columns[owner]), str(path), owner) if owner else (None, ())
@@ -332,6 +302,20 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         notes=(*notes, *more),
         test_owners=test_owners,
     )
+
+
+def _check_named_columns(columns: Columns, path: Path, label: str, owner: str, drop: Sequence[str]) -> None:
+    """Raise `InputError` unless the table has the columns of the options, each in one role."""
+    if label == DEFAULT_LABEL and label not in columns:
+        raise InputError(
+            f"{path} has no column {label!r}; name the column of labels, as in {path.name},label=NAME. Its columns: "
+            f"{format_list(list(columns))}."
+        )
+    for name in (label, *([owner] if owner else []), *drop):
+        if name not in columns:
+            raise unknown_name_error(f"column of {path}", name, columns)
+    if named := {label, owner} & set(drop):
+        raise InputError(f"'table' drops {min(named)!r}, which it also names as label or owner.")
 
 
 def _read(path: Path, text_columns: set[str]) -> Columns:

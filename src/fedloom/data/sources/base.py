@@ -1,7 +1,8 @@
 """`DatasetSource`: base class of data sets that are read from files."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedloom.data.cache import Progress
@@ -32,18 +33,22 @@ class DatasetSource(ABC):
     """The address that its files are under."""
     manual_steps: str = ""
     """What a person must do to get the files; empty where they can be downloaded."""
+    file_names: tuple[str, ...] = ()
+    """The files a person would put in place by hand."""
+    file_patterns: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    """The parts of `expected_files`."""
     version: int = 1
     """Counts up when `read` gives something else for the same files."""
 
     @property
-    @abstractmethod
     def files(self) -> tuple[str, ...]:
         """The names of the files a person would put in place by hand."""
+        return self.file_names
 
     @property
-    @abstractmethod
     def expected_files(self) -> ExpectedFiles:
         """The files by which a folder is recognized."""
+        return ExpectedFiles(self.file_patterns)
 
     @abstractmethod
     def read(self, folder: Path) -> Dataset:

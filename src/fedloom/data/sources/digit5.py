@@ -92,10 +92,8 @@ class Digit5Source(DatasetSource):
     @property
     def expected_files(self) -> ExpectedFiles:
         parts = {}
-        for domain, (folders, own, anywhere) in DOMAINS.items():
-            inside = [(f"{place}/", form) for place in folders for form in own + anywhere]
-            choices = inside + [("", form) for form in anywhere]
-            parts[domain] = [[place + form.train_file, place + form.test_file] for place, form in choices]
+        for domain in DOMAINS:
+            parts[domain] = [[place + form.train_file, place + form.test_file] for place, form in _choices(domain)]
         for place in DOMAINS["mnist"][0]:
             parts["mnist"].append([f"{place}/{name}|{place}/{name}.gz" for name in MNIST.files])
         return ExpectedFiles(parts, enough_parts=2)
@@ -103,12 +101,8 @@ class Digit5Source(DatasetSource):
     def input_files(self, folder: Path) -> list[Path]:
         paths: list[Path] = []
         for place, form in _find_domain_files(folder).values():
-            own = (
-                [place / form.train_file, place / form.test_file]
-                if form
-                else [p for p in place.iterdir() if p.is_file()]
-            )
-            paths += sorted(set(own))
+            own = {place / form.train_file, place / form.test_file} if form else filter(Path.is_file, place.iterdir())
+            paths += sorted(own)
         return paths
 
     def read(self, folder: Path) -> Dataset:
@@ -134,18 +128,22 @@ class Digit5Source(DatasetSource):
 def _find_domain_files(folder: Path) -> dict[str, tuple[Path, _DigitFileFormat | None]]:
     """Where each domain is and in which form; no form is MNIST's own."""
     found: dict[str, tuple[Path, _DigitFileFormat | None]] = {}
-    for domain, (folders, own, anywhere) in DOMAINS.items():
+    for domain, (folders, *_) in DOMAINS.items():
         places = [folder / name for name in folders]
         if domain == "mnist" and (place := next((p for p in places if MNIST.is_complete(p)), None)):
             found[domain] = place, None
             continue
-        choices = [(place, form) for place in places for form in own + anywhere]
-        choices += [(folder, form) for form in anywhere]
-        for place, form in choices:
-            if (place / form.train_file).is_file() and (place / form.test_file).is_file():
-                found[domain] = place, form
+        for name, form in _choices(domain):
+            if (folder / name / form.train_file).is_file() and (folder / name / form.test_file).is_file():
+                found[domain] = folder / name, form
                 break
     return found
+
+
+def _choices(domain: str) -> list[tuple[str, _DigitFileFormat]]:
+    """The places below a folder where a domain may be, each with the form of its files there."""
+    folders, own, anywhere = DOMAINS[domain]
+    return [(f"{name}/", form) for name in folders for form in own + anywhere] + [("", form) for form in anywhere]
 
 
 def _read(place: Path, form: _DigitFileFormat | None) -> files.Both:

@@ -44,7 +44,7 @@ def _each(read: Callable[[Path], Part]) -> Callable[[Path, Path], Both]:
 def read_digit5_npz_pair(path: Path) -> Part:
     """x (uint8, n x H x W x 3) and y, in one file for training and one for testing."""
     arrays = read_npz_arrays(path, {"x": ("u", 4), "y": ("ui", 1)})
-    return _check_images_and_labels(arrays["x"], arrays["y"], path)
+    return _checked(arrays["x"], arrays["y"], path)
 
 
 def read_digit5_usps_npz(train: Path, _test: Path) -> Both:
@@ -53,9 +53,7 @@ def read_digit5_usps_npz(train: Path, _test: Path) -> Both:
     arrays = read_npz_arrays(train, names)
 
     def part(name: str) -> Part:
-        return _check_images_and_labels(
-            _bytes(arrays[f"x_{name}"] / 1000, -1, train)[..., None], arrays[f"y_{name}"], train
-        )
+        return _checked(_bytes(arrays[f"x_{name}"] / 1000, -1, train)[..., None], arrays[f"y_{name}"], train)
 
     return part("train"), part("test")
 
@@ -67,7 +65,7 @@ def read_digit5_svhn_mat(path: Path) -> Part:
     if x.ndim != 4:
         raise InputError(f"{path} has X of shape {x.shape}; expected height x width x channels x images.")
     labels = _flat(y, path)
-    part = _check_images_and_labels(x.transpose(3, 0, 1, 2), np.where(labels == 10, 0, labels), path)
+    part = _checked(x.transpose(3, 0, 1, 2), np.where(labels == 10, 0, labels), path)
     _verify_checksum(path, len(labels))
     return part
 
@@ -76,25 +74,19 @@ def read_digit5_mnist_mat(train: Path, _test: Path) -> Both:
     """mnist_data.mat of Digit-Five: 55,000 + 10,000."""
     *images, y, y_test = read_mat_arrays(train, ["train_28", "test_28", "label_train", "label_test"])
     gray = [x.reshape(-1, 28, 28, 1) if x.size % 784 == 0 else x for x in images]
-    return _check_images_and_labels(gray[0], _one_hot(y, train), train), _check_images_and_labels(
-        gray[1], _one_hot(y_test, train), train
-    )
+    return _checked(gray[0], _one_hot(y, train), train), _checked(gray[1], _one_hot(y_test, train), train)
 
 
 def read_digit5_mnistm_mat(train: Path, _test: Path) -> Both:
     """mnistm_with_label.mat of Digit-Five: 55,000 + 10,000."""
     x, x_test, y, y_test = read_mat_arrays(train, ["train", "test", "label_train", "label_test"])
-    return _check_images_and_labels(x, _one_hot(y, train), train), _check_images_and_labels(
-        x_test, _one_hot(y_test, train), train
-    )
+    return _checked(x, _one_hot(y, train), train), _checked(x_test, _one_hot(y_test, train), train)
 
 
 def read_digit5_synth_mat(train: Path, _test: Path) -> Both:
     """syn_number.mat of Digit-Five: 25,000 + 9,000."""
     x, y, x_test, y_test = read_mat_arrays(train, ["train_data", "train_label", "test_data", "test_label"])
-    return _check_images_and_labels(x, _flat(y, train), train), _check_images_and_labels(
-        x_test, _flat(y_test, train), train
-    )
+    return _checked(x, _flat(y, train), train), _checked(x_test, _flat(y_test, train), train)
 
 
 def read_digit5_usps_mat(train: Path, _test: Path) -> Both:
@@ -106,7 +98,7 @@ def read_digit5_usps_mat(train: Path, _test: Path) -> Both:
     def part(x: NDArray[Any], y: NDArray[Any]) -> Part:
         if x.ndim != 4 or x.shape[1] != 1:
             raise InputError(f"{train} has images of shape {x.shape}; expected n x 1 x 28 x 28.")
-        return _check_images_and_labels(_bytes(x, 0, train).transpose(0, 2, 3, 1), _flat(y, train), train)
+        return _checked(_bytes(x, 0, train).transpose(0, 2, 3, 1), _flat(y, train), train)
 
     return part(*cells[0]), part(*cells[1])
 
@@ -144,10 +136,10 @@ def read_digit5_mnistm_images(path: Path) -> Part:
     if wrong := next((line for line in lines if len(line) != 2 or "/" in line[0] or not line[1].isdecimal()), None):
         raise InputError(f"{path} has the line {' '.join(wrong)[:80]!r}; expected a file and its digit.")
     images = decode_image_files([folder / name for name, _ in lines], None)
-    return _check_images_and_labels(images, np.array([int(label[:9]) for _, label in lines]), path)
+    return _checked(images, np.array([int(label[:9]) for _, label in lines]), path)
 
 
-def _check_images_and_labels(x: NDArray[Any], y: NDArray[Any], path: Path) -> Part:
+def _checked(x: NDArray[Any], y: NDArray[Any], path: Path) -> Part:
     """Images and labels that fit each other: bytes, no more than 32 x 32, in one or three channels."""
     if x.ndim != 4 or x.dtype.kind not in "uif" or x.shape[3] not in (1, 3) or max(x.shape[1:3]) > 32:
         raise InputError(f"{path} has images of type {x.dtype} and shape {x.shape}; expected n x 32 x 32 x 3 at most.")
@@ -178,7 +170,7 @@ def _usps(rows: list[list[str]], labels: list[str], path: Path, first: int) -> P
         digits = np.array([int(float(label)) - first for label in labels], dtype=np.int64)
     except (ValueError, OverflowError):
         raise InputError(f"{path} has something that is no number, or lines of different length.") from None
-    return _check_images_and_labels(_bytes(values, -1, path)[..., None], digits, path)
+    return _checked(_bytes(values, -1, path)[..., None], digits, path)
 
 
 def _bytes(values: NDArray[Any], low: int, path: Path) -> Images:

@@ -14,7 +14,6 @@ from fedloom.data.readers.leaf import LEAF_SPLIT, Users, find_leaf_files, read_l
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
-from fedloom.utils.data_folders import ExpectedFiles
 
 PIXELS = 28 * 28
 
@@ -23,28 +22,20 @@ PIXELS = 28 * 28
 class FemnistSource(DatasetSource):
     """What LEAF's `preprocess.sh` writes, with `train/` and `test/`; each writer is an owner."""
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return ("train/*.json", "test/*.json")
-
-    @property
-    def expected_files(self) -> ExpectedFiles:
-        return ExpectedFiles({"LEAF's files": LEAF_SPLIT})
-
     def input_files(self, folder: Path) -> list[Path]:
         train, test = find_leaf_files(folder) or ([], [])
         return train + test
 
     def read(self, folder: Path) -> Dataset:
-        leaf = read_leaf_users(*(find_leaf_files(folder) or ([], [])))
-        assert leaf.test is not None
-        if strangers := sorted(leaf.test.keys() - leaf.train.keys()):
+        users, test_users = read_leaf_users(*(find_leaf_files(folder) or ([], [])))
+        assert test_users is not None
+        if strangers := sorted(test_users.keys() - users.keys()):
             raise InputError(
                 f"{folder} has the writer {strangers[0]!r} in test/ but not in train/; split LEAF's data by sample."
             )
-        names = tuple(sorted(leaf.train))
-        train, owners = self._part(leaf.train, names)
-        test, test_owners = self._part(leaf.test, names)
+        names = tuple(sorted(users))
+        train, owners = self._part(users, names)
+        test, test_owners = self._part(test_users, names)
         return Dataset(train, test, self.class_names, owners, names, test_owners=test_owners)
 
     def _part(self, users: Users, names: tuple[str, ...]) -> tuple[Samples, NDArray[np.int64]]:
@@ -86,6 +77,8 @@ FEMNIST = FemnistSource(
     num_test_examples=None,
     transform=InputTransform.unit(1),
     class_names=(*digits, *ascii_uppercase, *ascii_lowercase),
+    file_names=("train/*.json", "test/*.json"),
+    file_patterns={"LEAF's files": LEAF_SPLIT},
     folder_names=("femnist", "FEMNIST"),
     base_url="https://github.com/TalwalkarLab/leaf",
     manual_steps=(

@@ -47,14 +47,6 @@ class CinicSource(_ImageFolderSource):
     train_on_validation: bool = False
     """Whether the images of valid/ are for training, too."""
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return ("train/", "valid/", "test/")
-
-    @property
-    def expected_files(self) -> ExpectedFiles:
-        return ExpectedFiles({name: [[name]] for name in self.files})
-
     def with_options(self, spec: DatasetSpec) -> "CinicSource":
         changed = super().with_options(spec)
         assert isinstance(changed, CinicSource)
@@ -224,6 +216,8 @@ CINIC10 = CinicSource(
     num_test_examples=90_000,
     transform=InputTransform((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
     class_names=CIFAR10.class_names,
+    file_names=("train/", "valid/", "test/"),
+    file_patterns={name: [[name]] for name in ("train/", "valid/", "test/")},
     folder_names=("cinic-10", "cinic10", "CINIC-10"),
     base_url="https://datashare.ed.ac.uk/handle/10283/3192",
     manual_steps=(

@@ -1,6 +1,7 @@
 """Sent140: sentiment of tweets by user, in LEAF's JSON files."""
 
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from fedloom.data.readers.text import LENGTH_IN_WORDS, TextTokenizer, select_fir
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
-from fedloom.utils.data_folders import ExpectedFiles
 
 NAMES = ("negative", "positive")
 TEXT = 4
@@ -29,14 +29,6 @@ class Sent140Source(DatasetSource):
     """Users with fewer tweets are left out (LEAF's -k)."""
     test_share: float = 0.1
     """How much of each user's tweets is for testing, where LEAF has not split them."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return ("train/*.json and test/*.json of LEAF",)
-
-    @property
-    def expected_files(self) -> ExpectedFiles:
-        return ExpectedFiles({"LEAF's files": LEAF_SPLIT + LEAF_WHOLE})
 
     def input_files(self, folder: Path) -> list[Path]:
         return super().input_files(folder) + ([self.tokenizer.vocabulary] if self.tokenizer.vocabulary else [])
@@ -55,20 +47,16 @@ class Sent140Source(DatasetSource):
         found = find_leaf_files(folder)
         if found is None:
             raise InputError(f"{folder} has no train/*.json and test/*.json of LEAF.")
-        leaf = read_leaf_users(*found, self.min_examples)
-        names = tuple(user for user, (x, _) in leaf.train.items() if x)
-        texts, labels, owners = _flat({user: leaf.train[user] for user in names}, folder)
-        if leaf.test is None:
+        users, test_users = read_leaf_users(*found, self.min_examples)
+        names = tuple(user for user, (x, _) in users.items() if x)
+        texts, labels, owners = _flat({user: users[user] for user in names}, folder)
+        if test_users is None:
             first = select_first_text_samples(owners, 1 - self.test_share)
-            test_texts, test_labels, test_owners = (
-                [texts[i] for i in np.flatnonzero(~first)],
-                labels[~first],
-                owners[~first],
-            )
-            texts, labels, owners = [texts[i] for i in np.flatnonzero(first)], labels[first], owners[first]
+            test_texts, test_labels, test_owners = list(compress(texts, ~first)), labels[~first], owners[~first]
+            texts, labels, owners = list(compress(texts, first)), labels[first], owners[first]
         else:
-            test_texts, test_labels, test_owners = _flat(leaf.test, folder)
-            test_owners = dataset_owner_positions(list(leaf.test), names)[test_owners]
+            test_texts, test_labels, test_owners = _flat(test_users, folder)
+            test_owners = dataset_owner_positions(list(test_users), names)[test_owners]
         if not texts or not test_texts:
             raise InputError(
                 f"{folder} leaves no tweets to train or to test with, when users have {self.min_examples} or more."
@@ -106,6 +94,8 @@ SENT140 = Sent140Source(
     num_test_examples=None,
     transform=InputTransform.identity(),
     class_names=NAMES,
+    file_names=("train/*.json and test/*.json of LEAF",),
+    file_patterns={"LEAF's files": LEAF_SPLIT + LEAF_WHOLE},
     folder_names=("sent140",),
     base_url="https://github.com/TalwalkarLab/leaf",
     manual_steps="run LEAF's data/sent140/preprocess.sh",

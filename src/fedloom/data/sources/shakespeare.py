@@ -27,7 +27,6 @@ from fedloom.data.readers.text import (
 from fedloom.data.samples import InputTransform, Samples
 from fedloom.data.sources.base import DatasetSource
 from fedloom.errors import InputError
-from fedloom.utils.data_folders import ExpectedFiles
 from fedloom.utils.storage import parse_json_file
 
 
@@ -72,74 +71,62 @@ class ShakespeareSource(DatasetSource):
     file: str = ""
     """The one file of the folder to read; by default LEAF's, then `by_role.json`, then the only `.txt`."""
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return "train/*.json and test/*.json of LEAF", BY_ROLE
-
-    @property
-    def expected_files(self) -> ExpectedFiles:
-        return ExpectedFiles({"text": [*LEAF_SPLIT, *LEAF_WHOLE, [BY_ROLE], ["*.txt"]]})
-
     def is_complete(self, folder: Path) -> bool:
         return (folder / self.file).is_file() if self.file else super().is_complete(folder)
 
     def with_options(self, spec: DatasetSpec) -> "ShakespeareSource":
-        min_characters, stride, test_share = (
-            spec.integer_option("min", 1, 1),
-            spec.integer_option("every", 1, 1),
-            spec.fraction_option("test", 0.1),
-        )
         return replace(
-            self, min_characters=min_characters, stride=stride, test_share=test_share, file=spec.text_option("file")
+            self,
+            min_characters=spec.integer_option("min", 1, 1),
+            stride=spec.integer_option("every", 1, 1),
+            test_share=spec.fraction_option("test", 0.1),
+            file=spec.text_option("file"),
         )
 
     def cache_key(self) -> str:
         return f"{super().cache_key()} {self.min_characters} {self.stride} {self.test_share} {self.file}"
 
     def read(self, folder: Path) -> Dataset:
-        return _read_shakespeare(folder, self.min_characters, self.stride, self.test_share, self.file)
-
-
-def _find_text_file(folder: Path) -> Path | None:
-    """The file in `folder` that would be read, or the first of them."""
-    if found := find_leaf_files(folder):
-        return found[0][0]
-    texts = sorted(folder.glob("*.txt"))
-    return folder / BY_ROLE if (folder / BY_ROLE).is_file() else texts[0] if len(texts) == 1 else None
-
-
-def _read_shakespeare(
-    folder: Path, min_characters: int = 1, stride: int = 1, test_share: float = 0.1, file: str = ""
-) -> Dataset:
-    """The characters in `folder`; see `ShakespeareSource` for the rest."""
-    leaf = None if file else find_leaf_files(folder)
-    if leaf:
-        pairs = read_leaf_users(*leaf, min_characters)
-        train = _windows(pairs.train, stride, folder)
-        test = _windows(pairs.test, stride, folder) if pairs.test is not None else None
-    else:
-        roles = {role: _speech_lines(said) for role, said in _roles(_text_file(folder, file)).items()}
-        roles = {role: said for role, said in roles.items() if sum(map(len, said)) >= min_characters}
-        train, test = _CharacterWindows(*make_text_windows(list(roles.values()), stride), tuple(roles)), None
-    strange = train.num_unknown_characters + (test.num_unknown_characters if test else 0)
-    if test is None:
-        first = select_first_text_samples(train.owners, 1 - test_share)
-        train, test = train.select(first), train.select(~first)
-    if not len(train.x) or not len(test.x):
-        raise InputError(
-            f"{folder} leaves no characters to train or to test with, when roles have {min_characters} or more."
+        leaf = None if self.file else find_leaf_files(folder)
+        if leaf:
+            users, test_users = read_leaf_users(*leaf, self.min_characters)
+            train = _windows(users, self.stride, folder)
+            test = _windows(test_users, self.stride, folder) if test_users is not None else None
+        else:
+            roles = {role: _speech_lines(said) for role, said in _roles(self.text_file(folder)).items()}
+            roles = {role: said for role, said in roles.items() if sum(map(len, said)) >= self.min_characters}
+            train, test = _CharacterWindows(*make_text_windows(list(roles.values()), self.stride), tuple(roles)), None
+        strange = train.num_unknown_characters + (test.num_unknown_characters if test else 0)
+        if test is None:
+            first = select_first_text_samples(train.owners, 1 - self.test_share)
+            train, test = train.select(first), train.select(~first)
+        if not len(train.x) or not len(test.x):
+            raise InputError(
+                f"{folder} leaves no characters to train or to test with, when roles have {self.min_characters} or "
+                "more."
+            )
+        notes = () if not strange else (f"{strange} characters are not in LEAF's alphabet and were read as spaces.",)
+        return Dataset(
+            train.to_samples(),
+            test.to_samples(),
+            NAMES,
+            train.owners,
+            train.owner_names,
+            notes=notes,
+            vocabulary_size=len(NAMES),
+            test_owners=dataset_owner_positions(test.owner_names, train.owner_names)[test.owners],
         )
-    notes = () if not strange else (f"{strange} characters are not in LEAF's alphabet and were read as spaces.",)
-    return Dataset(
-        train.to_samples(),
-        test.to_samples(),
-        NAMES,
-        train.owners,
-        train.owner_names,
-        notes=notes,
-        vocabulary_size=len(NAMES),
-        test_owners=dataset_owner_positions(test.owner_names, train.owner_names)[test.owners],
-    )
+
+    def text_file(self, folder: Path) -> Path:
+        """The file of the roles: `file`, `by_role.json`, or the only `.txt`."""
+        if self.file:
+            if not (folder / self.file).resolve().is_relative_to(folder.resolve()):
+                raise InputError(f"file of 'shakespeare' is {self.file!r}; expected a file in {folder}.")
+            return folder / self.file
+        texts = sorted(folder.glob("*.txt"))
+        if (folder / BY_ROLE).is_file() or len(texts) == 1:
+            return folder / BY_ROLE if (folder / BY_ROLE).is_file() else texts[0]
+        raise InputError(f"{folder} has neither LEAF's files, nor {BY_ROLE}, nor one .txt; say which with file=NAME.")
 
 
 def _windows(users: Users, stride: int, folder: Path) -> _CharacterWindows:
@@ -162,16 +149,6 @@ def _windows(users: Users, stride: int, folder: Path) -> _CharacterWindows:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
-
-
-def _text_file(folder: Path, name: str) -> Path:
-    if not name and (found := _find_text_file(folder)):
-        return found
-    if not name:
-        raise InputError(f"{folder} has neither LEAF's files, nor {BY_ROLE}, nor one .txt; say which with file=NAME.")
-    if not (folder / name).resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"file of 'shakespeare' is {name!r}; expected a file in {folder}.")
-    return folder / name
 
 
 def _roles(path: Path) -> dict[str, Sequence[str]]:
@@ -218,6 +195,8 @@ SHAKESPEARE = ShakespeareSource(
     num_test_examples=None,
     transform=InputTransform.identity(),
     class_names=NAMES,
+    file_names=("train/*.json and test/*.json of LEAF", BY_ROLE),
+    file_patterns={"text": [*LEAF_SPLIT, *LEAF_WHOLE, [BY_ROLE], ["*.txt"]]},
     folder_names=("shakespeare",),
     base_url="https://github.com/TalwalkarLab/leaf",
     manual_steps="run LEAF's data/shakespeare/preprocess.sh, or bring by_role.json or a text with speakers",

@@ -47,7 +47,7 @@ from fedloom.flower.secure_recombination.crypto import (
     encrypt_model,
     hash_hello_transcript,
 )
-from fedloom.flower.secure_recombination.relay_message import RelayMessage, relay_message_parts
+from fedloom.flower.secure_recombination.relay import RelayMessage, relay_message_parts
 from fedloom.flower.trust.identity import Identity, SiteKeys
 from fedloom.methods._support.layer_exchange import (
     MOST,

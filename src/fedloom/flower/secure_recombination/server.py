@@ -16,8 +16,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.flower.message import MessageArray, MessageRejected, SiteMessage
 from fedloom.flower.secure_recombination.crypto import CryptoTerms, LayerKeyPair
 from fedloom.flower.secure_recombination.layers import make_layer_exchange
-from fedloom.flower.secure_recombination.relay import Relay, Replies, Requests
-from fedloom.flower.secure_recombination.relay_message import MissingRelayMessage, RelayMessage
+from fedloom.flower.secure_recombination.relay import MissingRelayMessage, Relay, RelayMessage, Replies, Requests
 from fedloom.flower.server.engine import EngineNoReply, EngineSiteRequest, FlowerEngine
 from fedloom.flower.tensors import decode_tensor_columns, split_tensors_by_layer
 from fedloom.methods._support.layer_exchange import LayerExchange

@@ -32,7 +32,7 @@ from fedloom.flower.secure_recombination.participant import (
     participant_random_source,
     run_participant_stage,
 )
-from fedloom.flower.secure_recombination.relay_message import RelayMessage
+from fedloom.flower.secure_recombination.relay import RelayMessage
 from fedloom.flower.site.handlers import (
     SiteHandler,
     SiteHandlerResult,

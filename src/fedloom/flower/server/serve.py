@@ -12,7 +12,7 @@ from fedloom.flower.flwr_patches import require_supported_flwr
 from fedloom.flower.message import MOST_BYTES
 from fedloom.flower.server.client_registry import LOG
 from fedloom.flower.server.engine import FlowerEngineFactory
-from fedloom.flower.server.transport import GridTransport, Transport
+from fedloom.flower.server.transport import GridTransport, Transport, forward_transport_requests
 from fedloom.flower.site_data import (
     SITE_DATA,
     SiteDataServerView,
@@ -37,8 +37,6 @@ def serve_app(grid: "Grid", context: "Context", app_folder: Path) -> None:
         require_supported_flwr()
         config, settings = read_app_run_config(context.run_config, app_folder)
         if settings.bridge:
-            from fedloom.flower.server.transport import forward_transport_requests
-
             forward_transport_requests(GridTransport(grid, MOST_BYTES), Path(settings.bridge))
             return
         serve_run(GridTransport(grid), config, settings, app_folder)

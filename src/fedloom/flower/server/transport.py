@@ -143,28 +143,21 @@ class SocketTransport:
     def receive(self, tickets: Sequence[str]) -> list[TransportReply]:
         found = []
         for _ in range(self._ask(SiteMessage("receive", {"tickets": list(tickets)})).header["count"]):
-            reply = self._read()
+            reply = self._ask()
             about = reply.header
             message = SiteMessage(about["kind"], about["header"], reply.arrays) if "kind" in about else None
             found.append(TransportReply(about["ticket"], about["node"], message, about["error"]))
         return found
 
-    def _ask(self, request: SiteMessage) -> SiteMessage:
+    def _ask(self, request: SiteMessage | None = None) -> SiteMessage:
+        """Send the request, if there is one, and return the next message of the other side."""
+        gone = "Flower's ServerApp has ended; its log says why."
         try:
-            write_message(self._connection, request)
-        except OSError as error:
-            raise _gone() from error
-        return self._read()
-
-    def _read(self) -> SiteMessage:
-        try:
+            if request is not None:
+                write_message(self._connection, request)
             message = read_message(self._connection)
         except OSError as error:
-            raise _gone() from error
+            raise FedloomError(gone) from error
         if message is None:
-            raise _gone()
+            raise FedloomError(gone)
         return message
-
-
-def _gone() -> FedloomError:
-    return FedloomError("Flower's ServerApp has ended; its log says why.")

@@ -5,12 +5,12 @@ the site process (process.py), which keeps running. In Flower's simulation, whos
 site lives in this process.
 """
 
-import hashlib
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedloom.errors import FedloomError
 from fedloom.flower.message import MessageRejected, SiteMessage, make_failure_message
@@ -58,7 +58,7 @@ def _answer_message(request: SiteMessage, context: "Context", app_folder: Path) 
     folder = _site_directory(context)
     try:
         if context.node_config.get("site") == HERE or "ray" in sys.modules:
-            return _site_here(setup, folder).handle(request)
+            return _site_here(json.dumps(setup, sort_keys=True), folder).handle(request)
         return ask_site_process(folder, setup, request)
     except (FedloomError, OSError) as error:
         return make_failure_message(
@@ -77,14 +77,10 @@ def _site_directory(context: "Context") -> Path:
     return home / "fedloom-sites" / name
 
 
-_here: dict[str, "SiteHandler"] = {}
-
-
-def _site_here(setup: dict[str, Any], folder: Path) -> "SiteHandler":
+@cache
+def _site_here(setup: str, folder: Path) -> "SiteHandler":
     """Return a site in this process. Client states are in its folder, so any process may serve any client."""
     from fedloom.flower.site.handlers import SiteHandler
 
-    key = hashlib.sha256(json.dumps([setup, str(folder)], sort_keys=True).encode()).hexdigest()
-    if key not in _here:
-        _here[key] = SiteHandler(setup["run_config"], setup["node_config"], Path(setup["app_folder"]), folder)
-    return _here[key]
+    header = json.loads(setup)
+    return SiteHandler(header["run_config"], header["node_config"], Path(header["app_folder"]), folder)

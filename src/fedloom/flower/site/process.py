@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ def _run_site_process(folder: Path, parent_pid: int) -> None:
         path.chmod(0o600)
         server.listen(16)
         server.settimeout(IDLE_SECONDS)
-        sites = _CurrentSite(folder)
         while True:
             try:
                 connection, _ = server.accept()
@@ -48,36 +48,24 @@ def _run_site_process(folder: Path, parent_pid: int) -> None:
                 return
             with connection:
                 connection.settimeout(None)
-                _serve(connection, sites)
+                _serve(connection, folder)
 
 
-class _CurrentSite:
-    """The site of this process, built again when the app or the node configuration changes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._key = ""
-        self._site: SiteHandler | None = None
-
-    def site(self, setup: SiteMessage) -> SiteHandler:
-        header: dict[str, Any] = dict(setup.header)
-        key = json.dumps(header, sort_keys=True)
-        if self._site is None or key != self._key:
-            self._site = SiteHandler(
-                header["run_config"], header["node_config"], Path(header["app_folder"]), self._folder
-            )
-            self._key = key
-        return self._site
+@lru_cache(maxsize=1)
+def _find_site(setup: str, folder: Path) -> SiteHandler:
+    """Return the site of this process, built again when the app or the node configuration changes."""
+    header: dict[str, Any] = json.loads(setup)
+    return SiteHandler(header["run_config"], header["node_config"], Path(header["app_folder"]), folder)
 
 
-def _serve(connection: socket.socket, sites: _CurrentSite) -> None:
+def _serve(connection: socket.socket, folder: Path) -> None:
     """Answer one message."""
     request: SiteMessage | None = None
     try:
         setup, request = read_message(connection), read_message(connection)
         if setup is None or request is None:
             return
-        write_message(connection, sites.site(setup).handle(request))
+        write_message(connection, _find_site(json.dumps(dict(setup.header), sort_keys=True), folder).handle(request))
     except (MessageRejected, OSError) as error:
         print(f"a message was cut off: {error}", file=sys.stderr, flush=True)
     except Exception as error:  # settings or data from which no site can be built

@@ -21,6 +21,7 @@ from fedloom.flower.app import resolve_app_config
 from fedloom.flower.message import MessageRejectedPermanently
 from fedloom.flower.site_data import import_site_data_file, read_site_data_spec
 from fedloom.models.initial_weights import read_initial_weights
+from fedloom.utils.formatting import format_list
 from fedloom.utils.settings import flatten_settings, read_settings_toml
 from fedloom.utils.storage import write_atomically
 
@@ -89,13 +90,19 @@ class Agreement:
         if is_agreement_fingerprint(given):
             return cls(given.lower())
         path = Path(given)
+
+        # A person might read one value, and the site use the other.
+        def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            names = [name for name, _ in pairs]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise InputError(f"{path} names {twice} twice.")
+            return dict(pairs)
+
         try:
-            found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+            found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
         except OSError as error:
             hint = "; a fingerprint has 64 hexadecimal digits" if re.fullmatch(r"[0-9a-fA-F]+", path.name) else ""
             raise InputError(f"cannot read the agreed settings {path}: {error.strerror or error}{hint}.") from None
-        except _Twice as error:  # a person might read one value, and the site use the other
-            raise InputError(f"{path} names {error} twice.") from None
         except (ValueError, RecursionError):
             raise InputError(f"{path} is not JSON as `fedloom flower agreement` writes it.") from None
         _check(found, path)
@@ -119,7 +126,7 @@ def agreement_difference(settings: AgreementSettings, other_settings: AgreementS
     names = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
     if not names:
         return None
-    before, now = (_listed([_said(name, has) for name in names[:SHOWN]]) for has in (first, second))
+    before, now = (format_list([_said(name, has) for name in names[:SHOWN]]) for has in (first, second))
     return before, now + (f"; {len(names) - SHOWN} more differ" if len(names) > SHOWN else "")
 
 
@@ -160,7 +167,7 @@ def _check(found: Any, path: Path) -> None:
     missing = sorted(NAMES - set(found))
     if missing:
         more = [f"{len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
-        raise InputError(f"{path} does not name {_listed([*missing[:SHOWN], *more])}; it must name every setting.")
+        raise InputError(f"{path} does not name {format_list([*missing[:SHOWN], *more])}; it must name every setting.")
 
 
 def _words(settings: AgreementSettings) -> dict[str, str]:
@@ -176,19 +183,3 @@ def _said(name: str, words: Mapping[str, str]) -> str:
         return f"no {plain}"
     value = words[name]
     return f"{plain} {value if len(value) <= LONGEST else f'{value[: LONGEST - 3]}...'}"
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
-
-
-class _Twice(ValueError):
-    """A name occurs twice."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise _Twice(name)
-    return dict(pairs)

@@ -58,11 +58,6 @@ def make_certificates(folder: Path, names: Sequence[str], hosts: Sequence[str] =
         raise FedloomError(f"cannot write {error.filename or folder}: {error.strerror or error}.") from error
 
 
-def certificate_node_names(count: int) -> list[str]:
-    """Return default names for nodes."""
-    return [f"site-{number}" for number in range(count)]
-
-
 def _contents(names: Sequence[str], hosts: Iterable[str]) -> dict[str, tuple[bytes, bool]]:
     """Return all files by name: the content, and whether it is private."""
     authority, ca_key = _authority()

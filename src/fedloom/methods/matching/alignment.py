@@ -26,7 +26,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
+from fedloom.core.averaging import average_models
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods.base import Options
 from fedloom.methods.matching.symmetries import find_run_symmetries
@@ -50,25 +50,18 @@ class AlignmentServer(AveragingServer[A], Generic[A]):
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         self._last = {}
-        rows: list[Tensor] = []
-        weights: list[float] = []
-        who: list[tuple[int, int]] = []
-        for update in updates:
-            if update.num_examples:
-                rows.append(update.row.clone())
-                weights.append(update.num_examples if self.options.weighting == "samples" else 1)
-                who.append((-update.num_examples, update.client_id))
+        received = [(u.row.clone(), u.num_examples, u.client_id) for u in updates if u.num_examples]
+        rows = [row for row, _, _ in received]
+        weights = [n if self.options.weighting == "samples" else 1 for _, n, _ in received]
         # Sorted by size, so that the matching does not depend on the order of arrival.
-        order = sorted(range(len(rows)), key=lambda i: who[i])
+        order = sorted(range(len(rows)), key=lambda i: (-received[i][1], received[i][2]))
         if len(rows) > 1:
             before = [row.clone() for row in rows]
             self.align(round, [rows[i] for i in order], [weights[i] for i in order])
             moved = [not torch.equal(row, old) for row, old in zip(rows, before, strict=True)]
             self._last = {"models permuted": sum(moved) / len(moved)}
-        mean = WeightedMean(self.context.layout)
-        for row, weight in zip(rows, weights, strict=True):
-            mean.add(row, weight)
-        mean.write_to(self.bank.rows[0])
+        if rows:
+            self.bank.rows[0] = average_models(self.context.layout, rows, weights)
 
     @abstractmethod
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
