@@ -102,11 +102,8 @@ LONGER = {
     "fedloom.engines.cuda.slot:CudaSlot",
     "fedloom.training.trainer:LocalTrainer",
     # These are being split.
-    "fedloom.cli.main:compare",
     "fedloom.methods.dynafed:DynaFedRefiner",
     "fedloom.runs.build:_prepare_run",
-    "fedloom.runs.compare:compare",
-    "fedloom.runs.execute:verify",
 }
 """Longer functions and classes. One that is short enough has no place here."""
 

@@ -1,4 +1,4 @@
-"""Write the tables of results.md, lss.md and dynafed.md from the files in results/.
+"""Write tables of results.md, lss.md and dynafed.md from files in results/.
 
     python -m benchmarks result-tables
 
