@@ -108,10 +108,10 @@ class FedASAMSwaServer(FedAvgServer):
         self.pending = fedasam_cycle_position(round, self.context.rounds, self.options) == 1
 
     def global_model(self) -> Tensor:
-        now, mean = self.bank.rows
+        rows = self.bank.rows
         if not (self.averaged or self.pending):
-            return now
-        return average_models(self.context.layout, [mean, now], [self.averaged, self.pending])
+            return rows[0]
+        return average_models(self.context.layout, [rows[1], rows[0]], [self.averaged, self.pending])
 
     def models(self) -> Tensor:
         return self.bank.rows[:1]

@@ -286,8 +286,9 @@ def _state_after_rounds(method: str, options: Given, transform_updates: Change) 
 
             def seen(updates: list[ClientUpdate], layout: Layout, turn: int = turn) -> list[ClientUpdate]:
                 updates = transform_updates([replace(update, num_examples=5) for update in updates], layout)
-                for update in updates if refiner is not None else ():
-                    refiner.receive_update(turn, update)
+                if refiner is not None:
+                    for update in updates:
+                        refiner.receive_update(turn, update)
                 return updates
 
             _run_made_up_round(built_run, seen, round=turn)

@@ -58,11 +58,9 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
         if name not in kinds:
             raise unknown_name_error(f"column of {path}", name, kinds)
 
-    owners, owner_names, test_owners = None, (), None
-    if owner:
-        texts, test_texts = _words(train, test, owner, path)
-        owners, owner_names = make_table_owners(texts, str(path), owner)
-        test_owners = dataset_owner_positions(test_texts, owner_names)
+    words = _words(train, test, owner, path) if owner else ([], [])
+    owners, owner_names = make_table_owners(words[0], str(path), owner) if owner else (None, ())
+    test_owners = dataset_owner_positions(words[1], owner_names) if owner else None
     if test_share:
         held = select_table_test_rows(owners, train.num_rows, test_share)
         train, test = train.filter(~held), train.filter(held)
@@ -114,8 +112,8 @@ def _read_inputs(
         return x, test_x, 1 + int(max(x.max(), test_x.max())) if np.issubdtype(x.dtype, np.integer) else 0, []
     if kind == "text":
         said, test_said = ([text or "" for text in part] for part in _words(train, test, name, path))
-        *tokens, note = tokenizer.tokenize(said, test_said, path.name)
-        return *tokens, [note]
+        x, test_x, vocabulary_size, note = tokenizer.tokenize(said, test_said, path.name)
+        return x, test_x, vocabulary_size, [note]
     columns, test_columns = (
         {name: pyarrow_to_column(table.column(name), name, False, path) for name in inputs} for table in (train, test)
     )
