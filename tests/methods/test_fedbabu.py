@@ -62,7 +62,7 @@ def test_only_the_named_part_is_fine_tuned(part: str) -> None:
         bench, row = experiment.engine._trainer, experiment.layout.empty()
         local, start = experiment.rounds.parts.client, experiment.rounds.global_model()
         home = experiment.engine.client_states.copy_for(2, torch.device("cpu"))
-        bench.start_task(0, 2, experiment.federated_data.client_samples(2), row, start, {}, home, {}, True)
+        bench.start_task(0, 2, experiment.data.federated_data.client_samples(2), row, start, {}, home, {}, True)
         for piece in local.personalize(bench):
             assert (piece.epochs, piece.steps) == (5, None)
             bench.run_steps(piece)

@@ -11,6 +11,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
+from tests.support.task_rounds import in_round
 
 
 def sam(rho: float, **settings: object) -> BuiltRun:
@@ -19,7 +20,7 @@ def sam(rho: float, **settings: object) -> BuiltRun:
 
 def seated(experiment: BuiltRun, loss: Callable[[LocalTrainer], Tensor]) -> tuple[LocalTrainer, Batch]:
     """A bench with client 1 at it, whose loss is this function of its parameters."""
-    bench, samples = experiment.engine._trainer, experiment.federated_data.client_samples(1)
+    bench, samples = experiment.engine._trainer, experiment.data.federated_data.client_samples(1)
     row = experiment.layout.empty()
     bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, {}, True)
     bench.loss = lambda batch: loss(bench)
@@ -63,7 +64,7 @@ def test_without_a_gradient_there_is_no_ascent() -> None:
 
 
 def trained(experiment: BuiltRun) -> ClientUpdate:
-    (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
+    (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [1]))))
     assert isinstance(update, ClientUpdate), update
     return update
 

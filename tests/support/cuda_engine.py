@@ -12,6 +12,7 @@ from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset
 from fedloom.training.local_training import EngineContext
+from tests.support.task_rounds import in_round
 
 
 def dense(dropout: float = 0.0) -> nn.Module:
@@ -40,7 +41,7 @@ Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, floa
 
 def answers(engine: object, jobs: list[ClientTask], round: int = 0) -> list[Answer]:
     result = []
-    for u in engine.train(round, jobs):  # type: ignore[attr-defined]
+    for u in engine.train(in_round(round, jobs)):  # type: ignore[attr-defined]
         assert isinstance(u, ClientUpdate), u
         extras, home = ({k: v.clone() for k, v in group.items()} for group in (u.extras, u.client_state))
         result.append((u.client_id, u.row.clone(), extras, home, u.num_examples, u.steps, u.loss))
@@ -61,7 +62,7 @@ def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -
 
 def pooled(shop: EngineContext) -> EngineContext:
     """The same clients, out of one pool."""
-    given = shop.federated_data
+    given = shop.data
     clients = [given.client_samples(k) for k in range(len(given))]
     ends = np.cumsum([len(c) for c in clients])
     pool = PartitionedDataset(

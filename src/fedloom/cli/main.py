@@ -92,13 +92,14 @@ def run(
     with show_loading(quiet):
         from fedloom.cli.progress import ProgressDisplay
         from fedloom.runs.execute import execute_run
-        from fedloom.runs.resolve import resolve_config
+        from fedloom.runs.resolve import resolve_config, resolve_run
 
     config = resolve_config(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
     )
     display = ProgressDisplay(quiet)
-    run_result = _interruptible(lambda: execute_run(config, out=out, callback=display), display)
+    request = resolve_run(config)
+    run_result = _interruptible(lambda: execute_run(request, out=out, callback=display), display)
     print_run_summary(run_result, json_)
 
 

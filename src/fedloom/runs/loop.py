@@ -28,7 +28,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
         # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
         always = built_run.engine.checkpoint_every_round or not rounds.repeatable
         should_stop = _never if always else callback.should_stop
-        rounds.context.partial_results.keep_in(
+        rounds.context.server.partial_results.keep_in(
             directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
         )
         rounds.check = callback.check
@@ -36,7 +36,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
         for round in range(first_round or 0, rounds.total):
             record = rounds.run_round(round)
             began = time.perf_counter()
-            for name, tensors in built_run.artifacts().items():
+            for name, tensors in rounds.artifacts().items():
                 if name not in written_artifacts:
                     directory.write_artifact(name, tensors)
                     written_artifacts.add(name)
@@ -65,7 +65,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             "run": str(directory.path),
             "digest": model_digest(global_model),
         }
-        rounds.context.partial_results.clear()
+        rounds.context.server.partial_results.clear()
         directory.write_summary(summary)
     except KeyboardInterrupt:
         directory.checkpoints.cancel()
