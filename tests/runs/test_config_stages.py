@@ -15,6 +15,7 @@ from fedloom.flower.app import make_app_run_config
 from fedloom.flower.site.handlers import SiteHandler
 from fedloom.runs import build
 from fedloom.runs.build import build_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.callbacks import Eye
 from tests.support.fake_transport import flat
 
@@ -89,7 +90,7 @@ def test_server_data_and_the_hash_of_a_partition_are_added_before_data_are_loade
     file = tmp_path / "parts.json"
     file.write_text(json.dumps([list(range(0, 60)), list(range(60, 100)), list(range(100, 150))]))
     given = {**TINY, "method": "feddf", "partition": f"file:{file}", "clients": None}
-    build_run(make_config(given)).engine.close()
+    build_run(resolve_run(make_config(given))).engine.close()
     pinned = {"partition_sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "server_data": "split:0.05"}
     for stage in changes(stages, given):
         stage.pop("options", None)

@@ -22,7 +22,7 @@ from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_s
 from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from fedloom.runs.round import RoundRunner
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
 from tests.support.callbacks import Eye
 
 RUN: dict[str, Any] = {
@@ -40,7 +40,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
     """All engines that are made, which are those of a GPU, with slots."""
     made: list[CudaEngine] = []
 
-    def make(chosen: type[Engine], shop: EngineContext, config: Any) -> Engine:
+    def make(chosen: type[Engine], shop: TrainingContext, config: Any) -> Engine:
         made.append(CudaEngine(shop, "cpu", config.slots))
         return made[-1]
 

@@ -126,7 +126,7 @@ def trained_by_a_loop(experiment: BuiltRun, jobs: list[ClientTask], device: str)
     module = with_torchs_layers(experiment.rounds.context.make_model().to(device))
     for job in jobs:
         samples = experiment.data.federated_data.client_samples(job.client_id)
-        x, y = shop.transform(samples.x.to(device)), samples.y.to(device)
+        x, y = shop.data.transform(samples.x.to(device)), samples.y.to(device)
         module.load_state_dict(experiment.layout.state_dict(job.row))
         module.train()
         optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)

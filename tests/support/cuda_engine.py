@@ -11,7 +11,7 @@ from fedloom.data import PartitionedDataset, Samples
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
 from tests.support.task_rounds import in_round
 
 
@@ -60,7 +60,7 @@ def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -
         np.testing.assert_allclose(a[6], b[6], rtol=1e-5)
 
 
-def pooled(shop: EngineContext) -> EngineContext:
+def pooled(shop: TrainingContext) -> TrainingContext:
     """The same clients, out of one pool."""
     given = shop.data
     clients = [given.client_samples(k) for k in range(len(given))]
@@ -72,4 +72,4 @@ def pooled(shop: EngineContext) -> EngineContext:
         transform=given.transform,
         test=given.test,
     )
-    return replace(shop, federated_data=pool)
+    return replace(shop, data=pool)
