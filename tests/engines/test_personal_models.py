@@ -136,9 +136,7 @@ def test_of_many_clients_the_same_few_are_scored_every_time(monkeypatch: pytest.
     with build_small_run("fedbn", {}).engine_closed() as experiment:
         asked: list[list[int]] = []
         score = experiment.engine.evaluate_clients
-        experiment.engine.evaluate_clients = lambda round, jobs: (
-            asked.append([j.client_id for j in jobs]) or score(round, jobs)
-        )
+        experiment.engine.evaluate_clients = lambda jobs: asked.append([j.client_id for j in jobs]) or score(jobs)
         records = [experiment.rounds.run_round(number) for number in range(2)]
         assert [record["personal_clients"] for record in records] == [3, 3]
         assert asked[0] == asked[1] == sorted(set(asked[0]))

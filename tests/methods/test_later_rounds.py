@@ -37,6 +37,7 @@ def test_replayed_steps_do_what_was_written(method: str, network: object, monkey
         plain.rounds.run_round(0)  # now every client has been seen
         server, companion = plain.rounds.parts.server, plain.rounds.parts.extras
         engine = CudaEngine(plain.engine.context, "cpu", 2)
+        engine.client_states = plain.engine.client_states
         for round in range(1, 4):
             jobs = [
                 ClientTask(

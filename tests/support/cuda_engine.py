@@ -33,7 +33,9 @@ def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
 
 def cuda_of(experiment: BuiltRun, slots: int = 0) -> CudaEngine:
     """The engine with the same clients, on the CPU."""
-    return CudaEngine(experiment.engine.context, "cpu", slots)
+    engine = CudaEngine(experiment.engine.context, "cpu", slots)
+    engine.client_states = experiment.engine.client_states
+    return engine
 
 
 Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, float]

@@ -80,10 +80,10 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
         known = experiment.rounds.context.initial.numpy().tobytes()
         train = experiment.engine.train
 
-        def listen(round: int, jobs: Any) -> Any:
-            for answer in train(round, jobs):
+        def listen(jobs: Any) -> Any:
+            for answer in train(jobs):
                 assert isinstance(answer, ClientUpdate)
-                found.append((round, answer.client_id, pieces(answer.row, server.layers)))
+                found.append((answer.task.round, answer.client_id, pieces(answer.row, server.layers)))
                 yield answer
 
         experiment.engine.train = listen  # type: ignore[method-assign]
