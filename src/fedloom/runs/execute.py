@@ -234,9 +234,9 @@ def resume_in_directory(
     request = resolve_run(directory.config, user_objects)
 
     def attempt(slots: int | None) -> None:
-        changed = _changed(directory, {} if slots is None else {"slots": slots})
-        weights = _start_of(changed, callback)
-        _go_on(changed, replace(request, config=changed.config), callback, remote_engine, weights)
+        change = {} if slots is None else {"slots": slots}
+        weights = _start_of(directory, callback)
+        _go_on(_changed(directory, change), request.replace_settings(**change), callback, remote_engine, weights)
 
     retry_with_fewer_slots(attempt, callback)
     return _finish(directory, user_objects, report)
@@ -324,17 +324,12 @@ def verify(
         raise InputError(
             f"{path} cannot be verified: its noise came from the operating system and cannot be drawn again."
         )
-    config = make_config({**directory.config.model_dump(), **changes})
-    initial_weights = _start_of(directory, callback or SilentCallback())
+    request = resolve_run(make_config({**directory.config.model_dump(), **changes}), user_objects)
+    weights = _start_of(directory, callback or SilentCallback())
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
-            again = execute_run(
-                resolve_run(config, user_objects),
-                out=Path(place) / "run",
-                callback=callback,
-                report=False,
-                initial_weights=initial_weights,
-            )
+            out = Path(place) / "run"
+            again = execute_run(request, out=out, callback=callback, report=False, initial_weights=weights)
         except RunStopped:
             raise RunStopped(f"stopped; {path} was not verified.") from None
         if before == again.digest and held != initial_weights_sha256(again.path / MODEL_FILE):
