@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.layout import TensorKind
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.methods.fedasam import FedASAMSwaOptions, fedasam_cycle_position
 from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
@@ -18,7 +18,8 @@ def ascent(v: Tensor, g: Tensor, model: object = simple_network, **options: floa
     with build_small_run("fedasam", {"fedasam": options}, model=model).engine_closed() as experiment:
         bench, local = experiment.engine._trainer, experiment.rounds.parts.client
         row = experiment.layout.empty()
-        bench.start_task(0, 1, experiment.data.federated_data.client_samples(1), row, row.clone(), {}, {}, {}, True)
+        samples = experiment.data.federated_data.client_samples(1)
+        bench.start_task(ClientTask(1, row.clone(), round=0), TaskMemory(row), samples)
         next(iter(local.train(bench)))
         bench.weights.copy_(v)
         bench.gradient.copy_(g)

@@ -1,7 +1,5 @@
 """Tests of FedFomo: which models a client averages."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 import torch
@@ -37,8 +35,8 @@ def trained():
 def loss_of(experiment: BuiltRun, row: Tensor, client: int = 2) -> float:
     """On what this client holds out."""
     bench, layout = experiment.engine._trainer, experiment.layout
-    given: dict[str, Mapping[str, Tensor]] = {"extras": {}, "client_state": {}, "uploads": {"u": torch.zeros(3)}}
-    train_client(bench, experiment.engine.context, 0, client, layout.empty(), row, *given.values(), True)
+    memory = TaskMemory(layout.empty(), {}, {"u": torch.zeros(3)})
+    train_client(bench, experiment.engine.context, ClientTask(client, row, round=0), memory)
     assert len(bench.validation) == int(0.2 * experiment.data.federated_data.num_examples(client) + 0.5)
     return bench.validate(row).loss
 

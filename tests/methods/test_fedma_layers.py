@@ -58,7 +58,7 @@ def make(module: nn.Module, clients: int = 3, shape: tuple[int, ...] = (6,), **o
         shape=shape,
         classes=CLASSES,
         num_examples=lambda client_id: 9 - client_id,
-        make_bank=Bank.memory,
+        server=replace(some_context().server, make_bank=Bank.memory),
     )
     return FedMALayersServer(context, FedMALayersOptions(**options))
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.errors import InputError
 from fedloom.methods.fedmix import fedmix_loss
 from fedloom.runs.build import BuiltRun
@@ -134,7 +134,8 @@ def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
         )
         row = experiment.layout.empty()
         uploads = {name: torch.zeros(shape) for name, shape in local.upload_shapes(experiment.layout).items()}
-        bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, uploads, True)
+        task = ClientTask(1, experiment.rounds.context.initial.clone(), round=0)
+        bench.start_task(task, TaskMemory(row, {}, uploads), samples)
         x_, y_ = torch.randn(1, 64), torch.full((4, 10), 0.1)
         batch = Batch(samples.x[:4], samples.y[:4])
         soft = 0.75 * F.one_hot(batch.y, 10) + 0.25 * y_

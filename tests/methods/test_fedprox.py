@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, small_run
 from tests.support.task_rounds import in_round
@@ -42,7 +43,7 @@ def test_the_pull_is_mu_times_the_way_gone_on_parameters_alone() -> None:
         layout = experiment.layout
         received, row = torch.randn(layout.size), torch.randn(layout.size)
         client = experiment.data.federated_data.client_samples(1)
-        bench.start_task(0, 1, client, row.clone(), received, {}, {}, {}, True)
+        bench.start_task(ClientTask(1, received, round=0), TaskMemory(row.clone()), client)
         bench.row.copy_(row)
         bench.gradient.fill_(1.0)
         local.adjust_gradient(bench)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 from fedloom.training.batches import Batch
@@ -22,7 +22,8 @@ def seated(experiment: BuiltRun, loss: Callable[[LocalTrainer], Tensor]) -> tupl
     """A bench with client 1 at it, whose loss is this function of its parameters."""
     bench, samples = experiment.engine._trainer, experiment.data.federated_data.client_samples(1)
     row = experiment.layout.empty()
-    bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, {}, True)
+    task = ClientTask(1, experiment.rounds.context.initial.clone(), round=0)
+    bench.start_task(task, TaskMemory(row), samples)
     bench.loss = lambda batch: loss(bench)
     return bench, Batch(samples.x[:4], samples.y[:4])
 

@@ -15,7 +15,7 @@ import fedloom
 from fedloom.config import config_to_command, make_config, parse_config_overrides
 from fedloom.core.averaging import average_models
 from fedloom.core.layout import Layout
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.data import FederatedDataset
 from fedloom.errors import InputError
 from fedloom.methods import soups
@@ -64,9 +64,8 @@ class Trace:
 def started(experiment: BuiltRun, client: int = 1) -> LocalTrainer:
     """The bench with a client's work laid out on it."""
     bench, start = experiment.engine._trainer, experiment.rounds.context.initial
-    bench.start_task(
-        0, client, experiment.data.federated_data.client_samples(client), start.clone(), start, {}, {}, {}, True
-    )
+    samples = experiment.data.federated_data.client_samples(client)
+    bench.start_task(ClientTask(client, start, round=0), TaskMemory(start.clone()), samples)
     return bench
 
 
@@ -143,7 +142,7 @@ def test_the_draws_belong_to_round_and_client() -> None:
         def drawn(round: int, client: int) -> list[float]:
             start = experiment.rounds.context.initial
             samples = experiment.data.federated_data.client_samples(client)
-            bench.start_task(round, client, samples, start.clone(), start, {}, {}, {}, True)
+            bench.start_task(ClientTask(client, start, round=round), TaskMemory(start.clone()), samples)
             return [recipe.config.lr for recipe in local.recipes(bench)]
 
         assert drawn(2, 1) == drawn(2, 1)

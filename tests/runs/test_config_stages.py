@@ -1,4 +1,4 @@
-"""The config of a run once it is resolved, once its data are loaded, and once it is built: what each stage adds."""
+"""What resolving a run, loading its data and building it add to its config."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The way of a round through the code: the modules that docs/design.md lists, in that order."""
+"""The modules that a round passes through: those that docs/design.md lists."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Tasks for clients, the memory that they train in, and the updates or failures that come back."""
+"""Tasks for clients, memory for their results, and the updates or failures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

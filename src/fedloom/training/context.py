@@ -1,4 +1,4 @@
-"""TrainingContext: what an engine needs to train and evaluate clients, and the types of a step and a loss."""
+"""TrainingContext: what an engine needs to train and evaluate clients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
