@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, small_run
 from fedloom.training.local_training import train_client
