@@ -13,7 +13,6 @@ import torch
 import fedloom
 from fedloom.core.layout import scatter_columns
 from fedloom.core.tasks import ClientTask
-from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.engines.multiprocess.engine import MultiprocessEngine
 from fedloom.errors import RunStopped
 from fedloom.methods import Client, Method, Options, register
@@ -32,6 +31,7 @@ from fedloom.testing.fixtures import (
 from fedloom.testing.method_checks import _StopAfter
 from fedloom.training.context import PERSONAL_KEY
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from tests.support.cuda_engine import cuda_of
 from tests.support.task_rounds import in_round
 
 METHODS = ["fedbn", "fedrep", "fedbabu", "fedfomo"]
@@ -59,7 +59,7 @@ def test_engines_and_workers_agree_to_the_bit(method: str) -> None:
             records = [experiment.rounds.run_round(number) for number in range(2)]
             found.append(([[record[key] for key in KEYS] for record in records], scored(experiment)))
             if settings["engine"] == "sequential":
-                found.append((found[0][0], scored(experiment, CudaEngine(experiment.engine.context, "cpu"))))
+                found.append((found[0][0], scored(experiment, cuda_of(experiment))))
     assert all(one == found[0] for one in found[1:])
     assert len(set(found[0][1])) > 3, "clients fare differently"
 

@@ -61,7 +61,7 @@ class FedGenGenerator(nn.Module):
         _, head = find_classifier_head(context.make_model(), "fedgen")
         with context.rng_streams.seed_global_rng("fedgen"):
             generator = cls(noise, context.classes, hidden, head.in_features, context.layout.dtype)
-        return generator.to(context.server.device)
+        return generator.to(context.initial.device)
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
         given = torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1)
