@@ -116,7 +116,11 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
         busy = [w for w in engines[0]._workers if w.requests and w.pipe not in ready]
         for worker in busy[:1]:
             order = worker.requests[0]
-            key = ("score", Watched.scores) if isinstance(order, WorkerEvaluateRequest) else (order.round, order.index)
+            key = (
+                ("score", Watched.scores)
+                if isinstance(order, WorkerEvaluateRequest)
+                else (order.task.round, order.index)
+            )
             if kills[key] < engine.LIVES - 1:  # once more and the client would be given up, rightly
                 kills[key] += 1
                 assert worker.process.pid in engines[0].worker_pids()

@@ -54,7 +54,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tens
 
     def listen(site: SiteHandler, question: SiteMessage) -> SiteHandlerResult:
         done = train(site, question)
-        trained.append((question.header["round"], question.header["client_id"], done.row.clone()))
+        trained.append((question.header["round"], question.header["client_id"], done.memory.row.clone()))
         return done
 
     monkeypatch.setattr(SiteHandler, "train", listen)

@@ -249,7 +249,7 @@ def test_a_client_that_trains_to_nothing_finite_takes_no_part(
     def spoil(site: SiteHandler, question: SiteMessage) -> SiteHandlerResult:
         done = train(site, question)
         if question.header["client_id"] == 1:
-            done.row[3] = np.nan
+            done.memory.row[3] = np.nan
         return done
 
     monkeypatch.setattr(SiteHandler, "train", spoil)

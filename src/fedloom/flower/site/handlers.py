@@ -39,7 +39,7 @@ from fedloom.flower.site_data import (
 from fedloom.flower.tensors import ModelTensorCodec, decode_tensor, encode_tensor
 from fedloom.flower.trust.agreement import agreement_settings, check_agreement
 from fedloom.runs.build import build_site_context
-from fedloom.runs.resolve import RunRequest, UserObjects, resolve_run
+from fedloom.runs.resolve import RunRequest, UserObjects, record_partition_hash, resolve_method
 from fedloom.training.context import TrainingContext
 from fedloom.training.local_training import TrainOutcome, evaluate_client, train_client
 from fedloom.training.trainer import LocalTrainer
@@ -70,7 +70,9 @@ def _make_training_setup(
     key = config.model_dump_json() + repr(about)
     if key not in _last:
         _last.clear()
-        resolved, context = build_site_context(resolve_run(config, load_user_objects()))
+        # Nothing is filled in: the site trains by the settings that its operator agreed to.
+        request = RunRequest(record_partition_hash(config), resolve_method(config), load_user_objects())
+        resolved, context = build_site_context(request)
         initial = context.layout.read(context.model)  # before the trainer changes the module
         codec = ModelTensorCodec(context.layout, context.client.personal_columns)
         _last[key] = _SiteTrainingSetup(
