@@ -154,6 +154,7 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
     if not words or words[0].rpartition("/")[2] != "fedloom":
         return
     importlib.import_module("fedloom.runs.compare")  # it takes `execute` from the other: first the true one
+    monkeypatch.setattr("fedloom.runs.resolve.resolve_run", understand)
     monkeypatch.setattr("fedloom.runs.execute.execute_run", understand)
     monkeypatch.setattr("fedloom.runs.compare.execute_run", understand)
     monkeypatch.setattr("fedloom.runs.execute.resume", understand_folder)

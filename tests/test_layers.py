@@ -103,7 +103,6 @@ LONGER = {
     "fedloom.training.trainer:LocalTrainer",
     # These are being split.
     "fedloom.methods.dynafed:DynaFedRefiner",
-    "fedloom.runs.build:_prepare_run",
 }
 """Longer functions and classes. One that is short enough has no place here."""
 

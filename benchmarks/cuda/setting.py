@@ -15,7 +15,7 @@ from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import InputError
 from fedloom.models.layers import fused_relu
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 
 CLIENTS, PER_ROUND, EPOCHS = 100, 10, 5
 BATCH, LR, MOMENTUM = 50, 0.01, 0.5
@@ -48,7 +48,7 @@ def build_experiment(
         "precision": precision if options.device == "cuda" else "fp32",
         "channels_last": options.channels_last,
     }  # fmt: skip
-    return with_engine(build_run(make_config(given), UserObjects(data=data)))
+    return with_engine(build_run(resolve_run(make_config(given), UserObjects(data=data))))
 
 
 def directory_name(model: str, precision: str, options: argparse.Namespace) -> str:

@@ -19,12 +19,13 @@ from benchmarks._common import add_out, command_of, describe_machine, make_parse
 from fedloom.config import TrainingConfig
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
-from fedloom.data import InputTransform, Samples
+from fedloom.core.tasks import ClientTask, TaskMemory
+from fedloom.data import FederatedDataset
 from fedloom.methods.base import Client, MethodContext, Options
 from fedloom.methods.lss import LSSClient, LSSOptions
 from fedloom.models import build_model
 from fedloom.training.batches import Batch
-from fedloom.training.context import TrainingContext
+from fedloom.training.context import ClientProgram, Numerics, TrainingContext
 from fedloom.training.trainer import LocalTrainer
 
 CASES = [("mlp", (1, 28, 28), 64), ("lenet", (1, 28, 28), 64), ("cnn", (1, 28, 28), 20), ("cnn", (1, 28, 28), 64)]
@@ -37,19 +38,21 @@ def start_client(name: str, shape: tuple[int, ...], size: int) -> tuple[LocalTra
     module = build_model(name, shape, 10)
     layout = Layout.of(module, channels_last=True)
     training = TrainingConfig(batch_size=size, lr=0.01)
+    data = FederatedDataset.from_arrays([(torch.randn(size, *shape), torch.arange(size) % 10)], classes=10)
     context = TrainingContext(
-        module,
-        layout,
-        F.cross_entropy,
-        InputTransform.identity(),
-        training,
-        RngStreams(0),
-        classes=10,
-        channels_last=True,
+        model=module,
+        layout=layout,
+        criterion=F.cross_entropy,
+        config=training,
+        rng_streams=RngStreams(0),
+        data=data,
+        client=ClientProgram(Client(NOTHING, Options()).train),
+        numerics=Numerics(channels_last=True),
     )
-    trainer, samples = LocalTrainer(context), Samples(torch.randn(size, *shape), torch.arange(size) % 10)
-    trainer.start_task(0, 0, samples, layout.empty(), layout.read(module), {}, {}, {}, True)
-    return trainer, Batch(context.transform(samples.x, channels_last=True), samples.y)
+    trainer, samples = LocalTrainer(context), data.client_samples(0)
+    task, memory = ClientTask(0, layout.read(module), round=0), TaskMemory(layout.empty())
+    trainer.start_task(task, memory, samples)
+    return trainer, Batch(data.transform(samples.x, channels_last=True), samples.y)
 
 
 def measure(name: str, shape: tuple[int, ...], size: int, models: int, steps: int) -> dict[str, float]:

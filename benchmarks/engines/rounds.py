@@ -43,7 +43,7 @@ from fedloom.errors import InputError
 from fedloom.models import build_model
 from fedloom.models.layers.pooling import PooledConv2d
 from fedloom.runs.build import build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 
 CLIENTS, PER_ROUND, BATCH, LR, MOMENTUM = 100, 10, 50, 0.01, 0.5
 
@@ -129,7 +129,7 @@ def compare(model: str, rounds: int, workers: int) -> dict[str, float]:
         model=model, epochs=1, batch_size=BATCH, lr=LR, momentum=MOMENTUM, engine="multiprocess", workers=workers,
     )  # fmt: skip
     times: dict[str, list[float]] = {"plain": [], "careful": [], "fedloom": []}
-    with build_run(config, UserObjects(data=data)).engine_closed() as experiment:
+    with build_run(resolve_run(config, UserObjects(data=data))).engine_closed() as experiment:
         for number in range(rounds + 1):
             clients = experiment.rounds.parts.server.sample_clients(number)
             torch.set_num_threads(threads)
@@ -160,7 +160,7 @@ def overhead(rounds: int, workers: int) -> float:
         data=data.name, partition="own", clients=CLIENTS, clients_per_round=PER_ROUND, rounds=1000, eval_every=1000,
         model="cnn", epochs=0, engine="multiprocess", workers=workers,
     )  # fmt: skip
-    with build_run(config, UserObjects(data=data)).engine_closed() as experiment:
+    with build_run(resolve_run(config, UserObjects(data=data))).engine_closed() as experiment:
         times = []
         for number in range(rounds + 2):
             start = time.perf_counter()

@@ -29,7 +29,7 @@ from benchmarks._common import add_out, command_of, describe_machine, make_parse
 from fedloom.config import Config, make_config, replace_config
 from fedloom.flower.local_deployment import start_local_deployment
 from fedloom.runs.execute import execute_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 
 DEPLOYMENTS = ("multiprocess", "flower", "unpatched", "secure")
@@ -48,12 +48,12 @@ def write_images(folder: Path) -> Path:
 def run_once(deployment: str, config: Config, folder: Path) -> RunResult:
     """Make one run with a deployment."""
     if deployment == "multiprocess":
-        return execute_run(replace_config(config, engine="multiprocess"), out=folder, report=False)
+        return execute_run(resolve_run(replace_config(config, engine="multiprocess")), out=folder, report=False)
     with ExitStack() as stack:
         sites = stack.enter_context(
-            start_local_deployment(config, UserObjects(), folder, unpatched=deployment == "unpatched")
+            start_local_deployment(resolve_run(config), folder, unpatched=deployment == "unpatched")
         )
-        return execute_run(config, out=folder, report=False, remote_engine=sites)
+        return execute_run(resolve_run(config), out=folder, report=False, remote_engine=sites)
 
 
 def measure(deployment: str, nodes: int, rounds: int, data: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from fedloom.methods._support.layer_exchange import (
 )
 from fedloom.models import build_model
 from fedloom.runs.build import build_run
+from fedloom.runs.resolve import resolve_run
 
 RUN = "0" * 32
 
@@ -154,7 +155,7 @@ def linked(rounds: int) -> dict[str, Any]:
         {**settings, "rounds": rounds, "seed": 0, "engine": "sequential", "options": {"fedmr": {"secure": True}}}
     )
     correct: list[float] = []
-    with build_run(config).engine_closed() as experiment:
+    with build_run(resolve_run(config)).engine_closed() as experiment:
         server: Any = experiment.rounds.parts.server
         for number in range(rounds):
             sent = server.bank.rows.clone()

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.flower.deployment import App, CheckFailed, Deployment, wait_until
 from fedloom.config import Config, replace_config
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.lossy_engine import LosingSites
 
 GOOD = 0.85
@@ -55,7 +56,7 @@ def reference(settings: str, lost: frozenset[tuple[int, int]]) -> str:
     config = replace_config(Config.model_validate_json(settings), engine="sequential")
     sites = LosingSites(frozenset((round - 1, client) for round, client in lost))
     with tempfile.TemporaryDirectory() as folder:
-        return execute_run(config, out=Path(folder) / "run", report=False, remote_engine=sites).digest
+        return execute_run(resolve_run(config), out=Path(folder) / "run", report=False, remote_engine=sites).digest
 
 
 def expect(holds: bool, otherwise: str) -> None:

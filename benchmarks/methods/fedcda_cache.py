@@ -29,6 +29,7 @@ from fedloom.errors import InputError
 from fedloom.methods.fedcda import FedCDAServer
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.resolve import resolve_run
 
 Picks = NDArray[np.intp]
 RANDOM = 10
@@ -119,7 +120,7 @@ class Cache:
 def compare_selections(path: Path) -> dict[str, Any]:
     """Compare selections from the cache that a run ended with."""
     folder = RunDirectory.open(path)
-    with build_run(folder.config).engine_closed() as experiment:
+    with build_run(resolve_run(folder.config)).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         latest = folder.checkpoints.load_latest(experiment.engine.client_states)
         if not isinstance(server, FedCDAServer) or latest is None:

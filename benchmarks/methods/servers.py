@@ -27,6 +27,7 @@ from fedloom.core.rng import RngStreams
 from fedloom.core.similarity import inner_products
 from fedloom.methods import MethodContext
 from fedloom.methods._support.model_selection import SelectedModelSums, enumerate_model_selections
+from fedloom.methods.base import ServerResources
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
 
@@ -43,8 +44,8 @@ def make_context(layout: Layout, clients: int, clients_per_round: int, cache_dir
         layout=layout, initial=layout.empty(), num_clients=clients, clients_per_round=clients_per_round, rounds=10,
         rng_streams=RngStreams(0), config=TrainingConfig(), num_examples=lambda _: 1,
         criterion=nn.functional.cross_entropy, make_model=nn.Identity,
-        classes=10, shape=(1,), cache_dir=cache_dir, keep_checkpoints=2, device=torch.device("cpu"),
-        make_bank=lambda count, width: Bank.memory(count, width),
+        classes=10, shape=(1,),
+        server=ServerResources(torch.device("cpu"), lambda count, width: Bank.memory(count, width), cache_dir),
     )  # fmt: skip
 
 

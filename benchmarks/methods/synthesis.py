@@ -33,6 +33,7 @@ from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.methods import MethodContext
 from fedloom.methods._support.trajectory_matching import TrajectoryMatchingData, match_trajectory
+from fedloom.methods.base import ServerResources
 from fedloom.methods.dynafed import DynaFedOptions, DynaFedRefiner
 from fedloom.models import build_model
 
@@ -48,8 +49,8 @@ def refiner(
         layout=layout, initial=layout.read(module, device), num_clients=80, clients_per_round=32, rounds=200,
         rng_streams=RngStreams(0),
         config=TrainingConfig(), num_examples=lambda _: 1, criterion=torch.nn.functional.cross_entropy,
-        make_model=lambda: build_model(model, shape, 10), classes=10, shape=shape, cache_dir=None, keep_checkpoints=2,
-        device=device, make_bank=lambda count, width: Bank.memory(count, width),
+        make_model=lambda: build_model(model, shape, 10), classes=10, shape=shape,
+        server=ServerResources(device, lambda count, width: Bank.memory(count, width)),
     )  # fmt: skip
     options = DynaFedOptions(
         images_per_class=max(1, images // 10), inner_steps=steps, checkpoint=checkpoint, augment=augment

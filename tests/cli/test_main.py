@@ -18,6 +18,7 @@ from fedloom.config import Config, PretrainConfig
 from fedloom.core.layout import Layout, model_digest
 from fedloom.runs.build import build_run
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.resolve import resolve_run
 from fedloom.utils.storage import read_safetensors
 
 Command = Callable[..., Any]
@@ -38,7 +39,7 @@ class _Page(HTMLParser):
 def row_digest(folder: Path) -> str:
     """The digest of the model in a run's folder, worked out from its file alone."""
     config = RunDirectory.open(folder).config
-    experiment = build_run(Config(**{**config.model_dump(), "engine": "sequential"}))
+    experiment = build_run(resolve_run(Config(**{**config.model_dump(), "engine": "sequential"})))
     experiment.engine.close()
     tensors, layout = read_safetensors(folder / "model.safetensors"), experiment.layout
     row = layout.empty()

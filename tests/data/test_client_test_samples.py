@@ -17,6 +17,7 @@ from fedloom.data import partition_dataset as build_federation
 from fedloom.data.dataset import NO_OWNER
 from fedloom.errors import InputError
 from fedloom.runs.build import build_run
+from fedloom.runs.resolve import resolve_run
 
 
 def numbered(first: int, count: int) -> Samples:
@@ -143,8 +144,8 @@ def test_clients_are_scored_on_their_own_test_samples(engine: str, tmp_path: Pat
         "workers": 2,
     }
     run = fedloom.run("fedavg", engine=engine, out=tmp_path / "run", report=False, **settings_)
-    with build_run(run.config).engine_closed() as experiment:
-        federation = experiment.federated_data
+    with build_run(resolve_run(run.config)).engine_closed() as experiment:
+        federation = experiment.data.federated_data
     module, owners = run.model(), federation.test_owners
     assert owners is not None
     assert federation.test is not None
@@ -168,11 +169,11 @@ def test_from_the_command_line(command: Callable[..., Any], tmp_path: Path) -> N
     )
     assert outcome.result["accuracy"] > 0.2
     assert "client_test = 0.25" in (tmp_path / "run" / "config.toml").read_text()
-    experiment = build_run(fedloom.resume(tmp_path / "run").config)
+    experiment = build_run(resolve_run(fedloom.resume(tmp_path / "run").config))
     experiment.engine.close()
-    held = [experiment.federated_data.num_examples(k) for k in range(5)]
-    assert experiment.federated_data.test is not None
-    assert sum(held) + len(experiment.federated_data.test) == 1797  # training and test samples of the digits
+    held = [experiment.data.federated_data.num_examples(k) for k in range(5)]
+    assert experiment.data.federated_data.test is not None
+    assert sum(held) + len(experiment.data.federated_data.test) == 1797  # training and test samples of the digits
     assert all(269 <= size <= 271 for size in held)
 
 

@@ -13,13 +13,13 @@ import torch
 import fedloom
 from fedloom.core.layout import scatter_columns
 from fedloom.core.tasks import ClientTask
-from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.engines.multiprocess.engine import MultiprocessEngine
 from fedloom.errors import RunStopped
 from fedloom.methods import Client, Method, Options, register
 from fedloom.runs import round as rounds
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.execute import resume
+from fedloom.runs.resolve import resolve_run
 from fedloom.testing.fixtures import (
     SETTINGS,
     SmallFederatedDataset,
@@ -31,6 +31,8 @@ from fedloom.testing.fixtures import (
 from fedloom.testing.method_checks import _StopAfter
 from fedloom.training.context import PERSONAL_KEY
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from tests.support.cuda_engine import cuda_of
+from tests.support.task_rounds import in_round
 
 METHODS = ["fedbn", "fedrep", "fedbabu", "fedfomo"]
 KEYS = ("personal_accuracy_mean", "personal_accuracy_worst10", "personal_clients")
@@ -41,7 +43,7 @@ def scored(experiment: BuiltRun, engine: Any = None, played: int = 2) -> list[fl
     row, server = experiment.rounds.global_model(), experiment.rounds.parts.server
     own = [server.personal_model(client) for client in range(8)]
     jobs = [ClientTask(client, row if mine is None else mine) for client, mine in enumerate(own)]
-    return (engine or experiment.engine).evaluate_clients(played, jobs)
+    return (engine or experiment.engine).evaluate_clients(in_round(played, jobs))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -57,7 +59,7 @@ def test_engines_and_workers_agree_to_the_bit(method: str) -> None:
             records = [experiment.rounds.run_round(number) for number in range(2)]
             found.append(([[record[key] for key in KEYS] for record in records], scored(experiment)))
             if settings["engine"] == "sequential":
-                found.append((found[0][0], scored(experiment, CudaEngine(experiment.engine.context, "cpu"))))
+                found.append((found[0][0], scored(experiment, cuda_of(experiment))))
     assert all(one == found[0] for one in found[1:])
     assert len(set(found[0][1])) > 3, "clients fare differently"
 
@@ -78,7 +80,7 @@ def test_by_hand() -> None:
         scatter_columns(
             row, experiment.rounds.parts.client.personal_columns(experiment.layout), homes.get(3)[PERSONAL_KEY]
         )
-        module, federation = batch_norm_network(), experiment.federated_data
+        module, federation = batch_norm_network(), experiment.data.federated_data
         module.load_state_dict(experiment.layout.state_dict(row))
         module.eval()
         test, mine = federation.test, federation.client_samples(3)
@@ -96,15 +98,15 @@ def test_a_client_that_was_never_asked_uses_the_deployed_model() -> None:
         experiment.rounds.run_round(0)
         (new, *_) = sorted(set(range(8)) - set(experiment.engine.client_states.client_ids()))
         score = experiment.engine.evaluate(experiment.rounds.global_model())
-        counts = np.bincount(experiment.federated_data.client_samples(new).y, minlength=10)
+        counts = np.bincount(experiment.data.federated_data.client_samples(new).y, minlength=10)
         assert scored(experiment)[new] == pytest.approx(score.accuracy_for(counts), abs=1e-12)
 
 
 def test_clients_with_test_samples_of_their_own_are_tested_on_these(tmp_path: Path) -> None:
     settings = {"data": "digits", "partition": "shards:2", "clients": 8, "rounds": 2, "engine": "sequential"}
     run = fedloom.run("fedbabu", client_test=0.25, out=tmp_path / "run", report=False, **settings)
-    with build_run(run.config).engine_closed() as experiment:
-        federation = experiment.federated_data
+    with build_run(resolve_run(run.config)).engine_closed() as experiment:
+        federation = experiment.data.federated_data
         assert [int(n) for n in np.bincount(federation.test_owners)] == [
             round(len(federation.client_samples(k)) / 3) for k in range(8)
         ]
@@ -117,7 +119,7 @@ def test_clients_with_test_samples_of_their_own_are_tested_on_these(tmp_path: Pa
         federation.test_owners = np.where(owners < 2, 0, owners)
         accuracies = scored(experiment)
         assert accuracies[1] is None
-        whole = experiment.engine.evaluate_clients(2, [ClientTask(0, experiment.rounds.global_model())])
+        whole = experiment.engine.evaluate_clients(in_round(2, [ClientTask(0, experiment.rounds.global_model())]))
         assert accuracies[0] == whole[0]
         step = accuracies[0] * int((owners < 2).sum())
         assert step == pytest.approx(round(step), abs=1e-9), "a share of its own test samples"
@@ -134,9 +136,7 @@ def test_of_many_clients_the_same_few_are_scored_every_time(monkeypatch: pytest.
     with build_small_run("fedbn", {}).engine_closed() as experiment:
         asked: list[list[int]] = []
         score = experiment.engine.evaluate_clients
-        experiment.engine.evaluate_clients = lambda round, jobs: (
-            asked.append([j.client_id for j in jobs]) or score(round, jobs)
-        )
+        experiment.engine.evaluate_clients = lambda jobs: asked.append([j.client_id for j in jobs]) or score(jobs)
         records = [experiment.rounds.run_round(number) for number in range(2)]
         assert [record["personal_clients"] for record in records] == [3, 3]
         assert asked[0] == asked[1] == sorted(set(asked[0]))

@@ -12,6 +12,7 @@ from fedloom.methods import Client, Method, Options, register
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, simple_network
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from tests.support.task_rounds import in_round
 
 
 @pytest.fixture
@@ -29,11 +30,11 @@ def tasks_of(built_run: BuiltRun, client_ids: list[int]) -> list[ClientTask]:
 
 
 def rows_of(built_run: BuiltRun, client_ids: list[int]) -> list[Tensor]:
-    return [update.row.clone() for update in built_run.engine.train(0, tasks_of(built_run, client_ids))]
+    return [update.row.clone() for update in built_run.engine.train(in_round(0, tasks_of(built_run, client_ids)))]
 
 
 def test_an_update_is_that_of_an_ordinary_training_loop(fedavg: BuiltRun) -> None:
-    layout, samples = fedavg.layout, fedavg.federated_data.client_samples(2)
+    layout, samples = fedavg.layout, fedavg.data.federated_data.client_samples(2)
     network = simple_network()
     network.load_state_dict(layout.state_dict(fedavg.rounds.global_model()))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -42,7 +43,7 @@ def test_an_update_is_that_of_an_ordinary_training_loop(fedavg: BuiltRun) -> Non
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    (update,) = fedavg.engine.train(0, tasks_of(fedavg, [2]))
+    (update,) = fedavg.engine.train(in_round(0, tasks_of(fedavg, [2])))
     assert (update.client_id, update.num_examples, update.steps) == (2, len(samples), 3)
     assert update.loss == pytest.approx(loss.item(), rel=1e-5)
     torch.testing.assert_close(update.row, layout.read(network))
@@ -50,7 +51,7 @@ def test_an_update_is_that_of_an_ordinary_training_loop(fedavg: BuiltRun) -> Non
 
 def test_updates_come_in_the_order_of_the_tasks_and_do_not_depend_on_each_other(fedavg: BuiltRun) -> None:
     order = [5, 0, 7, 5]
-    updates = fedavg.engine.train(0, tasks_of(fedavg, order))
+    updates = fedavg.engine.train(in_round(0, tasks_of(fedavg, order)))
     seen = [(update.client_id, update.row.clone()) for update in updates]
     assert [client_id for client_id, _ in seen] == order
     for client_id, row in seen:
@@ -59,11 +60,11 @@ def test_updates_come_in_the_order_of_the_tasks_and_do_not_depend_on_each_other(
 
 def test_a_client_trains_when_its_update_is_read(fedavg: BuiltRun) -> None:
     asked: list[int] = []
-    data = fedavg.federated_data
+    data = fedavg.data.federated_data
     load = type(data).client_samples
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(data), "client_samples", lambda self, k: (asked.append(k), load(self, k))[1])
-        updates = fedavg.engine.train(0, tasks_of(fedavg, [1, 4]))
+        updates = fedavg.engine.train(in_round(0, tasks_of(fedavg, [1, 4])))
         assert asked == []
         next(updates)
         assert set(asked) == {1}
@@ -74,14 +75,14 @@ def test_a_client_trains_when_its_update_is_read(fedavg: BuiltRun) -> None:
 def test_the_sent_model_stays_as_it_was(fedavg: BuiltRun) -> None:
     tasks = tasks_of(fedavg, [0, 1])
     before = tasks[0].row.clone()
-    assert all(not torch.equal(update.row, before) for update in fedavg.engine.train(0, tasks))
+    assert all(not torch.equal(update.row, before) for update in fedavg.engine.train(in_round(0, tasks)))
     assert torch.equal(tasks[0].row, before)
 
 
 def test_client_state_is_stored_only_when_the_update_is_committed() -> None:
     with build_small_run("scaffold", {}).engine_closed() as built_run:
         states = built_run.engine.client_states
-        for update in built_run.engine.train(0, tasks_of(built_run, [3, 4])):
+        for update in built_run.engine.train(in_round(0, tasks_of(built_run, [3, 4]))):
             assert any(tensor.any() for tensor in update.client_state.values())
             assert update.client_id not in states
             if update.client_id == 4:
@@ -105,7 +106,7 @@ def test_a_client_that_fails_is_reported_and_the_next_one_trains_as_if_it_were_a
     with build_small_run("failing", {}).engine_closed() as built_run:
         first, failure, last = [
             update if isinstance(update, ClientFailure) else update.row.clone()
-            for update in built_run.engine.train(0, tasks_of(built_run, [0, 1, 2]))
+            for update in built_run.engine.train(in_round(0, tasks_of(built_run, [0, 1, 2])))
         ]
         assert isinstance(failure, ClientFailure)
         assert (failure.task.client_id, failure.permanent) == (1, False)
@@ -117,14 +118,14 @@ def test_a_client_that_fails_is_reported_and_the_next_one_trains_as_if_it_were_a
 def test_a_client_without_samples_returns_the_model_that_it_received() -> None:
     data = SmallFederatedDataset({2: 0})
     with build_small_run("fedavg", {}, federated_data=data).engine_closed() as built_run:
-        (update,) = built_run.engine.train(0, tasks_of(built_run, [2]))
+        (update,) = built_run.engine.train(in_round(0, tasks_of(built_run, [2])))
         assert isinstance(update, ClientUpdate)
         assert (update.num_examples, update.steps) == (0, 0)
         assert torch.equal(update.row, update.task.row)
 
 
 def test_evaluation_is_that_of_the_network_on_all_test_samples(fedavg: BuiltRun) -> None:
-    row, test = fedavg.rounds.global_model(), fedavg.federated_data.test
+    row, test = fedavg.rounds.global_model(), fedavg.data.federated_data.test
     network = simple_network()
     network.load_state_dict(fedavg.layout.state_dict(row))
     with torch.no_grad():

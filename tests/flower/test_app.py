@@ -97,7 +97,7 @@ def test_sites_bring_data_of_their_own(tmp_path: Path) -> None:
     assert sorted(site.client_ids for site in sites.values()) == [(0,), (1,), (2,)]
     travelled = b"".join(bytes(block.data) for p in (*link.asked, *link.answered) for block in p.arrays.values())
     for site in sites.values():
-        samples = site.context.federated_data.client_samples(site.client_ids[0])
+        samples = site.context.data.client_samples(site.client_ids[0])
         assert len(samples) == 30
         assert samples.x[0].numpy().tobytes() not in travelled
 

@@ -16,6 +16,7 @@ import pytest
 
 from fedloom.config import Config, make_config, replace_config
 from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
@@ -37,7 +38,7 @@ def make_run(**more: Any) -> Config:
 
 
 def on_host(config: Config, folder: Path) -> RunResult:
-    return execute_run(replace_config(config, engine="multiprocess", nodes=0), out=folder, report=False)
+    return execute_run(resolve_run(replace_config(config, engine="multiprocess", nodes=0)), out=folder, report=False)
 
 
 def processes_of(folder: Path, name: str = "") -> list[int]:
@@ -66,7 +67,7 @@ def nothing_is_left(folder: Path, seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize("method", METHODS)
 def test_five_sites_give_the_same_bits_as_the_host_engine(method: str, tmp_path: Path) -> None:
     config = make_run(method=method, options=METHODS[method])
-    run = execute_run(config, out=tmp_path / "run", report=False)
+    run = execute_run(resolve_run(config), out=tmp_path / "run", report=False)
     assert run.summary["failed"] == 0
     assert run.digest == on_host(config, tmp_path / "host").digest
     assert nothing_is_left(tmp_path / "run")
@@ -74,7 +75,7 @@ def test_five_sites_give_the_same_bits_as_the_host_engine(method: str, tmp_path:
 
 def test_sites_share_clients(tmp_path: Path) -> None:
     config = make_run(method="scaffold", nodes=2, rounds=2)
-    run = execute_run(config, out=tmp_path / "run", report=False)
+    run = execute_run(resolve_run(config), out=tmp_path / "run", report=False)
     assert run.digest == on_host(config, tmp_path / "host").digest
     assert sorted(path.name for path in (tmp_path / "run" / "flower").glob("site-*") if path.is_dir()) == [
         "site-0",

@@ -17,6 +17,7 @@ from fedloom.flower import commands
 from fedloom.flower.app import write_app
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]
 
@@ -65,4 +66,4 @@ def test_a_hundred_clients_on_two_workers(tmp_path: Path, simulation: dict[str, 
     summary = RunDirectory.open(tmp_path / "run").summary()
     assert summary is not None, told.stdout + told.stderr
     assert summary["failed"] == 0
-    assert summary["digest"] == execute_run(config, out=tmp_path / "host", report=False).digest
+    assert summary["digest"] == execute_run(resolve_run(config), out=tmp_path / "host", report=False).digest

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedloom.config import Config, replace_config
 from fedloom.flower.message import SiteMessage
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from fedloom.utils.storage import read_safetensors
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
@@ -25,7 +26,7 @@ def make(**settings: Any) -> Config:
 
 def play(config: Config, folder: Path) -> tuple[RunResult, FakeLink]:
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
-    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out))
+    run = execute_run(resolve_run(config), out=out, report=False, remote_engine=reach(link, config, out))
     assert run.summary["failed"] == 0
     return run, link
 
@@ -73,7 +74,7 @@ def test_with_lora_messages_are_as_large_as_what_is_trained(adapted: tuple[RunRe
 def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[RunResult, FakeLink]) -> None:
     _, link = adapted
     site, content = link.sites[100], content_of(link)
-    frozen = {name: p for name, p in site.context.training_context.model.named_parameters() if not p.requires_grad}
+    frozen = {name: p for name, p in site.context.model.named_parameters() if not p.requires_grad}
     assert sum(p.numel() for p in frozen.values()) > 5 * site.layout.size
     searched = {name: pieces(p) for name, p in frozen.items()}
     assert sum(len(found) for found in searched.values()) > 1000
@@ -86,13 +87,13 @@ def test_with_lora_no_frozen_weight_is_in_any_message(adapted: tuple[RunResult, 
 def test_with_lora_the_run_has_the_plain_engines_bits(adapted: tuple[RunResult, FakeLink], tmp_path: Path) -> None:
     run, _ = adapted
     plain = replace_config(make(model=LORA, method="scaffold"), engine="sequential")
-    assert execute_run(plain, out=tmp_path / "plain", report=False).digest == run.digest
+    assert execute_run(resolve_run(plain), out=tmp_path / "plain", report=False).digest == run.digest
 
 
 def test_with_fedbn_no_column_of_a_batch_norm_travels(tmp_path: Path) -> None:
     run, link = play(make(method="fedbn", model=NORMED), tmp_path)
     site = link.sites[100]
-    layout, workshop = site.layout, site.context.training_context
+    layout, workshop = site.layout, site.context
     norms = {name for name, m in workshop.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
     at_home = [entry.columns for entry in layout.entries if entry.layer in norms]
     names = {entry.name.rpartition(".")[2] for entry in layout.entries if entry.layer in norms}
@@ -118,9 +119,7 @@ def test_what_travels_with_fedbn_are_the_other_columns(tmp_path: Path) -> None:
     """The first question holds the initial model without its batch norms, column by column."""
     _, link = play(make(method="fedbn", model=NORMED, rounds=1), tmp_path)
     site = link.sites[100]
-    norms = {
-        name for name, m in site.context.training_context.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)
-    }
+    norms = {name for name, m in site.context.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
     others = [site.initial[entry.columns] for entry in site.layout.entries if entry.layer not in norms]
     expected = torch.cat(others).numpy().tobytes()
     assert [bytes(p.arrays["model"].data) == expected for p in link.asked if p.kind == "train"] == [True] * 3

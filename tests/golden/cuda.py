@@ -200,8 +200,8 @@ class WatchedEngine(CudaEngine):
 
     notes: Notes
 
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        for answer in super().train(round, tasks):
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        for answer in super().train(tasks):
             assert isinstance(answer, ClientUpdate), answer
             self.notes.say(answer.client_id, answer.num_examples, answer.steps, answer.loss, answer.finite, answer.row)
             self.notes.say(*answer.extras.values(), *answer.client_state.values())

@@ -11,6 +11,7 @@ import torch
 from fedloom import ClientUpdate
 from fedloom.core.layout import TensorKind
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
+from tests.support.task_rounds import in_round
 
 AVERAGING: dict[str, dict[str, Any]] = {
     "swa": {"start": 0.0},
@@ -24,7 +25,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
 def returned(name: str, options: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
     """What client 1 returns, by name and as a row, and the samples it trained on."""
     with build_small_run(name, {name: options}, epochs=3, lr=0.3).engine_closed() as experiment:
-        (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
+        (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [1]))))
         assert isinstance(update, ClientUpdate), update
         bench = experiment.engine._trainer
         return update.row.clone(), experiment.layout.state_dict(update.row), bench._data.x.clone()

@@ -13,6 +13,7 @@ from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.clusamp import _groups, clusamp_sampling_distributions, clusamp_update_distances
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from tests.support.task_rounds import in_round
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 100))
@@ -142,12 +143,12 @@ def test_a_client_drawn_twice_is_asked_once_and_counts_twice() -> None:
         server, engine = experiment.rounds.parts.server, experiment.engine
         jobs = list(server.dispatch(0, [2, 5, 2]))
         assert [job.client_id for job in jobs] == [2, 5]
-        mean, rows = WeightedMean(experiment.layout), [update.row.clone() for update in engine.train(0, jobs)]
+        mean, rows = WeightedMean(experiment.layout), [update.row.clone() for update in engine.train(in_round(0, jobs))]
         mean.add(rows[0], 2)
         mean.add(rows[1], 1)
         expected = rows[0].clone()
         mean.write_to(expected)
-        server.aggregate(0, engine.train(0, jobs))
+        server.aggregate(0, engine.train(in_round(0, jobs)))
         torch.testing.assert_close(server.global_model(), expected, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 

@@ -5,6 +5,7 @@ import torch
 from fedloom.methods import methods
 from fedloom.methods.soups import _validation_merit, greedy_soup
 from fedloom.testing.fixtures import build_small_run, small_run
+from tests.support.task_rounds import in_round
 
 DIWA_AS_SOUP = {
     "selection": "greedy",
@@ -40,7 +41,7 @@ def test_uniform_is_the_mean_of_all_runs_and_restricted_is_not_worse_than_the_be
                 ends.append(bench.row.clone())
 
             local.one_run = noted
-            (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
+            (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [1]))))
             row, bench = update.row.clone(), experiment.engine._trainer
             assert torch.equal(greedy_soup(bench, ends), row) == (selection == "greedy")
             return (

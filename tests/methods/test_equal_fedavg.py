@@ -20,7 +20,7 @@ from fedloom.methods import methods
 from fedloom.methods.clusamp import clusamp_sampling_distributions
 from fedloom.methods.registry import BUILT_IN
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 from fedloom.testing.fixtures import (
     SETTINGS,
     SmallFederatedDataset,
@@ -28,6 +28,7 @@ from fedloom.testing.fixtures import (
     build_small_run,
     simple_network,
 )
+from tests.support.task_rounds import in_round
 
 UNIFORM = {"weighting": "uniform"}
 EVERYONE = 8
@@ -125,7 +126,7 @@ def rows_of(
     settings = {**SETTINGS, "rounds": 3, "momentum": 0.9, "weight_decay": 0.01, **given}
     values = {**settings, "method": method, "options": {method: dict(options)}, "clients": len(federation)}
     config = make_config({**values, "data": "small", "partition": "own", "model": "small"})
-    with build_run(config, UserObjects(federation, network)).engine_closed() as experiment:
+    with build_run(resolve_run(config, UserObjects(federation, network))).engine_closed() as experiment:
         rows = []
         for round in range(config.rounds):
             experiment.rounds.run_round(round)
@@ -182,7 +183,7 @@ def answers(experiment: BuiltRun, clients: list[int]) -> list[Tensor]:
     """What these clients make of the first model."""
     jobs = list(experiment.rounds.parts.server.dispatch(0, clients))
     found = []
-    for update in experiment.engine.train(0, jobs):
+    for update in experiment.engine.train(in_round(0, jobs)):
         assert isinstance(update, ClientUpdate), update
         found.append(update.row.clone())
     return found

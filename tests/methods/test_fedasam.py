@@ -5,11 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.layout import TensorKind
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.methods.fedasam import FedASAMSwaOptions, fedasam_cycle_position
 from fedloom.runs.build import BuiltRun
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
+from tests.support.task_rounds import in_round
 
 
 def ascent(v: Tensor, g: Tensor, model: object = simple_network, **options: float) -> Tensor:
@@ -17,7 +18,8 @@ def ascent(v: Tensor, g: Tensor, model: object = simple_network, **options: floa
     with build_small_run("fedasam", {"fedasam": options}, model=model).engine_closed() as experiment:
         bench, local = experiment.engine._trainer, experiment.rounds.parts.client
         row = experiment.layout.empty()
-        bench.start_task(0, 1, experiment.federated_data.client_samples(1), row, row.clone(), {}, {}, {}, True)
+        samples = experiment.data.federated_data.client_samples(1)
+        bench.start_task(ClientTask(1, row.clone(), round=0), TaskMemory(row), samples)
         next(iter(local.train(bench)))
         bench.weights.copy_(v)
         bench.gradient.copy_(g)
@@ -159,7 +161,9 @@ def test_the_learning_rate_falls_in_each_cycle() -> None:
     with swa(start=0.25, cycle=3, lr_end=0.01).engine_closed() as experiment:
         local, bench, rates = experiment.rounds.parts.client, experiment.engine._trainer, []
         for round in range(8):
-            (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [1])))
+            (update,) = experiment.engine.train(
+                in_round(round, list(experiment.rounds.parts.server.dispatch(round, [1])))
+            )
             assert isinstance(update, ClientUpdate), update
             rates.append(bench.lr)
         assert local.options.lr_end == 0.01
@@ -169,7 +173,7 @@ def test_the_learning_rate_falls_in_each_cycle() -> None:
 
 def test_a_rate_below_the_end_is_not_raised() -> None:
     with swa(start=0.0, lr_end=5.0).engine_closed() as experiment:
-        (_,) = experiment.engine.train(1, list(experiment.rounds.parts.server.dispatch(1, [1])))
+        (_,) = experiment.engine.train(in_round(1, list(experiment.rounds.parts.server.dispatch(1, [1]))))
         assert experiment.engine._trainer.lr == pytest.approx(0.1)
 
 

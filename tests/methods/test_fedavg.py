@@ -16,6 +16,7 @@ from fedloom.data import FederatedDataset
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run, simple_network
 from tests.support import one_client
+from tests.support.task_rounds import in_round
 
 
 def reference(
@@ -145,6 +146,6 @@ def test_steps_and_batches_are_what_was_asked_for(tmp_path) -> None:
     federation = SmallFederatedDataset()
     with build_small_run("fedavg", {}, epochs=3, batch_size=7).engine_closed() as experiment:
         jobs = list(experiment.rounds.parts.server.dispatch(0, list(range(len(federation)))))
-        for update in experiment.engine.train(0, jobs):
+        for update in experiment.engine.train(in_round(0, jobs)):
             assert update.steps == 3 * ceil(federation.num_examples(update.client_id) / 7)
             assert update.num_examples == federation.num_examples(update.client_id)

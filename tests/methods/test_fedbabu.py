@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedloom.core.layout import model_digest
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.testing.fixtures import build_small_run, small_run
 
 
@@ -62,7 +63,8 @@ def test_only_the_named_part_is_fine_tuned(part: str) -> None:
         bench, row = experiment.engine._trainer, experiment.layout.empty()
         local, start = experiment.rounds.parts.client, experiment.rounds.global_model()
         home = experiment.engine.client_states.copy_for(2, torch.device("cpu"))
-        bench.start_task(0, 2, experiment.federated_data.client_samples(2), row, start, {}, home, {}, True)
+        samples = experiment.data.federated_data.client_samples(2)
+        bench.start_task(ClientTask(2, start, round=0), TaskMemory(row, home), samples)
         for piece in local.personalize(bench):
             assert (piece.epochs, piece.steps) == (5, None)
             bench.run_steps(piece)

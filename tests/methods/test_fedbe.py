@@ -146,13 +146,13 @@ def test_the_student_descends_as_pytorchs_own_sgd_does() -> None:
         everyone = [expected, *rows, *drawn(experiment, rows, 2)]
         p = torch.stack([F.softmax(refiner._proxy.outputs(row), dim=1) for row in everyone]).mean(0)
         teacher = p.square() / p.square().sum(1, keepdim=True)
-        assert context.server_data is not None
+        assert context.server.data is not None
         student = context.make_model().eval()
         experiment.layout.bind(student, expected)
         optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.7, weight_decay=0.05)
         for _ in range(5):
             optimizer.zero_grad()
-            said = F.log_softmax(student(context.server_data.x), dim=1)
+            said = F.log_softmax(student(context.server.data.x), dim=1)
             (teacher * (teacher.log() - said)).sum(1).mean().backward()
             optimizer.step()
         refined = play(experiment, answers(experiment, rows))

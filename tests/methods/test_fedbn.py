@@ -110,7 +110,7 @@ def test_the_deployed_model_has_the_mean_of_the_clients_norms() -> None:
             for part in columns:
                 rows[-1][part] = homes.get(client)[PERSONAL_KEY][start : start + part.stop - part.start]
                 start += part.stop - part.start
-        weights = torch.tensor([float(experiment.federated_data.num_examples(c)) for c in range(8)])
+        weights = torch.tensor([float(experiment.data.federated_data.num_examples(c)) for c in range(8)])
         weights /= weights.sum()
         for entry in layout.entries:
             theirs = torch.stack([entry.view(row) for row in rows])

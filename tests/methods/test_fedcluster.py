@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fedloom.testing import CHECKS
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from tests.support.task_rounds import in_round
 
 
 def test_one_cluster_is_fedavg_bit_for_bit() -> None:
@@ -56,7 +57,7 @@ def test_a_cluster_for_each_client_is_training_in_sequence() -> None:
             (client,) = server.sample_clients(number)
             jobs = list(server.dispatch(number, [client]))
             assert torch.equal(jobs[0].row, row), "each goes on where the one before it stopped"
-            (update,) = experiment.engine.train(number, jobs)
+            (update,) = experiment.engine.train(in_round(number, jobs))
             row = update.row.clone()
             experiment.rounds.run_round(number)
             assert torch.equal(server.global_model(), row)

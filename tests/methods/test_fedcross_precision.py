@@ -16,6 +16,7 @@ from fedloom.core.bank import Bank
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.methods import MethodContext
+from fedloom.methods.base import ServerResources
 from fedloom.methods.fedcross import FedCrossOptions, FedCrossServer
 
 WIDTH = 40_000
@@ -37,8 +38,8 @@ def server_of(count: int) -> FedCrossServer:
         layout=layout, initial=layout.empty(), num_clients=9, clients_per_round=count, rounds=3,
         rng_streams=RngStreams(0),
         config=TrainingConfig(), num_examples=lambda _: 1, criterion=nn.functional.mse_loss, make_model=network,
-        classes=0, shape=(WIDTH,), cache_dir=None, keep_checkpoints=1, device=torch.device("cpu"),
-        make_bank=lambda rows, width: Bank.memory(rows, width),
+        classes=0, shape=(WIDTH,),
+        server=ServerResources(torch.device("cpu"), lambda rows, width: Bank.memory(rows, width)),
     )  # fmt: skip
     return FedCrossServer(context, FedCrossOptions())
 

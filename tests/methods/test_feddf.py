@@ -41,7 +41,7 @@ def test_the_teacher_is_the_softmax_of_the_mean_logits_of_networks_in_evaluation
             refiner.receive_update(0, update)
             module = experiment.rounds.context.make_model()
             experiment.layout.bind(module, update.row.clone())
-            data = experiment.rounds.context.server_data
+            data = experiment.rounds.context.server.data
             assert data is not None
             logits.append(module.eval()(data.x).detach())
         teacher = refiner.teacher()
@@ -128,14 +128,14 @@ def test_the_student_descends_as_pytorchs_own_adam_does() -> None:
         experiment.rounds.parts.server.aggregate(0, iter(answers(experiment, rows)))
         expected = experiment.rounds.parts.server.global_model().clone()
         teacher = F.softmax(torch.stack([refiner._proxy.outputs(row) for row in rows]).mean(0) / 2, dim=1)
-        assert context.server_data is not None
+        assert context.server.data is not None
         student = context.make_model().eval()
         experiment.layout.bind(student, expected)
         optimizer = torch.optim.Adam(student.parameters(), lr=0.02)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
         for _ in range(7):
             optimizer.zero_grad()
-            said = F.log_softmax(student(context.server_data.x) / 2, dim=1)
+            said = F.log_softmax(student(context.server.data.x) / 2, dim=1)
             (teacher * (teacher.log() - said)).sum(1).mean().backward()
             optimizer.step()
             rate.step()
@@ -155,8 +155,8 @@ def test_a_student_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPat
 def test_clients_no_better_than_chance_are_left_out_if_asked_for() -> None:
     with put_together("feddf", {**QUICK, "drop": True}) as experiment:
         refiner, context = refiner_of(experiment), experiment.rounds.context
-        assert context.server_data is not None
-        context.server_data.y.copy_(torch.arange(80) % 5)  # each of five labels is right one time in five
+        assert context.server.data is not None
+        context.server.data.y.copy_(torch.arange(80) % 5)  # each of five labels is right one time in five
         good, bad = [always(experiment, label) for label in (0, 1)], always(experiment, 7)
         for update in answers(experiment, [bad, *good, bad]):
             refiner.receive_update(0, update)
@@ -175,8 +175,8 @@ def test_clients_no_better_than_chance_are_left_out_if_asked_for() -> None:
 def test_exactly_chance_is_no_better_than_chance() -> None:
     with put_together("feddf", {**QUICK, "drop": True}) as experiment:
         refiner, context = refiner_of(experiment), experiment.rounds.context
-        assert context.server_data is not None
-        context.server_data.y.copy_(7 * (torch.arange(80) % 10 == 0))  # one in ten, of ten classes
+        assert context.server.data is not None
+        context.server.data.y.copy_(7 * (torch.arange(80) % 10 == 0))  # one in ten, of ten classes
         good, bad = always(experiment, 0), always(experiment, 7)
         for update in answers(experiment, [bad, good]):
             refiner.receive_update(0, update)

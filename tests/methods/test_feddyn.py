@@ -21,7 +21,7 @@ def test_h_is_always_the_mean_of_all_g() -> None:
             homes = experiment.engine.client_states
             total = sum(homes.get(client)["g"].double() for client in homes.client_ids())
             h = experiment.rounds.parts.server.h.double()
-            torch.testing.assert_close(h, total / len(experiment.federated_data), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(h, total / len(experiment.data.federated_data), rtol=1e-4, atol=1e-7)
         assert len(homes) > 4
         assert h.norm() > 0
 
@@ -63,7 +63,7 @@ def test_it_finds_the_minimum_of_clients_that_disagree_and_fedavg_does_not(tmp_p
 def test_a_refused_update_leaves_g_alone() -> None:
     experiment = build_small_run("feddyn", {})
     with experiment.engine_closed():
-        experiment.engine.context.federated_data._clients = SmallFederatedDataset(poisoned=3)._clients
+        experiment.engine.context.data._clients = SmallFederatedDataset(poisoned=3)._clients
         for number in range(3):
             experiment.rounds.run_round(number)
         assert 3 not in experiment.engine.client_states

@@ -1,22 +1,21 @@
 """Tests of FedFomo: which models a client averages."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, small_run
 from fedloom.training.local_training import train_client
+from tests.support.task_rounds import in_round
 
 
 def visit(experiment: BuiltRun, v: Tensor, others: list[Tensor], client: int = 2) -> tuple[Tensor, list[float]]:
     """What the mixture is that the client would train, and u. The run trains for no epoch."""
     job = ClientTask(client, v, client, {f"w{n}": w for n, w in enumerate(others)})
-    (update,) = experiment.engine.train(0, [job])
+    (update,) = experiment.engine.train(in_round(0, [job]))
     return update.row.clone(), update.extras["u"].tolist()
 
 
@@ -26,7 +25,7 @@ def trained():
     with build_small_run("fedavg", {}, validation=0.2, epochs=1).engine_closed() as other:
         rows, row = [other.rounds.context.initial.clone()], other.rounds.context.initial.clone()
         for number in range(3):
-            (update,) = other.engine.train(number, [ClientTask(2, row)])
+            (update,) = other.engine.train(in_round(number, [ClientTask(2, row)]))
             row = update.row.clone()
             rows.append(row)
     with build_small_run("fedfomo", {"fedfomo": {"M": 4}}, epochs=0).engine_closed() as experiment:
@@ -36,9 +35,9 @@ def trained():
 def loss_of(experiment: BuiltRun, row: Tensor, client: int = 2) -> float:
     """On what this client holds out."""
     bench, layout = experiment.engine._trainer, experiment.layout
-    given: dict[str, Mapping[str, Tensor]] = {"extras": {}, "client_state": {}, "uploads": {"u": torch.zeros(3)}}
-    train_client(bench, experiment.engine.context, 0, client, layout.empty(), row, *given.values(), True)
-    assert len(bench.validation) == int(0.2 * experiment.federated_data.num_examples(client) + 0.5)
+    memory = TaskMemory(layout.empty(), {}, {"u": torch.zeros(3)})
+    train_client(bench, experiment.engine.context, ClientTask(client, row, round=0), memory)
+    assert len(bench.validation) == int(0.2 * experiment.data.federated_data.num_examples(client) + 0.5)
     return bench.validate(row).loss
 
 
@@ -134,7 +133,7 @@ def test_models_of_a_round_stay_until_its_last_client_has_read_them() -> None:
                 yield update
 
         jobs = list(server.dispatch(1, list(range(8))))
-        server.aggregate(1, watched(experiment.engine.train(1, jobs)))
+        server.aggregate(1, watched(experiment.engine.train(in_round(1, jobs))))
         assert not any(torch.equal(*pair) for pair in zip(server.bank.rows, before, strict=True))
 
 
@@ -182,4 +181,4 @@ def test_clients_that_never_sent_a_model_are_no_candidates_and_use_the_deployed_
 def test_the_runs_own_validation_comes_first() -> None:
     for settings, share in (({}, 0.2), ({"validation": 0.5}, 0.5)):
         with build_small_run("fedfomo", {}, **settings).engine_closed() as experiment:
-            assert experiment.engine.context.training_context.config.validation == share
+            assert experiment.engine.context.config.validation == share

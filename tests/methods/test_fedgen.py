@@ -13,6 +13,7 @@ from fedloom.methods.fedgen import FedGenGenerator, fedgen_diversity_loss, fedge
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 from fedloom.training.optimizers import Adam
+from tests.support.task_rounds import in_round
 
 
 def test_the_authors_generator_has_the_authors_size() -> None:
@@ -65,7 +66,7 @@ def sent(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
     companion = experiment.rounds.parts.extras
     (job,) = experiment.rounds.parts.server.dispatch(round, [client])
     (update,) = experiment.engine.train(
-        round, [ClientTask(job.client_id, job.row, job.model_index, companion.send_to_client(round, client))]
+        in_round(round, [ClientTask(job.client_id, job.row, job.model_index, companion.send_to_client(round, client))])
     )
     assert isinstance(update, ClientUpdate), update
     return update
@@ -73,7 +74,7 @@ def sent(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
 
 def test_clients_count_the_labels_of_their_steps() -> None:
     with build_small_run("fedgen", {}, epochs=2).engine_closed() as experiment:
-        counts = torch.bincount(experiment.federated_data.client_samples(2).y, minlength=10)
+        counts = torch.bincount(experiment.data.federated_data.client_samples(2).y, minlength=10)
         assert torch.equal(sent(experiment, 0, 2).extras["labels"], 2.0 * counts)
 
 
@@ -102,7 +103,7 @@ def test_heads_stand_still_while_the_generator_learns() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
         companion, server = experiment.rounds.parts.extras, experiment.rounds.parts.server
         jobs = list(server.dispatch(0, [0, 1, 2]))
-        for update in experiment.engine.train(0, jobs):
+        for update in experiment.engine.train(in_round(0, jobs)):
             companion.receive_update(0, update)
         heads = [tensor for head in companion._heads for tensor in head.values()]
         before, generator, model = [h.clone() for h in heads], companion.row.clone(), server.global_model().clone()

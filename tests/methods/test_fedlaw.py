@@ -88,7 +88,7 @@ def test_without_shrinking_the_factor_stays_one() -> None:
 
 def test_a_client_that_does_harm_loses_its_weight() -> None:
     with put_together("fedlaw", {"lr": 0.5, "epochs": 60, "shrink": False}) as experiment:
-        data = experiment.rounds.context.server_data
+        data = experiment.rounds.context.server.data
         assert data is not None
         data.y.fill_(2)
         rows = torch.stack([always(experiment, 2), always(experiment, 3), always(experiment, 2)])

@@ -23,6 +23,7 @@ from fedloom.methods.matching.symmetries import find_symmetries
 from fedloom.models.registry import build_model
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import batch_norm_network, build_small_run
+from tests.support.task_rounds import in_round
 
 CLASSES = 10
 
@@ -57,7 +58,7 @@ def make(module: nn.Module, clients: int = 3, shape: tuple[int, ...] = (6,), **o
         shape=shape,
         classes=CLASSES,
         num_examples=lambda client_id: 9 - client_id,
-        make_bank=Bank.memory,
+        server=replace(some_context().server, make_bank=Bank.memory),
     )
     return FedMALayersServer(context, FedMALayersOptions(**options))
 
@@ -174,7 +175,7 @@ def test_matched_layers_rest_while_the_others_train() -> None:
             rests = fedma_layer_columns(layout, server.stage, 0, round)
             jobs = list(server.dispatch(round, clients))
             updates = []
-            for update in experiment.engine.train(round, jobs):
+            for update in experiment.engine.train(in_round(round, jobs)):
                 before, after = update.task.row[: layout.floats], update.row[: layout.floats]
                 assert torch.equal(before[rests], after[rests])
                 assert not torch.equal(before[~rests], after[~rests])
@@ -195,7 +196,7 @@ def test_a_layer_that_rests_does_so_in_every_step() -> None:
         step, seen = local.training_step, []
         local.training_step = lambda bench, batch: (step(bench, batch), seen.append(bench.weights.clone()))[0]
         (job, *_) = server.dispatch(1, server.sample_clients(1))
-        (update,) = experiment.engine.train(1, [job])
+        (update,) = experiment.engine.train(in_round(1, [job]))
         received = job.row[: layout.trainable]
         assert len(seen) == update.steps > 1
     assert rests.any()
@@ -333,7 +334,7 @@ def test_units_that_a_client_has_not_stay_zero_in_its_training() -> None:
         server = experiment.rounds.parts.server
         assert isinstance(server, FedMALayersServer)
         group = server.symmetries.groups[0]
-        for update in experiment.engine.train(0, list(server.dispatch(0, server.sample_clients(0)))):
+        for update in experiment.engine.train(in_round(0, list(server.dispatch(0, server.sample_clients(0))))):
             numbers = group.vectors(update.row, [tie for tie in group.ties if tie.entry.kind is TensorKind.PARAMETER])
             assert float(numbers[8:].abs().max()) == 0
             assert bool((numbers[:8].abs().sum(1) > 0).all())

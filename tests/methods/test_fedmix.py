@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.core.tasks import ClientTask, ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.errors import InputError
 from fedloom.methods.fedmix import fedmix_loss
 from fedloom.runs.build import BuiltRun
@@ -18,6 +18,7 @@ from fedloom.testing.fixtures import (
     small_run,
 )
 from fedloom.training.batches import Batch
+from tests.support.task_rounds import in_round
 
 NAMES = ["fedmix", "naivemix"]
 
@@ -41,7 +42,7 @@ def visit(experiment: BuiltRun, client: int) -> ClientUpdate:
     companion = experiment.rounds.parts.extras
     jobs = experiment.rounds.parts.server.dispatch(0, [client])
     (update,) = experiment.engine.train(
-        0, [ClientTask(j.client_id, j.row, j.model_index, companion.send_to_client(0, client)) for j in jobs]
+        in_round(0, [ClientTask(j.client_id, j.row, j.model_index, companion.send_to_client(0, client)) for j in jobs])
     )
     assert isinstance(update, ClientUpdate), update
     return update
@@ -49,7 +50,7 @@ def visit(experiment: BuiltRun, client: int) -> ClientUpdate:
 
 def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
     with build_small_run("fedmix", {}).engine_closed() as experiment:
-        update, samples = visit(experiment, 2), experiment.federated_data.client_samples(2)
+        update, samples = visit(experiment, 2), experiment.data.federated_data.client_samples(2)
         torch.testing.assert_close(update.extras["x"][0], samples.x.mean(0), rtol=1e-4, atol=1e-5)
         shares = F.one_hot(samples.y, 10).float().mean(0)
         torch.testing.assert_close(update.extras["y"][0], shares, rtol=1e-4, atol=1e-6)
@@ -59,9 +60,9 @@ def test_a_client_shares_the_mean_of_its_samples_and_labels() -> None:
 @pytest.mark.parametrize("size", [2, 3, 10, 11])
 def test_groups_share_the_samples_evenly_and_empty_ones_are_left_out(size: int) -> None:
     with build_small_run("fedmix", {"fedmix": {"groups": 3}}).engine_closed() as experiment:
-        experiment.engine.context.federated_data._clients = SmallFederatedDataset(sizes={2: size})._clients
+        experiment.engine.context.data._clients = SmallFederatedDataset(sizes={2: size})._clients
         update, companion = visit(experiment, 2), experiment.rounds.parts.extras
-        samples, counts = experiment.engine.context.federated_data.client_samples(2), update.extras["count"]
+        samples, counts = experiment.engine.context.data.client_samples(2), update.extras["count"]
         assert counts.sum() == len(samples) == size
         assert counts.max() - counts.min() <= 1
         whole = (counts[:, None] * update.extras["x"]).sum(0) / counts.sum()
@@ -129,11 +130,12 @@ def test_naive_mixing_changes_the_inputs_and_both_labels() -> None:
         bench, local, samples = (
             experiment.engine._trainer,
             experiment.rounds.parts.client,
-            experiment.federated_data.client_samples(1),
+            experiment.data.federated_data.client_samples(1),
         )
         row = experiment.layout.empty()
         uploads = {name: torch.zeros(shape) for name, shape in local.upload_shapes(experiment.layout).items()}
-        bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, uploads, True)
+        task = ClientTask(1, experiment.rounds.context.initial.clone(), round=0)
+        bench.start_task(task, TaskMemory(row, {}, uploads), samples)
         x_, y_ = torch.randn(1, 64), torch.full((4, 10), 0.1)
         batch = Batch(samples.x[:4], samples.y[:4])
         soft = 0.75 * F.one_hot(batch.y, 10) + 0.25 * y_

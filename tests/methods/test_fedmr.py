@@ -30,6 +30,7 @@ from tests.support.fedmr_servers import (
     ten_layers,
 )
 from tests.support.many_models import COUNTS, SEEDS, Network, random_rows
+from tests.support.task_rounds import in_round
 
 # What recombination keeps
 
@@ -309,7 +310,11 @@ def test_indep_keeps_what_comes_back() -> None:
     with build_small_run("indep", {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         jobs = list(server.dispatch(0, server.sample_clients(0)))
-        rows = [update.row.clone() for update in experiment.engine.train(0, jobs) if isinstance(update, ClientUpdate)]
+        rows = [
+            update.row.clone()
+            for update in experiment.engine.train(in_round(0, jobs))
+            if isinstance(update, ClientUpdate)
+        ]
         server.aggregate(0, iter([ClientUpdate(j, r, 1, 0.0, 1) for j, r in zip(jobs, rows, strict=True)]))
         assert [model_digest(row) for row in server.models()] == [model_digest(row) for row in rows]
         assert len({model_digest(row) for row in rows}) == len(rows)
@@ -321,7 +326,7 @@ def test_each_of_indeps_models_is_trained_by_the_clients_it_visits_one_after_the
         alone = [experiment.rounds.context.initial.clone() for _ in range(4)]
         for round in range(3):
             for slot, client in enumerate(server.sample_clients(round)):
-                (update,) = experiment.engine.train(round, [ClientTask(client, alone[slot])])
+                (update,) = experiment.engine.train(in_round(round, [ClientTask(client, alone[slot])]))
                 assert isinstance(update, ClientUpdate)
                 alone[slot] = update.row.clone()
         for round in range(3):

@@ -4,8 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, small_run
+from tests.support.task_rounds import in_round
 
 
 def test_without_a_pull_it_is_fedavg_bit_for_bit() -> None:
@@ -23,7 +25,7 @@ def test_one_step_is_fedavg_for_any_pull(mu: float) -> None:
 def drift(experiment: BuiltRun) -> float:
     jobs = list(experiment.rounds.parts.server.dispatch(0, [1]))
     trained = experiment.layout.trainable
-    (update,) = experiment.engine.train(0, jobs)
+    (update,) = experiment.engine.train(in_round(0, jobs))
     return float((update.row - jobs[0].row)[:trained].norm())
 
 
@@ -40,8 +42,8 @@ def test_the_pull_is_mu_times_the_way_gone_on_parameters_alone() -> None:
         local, bench = experiment.rounds.parts.client, experiment.engine._trainer
         layout = experiment.layout
         received, row = torch.randn(layout.size), torch.randn(layout.size)
-        client = experiment.federated_data.client_samples(1)
-        bench.start_task(0, 1, client, row.clone(), received, {}, {}, {}, True)
+        client = experiment.data.federated_data.client_samples(1)
+        bench.start_task(ClientTask(1, received, round=0), TaskMemory(row.clone()), client)
         bench.row.copy_(row)
         bench.gradient.fill_(1.0)
         local.adjust_gradient(bench)

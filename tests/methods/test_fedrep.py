@@ -14,6 +14,7 @@ from fedloom.models import build_model
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, build_small_run, small_run
 from fedloom.training.context import PERSONAL_KEY
+from tests.support.task_rounds import in_round
 
 HARD = {"momentum": 0.9, "weight_decay": 0.1, "clip": 1.0}
 """Everything that moves a weight whose gradient is zero."""
@@ -31,7 +32,7 @@ def steps_of(experiment: BuiltRun, client: int = 2, round: int = 0) -> list[tupl
         return loss
 
     local.training_step = step
-    (update,) = experiment.engine.train(round, list(experiment.rounds.parts.server.dispatch(round, [client])))
+    (update,) = experiment.engine.train(in_round(round, list(experiment.rounds.parts.server.dispatch(round, [client]))))
     experiment.engine.commit_update(update)
     del local.training_step
     return seen
@@ -91,7 +92,7 @@ def test_heads_are_the_clients_own_and_never_reach_the_server() -> None:
         size = head.stop - head.start
         assert size == 16 * 10 + 10
         assert record["bytes_up"] == record["bytes_down"] == 8 * 4 * (layout.size - size)
-        weights = torch.tensor([float(experiment.federated_data.num_examples(c)) for c in range(8)])
+        weights = torch.tensor([float(experiment.data.federated_data.num_examples(c)) for c in range(8)])
         mean = weights / weights.sum() @ torch.stack(heads)
         torch.testing.assert_close(experiment.rounds.global_model()[head], mean, rtol=1e-5, atol=1e-6)
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
+from tests.support.task_rounds import in_round
 
 
 def sam(rho: float, **settings: object) -> BuiltRun:
@@ -19,9 +20,10 @@ def sam(rho: float, **settings: object) -> BuiltRun:
 
 def seated(experiment: BuiltRun, loss: Callable[[LocalTrainer], Tensor]) -> tuple[LocalTrainer, Batch]:
     """A bench with client 1 at it, whose loss is this function of its parameters."""
-    bench, samples = experiment.engine._trainer, experiment.federated_data.client_samples(1)
+    bench, samples = experiment.engine._trainer, experiment.data.federated_data.client_samples(1)
     row = experiment.layout.empty()
-    bench.start_task(0, 1, samples, row, experiment.rounds.context.initial.clone(), {}, {}, {}, True)
+    task = ClientTask(1, experiment.rounds.context.initial.clone(), round=0)
+    bench.start_task(task, TaskMemory(row), samples)
     bench.loss = lambda batch: loss(bench)
     return bench, Batch(samples.x[:4], samples.y[:4])
 
@@ -63,7 +65,7 @@ def test_without_a_gradient_there_is_no_ascent() -> None:
 
 
 def trained(experiment: BuiltRun) -> ClientUpdate:
-    (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
+    (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [1]))))
     assert isinstance(update, ClientUpdate), update
     return update
 

@@ -12,13 +12,14 @@ from fedloom.engines.base import Engine
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
 from tests.support.fake_graphs import fake_tape
+from tests.support.task_rounds import in_round
 
 Answer = dict[str, Tensor]
 
 
 def answers(engine: Engine, jobs: list[ClientTask], round: int) -> list[Answer]:
     found = []
-    for update in engine.train(round, jobs):
+    for update in engine.train(in_round(round, jobs)):
         assert isinstance(update, ClientUpdate), update
         assert update.steps > 0
         tensors = {"row": update.row, **update.extras, **update.client_state}
@@ -36,6 +37,7 @@ def test_replayed_steps_do_what_was_written(method: str, network: object, monkey
         plain.rounds.run_round(0)  # now every client has been seen
         server, companion = plain.rounds.parts.server, plain.rounds.parts.extras
         engine = CudaEngine(plain.engine.context, "cpu", 2)
+        engine.client_states = plain.engine.client_states
         for round in range(1, 4):
             jobs = [
                 ClientTask(

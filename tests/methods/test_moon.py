@@ -14,6 +14,7 @@ from fedloom.methods._support.classifier_head import find_classifier_head
 from fedloom.methods.moon import moon_contrastive_loss
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
+from tests.support.task_rounds import in_round
 
 
 def naive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
@@ -58,7 +59,7 @@ def test_without_mu_it_is_fedavg_bit_for_bit() -> None:
 
 def visit(experiment: BuiltRun, round: int, client: int) -> ClientUpdate:
     jobs = list(experiment.rounds.parts.server.dispatch(round, [client]))
-    (update,) = experiment.engine.train(round, jobs)
+    (update,) = experiment.engine.train(in_round(round, jobs))
     assert isinstance(update, ClientUpdate), update
     return update
 
@@ -92,7 +93,7 @@ def test_the_contrast_draws_the_representation_to_the_global_models() -> None:
         with build_small_run("moon", {"moon": {"mu": mu}}, epochs=5).engine_closed() as experiment:
             experiment.engine.commit_update(visit(experiment, 0, 2))
             update = visit(experiment, 1, 2)
-            x = experiment.federated_data.client_samples(2).x
+            x = experiment.data.federated_data.client_samples(2).x
             module, features = experiment.rounds.context.make_model().eval(), []
             for row in (update.row.clone(), experiment.rounds.parts.server.bank.rows[0]):
                 experiment.layout.bind(module, row)

@@ -16,6 +16,7 @@ from fedloom.errors import RunStopped
 from fedloom.runs.build import build_run
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.resolve import resolve_run
 from fedloom.utils import partial_results
 from fedloom.utils.partial_results import PartialResults
 from fedloom.utils.storage import write_json
@@ -157,9 +158,10 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
         noting = Noting()
         values = {**images(**options), "method": "dynafed", "model": "mlp", "seed": seed}
         values.pop("report")
-        with build_run(make_config(values)).engine_closed() as experiment:
+        with build_run(resolve_run(make_config(values))).engine_closed() as experiment:
             refiner = refiner_of(experiment)
-            refiner.context = replace(refiner.context, partial_results=noting)
+            server = replace(refiner.context.server, partial_results=noting)
+            refiner.context = replace(refiner.context, server=server)
             refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
             refiner.synthesize()
         (found,) = noting.marks

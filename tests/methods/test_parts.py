@@ -16,6 +16,7 @@ from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
 from fedloom.training.context import PERSONAL_KEY
+from tests.support.task_rounds import in_round
 
 
 class NormsStayHome(Client[Options]):
@@ -141,7 +142,7 @@ def test_what_stays_home_is_what_the_client_trained() -> None:
         local.training_step = step
         columns = local.personal_columns(experiment.layout)
         for number in range(2):
-            (update,) = engine.train(number, list(server.dispatch(number, [2])))
+            (update,) = engine.train(in_round(number, list(server.dispatch(number, [2]))))
             engine.commit_update(update)
             kept = engine.client_states.get(2)[PERSONAL_KEY].clone()
             if number == 0:
@@ -169,7 +170,7 @@ def test_several_models_on_a_server_keep_those_of_lost_clients() -> None:
         experiment.rounds.run_round(0)
         before = server.bank.rows.clone()
         jobs = server.dispatch(1, server.sample_clients(1))
-        answered = list(experiment.engine.train(1, jobs[:1]))
+        answered = list(experiment.engine.train(in_round(1, jobs[:1])))
         server.aggregate(1, iter(answered))
         assert not torch.equal(server.bank.rows[0], before[0])
         assert torch.equal(server.bank.rows[1:], before[1:])

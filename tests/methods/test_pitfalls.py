@@ -187,11 +187,11 @@ def test_a_round_without_an_answer_does_not_tell_the_numbers_of_an_earlier_one(n
         for round in range(3):
             experiment.rounds.run_round(round)
         saved = deepcopy(experiment.state_dict())
-        experiment.engine.train = lambda round, jobs: iter(())  # type: ignore[method-assign]
+        experiment.engine.train = lambda jobs: iter(())  # type: ignore[method-assign]
         told = experiment.rounds.run_round(3).get("diagnostics", {})
     with build_small_run(name, given(name), rounds=4).engine_closed() as experiment:
         experiment.load_state_dict(saved)
-        experiment.engine.train = lambda round, jobs: iter(())  # type: ignore[method-assign]
+        experiment.engine.train = lambda jobs: iter(())  # type: ignore[method-assign]
         assert experiment.rounds.run_round(3).get("diagnostics", {}) == told
         assert all(isfinite(value) for value in told.values())
 
@@ -272,8 +272,8 @@ def test_a_client_drawn_twice_does_its_work_once_and_counts_twice(name: str) -> 
         seen: dict[int, Tensor] = {}
         train = experiment.engine.train
 
-        def noted(round: int, jobs: Any) -> Any:
-            for update in train(round, jobs):
+        def noted(jobs: Any) -> Any:
+            for update in train(jobs):
                 assert isinstance(update, ClientUpdate), update
                 assert update.client_id not in seen
                 seen[update.client_id] = update.row.clone()

@@ -9,9 +9,10 @@ import fedloom
 from fedloom.config import make_config
 from fedloom.errors import InputError
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, simple_network, small_run
 from tests.support.quadratics import Point, Quadratics
+from tests.support.task_rounds import in_round
 
 
 def half_square(output: Tensor, target: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def test_the_servers_variate_is_the_mean_of_all_clients(option: str, failure_rat
             homes = experiment.engine.client_states
             total = sum(homes.get(client)["c"].double() for client in homes.client_ids())
             c = experiment.rounds.parts.extras.c.double()
-            torch.testing.assert_close(c, total / len(experiment.federated_data), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(c, total / len(experiment.data.federated_data), rtol=1e-5, atol=1e-7)
         assert len(homes) > 4
         assert c.norm() > 0
 
@@ -69,7 +70,9 @@ def one_client(experiment: BuiltRun, round: int = 0) -> tuple[fedloom.ClientUpda
     local.adjust_gradient = note
     extras = experiment.rounds.parts.extras.send_to_client(round, 2)
     (job,) = experiment.rounds.parts.server.dispatch(round, [2])
-    (update,) = experiment.engine.train(round, [fedloom.ClientTask(job.client_id, job.row, job.model_index, extras)])
+    (update,) = experiment.engine.train(
+        in_round(round, [fedloom.ClientTask(job.client_id, job.row, job.model_index, extras)])
+    )
     assert isinstance(update, fedloom.ClientUpdate), update
     return update, gradients
 
@@ -88,7 +91,7 @@ def test_option_one_is_the_gradient_of_all_samples_at_the_received_model() -> No
     options = {"scaffold": {"option": "I"}}
     with build_small_run("scaffold", options, epochs=3, lr=0.2, model=simple_network).engine_closed() as experiment:
         update, gradients = one_client(experiment)
-        module, samples = experiment.rounds.context.make_model(), experiment.federated_data.client_samples(2)
+        module, samples = experiment.rounds.context.make_model(), experiment.data.federated_data.client_samples(2)
         experiment.layout.bind(module, experiment.rounds.context.initial.clone())
         loss = F.cross_entropy(module(samples.x), samples.y)
         full = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
@@ -102,7 +105,7 @@ def test_momentum_lengthens_the_way_and_is_taken_out_again(momentum: float) -> N
     values = {"method": "scaffold", "clients": 3, "steps": 400, "batch_size": 0, "lr": 1e-3, "momentum": momentum}
     config = make_config({**values, "data": "slope", "partition": "own", "model": "point", "engine": "sequential"})
     own = UserObjects(Quadratics(), Point, lambda output, _: output.sum(1).mean())
-    with build_run(config, own).engine_closed() as experiment:
+    with build_run(resolve_run(config, own)).engine_closed() as experiment:
         update, _ = one_client(experiment)
         torch.testing.assert_close(update.client_state["c"], Quadratics.slopes[2], rtol=0.03, atol=0.0)
 

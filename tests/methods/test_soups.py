@@ -15,7 +15,7 @@ import fedloom
 from fedloom.config import config_to_command, make_config, parse_config_overrides
 from fedloom.core.averaging import average_models
 from fedloom.core.layout import Layout
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate, TaskMemory
 from fedloom.data import FederatedDataset
 from fedloom.errors import InputError
 from fedloom.methods import soups
@@ -25,6 +25,7 @@ from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, small_run
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
+from tests.support.task_rounds import in_round
 
 
 def dropping() -> nn.Module:
@@ -56,16 +57,15 @@ class Trace:
 
         local.one_run, local.training_step = noted, looked
         jobs = list(experiment.rounds.parts.server.dispatch(0, [client]))
-        (self.update,) = experiment.engine.train(0, jobs)
+        (self.update,) = experiment.engine.train(in_round(0, jobs))
         assert isinstance(self.update, ClientUpdate), self.update
 
 
 def started(experiment: BuiltRun, client: int = 1) -> LocalTrainer:
     """The bench with a client's work laid out on it."""
     bench, start = experiment.engine._trainer, experiment.rounds.context.initial
-    bench.start_task(
-        0, client, experiment.federated_data.client_samples(client), start.clone(), start, {}, {}, {}, True
-    )
+    samples = experiment.data.federated_data.client_samples(client)
+    bench.start_task(ClientTask(client, start, round=0), TaskMemory(start.clone()), samples)
     return bench
 
 
@@ -94,7 +94,7 @@ def test_one_model_is_fedavg_bit_for_bit(selection: str) -> None:
 
 def test_the_first_run_is_fedavgs_whatever_the_ranges() -> None:
     with build_small_run("fedavg", {}, epochs=2).engine_closed() as experiment:
-        (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [1])))
+        (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [1]))))
         expected = update.row.clone()
     with build_small_run("soups", {}, epochs=2).engine_closed() as experiment:
         assert torch.equal(Trace(experiment).ends[0], expected)
@@ -132,7 +132,7 @@ def test_empty_ranges_leave_everything_alone_but_the_order_of_the_batches() -> N
 def test_whole_batches_stay_whole() -> None:
     with build_small_run("soups", {"soups": {"batch_factors": [0.5]}}, batch_size=0).engine_closed() as experiment:
         trace = Trace(experiment)
-        assert all(len(batches[0]) == experiment.federated_data.num_examples(1) for batches in trace.batches)
+        assert all(len(batches[0]) == experiment.data.federated_data.num_examples(1) for batches in trace.batches)
 
 
 def test_the_draws_belong_to_round_and_client() -> None:
@@ -141,8 +141,8 @@ def test_the_draws_belong_to_round_and_client() -> None:
 
         def drawn(round: int, client: int) -> list[float]:
             start = experiment.rounds.context.initial
-            samples = experiment.federated_data.client_samples(client)
-            bench.start_task(round, client, samples, start.clone(), start, {}, {}, {}, True)
+            samples = experiment.data.federated_data.client_samples(client)
+            bench.start_task(ClientTask(client, start, round=round), TaskMemory(start.clone()), samples)
             return [recipe.config.lr for recipe in local.recipes(bench)]
 
         assert drawn(2, 1) == drawn(2, 1)
@@ -155,7 +155,7 @@ def test_epochs_of_each_model_make_the_budget() -> None:
     options = {"soups": {"models": 2, "epochs": 2, "batch_factors": []}}
     with build_small_run("soups", options, epochs=4).engine_closed() as experiment:
         steps = Trace(experiment).update.steps
-        assert steps == 4 * -(-experiment.federated_data.num_examples(1) // 8)
+        assert steps == 4 * -(-experiment.data.federated_data.num_examples(1) // 8)
 
 
 def test_a_client_that_failed_leaves_nothing_to_the_next() -> None:
@@ -290,7 +290,7 @@ def test_what_is_held_out_is_what_is_needed() -> None:
     ):
         with build_small_run("soups", {"soups": options}).engine_closed() as experiment:
             bench = started(experiment)
-            assert len(bench.validation) == int(share * experiment.federated_data.num_examples(1) + 0.5), options
+            assert len(bench.validation) == int(share * experiment.data.federated_data.num_examples(1) + 0.5), options
 
 
 # the best epoch

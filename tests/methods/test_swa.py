@@ -16,6 +16,7 @@ from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, small_run
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
+from tests.support.task_rounds import in_round
 
 
 def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Tensor], list[float]]:
@@ -30,7 +31,7 @@ def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Ten
         return loss
 
     local.training_step = noted
-    (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [client])))
+    (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [client]))))
     return update, rows, rates
 
 
@@ -113,7 +114,7 @@ def test_a_cyclic_rate_falls_within_each_cycle_and_momentum_goes_on() -> None:
 def test_the_budget_is_fedavgs(snapshots: int) -> None:
     with build_small_run("swa", {"swa": {"snapshots": snapshots}}, epochs=3).engine_closed() as experiment:
         update, rows, _ = trace(experiment)
-        samples = experiment.federated_data.num_examples(1)
+        samples = experiment.data.federated_data.num_examples(1)
         assert update.steps == len(rows) == 3 * -(-samples // 8)
 
 

@@ -16,6 +16,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run, small_run
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
+from tests.support.task_rounds import in_round
 
 LAYOUT = Layout.of(torch.nn.Linear(1, 1, bias=False))
 
@@ -116,7 +117,7 @@ def trace(experiment: BuiltRun, client: int = 1) -> tuple[ClientUpdate, list[Ten
         return loss
 
     local.training_step = noted
-    (update,) = experiment.engine.train(0, list(experiment.rounds.parts.server.dispatch(0, [client])))
+    (update,) = experiment.engine.train(in_round(0, list(experiment.rounds.parts.server.dispatch(0, [client]))))
     return update, rows
 
 
@@ -161,7 +162,7 @@ def test_the_checks_are_of_the_iterates_on_what_is_held_out(checks: int, checked
 
         bench.validate = noted
         _, rows = trace(experiment)
-        held = experiment.federated_data.client_samples(1)
+        held = experiment.data.federated_data.client_samples(1)
         assert [score.count for _, score in scores] == [int(0.2 * len(held) + 0.5)] * len(checked)
         iterates = [rows[step - 1] for step in checked]
         assert all(torch.equal(scored, row) for (scored, _), row in zip(scores, iterates, strict=True))

@@ -68,10 +68,8 @@ class Questions(TorchDispatchMode):
 def asked_in_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     questions, train = Questions(monkeypatch), SequentialEngine.train
 
-    def training(
-        engine: SequentialEngine, round: int, jobs: Sequence[ClientTask]
-    ) -> Iterator[ClientUpdate | ClientFailure]:
-        answers = train(engine, round, jobs)
+    def training(engine: SequentialEngine, jobs: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        answers = train(engine, jobs)
         while True:
             questions.training = True
             answer = next(answers, None)

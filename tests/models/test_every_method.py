@@ -18,7 +18,7 @@ from fedloom.errors import InputError
 from fedloom.methods.registry import BUILT_IN
 from fedloom.models.registry import NETWORKS
 from fedloom.runs.build import build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 from tests.support.core_methods import CORE_METHODS
 
 VIT = "depth=2,width=16,heads=2"
@@ -113,9 +113,9 @@ def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) 
     )
     if (name, method) in REFUSED:
         with pytest.raises(InputError, match=REFUSED[name, method]):
-            build_run(config, UserObjects(data=federation(shape)))
+            build_run(resolve_run(config, UserObjects(data=federation(shape))))
         return
-    with build_run(config, UserObjects(data=federation(shape))).engine_closed() as experiment:
+    with build_run(resolve_run(config, UserObjects(data=federation(shape)))).engine_closed() as experiment:
         before = experiment.rounds.parts.server.global_model().clone()
         records = [experiment.rounds.run_round(round) for round in range(rounds)]
         after = experiment.rounds.parts.server.global_model()

@@ -22,6 +22,7 @@ from fedloom.errors import InputError
 from fedloom.models import build_model, count_parameters
 from fedloom.models.initial_weights import load_initial_weights, read_initial_weights
 from fedloom.runs.build import BuiltRun, build_run
+from fedloom.runs.resolve import resolve_run
 
 peft = pytest.importorskip("peft", reason="peft (the extra fedloom[vit]) is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers (the extra fedloom[vit]) is not installed")
@@ -185,7 +186,7 @@ def experiment() -> Iterator[BuiltRun]:
         {"model": "vit-tiny-lora:depth=4", "clients": 4, "clients_per_round": 4, "rounds": 1, "epochs": 1, "workers": 2}
         | {"engine": "multiprocess", "partition": "iid", "classes": "0-1"}
     )
-    with build_run(config).engine_closed() as experiment:
+    with build_run(resolve_run(config)).engine_closed() as experiment:
         yield experiment
 
 

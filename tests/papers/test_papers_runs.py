@@ -32,7 +32,7 @@ from fedloom.models import build_model as build_network
 from fedloom.models import count_parameters
 from fedloom.runs import compare, execute
 from fedloom.runs.build import build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 from tests.support.paper_data_files import write_all
 from tests.support.papers_page import Row, read_rows
 
@@ -281,7 +281,7 @@ def test_methods_play_a_round(task: Task, place: Path, tmp_path: Path) -> None:
         if key in played:
             continue
         played.add(key)
-        finished = execute.execute_run(small(config), out=tmp_path / f"run{len(played)}", report=False)
+        finished = execute.execute_run(resolve_run(small(config)), out=tmp_path / f"run{len(played)}", report=False)
         assert finished.summary["rounds"] == rounds_of(config), key
         assert np.isfinite(finished.summary["loss"]), key
         assert finished.summary["failed"] == 0, (key, finished.history[-1]["failed_clients"])
@@ -305,7 +305,7 @@ def test_networks_at_full_size_take_a_step(name: str, shape: tuple[int, ...], cl
     config = Config(
         data="one", partition="own", clients=1, rounds=1, steps=1, batch_size=1, engine="sequential", model=name
     )
-    with build_run(config, UserObjects(data=own)).engine_closed() as experiment:
+    with build_run(resolve_run(config, UserObjects(data=own))).engine_closed() as experiment:
         assert experiment.layout.trainable == count_parameters(name, shape, classes, own.vocabulary_size)
         before = experiment.rounds.parts.server.global_model().clone()
         experiment.rounds.run_round(0)

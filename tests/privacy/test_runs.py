@@ -26,6 +26,7 @@ from fedloom.testing.fixtures import (
     small_run,
 )
 from fedloom.utils.storage import read_safetensors
+from tests.support.task_rounds import in_round
 
 PRIVATE: dict[str, Any] = {"clip_update": 0.5, "noise": 0.8}
 CHOICES = {
@@ -81,7 +82,7 @@ def test_one_round_is_the_mean_worked_out_by_hand() -> None:
         rounds = experiment.rounds
         server, w = rounds.parts.server, rounds.context.initial.double()
         total = torch.zeros_like(w)
-        for update in rounds.engine.train(0, list(server.dispatch(0, server.sample_clients(0)))):
+        for update in rounds.engine.train(in_round(0, list(server.dispatch(0, server.sample_clients(0))))):
             way = update.row.double() - w
             total += way * min(1.0, 0.05 / float(way.norm()))
         rounds.run_round(0)

@@ -16,6 +16,7 @@ from fedloom.runs.checkpoints import Checkpoints
 from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.small_runs import TINY_OPTIONS, Command
 
 RUN: dict[str, Any] = {
@@ -197,7 +198,11 @@ def test_an_error_ends_concurrent_runs_which_continue(tmp_path: Path) -> None:
 
     def planned(name: str) -> PlannedRun:
         config = make_config({**settings, "method": "fedavg"})
-        return tmp_path / name, config, lambda one: execute_run(config, out=tmp_path / name, callbacks=[one])
+        return (
+            tmp_path / name,
+            config,
+            lambda one: execute_run(resolve_run(config), out=tmp_path / name, callbacks=[one]),
+        )
 
     with (
         pytest.raises(

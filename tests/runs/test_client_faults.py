@@ -15,7 +15,9 @@ from fedloom.engines.multiprocess.engine import MultiprocessEngine
 from fedloom.methods.scaffold import ScaffoldClient, ScaffoldExtras, ScaffoldOptions
 from fedloom.runs.build import build_run
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.resolve import resolve_run
 from tests.support.small_runs import TINY, TINY_OPTIONS, Command, tiny
+from tests.support.task_rounds import in_round
 
 FAULTY = (2, 3, 4, 5)
 
@@ -141,10 +143,10 @@ def test_the_rest_is_averaged_as_if_nobody_else_had_been_asked(tmp_path: Path) -
     """The survivors are clients 0 and 1: their mean by hand."""
     run = tiny(tmp_path / "r", "test-faulty", rounds=1)
     config = fedloom.config.make_config({k: v for k, v in TINY.items() if k != "report"} | {"engine": "sequential"})
-    with build_run(config).engine_closed() as experiment:
+    with build_run(resolve_run(config)).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         jobs = [job for job in server.dispatch(0, server.sample_clients(0)) if job.client_id not in FAULTY]
-        rows = [(u.row.double().clone(), u.num_examples) for u in experiment.engine.train(0, jobs)]
+        rows = [(u.row.double().clone(), u.num_examples) for u in experiment.engine.train(in_round(0, jobs))]
         mean = sum(row * count for row, count in rows) / sum(count for _, count in rows)
         expected = experiment.layout.state_dict(mean.float())
     for name, value in run.model().state_dict().items():

@@ -19,6 +19,7 @@ from fedloom.runs.callback import Callback
 from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from tests.support.callbacks import Eye
 
@@ -29,7 +30,11 @@ def jobs(folder: Path, methods: list[str], **settings: Any) -> list[PlannedRun]:
     def job(number: int, method: str) -> PlannedRun:
         config = make_config({**SETTINGS, "method": method, "seed": number, **settings})
         place = folder / f"{method}-seed{number}"
-        return place, config, lambda watcher: execute_run(config, out=place, callbacks=[watcher], report=False)
+        return (
+            place,
+            config,
+            lambda watcher: execute_run(resolve_run(config), out=place, callbacks=[watcher], report=False),
+        )
 
     return [job(number, method) for number, method in enumerate(methods)]
 

@@ -23,6 +23,7 @@ from fedloom.engines.multiprocess import engine
 from fedloom.engines.multiprocess.engine import MultiprocessEngine
 from fedloom.engines.multiprocess.worker import WorkerEvaluateRequest
 from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 
 Command = Callable[..., Any]
@@ -115,7 +116,11 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
         busy = [w for w in engines[0]._workers if w.requests and w.pipe not in ready]
         for worker in busy[:1]:
             order = worker.requests[0]
-            key = ("score", Watched.scores) if isinstance(order, WorkerEvaluateRequest) else (order.round, order.index)
+            key = (
+                ("score", Watched.scores)
+                if isinstance(order, WorkerEvaluateRequest)
+                else (order.task.round, order.index)
+            )
             if kills[key] < engine.LIVES - 1:  # once more and the client would be given up, rightly
                 kills[key] += 1
                 assert worker.process.pid in engines[0].worker_pids()
@@ -268,7 +273,7 @@ def test_dying_at_any_file_operation_loses_nothing(
     config = make_config(
         {**settings, "method": "scaffold", "checkpoint_seconds": 0, "engine": "sequential", "keep_checkpoints": 1}
     )
-    whole = execute_run(config, out=tmp_path / "whole", report=False)
+    whole = execute_run(resolve_run(config), out=tmp_path / "whole", report=False)
     total, reference = operations.count, measured(whole.path)
     assert total > 60
     rng = random.Random(1)
@@ -277,12 +282,12 @@ def test_dying_at_any_file_operation_loses_nothing(
         folder = tmp_path / f"{n}-{after}"
         operations.count, operations.fatal, operations.after = 0, n, after
         with pytest.raises(Killed):
-            execute_run(config, out=folder, report=False)
+            execute_run(resolve_run(config), out=folder, report=False)
         operations.fatal = -1
         if (folder / "config.toml").exists():
             run = resume(folder, report=False)
         else:
-            run = execute_run(config, out=folder, report=False)
+            run = execute_run(resolve_run(config), out=folder, report=False)
         assert run.digest == whole.digest, (n, after)
         assert measured(folder) == reference, (n, after)
 

@@ -19,9 +19,10 @@ from fedloom.runs.callback import Callback
 from fedloom.runs.concurrent import PlannedRun, run_concurrently
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from fedloom.runs.round import RoundRunner
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
 from tests.support.callbacks import Eye
 
 RUN: dict[str, Any] = {
@@ -39,7 +40,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
     """All engines that are made, which are those of a GPU, with slots."""
     made: list[CudaEngine] = []
 
-    def make(chosen: type[Engine], shop: EngineContext, config: Any) -> Engine:
+    def make(chosen: type[Engine], shop: TrainingContext, config: Any) -> Engine:
         made.append(CudaEngine(shop, "cpu", config.slots))
         return made[-1]
 
@@ -70,14 +71,21 @@ def test_the_server_has_more_room_where_fewer_clients_train_at_once(
     out = tmp_path / "b"
     if again:
         with pytest.raises(fedloom.errors.RunStopped):
-            execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callbacks=[Eye(stop_after=2)], report=False)
+            execute_run(
+                resolve_run(make_config({**RUN, "method": "fedavg"})),
+                out=out,
+                callbacks=[Eye(stop_after=2)],
+                report=False,
+            )
     engines.clear()
     held = short_in_collecting(monkeypatch, lambda round: round == 2 and engines[-1].concurrency > 2)
     eye = Eye()
     if again:
         found = resume(out, callbacks=[eye], report=False, checkpoint_seconds=7.0)
     else:
-        found = execute_run(make_config({**RUN, "method": "fedavg"}), out=out, callbacks=[eye], report=False)
+        found = execute_run(
+            resolve_run(make_config({**RUN, "method": "fedavg"})), out=out, callbacks=[eye], report=False
+        )
     assert found.digest == expected.digest
     assert [record["round"] for record in found.history] == [0, 1, 2, 3, 4]
     assert [note.partition("; ")[2] for note in eye.notes] == [
@@ -134,7 +142,7 @@ def test_what_a_failed_attempt_had_is_let_go_before_the_next() -> None:
         (MemoryError(), "this machine has not enough memory"),
     ],
 )
-@pytest.mark.parametrize("where", ["fedloom.runs.build._prepare_run", "fedloom.runs.round.RoundRunner.run_round"])
+@pytest.mark.parametrize("where", ["fedloom.runs.build.load_run_data", "fedloom.runs.round.RoundRunner.run_round"])
 def test_a_user_is_told_in_a_sentence(
     error: BaseException, words: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -183,7 +191,7 @@ def job(patch: pytest.MonkeyPatch, folder: Path, name: str, seed: int, short: Ca
     def run(eye: Callback) -> RunResult:
         if (place / "config.toml").exists():
             return resume(place, callbacks=[eye], report=False)
-        return execute_run(config, out=place, callbacks=[eye], report=False)
+        return execute_run(resolve_run(config), out=place, callbacks=[eye], report=False)
 
     patch.setattr(RoundRunner, "run_round", run_round)
     return place, config, run

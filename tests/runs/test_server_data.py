@@ -16,6 +16,7 @@ from fedloom.data import Dataset, FederatedDataset, Samples
 from fedloom.errors import InputError
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.callback import Callback
+from fedloom.runs.resolve import resolve_run
 
 Command = Callable[..., Any]
 TINY: dict[str, Any] = {
@@ -54,7 +55,7 @@ class Noted(Callback):
 
 
 def experiment(**settings: Any) -> BuiltRun:
-    made = build_run(make_config({**TINY, **settings}))
+    made = build_run(resolve_run(make_config({**TINY, **settings})))
     made.engine.close()
     return made
 
@@ -75,32 +76,32 @@ def test_a_method_that_needs_it_gets_a_default_that_is_said_and_written_down(tmp
 def test_a_method_that_needs_none_gets_none_unless_asked_for() -> None:
     plain = experiment(method="fedavg")
     assert plain.config.server_data is None
-    assert plain.rounds.context.server_data is None
+    assert plain.rounds.context.server.data is None
     given = experiment(method="fedavg", server_data="split:100")
     context = given.rounds.context
-    assert context.server_data is not None
-    assert len(context.server_data) == 100
+    assert context.server.data is not None
+    assert len(context.server.data) == 100
     sizes = [sum(map(context.num_examples, range(4))) for context in (plain.rounds.context, given.rounds.context)]
     assert sizes == [1438, 1338]
 
 
 def test_the_server_gets_stored_samples_and_what_makes_input_of_them() -> None:
     context = experiment(method="fedavg", server_data="split:30").rounds.context
-    assert context.server_data is not None
-    assert context.server_data.x.dtype == torch.uint8
-    x = context.transform(context.server_data.x)
+    assert context.server.data is not None
+    assert context.server.data.x.dtype == torch.uint8
+    x = context.transform(context.server.data.x)
     assert x.shape == (30, *context.shape)
     assert abs(float(x.mean())) < 0.2
-    assert context.server_labels
+    assert context.server.labels_fit
 
 
 def test_all_methods_and_engines_see_the_same_samples_and_clients(tmp_path: Path) -> None:
     """The split does not depend on the method, and the partition of what is left neither."""
     made = [experiment(method=method, server_data="split:0.1") for method in ("fedavg", "feddf", "fedlaw")]
     for one in made[1:]:
-        assert torch.equal(one.rounds.context.server_data.x, made[0].rounds.context.server_data.x)  # type: ignore[union-attr]
+        assert torch.equal(one.rounds.context.server.data.x, made[0].rounds.context.server.data.x)  # type: ignore[union-attr]
         assert all(
-            torch.equal(one.federated_data.client_samples(k).x, made[0].federated_data.client_samples(k).x)
+            torch.equal(one.data.federated_data.client_samples(k).x, made[0].data.federated_data.client_samples(k).x)
             for k in range(4)
         )
 

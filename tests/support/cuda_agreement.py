@@ -26,7 +26,8 @@ from fedloom.models import build_model
 from fedloom.models.layers.norms import BatchNorm2d
 from fedloom.models.layers.pooling import AvgPool2x2, MaxPool2x2, PooledConv2d
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
+from tests.support.task_rounds import in_round
 
 SIZES = (95, 70, 46, 33)
 BATCH, LR, MOMENTUM = 20, 0.01, 0.5
@@ -73,7 +74,7 @@ def experiment_of(model: str, device: str, double: bool, **settings: Any) -> Bui
         "epochs": 1, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM, "engine": "sequential", "device": device,
         "precision": "fp32", "channels_last": False,
     }  # fmt: skip
-    return build_run(make_config(values | settings), UserObjects(data, make))
+    return build_run(resolve_run(make_config(values | settings), UserObjects(data, make)))
 
 
 def jobs_of(experiment: BuiltRun) -> list[ClientTask]:
@@ -83,7 +84,7 @@ def jobs_of(experiment: BuiltRun) -> list[ClientTask]:
 def trained(engine: Any, jobs: list[ClientTask]) -> list[Tensor]:
     """The clients' models after one round."""
     rows = []
-    for answer in engine.train(0, jobs):
+    for answer in engine.train(in_round(0, jobs)):
         assert isinstance(answer, ClientUpdate), answer
         rows.append(answer.row.clone())
     return rows
@@ -121,11 +122,11 @@ def with_torchs_layers(module: nn.Module) -> nn.Module:
 
 def trained_by_a_loop(experiment: BuiltRun, jobs: list[ClientTask], device: str) -> list[Tensor]:
     """The same as anyone would write it: a module, torch.optim, one client after the other."""
-    shop, rows = experiment.engine.context.training_context, []
+    shop, rows = experiment.engine.context, []
     module = with_torchs_layers(experiment.rounds.context.make_model().to(device))
     for job in jobs:
-        samples = experiment.federated_data.client_samples(job.client_id)
-        x, y = shop.transform(samples.x.to(device)), samples.y.to(device)
+        samples = experiment.data.federated_data.client_samples(job.client_id)
+        x, y = shop.data.transform(samples.x.to(device)), samples.y.to(device)
         module.load_state_dict(experiment.layout.state_dict(job.row))
         module.train()
         optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM)

@@ -11,7 +11,8 @@ from fedloom.data import PartitionedDataset, Samples
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
+from tests.support.task_rounds import in_round
 
 
 def dense(dropout: float = 0.0) -> nn.Module:
@@ -32,7 +33,9 @@ def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
 
 def cuda_of(experiment: BuiltRun, slots: int = 0) -> CudaEngine:
     """The engine with the same clients, on the CPU."""
-    return CudaEngine(experiment.engine.context, "cpu", slots)
+    engine = CudaEngine(experiment.engine.context, "cpu", slots)
+    engine.client_states = experiment.engine.client_states
+    return engine
 
 
 Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, float]
@@ -40,7 +43,7 @@ Answer = tuple[int, Tensor, dict[str, Tensor], dict[str, Tensor], int, int, floa
 
 def answers(engine: object, jobs: list[ClientTask], round: int = 0) -> list[Answer]:
     result = []
-    for u in engine.train(round, jobs):  # type: ignore[attr-defined]
+    for u in engine.train(in_round(round, jobs)):  # type: ignore[attr-defined]
         assert isinstance(u, ClientUpdate), u
         extras, home = ({k: v.clone() for k, v in group.items()} for group in (u.extras, u.client_state))
         result.append((u.client_id, u.row.clone(), extras, home, u.num_examples, u.steps, u.loss))
@@ -59,9 +62,9 @@ def assert_alike(ours: list[Answer], theirs: list[Answer], rtol: float = 1e-5) -
         np.testing.assert_allclose(a[6], b[6], rtol=1e-5)
 
 
-def pooled(shop: EngineContext) -> EngineContext:
+def pooled(shop: TrainingContext) -> TrainingContext:
     """The same clients, out of one pool."""
-    given = shop.federated_data
+    given = shop.data
     clients = [given.client_samples(k) for k in range(len(given))]
     ends = np.cumsum([len(c) for c in clients])
     pool = PartitionedDataset(
@@ -71,4 +74,4 @@ def pooled(shop: EngineContext) -> EngineContext:
         transform=given.transform,
         test=given.test,
     )
-    return replace(shop, federated_data=pool)
+    return replace(shop, data=pool)

@@ -10,6 +10,7 @@ from fedloom.flower.message import SiteMessage, decode_message, encode_message
 from fedloom.flower.server.engine import FlowerEngineFactory
 from fedloom.flower.server.transport import TransportReply
 from fedloom.flower.site.handlers import SiteHandler
+from fedloom.runs.resolve import resolve_run
 
 Meddle = Callable[[int, SiteMessage, SiteMessage], SiteMessage | None]
 """(node, question, answer) -> what arrives instead; None: nothing does, for now."""
@@ -87,4 +88,4 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def reach(link: FakeLink, config: Config, folder: Path, join: float = 0.01) -> FlowerEngineFactory:
-    return FlowerEngineFactory(link, config, folder, join)
+    return FlowerEngineFactory(link, resolve_run(config), folder, join)

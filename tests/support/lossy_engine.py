@@ -9,7 +9,7 @@ from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.data import FederatedDataset
 from fedloom.engines.base import Engine
 from fedloom.engines.sequential import SequentialEngine
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
 
 Answers = frozenset[tuple[int, int]]
 """(round, client), rounds from 0."""
@@ -25,17 +25,17 @@ class LosingSites:
         """The server sees all."""
         return federated_data
 
-    def create_engine(self, context: EngineContext) -> Engine:
+    def create_engine(self, context: TrainingContext) -> Engine:
         """What trains, and loses."""
         return _LosingEngine(context, self._lost, self._reason)
 
 
 class _LosingEngine(SequentialEngine):
-    def __init__(self, shop: EngineContext, lost: Answers, reason: str) -> None:
+    def __init__(self, shop: TrainingContext, lost: Answers, reason: str) -> None:
         super().__init__(shop)
         self._lost, self._reason = lost, reason
 
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        for answer in super().train(round, tasks):
-            gone = isinstance(answer, ClientUpdate) and (round, answer.client_id) in self._lost
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        for answer in super().train(tasks):
+            gone = isinstance(answer, ClientUpdate) and (answer.task.round, answer.client_id) in self._lost
             yield ClientFailure(answer.task, self._reason) if gone else answer

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig
 from fedloom.core.layout import Layout
-from fedloom.core.rng import RngStreams
-from fedloom.data import InputTransform, Samples
+from fedloom.core.tasks import ClientTask, TaskMemory
+from fedloom.data import Samples
 from fedloom.methods import lss
 from fedloom.methods.base import MethodContext
 from fedloom.methods.lss import LSSClient, LSSOptions
-from fedloom.training.context import TrainingContext
 from fedloom.training.trainer import LocalTrainer
+from tests.support.trainers import context_of
 
 CONTEXT: MethodContext = None  # type: ignore[assignment]  # a Local asks the run for nothing
 AUTHORS = {"distance": "squared", "spread": "volume", "affinity": 0.01, "diversity": 0.005, "include_init": False}
@@ -41,12 +40,10 @@ def seat(count: int = 40, module: nn.Module | None = None, **options: Any) -> Lo
     torch.manual_seed(0)
     module = module or network(nn.Tanh())
     layout, training = Layout.of(module), TrainingConfig(**{"batch_size": 10, "epochs": 1, "lr": 0.1, **options})
-    bench = LocalTrainer(
-        TrainingContext(module, layout, F.cross_entropy, InputTransform.identity(), training, RngStreams(0), classes=3)
-    )
+    bench = LocalTrainer(context_of(module, training, classes=3))
     samples = Samples(torch.randn(count, 5), torch.arange(count) % 3)
     received = layout.read(module)
-    bench.start_task(0, 0, samples, layout.empty(), received, {}, {}, {}, True)
+    bench.start_task(ClientTask(0, received, round=0), TaskMemory(layout.empty()), samples)
     return bench
 
 

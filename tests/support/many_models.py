@@ -43,7 +43,8 @@ def context_of(network: Network, count: int, **more: Any) -> MethodContext:
         module = network()
     layout = Layout.of(module)
     own = {"layout": layout, "initial": layout.read(module), "clients_per_round": count}
-    return replace(some_context(), **own, make_bank=partial(Bank.memory, dtype=layout.dtype), **more)
+    server = replace(some_context().server, make_bank=partial(Bank.memory, dtype=layout.dtype))
+    return replace(some_context(), **own, server=server, **more)
 
 
 def random_rows(server: Server[Any], seed: int) -> Tensor:

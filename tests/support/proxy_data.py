@@ -11,7 +11,7 @@ from fedloom.config import make_config
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import Samples
 from fedloom.runs.build import BuiltRun, build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 from fedloom.testing.fixtures import SETTINGS, SmallFederatedDataset, simple_network
 
 
@@ -28,7 +28,7 @@ def put_together(
         federation.server_data = server_data
     values = {**SETTINGS, "method": method, "options": {method.split("+")[-1]: options}, "clients": len(federation)}
     config = make_config({**values, "data": "small", "partition": "own", "model": "small"})
-    with build_run(config, UserObjects(federation, model)).engine_closed() as experiment:
+    with build_run(resolve_run(config, UserObjects(federation, model))).engine_closed() as experiment:
         yield experiment
 
 

@@ -13,6 +13,7 @@ from fedloom.flower.site.handlers import SiteHandler, SiteHandlerResult
 from fedloom.flower.tensors import encode_tensor_columns
 from fedloom.runs.callback import Callback
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
 
 SECURE = {"fedmr": {"secure": True}}
@@ -39,11 +40,11 @@ def federate(
     link = FakeLink(sites)
     change(link)
     out = tmp_path / "run"
-    return execute_run(config, out=out, remote_engine=reach(link, config, out)), link
+    return execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out)), link
 
 
 def on_host(config: Config, tmp_path: Path) -> Any:
-    return execute_run(replace_config(config, engine="sequential", deadline=600.0), out=tmp_path / "host")
+    return execute_run(resolve_run(replace_config(config, engine="sequential", deadline=600.0)), out=tmp_path / "host")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tensor]]:
@@ -53,7 +54,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, torch.Tens
 
     def listen(site: SiteHandler, question: SiteMessage) -> SiteHandlerResult:
         done = train(site, question)
-        trained.append((question.header["round"], question.header["client_id"], done.row.clone()))
+        trained.append((question.header["round"], question.header["client_id"], done.memory.row.clone()))
         return done
 
     monkeypatch.setattr(SiteHandler, "train", listen)

@@ -1,5 +1,6 @@
 """A small trainer with numbered samples, one initial model and plain steps."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +10,45 @@ from torch import Tensor, nn
 from fedloom.config import TrainingConfig
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
-from fedloom.data import Augment, InputTransform, Samples
+from fedloom.core.tasks import ClientTask, TaskMemory
+from fedloom.data import Augment, FederatedDataset, InputTransform, Samples
 from fedloom.training.batches import Batch
-from fedloom.training.context import TrainingContext
-from fedloom.training.trainer import LocalTrainer
+from fedloom.training.context import ClientProgram, Numerics, TrainingContext
+from fedloom.training.trainer import LocalSteps, LocalTrainer
+
+
+class NoSamples(FederatedDataset):
+    """What a trainer knows of the data, without any."""
+
+    shape = (3,)
+
+    def __init__(self, classes: int) -> None:
+        self.classes, self.test, self.transform = classes, None, InputTransform.identity()
+
+    def __len__(self) -> int:
+        return 1
+
+    def client_samples(self, client_id: int) -> Samples:
+        raise AssertionError("the test gives the samples")
+
+
+def plain_training(trainer: LocalTrainer) -> Iterator[LocalSteps]:
+    yield LocalSteps(sgd)
+
+
+def context_of(
+    module: nn.Module, config: TrainingConfig, *, classes: int = 2, seed: int = 0, augment: Augment | None = None
+) -> TrainingContext:
+    return TrainingContext(
+        model=module,
+        layout=Layout.of(module),
+        criterion=F.cross_entropy,
+        config=config,
+        rng_streams=RngStreams(seed),
+        data=NoSamples(classes),
+        client=ClientProgram(plain_training),
+        numerics=Numerics(augment=augment),
+    )
 
 
 def numbered(count: int, features: int = 3) -> Samples:
@@ -26,18 +62,7 @@ def make_bench(
 ) -> LocalTrainer:
     torch.manual_seed(0)
     module = module or nn.Linear(3, 2)
-    return LocalTrainer(
-        TrainingContext(
-            model=module,
-            layout=Layout.of(module),
-            criterion=F.cross_entropy,
-            transform=InputTransform.identity(),
-            config=TrainingConfig(**options),
-            rng_streams=RngStreams(seed),
-            classes=2,
-            augment=augment,
-        )
-    )
+    return LocalTrainer(context_of(module, TrainingConfig(**options), seed=seed, augment=augment))
 
 
 def begin(bench: LocalTrainer, samples: Samples, round: int = 0, client: int = 0) -> LocalTrainer:
@@ -45,7 +70,7 @@ def begin(bench: LocalTrainer, samples: Samples, round: int = 0, client: int = 0
     start = bench.layout.empty()
     start[: bench.layout.trainable] = torch.linspace(-0.5, 0.5, bench.layout.trainable)
     start[bench.layout.trainable : bench.layout.floats] = 1.0
-    bench.start_task(round, client, samples, bench.layout.empty(), start, {}, {}, {}, True)
+    bench.start_task(ClientTask(client, start, round=round), TaskMemory(bench.layout.empty()), samples)
     return bench
 
 

@@ -4,20 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig, config_to_command, make_config
 from fedloom.core.layout import Layout, TensorKind
-from fedloom.core.rng import RngStreams
-from fedloom.data import Augment, InputTransform, Samples
+from fedloom.core.tasks import ClientTask, TaskMemory
+from fedloom.data import Augment, Samples
 from fedloom.methods.base import Client, Options
 from fedloom.testing.fixtures import SmallFederatedDataset, batch_norm_network, simple_network, small_run
 from fedloom.training import trainer as bench_module
-from fedloom.training.context import TrainingContext
 from fedloom.training.trainer import LocalTrainer
+from tests.support.trainers import context_of
 
 
 def seat(count: int, module: nn.Module | None = None, augment: Augment | None = None, **options: Any) -> LocalTrainer:
@@ -25,13 +24,11 @@ def seat(count: int, module: nn.Module | None = None, augment: Augment | None = 
     torch.manual_seed(0)
     module = module or nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     layout, training = Layout.of(module), TrainingConfig(**{"batch_size": 4, "lr": 0.1, **options})
-    shop = TrainingContext(
-        module, layout, F.cross_entropy, InputTransform.identity(), training, RngStreams(0), classes=2, augment=augment
-    )
     x = torch.stack([torch.linspace(5, 9, count), torch.randn(count)], dim=1)
-    bench = LocalTrainer(shop)
+    bench = LocalTrainer(context_of(module, training, augment=augment))
     received = layout.read(module)
-    bench.start_task(0, 0, Samples(x, torch.arange(count) % 2), layout.empty(), received, {}, {}, {}, True)
+    samples = Samples(x, torch.arange(count) % 2)
+    bench.start_task(ClientTask(0, received, round=0), TaskMemory(layout.empty()), samples)
     return bench
 
 

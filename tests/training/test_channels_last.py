@@ -14,13 +14,13 @@ import fedloom
 from fedloom.config import make_config
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import FederatedDataset
-from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import InputError, RunStopped
 from fedloom.models import build_model as build_network
-from fedloom.runs.build import BuiltRun, _prepare_run, build_run, build_run_for_site
+from fedloom.runs.build import BuiltRun, _make_layout, build_run, build_site_context
 from fedloom.runs.callback import Callback
 from fedloom.runs.check_model import check_channels_last
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
+from tests.support.task_rounds import in_round
 
 
 class Stopping(Callback):
@@ -43,7 +43,9 @@ def images() -> FederatedDataset:
 
 
 def experiment(network: Callable[[], nn.Module], **settings: Any) -> BuiltRun:
-    return build_run(make_config({**GIVEN, "engine": "sequential", **settings}), UserObjects(images(), network))
+    return build_run(
+        resolve_run(make_config({**GIVEN, "engine": "sequential", **settings}), UserObjects(images(), network))
+    )
 
 
 def ordered(experiment: BuiltRun) -> bool:
@@ -88,15 +90,15 @@ def test_a_network_with_a_narrow_layer_that_takes_steps_is_not(network: Callable
 def test_a_step_of_such_a_network_is_right(channels: int) -> None:
     """Against the same in double precision; on a CPU with AVX2 the wrong kernel ends the process or gives nonsense."""
     with experiment(lambda: narrow(channels)).engine_closed() as made:
-        layout, start, samples = made.layout, made.rounds.context.initial, made.federated_data.client_samples(0)
+        layout, start, samples = made.layout, made.rounds.context.initial, made.data.federated_data.client_samples(0)
         network = made.rounds.context.make_model()
         network.load_state_dict(layout.state_dict(start))
         network.double()
-        prepared = made.federated_data.transform(samples.x).double()
+        prepared = made.data.federated_data.transform(samples.x).double()
         F.cross_entropy(network(prepared), samples.y).backward()  # a batch of all samples, in whatever order
         expected = [parameter.grad for parameter in network.parameters()]
         for _ in range(20):  # what is written beyond its room need not hit something at once
-            (answer,) = made.engine.train(0, [ClientTask(0, start)])
+            (answer,) = made.engine.train(in_round(0, [ClientTask(0, start)]))
             assert isinstance(answer, ClientUpdate)
             both = zip(layout.views(answer.row), layout.views(start), strict=True)
             ours = [(before - after).double() / made.config.lr for after, before in both]
@@ -114,8 +116,8 @@ def test_models_of_sites_with_other_devices_lie_alike(
     for device in ("cpu", "meta"):  # which is not a CPU either, and needs no GPU
         monkeypatch.setattr("fedloom.runs.build.select_device", lambda _, device=device: torch.device(device))
         own = UserObjects(images(), lambda: narrow(channels))
-        _, shop = build_run_for_site(make_config({**GIVEN, "engine": "sequential"}), own)
-        layouts.append(shop.training_context.layout)
+        _, shop = build_site_context(resolve_run(make_config({**GIVEN, "engine": "sequential"}), own))
+        layouts.append(shop.layout)
     assert layouts[0].entries == layouts[1].entries
     assert any(entry.channels_last for entry in layouts[0].entries) is kept
 
@@ -130,20 +132,16 @@ def test_models_of_sites_with_other_devices_lie_alike(
         ({"precision": "fp32", "channels_last": True}, True),
     ],
 )
-def test_elsewhere_it_depends_on_the_network_and_the_precision(
-    settings: dict[str, Any], ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedloom.runs.build.select_device", lambda _: torch.device("meta"))  # which is not a CPU either
-
+def test_elsewhere_it_depends_on_the_network_and_the_precision(settings: dict[str, Any], ordered: bool) -> None:
     def wide() -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(3, 65, 3), nn.BatchNorm2d(65), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(65, 3)
         )
 
     config = make_config({**GIVEN, "engine": "sequential", "device": "cuda", **settings})
-    ground = _prepare_run(config, UserObjects(images(), wide), SequentialEngine)
-    assert ground.channels_last is ordered
-    assert any(entry.channels_last for entry in ground.layout.entries) is ordered
+    layout, numerics = _make_layout(config, wide(), images(), torch.device("meta"))
+    assert numerics.channels_last is ordered
+    assert any(entry.channels_last for entry in layout.entries) is ordered
 
 
 def test_models_in_another_order_are_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fedloom.config import make_config
-from fedloom.runs.build import build_run_for_site
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.build import build_site_context
+from fedloom.runs.resolve import UserObjects, resolve_run
 from fedloom.testing.fixtures import SmallFederatedDataset, simple_network
 
 
@@ -17,8 +17,8 @@ def test_a_loss_with_weights_is_on_the_device_of_the_run(device: str, monkeypatc
     config = make_config(
         {"data": "small", "partition": "own", "model": "own", "clients": len(data), "engine": "sequential"}
     )
-    _, shop = build_run_for_site(config, UserObjects(data, simple_network, given))
-    used = shop.training_context.criterion
+    _, shop = build_site_context(resolve_run(config, UserObjects(data, simple_network, given)))
+    used = shop.criterion
     assert isinstance(used, nn.CrossEntropyLoss)
     assert used.weight is not None
     assert used.weight.device.type == device

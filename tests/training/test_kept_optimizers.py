@@ -9,6 +9,7 @@ import torch
 
 import fedloom
 from fedloom.core.layout import model_digest
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.data import FederatedDataset
 from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.errors import InputError
@@ -153,8 +154,8 @@ def test_the_body_of_fedbabu_goes_on_with_it_and_its_fine_tuning_does_not(way: d
         bench, homes = experiment.engine._trainer, experiment.engine.client_states
         client = homes.client_ids()[0]
         home, start = homes.copy_for(client, torch.device("cpu")), experiment.rounds.global_model()
-        samples, row = experiment.federated_data.client_samples(client), experiment.layout.empty()
-        bench.start_task(1, client, samples, row, start, {}, home, {}, False)
+        samples, row = experiment.data.federated_data.client_samples(client), experiment.layout.empty()
+        bench.start_task(ClientTask(client, start, round=1), TaskMemory(row, home, first_visit=False), samples)
         assert all(bool(kept.any()) for kept in bench._stateful_optimizer.state_dict(bench.weights).values())
         next(iter(experiment.rounds.parts.client.personalize(bench)))
         assert not any(bool(kept.any()) for kept in bench._stateful_optimizer.state_dict(bench.weights).values())

@@ -1,6 +1,7 @@
 """Tests of `train_client`: independent draws, valid results."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from fedloom.core.layout import model_digest
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.data import FederatedDataset
-from fedloom.training.local_training import ClientStates, EngineContext, train_client
+from fedloom.training.context import ClientProgram
+from fedloom.training.local_training import train_client
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 from tests.support.trainers import make_bench, numbered, sgd
 
@@ -27,12 +30,12 @@ def client_row(round: int, client: int, before: int = 0, **options: Any) -> str:
     bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)), **options)
     part = (torch.ones(12, 3), torch.zeros(12, dtype=torch.int64))
     federation = FederatedDataset.from_arrays([part] * 4, classes=2)
-    shop = EngineContext(bench._context, federation, train, ClientStates({}, torch.float32))
+    shop = replace(bench._context, data=federation, client=ClientProgram(train))
     received = torch.linspace(-0.5, 0.5, bench.layout.size)
     row = bench.layout.empty()
     torch.rand(before + 1)
     for other in [*range(before), client]:
-        train_client(bench, shop, round, other, row, received, {}, {}, {}, True)
+        train_client(bench, shop, ClientTask(other, received, round=round), TaskMemory(row))
     return model_digest(row)
 
 
@@ -47,14 +50,14 @@ def test_dropout_is_keyed_through_train_client() -> None:
 def test_train_client_leaves_the_global_generator_alone() -> None:
     bench = make_bench(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
     federation = FederatedDataset.from_arrays([(numbered(12).x, numbered(12).y)], classes=2)
-    shop = EngineContext(bench._context, federation, train, ClientStates({}, torch.float32))
+    shop = replace(bench._context, data=federation, client=ClientProgram(train))
     received = torch.linspace(-0.5, 0.5, bench.layout.size)
     kept, row, before = received.clone(), bench.layout.empty(), torch.get_rng_state()
-    samples, loss, steps = train_client(bench, shop, 0, 0, row, received, {}, {}, {}, True)
+    outcome = train_client(bench, shop, ClientTask(0, received, round=0), TaskMemory(row))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(received, kept), "the received model is not to be changed"
-    assert (samples, steps) == (12, 2)
-    assert np.isfinite(loss)
+    assert (outcome.num_examples, outcome.steps) == (12, 2)
+    assert np.isfinite(outcome.loss)
 
 
 def test_results_put_elsewhere_are_brought_to_their_place() -> None:
@@ -66,10 +69,10 @@ def test_results_put_elsewhere_are_brought_to_their_place() -> None:
 
     bench = make_bench()
     federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
-    shop = EngineContext(bench._context, federation, replacing, ClientStates({}, torch.float32))
+    shop = replace(bench._context, data=federation, client=ClientProgram(replacing))
     row, home, uploads = bench.layout.empty(), {"h": torch.zeros(2)}, {"u": torch.zeros(1)}
     kept_home, kept_upload = home["h"], uploads["u"]
-    train_client(bench, shop, 0, 0, row, torch.zeros(bench.layout.size), {}, home, uploads, True)
+    train_client(bench, shop, ClientTask(0, torch.zeros(bench.layout.size), round=0), TaskMemory(row, home, uploads))
     assert bool((row == 3).all())
     assert kept_home.tolist() == [1, 1]
     assert kept_upload.tolist() == [5]
@@ -90,7 +93,7 @@ def test_results_of_another_shape_are_refused(group: str, value: Any, complaint:
 
     bench = make_bench()
     federation = FederatedDataset.from_arrays([(numbered(4).x, numbered(4).y)], classes=2)
-    shop = EngineContext(bench._context, federation, misplacing, ClientStates({}, torch.float32))
+    shop = replace(bench._context, data=federation, client=ClientProgram(misplacing))
     start, home = torch.zeros(bench.layout.size), {"h": torch.zeros(2)}
     with pytest.raises(ValueError, match=complaint):
-        train_client(bench, shop, 0, 0, bench.layout.empty(), start, {}, home, {}, True)
+        train_client(bench, shop, ClientTask(0, start, round=0), TaskMemory(bench.layout.empty(), home))

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig, config_to_command, make_config
 from fedloom.core.evaluation import EVALUATION_BATCH_SIZE
-from fedloom.core.layout import Layout
-from fedloom.core.rng import RngStreams
-from fedloom.data import InputTransform, Samples
+from fedloom.core.tasks import ClientTask, TaskMemory
+from fedloom.data import Samples
 from fedloom.errors import InputError
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run, small_run
 from fedloom.training.batches import Batch
-from fedloom.training.context import TrainingContext
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from tests.support.task_rounds import in_round
+from tests.support.trainers import context_of
 
 
 def numbered(count: int) -> Samples:
@@ -32,13 +32,9 @@ def numbered(count: int) -> Samples:
 def make_bench(count: int, client: int = 0, round: int = 0, seed: int = 0, **options: Any) -> LocalTrainer:
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    training, streams = TrainingConfig(**options), RngStreams(seed)
-    shop = TrainingContext(
-        module, Layout.of(module), F.cross_entropy, InputTransform.identity(), training, streams, classes=2
-    )
-    bench = LocalTrainer(shop)
+    bench = LocalTrainer(context_of(module, TrainingConfig(**options), seed=seed))
     start = torch.linspace(-0.5, 0.5, bench.layout.size)
-    bench.start_task(round, client, numbered(count), bench.layout.empty(), start, {}, {}, {}, True)
+    bench.start_task(ClientTask(client, start, round=round), TaskMemory(bench.layout.empty()), numbered(count))
     return bench
 
 
@@ -113,14 +109,14 @@ def test_held_out_samples_reach_no_model() -> None:
 
 def bench_of(experiment: Any, client: int, samples: Samples) -> LocalTrainer:
     bench, start = experiment.engine._trainer, experiment.rounds.context.initial
-    bench.start_task(0, client, samples, start.clone(), start, {}, {}, {}, True)
+    bench.start_task(ClientTask(client, start, round=0), TaskMemory(start.clone()), samples)
     return bench
 
 
 def test_clients_count_by_what_they_train_on() -> None:
     with build_small_run("fedavg", {}, validation=0.5).engine_closed() as experiment:
         jobs = list(experiment.rounds.parts.server.dispatch(0, [0, 1]))
-        counts = [update.num_examples for update in experiment.engine.train(0, jobs)]
+        counts = [update.num_examples for update in experiment.engine.train(in_round(0, jobs))]
     everything = [len(SmallFederatedDataset().client_samples(k)) for k in (0, 1)]
     assert counts == [n - int(0.5 * n + 0.5) for n in everything]
 
@@ -155,7 +151,7 @@ def test_a_methods_own_share_holds_where_the_run_names_none(
     method: str, options: Any, run: float, share: float
 ) -> None:
     with build_small_run(method, options, validation=run).engine_closed() as experiment:
-        samples = experiment.federated_data.client_samples(0)
+        samples = experiment.data.federated_data.client_samples(0)
         held = len(bench_of(experiment, 0, samples).validation)
     assert held == int(share * len(samples) + 0.5)
 
@@ -240,7 +236,7 @@ def test_other_settings_hold_for_one_client() -> None:
     assert [len(batch) for batch in seen(bench)] == [5, 5]
     assert bench.lr == 0.2
     assert bench.optimizer.weight_decay == 0.01
-    bench.start_task(1, 1, numbered(10), bench.row, bench.received, {}, {}, {}, True)
+    bench.start_task(ClientTask(1, bench.received, round=1), TaskMemory(bench.row), numbered(10))
     assert bench.lr == 0.05
     assert bench.optimizer.weight_decay == 0
     assert [len(batch) for batch in seen(bench, epochs=1)] == [4, 4, 2]

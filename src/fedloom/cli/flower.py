@@ -138,17 +138,18 @@ def new(
     from fedloom.flower.app import write_app
     from fedloom.models.initial_weights import initial_weights_sha256
     from fedloom.runs.build import build_run
-    from fedloom.runs.resolve import record_partition_hash, resolve_config, resolve_method
+    from fedloom.runs.resolve import resolve_config, resolve_run
 
     options = parse_config_overrides(set_ or ())
     imports = {"imports": import_} if import_ else {}
     config = resolve_config({**settings, **imports, "method": method, "options": options, "engine": "flower"})
-    resolve_method(config)
-    config = record_partition_hash(config)
+    request = resolve_run(config)
+    config = replace_config(config, partition_sha256=request.config.partition_sha256)
     if config.init is not None:  # sites must start from the same file
         config = replace_config(config, init_sha256=initial_weights_sha256(Path(config.init)))
     if config.partition != "own":
-        build_run(replace_config(config, engine="sequential")).engine.close()  # report errors in the settings now
+        settings = {"engine": "sequential", "init_sha256": config.init_sha256}
+        build_run(request.replace_settings(**settings)).engine.close()  # report errors in the settings now
     run_path = run_directory or folder.with_name(f"{folder.absolute().name}-run")
     write_app(folder, config, {"folder": str(run_path.absolute())})
     print(f"{folder} is an app for Flower; {folder / 'README.md'} says how to run it.")

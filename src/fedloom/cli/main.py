@@ -75,12 +75,12 @@ def run(
     with show_loading(quiet):
         from fedloom.cli.progress import ProgressDisplay
         from fedloom.runs.execute import execute_run
-        from fedloom.runs.resolve import resolve_config
+        from fedloom.runs.resolve import resolve_config, resolve_run
 
     config = resolve_config(
         {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
     )
-    print_run_summary(_interruptible(partial(execute_run, config, out=out), ProgressDisplay(quiet)), json_)
+    print_run_summary(_interruptible(partial(execute_run, resolve_run(config), out=out), ProgressDisplay(quiet)), json_)
 
 
 @app.command()

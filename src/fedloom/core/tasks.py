@@ -1,4 +1,4 @@
-"""Tasks for clients, and the updates or failures that come back."""
+"""Tasks for clients, memory for their results, and the updates or failures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,10 +24,26 @@ class ClientTask:
     """Which of the server's models this is, for servers that keep several."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors sent with the model; `Extras.send_to_client` adds to them."""
+    round: int = -1
+    """The round, from 0, which `RoundRunner` sets; -1 before that."""
 
     @property
     def nbytes(self) -> int:
         return _nbytes(self.row, self.extras)
+
+
+@dataclass(frozen=True)
+class TaskMemory:
+    """Where a client's result is written; an engine lends it for one task."""
+
+    row: Tensor
+    """Memory for the client's model."""
+    client_state: dict[str, Tensor] = field(default_factory=dict)
+    """Memory for the client state, with the values of the last visit."""
+    uploads: dict[str, Tensor] = field(default_factory=dict)
+    """Memory for the tensors that the client returns with the model, zeros at first."""
+    first_visit: bool = True
+    """Whether this client trains for the first time."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from fedloom.core.evaluation import EvaluationResult
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.data import FederatedDataset
 from fedloom.errors import InsufficientMemoryError
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
+from fedloom.training.local_training import ClientStates
 
 
 class Engine(ABC):
@@ -23,9 +24,9 @@ class Engine(ABC):
     checkpoint_every_round: bool = False
     """Whether every round needs a checkpoint, because clients elsewhere store their state round by round."""
 
-    def __init__(self, context: EngineContext) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.context = context
-        self.client_states = context.client_states
+        self.client_states = ClientStates(context.client.state_shapes, context.layout.dtype)
 
     @property
     def concurrency(self) -> int:
@@ -33,12 +34,11 @@ class Engine(ABC):
         return 1
 
     @abstractmethod
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         """Train the clients of these tasks.
 
         Args:
-            round: The round, from 0.
-            tasks: One task for each client.
+            tasks: One task for each client, all of the same round.
 
         Yields:
             An update or a failure for each task, in the order of the tasks. Its tensors are valid until the next one.
@@ -53,15 +53,15 @@ class Engine(ABC):
         """Evaluate a model on the test set. Return None if there is none."""
 
     @abstractmethod
-    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+    def evaluate_clients(self, tasks: Sequence[ClientTask]) -> list[float | None]:
         """Return the accuracy of each client's personalized model.
 
         It is tested on the client's own test samples. Without any, the accuracy per class is weighted by the classes of
         the client.
 
         Args:
-            round: The number of finished rounds.
-            tasks: One task for each client, with the model to personalize.
+            tasks: One task for each client, with the model to personalize. Their
+                round is the number of finished rounds.
 
         Returns:
             One accuracy per task; None if personalization failed or there are no test samples.
@@ -110,6 +110,6 @@ class RemoteEngineFactory(Protocol):
         """Return what the server may see of the clients' data."""
         ...
 
-    def create_engine(self, context: EngineContext) -> Engine:
+    def create_engine(self, context: TrainingContext) -> Engine:
         """Create the engine."""
         ...

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.bank import Bank, aligned_row_stride
-from fedloom.core.tasks import ClientTask
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.data import FederatedDataset
 from fedloom.training.context import TrainingContext
 
@@ -72,7 +72,7 @@ class ResultSlots:
         self._fields: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {"client_state": {}, "uploads": {}}
         self._size = layout.size
         end = aligned_row_stride(layout.size, layout.dtype)
-        for group, shapes in (("client_state", context.state_shapes), ("uploads", context.upload_shapes)):
+        for group, shapes in (("client_state", context.client.state_shapes), ("uploads", context.client.upload_shapes)):
             for name, shape in shapes.items():
                 self._fields[group][name] = (end, shape)
                 end += aligned_row_stride(torch.Size(shape).numel(), layout.dtype)
@@ -80,6 +80,10 @@ class ResultSlots:
 
     def __len__(self) -> int:
         return len(self.bank)
+
+    def memory(self, slot: int, first_visit: bool) -> TaskMemory:
+        """Return a slot as the memory of a task."""
+        return TaskMemory(self.row(slot), self.group(slot, "client_state"), self.group(slot, "uploads"), first_visit)
 
     def row(self, slot: int) -> Tensor:
         return self.bank.rows[slot, : self._size]

@@ -10,7 +10,7 @@ from fedloom.config import Config
 from fedloom.devices.selection import select_device, select_devices
 from fedloom.engines.base import Engine
 from fedloom.errors import InputError
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
 
 _LAUNCHERS = {"flower": "fedloom.flower.local_deployment:start_local_deployment"}
 """Engines with clients in other processes or on other machines, and the function that starts them.
@@ -40,7 +40,7 @@ def choose_engine(config: Config, device: torch.device) -> type[Engine]:
     return MultiprocessEngine
 
 
-def create_engine(engine_class: type[Engine], context: EngineContext, config: Config) -> Engine:
+def create_engine(engine_class: type[Engine], context: TrainingContext, config: Config) -> Engine:
     """Create an engine with the workers, devices or slots of the config."""
     from fedloom.engines.sequential import SequentialEngine
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
-from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate, TaskMemory
 from fedloom.devices.cuda_runtime import is_cuda_memory_error
 from fedloom.engines.base import Engine, raise_engine_memory_error
 from fedloom.errors import describe_error
-from fedloom.training.local_training import EngineContext, evaluate_clients_locally, train_client
+from fedloom.training.context import TrainingContext
+from fedloom.training.local_training import evaluate_clients_locally, train_client
 from fedloom.training.trainer import LocalTrainer
 
 
@@ -23,51 +24,52 @@ class SequentialEngine(Engine):
 
     name = "sequential"
 
-    def __init__(self, context: EngineContext, device: torch.device | str = "cpu") -> None:
+    def __init__(self, context: TrainingContext, device: torch.device | str = "cpu") -> None:
         super().__init__(context)
         self.device = self.client_states.device = torch.device(device)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        self._trainer = LocalTrainer(context.training_context, self.device)
-        self._row = context.training_context.layout.empty(self.device)
+        self._trainer = LocalTrainer(context, self.device)
+        self._row = context.layout.empty(self.device)
 
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
-        training_context = self.context.training_context
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         for task in tasks:
-            client_state = self.client_states.copy_for(task.client_id, self.device)
-            uploads = {
-                name: torch.zeros(shape, dtype=training_context.layout.dtype, device=self.device)
-                for name, shape in training_context.upload_shapes.items()
-            }
+            memory = self._memory_for(task.client_id)
             try:
-                num_examples, loss, steps = train_client(
-                    self._trainer,
-                    self.context,
-                    round,
-                    task.client_id,
-                    self._row,
-                    task.row.to(self.device),
-                    {name: tensor.to(self.device) for name, tensor in task.extras.items()},
-                    client_state,
-                    uploads,
-                    task.client_id not in self.client_states,
-                )
+                outcome = train_client(self._trainer, self.context, task, memory)
             except (Exception, SystemExit) as error:  # the round goes on without this client
                 if is_cuda_memory_error(error):  # not the client's fault: the next one would fail too
                     raise_engine_memory_error(error)
                 yield ClientFailure(task, describe_error(error))
                 continue
-            yield ClientUpdate(task, self._row, num_examples, loss, steps, uploads, client_state)
+            yield ClientUpdate(
+                task,
+                memory.row,
+                outcome.num_examples,
+                outcome.loss,
+                outcome.steps,
+                memory.uploads,
+                memory.client_state,
+            )
+
+    def _memory_for(self, client_id: int) -> TaskMemory:
+        """Return memory for one client's training; all clients share the row."""
+        uploads = {
+            name: torch.zeros(shape, dtype=self.context.layout.dtype, device=self.device)
+            for name, shape in self.context.client.upload_shapes.items()
+        }
+        client_state = self.client_states.copy_for(client_id, self.device)
+        return TaskMemory(self._row, client_state, uploads, client_id not in self.client_states)
 
     def evaluate(self, row: Tensor) -> EvaluationResult | None:
-        test = self.context.federated_data.test
+        test = self.context.data.test
         if test is None or not len(test):
             return None
         results = [self._trainer.evaluate(row, test[chunk]) for chunk in evaluation_slices(test)]
         return sum(results[1:], start=results[0])
 
-    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
-        return evaluate_clients_locally(self._trainer, self.context, self.client_states, round, tasks)
+    def evaluate_clients(self, tasks: Sequence[ClientTask]) -> list[float | None]:
+        return evaluate_clients_locally(self._trainer, self.context, self.client_states, tasks)
 
     def close(self) -> None:
         torch.set_num_threads(self._threads)

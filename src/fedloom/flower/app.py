@@ -15,6 +15,7 @@ from pydantic import Field
 from fedloom.config import Config, config_to_command, make_config, replace_config
 from fedloom.errors import InputError
 from fedloom.flower.site_data import SiteDataSpec, make_empty_site_dataset
+from fedloom.methods.composition import ComposedMethod
 from fedloom.runs.resolve import (
     UserObjects,
     record_partition_hash,
@@ -292,13 +293,10 @@ def resolve_app_config(
         config = replace_config(config, init=str(node_config["init"]))
     if config.partition_sha256 is None:  # else it is checked when used, and the file may not be here
         config = record_partition_hash(config)
-    return add_app_server_data(config, spec)
+    return add_app_server_data(config, resolve_method(config), spec)
 
 
-def add_app_server_data(config: Config, spec: SiteDataSpec | None) -> Config:
+def add_app_server_data(config: Config, composed_method: ComposedMethod, spec: SiteDataSpec | None) -> Config:
     """Add server data to the config if the method needs it: those of the `spec`, if it has any."""
-    return resolve_server_data(
-        config,
-        UserObjects() if spec is None else UserObjects(data=make_empty_site_dataset(spec)),
-        [resolve_method(config)],
-    )
+    user_objects = UserObjects() if spec is None else UserObjects(data=make_empty_site_dataset(spec))
+    return resolve_server_data(config, user_objects, composed_method)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fedloom.config import Config, replace_config
@@ -29,7 +30,7 @@ from fedloom.flower.server.transport import SocketTransport, open_transport_sock
 from fedloom.flower.site.client_app import HERE
 from fedloom.flower.trust.agreement import agreement_settings, format_agreement
 from fedloom.runs.build import build_run
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import RunRequest
 from fedloom.utils.settings import flatten_settings, settings_to_toml
 from fedloom.utils.storage import write_atomically
 from fedloom.utils.system import find_free_ports
@@ -42,26 +43,26 @@ START_SECONDS = 120.0
 
 @contextmanager
 def start_local_deployment(
-    config: Config, user_objects: UserObjects, run_path: Path, unpatched: bool = False
+    request: RunRequest, run_path: Path, unpatched: bool = False
 ) -> Iterator[FlowerEngineFactory]:
     """Start the sites of a run on this machine; `run_path` is the run directory.
 
     With `unpatched`, for comparison, SuperNodes poll as Flower does, and each message gets a new process with torch.
     """
     require_supported_flwr()
-    if user_objects.names:
+    if names := request.user_objects.names:
         raise InputError(
-            f"the flower engine runs its sites in other processes, so {' and '.join(user_objects.names)} cannot be "
+            f"the flower engine runs its sites in other processes, so {' and '.join(names)} cannot be "
             "Python objects; write an app with: fedloom flower new"
         )
     # Report errors in the settings before anything starts.
-    checked_run = build_run(replace_config(config, engine="sequential"), user_objects)
+    checked_run = build_run(request.replace_settings(engine="sequential"))
     checked_run.engine.close()
-    if (exchange := make_engine_exchange(checked_run.config, checked_run.engine.context)) is not None:
-        exchange.check(checked_run.engine.context.training_context.upload_shapes)
-    config = replace_config(checked_run.config, engine="flower", nodes=config.nodes)
+    if (exchange := make_engine_exchange(request, checked_run.engine.context)) is not None:
+        exchange.check(checked_run.engine.context.client.upload_shapes)
+    config = replace_config(checked_run.config, engine="flower", nodes=request.config.nodes)
     with _ended_by_sigterm(), _Loopback(config, run_path / "flower", unpatched) as started:
-        yield FlowerEngineFactory(started.transport, config, run_path, START_SECONDS)
+        yield FlowerEngineFactory(started.transport, replace(request, config=config), run_path, START_SECONDS)
 
 
 @contextmanager

@@ -53,6 +53,27 @@ def ignore_progress(what: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
+class ServerResources:
+    """What a method's parts may use on the server: its device, memory, files and data."""
+
+    device: torch.device
+    make_bank: Callable[[int, int], Bank]
+    """(count, width) -> rows that the engine reads without a copy."""
+    cache_dir: Path | None = None
+    """Folder for rows that do not fit in memory; None: keep all rows in memory."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept."""
+    data: Samples | None = None
+    """The server's samples, as stored, on `device`; None unless the method declares `server_data`."""
+    labels_fit: bool = False
+    """Whether the labels of `data` fit the run: as many classes, or targets of the same kind."""
+    progress: Progress = ignore_progress
+    """Reports progress of work that takes much longer than a round. Cheap to call often."""
+    partial_results: PartialResults = field(default_factory=PartialResults)
+    """Stores partial results of such work, so that a stopped run can continue it."""
+
+
+@dataclass(frozen=True)
 class MethodContext:
     """What a method's parts may know about the run."""
 
@@ -71,28 +92,14 @@ class MethodContext:
     """Returns the number of training samples of a client."""
     criterion: Criterion
     make_model: Callable[[], nn.Module]
-    """Returns a new copy of the network, for parts that compute with models on the server."""
+    """Returns a new copy of the network, for parts that compute with models of their own."""
     classes: int
     """Number of classes; 0 if the data has none."""
     shape: tuple[int, ...]
     """Shape of one network input."""
-    cache_dir: Path | None
-    """Folder for rows that do not fit in memory; None: keep all rows in memory."""
-    keep_checkpoints: int
-    """How many checkpoints are kept."""
-    device: torch.device
-    make_bank: Callable[[int, int], Bank]
-    """(count, width) -> rows that the engine reads without a copy."""
-    server_data: Samples | None = None
-    """The server's samples, as stored, on `device`; None unless the method declares `server_data`."""
-    server_labels: bool = False
-    """Whether the labels of `server_data` fit the run: as many classes, or targets of the same kind."""
+    server: ServerResources
     transform: Callable[[Tensor], Tensor] = field(default_factory=InputTransform.identity)
-    """Turns stored samples, such as `server_data.x`, into network inputs."""
-    progress: Progress = ignore_progress
-    """Reports progress of work that takes much longer than a round. Cheap to call often."""
-    partial_results: PartialResults = field(default_factory=PartialResults)
-    """Stores partial results of such work, so that a stopped run can continue it."""
+    """Turns stored samples, such as `server.data.x`, into network inputs."""
 
     def bank(self, count: int) -> Bank:
         """Allocate rows that the engine reads without a copy.
@@ -103,7 +110,7 @@ class MethodContext:
         Returns:
             The rows, all zeros.
         """
-        return self.make_bank(count, self.layout.size)
+        return self.server.make_bank(count, self.layout.size)
 
     def takes_tokens(self) -> bool:
         """Return whether network inputs are token ids: the network has an embedding."""

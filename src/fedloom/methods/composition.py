@@ -96,13 +96,9 @@ class MethodParts:
     extras: Extras[Any] | None = None
     refiner: Refiner[Any] | None = None
 
-    def is_personalized(self, layout: Layout) -> bool:
-        """Return whether clients use models of their own instead of the global one.
-
-        Args:
-            layout: The layout of the models.
-        """
-        return composition_is_personalized(type(self.server), self.client, layout)
+    def notes(self) -> list[str]:
+        """Return the notes of all parts."""
+        return [note for _, part in self.items() for note in part.notes()]
 
     def items(self) -> list[tuple[str, MethodPart[Any]]]:
         """Return name and part, for the parts that exist."""
@@ -114,6 +110,13 @@ def composition_is_personalized(server: type[Server[Any]], client: Client[Any], 
     """Return whether clients with these parts use models of their own instead of the global one."""
     own = type(client).personalize is not Client.personalize or server.personal_model is not Server.personal_model
     return own or bool(client.personal_columns(layout))
+
+
+def find_option_owners(name: str) -> set[str]:
+    """Return the methods whose options count in the composition `name`: FedAvg's, only with FedAvg's server."""
+    known, named = methods(), set(name.split("+"))
+    brings_server = any(known[one].server is not None for one in named - {"fedavg"} if one in known)
+    return named - {"fedavg"} if brings_server else named | {"fedavg"}
 
 
 class IncompatibleMethods(InputError):

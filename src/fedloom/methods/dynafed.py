@@ -128,7 +128,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         self.losses: Tensor | None = None
         """The matching loss of each iteration."""
         self._answers = 0
-        self._noise = torch.Generator(context.device)
+        self._noise = torch.Generator(context.server.device)
         self._tuner: GraphedTrajectoryMatcher | None = None
         self._last: dict[str, float] = {}
         self._kinds = parse_differentiable_augmentation(options.augment) if len(context.shape) == 3 else ()
@@ -176,7 +176,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         # The mark names all that the samples depend on: options, seed and trajectory.
         models = [model_digest(row) for row in self.trajectory]
         mark = f"dynafed {options.model_dump_json()} seed {context.rng_streams.seed} {models}"
-        data, optimizers, losses = self._begin(context.partial_results.load_partial(mark))
+        data, optimizers, losses = self._begin(context.server.partial_results.load_partial(mark))
         rates = (options.image_lr, options.label_lr, options.rate_lr)
 
         def make_partial() -> dict[str, Any]:
@@ -186,8 +186,8 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
         sweep = self._sweep(data) if self._replays() and options.checkpoint else None
         for n in range(len(losses), options.iterations):
-            context.progress("synthesis", n, options.iterations)
-            context.partial_results.save_partial_if_due(mark, n, make_partial)
+            context.server.progress("synthesis", n, options.iterations)
+            context.server.partial_results.save_partial_if_due(mark, n, make_partial)
             t, target = self.segment(n)
             steps = self.inner_steps(n)
             row, kind = self.trajectory[t], options.distance
@@ -208,7 +208,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 )
         if sweep is not None:
             sweep.close()
-        context.progress("synthesis", options.iterations, options.iterations)
+        context.server.progress("synthesis", options.iterations, options.iterations)
         if losses:
             self.losses = torch.stack(losses)
             tenth = max(1, len(losses) // 10)
@@ -223,7 +223,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         optimizers = [_optimizer(self.options.optimizer) for _ in range(3)]
         if partial is None:
             return self._first_samples(), optimizers, []
-        device = self.context.device
+        device = self.context.server.device
         for optimizer, state in zip(optimizers, partial["optimizers"], strict=True):
             optimizer.load_state_dict({name: tensor.to(device) for name, tensor in state.items()})
         data = TrajectoryMatchingData(*(tensor.to(device) for tensor in partial["samples"]))
@@ -231,7 +231,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     def _replays(self) -> bool:
         """Return whether steps replay CUDA graphs. Launched one by one, they would make the GPU wait."""
-        return self.context.device.type == "cuda"
+        return self.context.server.device.type == "cuda"
 
     def _sweep(self, data: TrajectoryMatchingData) -> GraphedTrajectoryMatcher:
         return GraphedTrajectoryMatcher(self._network, data, self.context.initial, self._noise)
@@ -245,7 +245,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         own = torch.arange(count) % context.classes
         logits = options.label_init * F.one_hot(own, self._outputs).to(dtype)
         rate = torch.tensor(options.inner_lr, dtype=dtype)
-        return TrajectoryMatchingData(*(tensor.to(context.device) for tensor in (images, logits, rate)))
+        return TrajectoryMatchingData(*(tensor.to(context.server.device) for tensor in (images, logits, rate)))
 
     def segment(self, n: int) -> tuple[int, Tensor]:
         """Return where iteration `n` starts on the trajectory, and its target weights."""
@@ -274,7 +274,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
         ]
 
     def _batches(self, count: int, size: int, draw: np.random.Generator) -> list[Tensor]:
-        order = torch.from_numpy(draw.permutation(count)).to(self.context.device, non_blocking=True)
+        order = torch.from_numpy(draw.permutation(count)).to(self.context.server.device, non_blocking=True)
         return list(torch.split(order, size))
 
     def _change(self, count: int, draw: np.random.Generator) -> DifferentiableAugmentation | None:
@@ -330,10 +330,10 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 "dynafed synthesizes inputs by gradient descent. This network takes token ids (it has an embedding), "
                 "and these have no gradient: text cannot be synthesized."
             )
-        network = DistillationModel(context.make_model(), context.layout, context.device)
+        network = DistillationModel(context.make_model(), context.layout, context.server.device)
         row = context.initial
         try:
-            x = torch.zeros((2, *context.shape), dtype=context.layout.dtype, device=context.device)
+            x = torch.zeros((2, *context.shape), dtype=context.layout.dtype, device=context.server.device)
             with torch.no_grad():
                 output = network(row[: network.trainable], x, row)
             if output.dim() != 2 or output.shape[1] < context.classes:
@@ -352,7 +352,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        device = self.context.device
+        device = self.context.server.device
         self.trajectory = [row.to(device) for row in self.trajectory]
         for name in ("images", "logits", "rate", "losses"):
             tensor = getattr(self, name)

@@ -100,8 +100,8 @@ class FedBERefiner(Refiner[FedBEOptions]):
         if options.distribution == "dirichlet":
             return average_models(layout, rows, [float(share) * n for share, n in zip(shares, samples, strict=True)])
         made = average_models(layout, rows)
-        noise = context.rng_streams.pytorch("fedbe gaussian", round, s, context.device)
-        xi = torch.randn(layout.trainable, generator=noise, dtype=layout.dtype, device=context.device)
+        noise = context.rng_streams.pytorch("fedbe gaussian", round, s, context.server.device)
+        xi = torch.randn(layout.trainable, generator=noise, dtype=layout.dtype, device=context.server.device)
         weights, w = made[: layout.trainable], rows[:, : layout.trainable]
         if options.distribution == "gaussian":
             weights.addcmul_(w.std(dim=0, correction=0), xi)

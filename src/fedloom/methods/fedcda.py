@@ -73,7 +73,9 @@ class FedCDAServer(Server[FedCDAOptions]):
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
         device = self.bank.rows.device
-        self.store = RowStore(layout.size, layout.dtype, context.cache_dir, context.keep_checkpoints, device)
+        self.store = RowStore(
+            layout.size, layout.dtype, context.server.cache_dir, context.server.keep_checkpoints, device
+        )
         self.cache: dict[int, list[tuple[int, float]]] = {}
         """(row number, loss) of each client's cached models, oldest first."""
         self.chosen: dict[int, int] = {}

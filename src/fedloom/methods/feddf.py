@@ -62,15 +62,15 @@ class FedDFRefiner(Refiner[FedDFOptions]):
     def __init__(self, context: MethodContext, options: FedDFOptions) -> None:
         super().__init__(context, options)
         self._proxy = proxy = DistillationData(context, "feddf")
-        if options.drop and not context.server_labels:
+        if options.drop and not context.server.labels_fit:
             raise InputError("feddf.drop needs server data labeled with the clients' classes, and this run has none.")
         order = torch.from_numpy(context.rng_streams.numpy("feddf validation").permutation(len(proxy)))
         held = min(int(options.validation * len(proxy) + 0.5), len(proxy) - 1)
-        self._held, self._used = order[:held].to(context.device), order[held:]
+        self._held, self._used = order[:held].to(context.server.device), order[held:]
         self._heard = 0
         self._all: Tensor | None = None  # mean logits of all clients, and of those better than chance
         self._good: Tensor | None = None
-        self._good_weight = torch.zeros((), dtype=context.layout.dtype, device=context.device)
+        self._good_weight = torch.zeros((), dtype=context.layout.dtype, device=context.server.device)
         self._last: dict[str, float] = {}
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
@@ -117,7 +117,7 @@ class FedDFRefiner(Refiner[FedDFOptions]):
         kept, gained, step = weights.clone(), 0, 0
         batches = chain.from_iterable(proxy.batches(draw, options.batch_size, self._used) for _ in count())
         for step, index in enumerate(islice(batches, options.steps), start=1):
-            self.context.progress("distillation", step - 1, options.steps)
+            self.context.server.progress("distillation", step - 1, options.steps)
             lr = options.lr * (1 + cos(pi * (step - 1) / options.steps)) / 2
             proxy.distill(row, index, teacher, optimizer, lr, options.temperature)
             if len(held) and (step % options.check_every == 0 or step == options.steps):

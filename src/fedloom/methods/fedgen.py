@@ -61,7 +61,7 @@ class FedGenGenerator(nn.Module):
         _, head = find_classifier_head(context.make_model(), "fedgen")
         with context.rng_streams.seed_global_rng("fedgen"):
             generator = cls(noise, context.classes, hidden, head.in_features, context.layout.dtype)
-        return generator.to(context.device)
+        return generator.to(context.initial.device)
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
         given = torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1)
@@ -182,9 +182,9 @@ class FedGenExtras(Extras[FedGenOptions]):
         super().__init__(context, options)
         self.generator = FedGenGenerator.fit(context, options.noise, options.hidden).train()
         layout, name = self.generator.layout, find_classifier_head(context.make_model(), "fedgen")[0]
-        self._bank = context.make_bank(1, layout.floats)
+        self._bank = context.server.make_bank(1, layout.floats)
         self.row = self._bank.rows[0]
-        self.row.copy_(layout.read(self.generator, context.device)[: layout.floats])
+        self.row.copy_(layout.read(self.generator, context.server.device)[: layout.floats])
         self.mean, self.square = (torch.zeros_like(self.row[: layout.trainable]) for _ in range(2))
         self.steps = 0
         self._head = {e.name.rpartition(".")[2]: e for e in context.layout.entries if e.layer == name}

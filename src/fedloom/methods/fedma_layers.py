@@ -116,7 +116,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
         self.client_models = context.bank(K)
-        self.whole = context.layout.empty(context.device)
+        self.whole = context.layout.empty(context.server.device)
         """The global model of this pass, as far as it is averaged."""
         self.ends = [0, *torch.tensor([group.size for group in groups]).cumsum(0).tolist()]
         self.sizes = [ceil(options.start * group.size) for group in groups]

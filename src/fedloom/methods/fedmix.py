@@ -125,7 +125,7 @@ class FedMixExtras(Extras[FedMixOptions]):
         super().__init__(context, options)
         most = context.num_clients * options.groups
         width = context.initial.new_zeros(context.shape).numel()
-        self._banks = context.make_bank(1, most * width), context.make_bank(1, most * context.classes)
+        self._banks = context.server.make_bank(1, most * width), context.server.make_bank(1, most * context.classes)
         self.x = self._banks[0].rows[0].view(most, *context.shape)
         self.y = self._banks[1].rows[0].view(most, context.classes)
         self.owners: list[int] = []

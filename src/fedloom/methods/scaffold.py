@@ -85,7 +85,7 @@ class ScaffoldExtras(Extras[ScaffoldOptions]):
 
     def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
         super().__init__(context, options)
-        self._bank = context.make_bank(1, context.layout.trainable)
+        self._bank = context.server.make_bank(1, context.layout.trainable)
         self.c = self._bank.rows[0]
         self._sum = torch.zeros_like(self.c, dtype=torch.float64)
 

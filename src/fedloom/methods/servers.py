@@ -177,7 +177,7 @@ class MultiModelServer(Server[O]):
         Args:
             rows: The models, one per row.
         """
-        mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.device)
+        mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.server.device)
         for row in rows:
             mean.add(row)
         mean.write_to(result)

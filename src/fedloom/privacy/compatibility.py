@@ -4,6 +4,7 @@ A method declares what its server does with single updates (`uses_single_updates
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedloom.core.layout import Layout
@@ -25,7 +26,8 @@ def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any
             f"{server.name}.weighting is {server_options['weighting']!r}, but with clip_update all clients have "
             "the same weight: with a larger one a client could move the mean further than the clip."
         )
-    return compose(name, {**options, server.name: server_options})
+    equal_weights = composed_method.options[server.name].model_copy(update={"weighting": "uniform"})
+    return replace(composed_method, options={**composed_method.options, server.name: equal_weights})
 
 
 def _check_methods(composed_method: ComposedMethod) -> None:

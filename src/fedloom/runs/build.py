@@ -1,9 +1,9 @@
-"""Build a run from its config: data, model, layout, method and engine."""
+"""Build a run from its request: data, model, layout, method, engine and rounds."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom import data as datasets
-from fedloom.config import Config, replace_config
+from fedloom.config import Config
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.data import FederatedDataset, Samples
@@ -26,195 +26,115 @@ from fedloom.engines.base import Engine, RemoteEngineFactory
 from fedloom.engines.registry import choose_engine, create_engine
 from fedloom.engines.sequential import SequentialEngine
 from fedloom.errors import InputError
-from fedloom.methods import MethodContext
-from fedloom.methods.base import Client, ignore_progress
+from fedloom.methods.base import Client, MethodContext, ServerResources, ignore_progress
 from fedloom.methods.composition import ComposedMethod, composition_is_personalized
 from fedloom.models.base import copy_model
 from fedloom.models.initial_weights import InitialWeights, load_initial_weights, read_initial_weights
 from fedloom.privacy import PrivacyMechanism, check_private_method
 from fedloom.runs.check_model import check_channels_last, check_forward_pass, make_checked_model
-from fedloom.runs.load_data import load_run_data
-from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method, resolve_server_data
+from fedloom.runs.load_data import RunData, load_run_data
+from fedloom.runs.resolve import RunRequest
 from fedloom.runs.round import RoundRunner
-from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, TrainingContext
-from fedloom.training.local_training import ClientStates, EngineContext, Train
+from fedloom.training.context import (
+    OPTIMIZER_PREFIX,
+    PERSONAL_KEY,
+    ClientProgram,
+    Numerics,
+    TrainingContext,
+)
 from fedloom.training.optimizers import make_optimizer
 
 
-@dataclass
-class _RunSetup:
-    """What the server and the clients share, built before the parts of the method."""
-
-    config: Config
-    method: ComposedMethod
-    federated_data: FederatedDataset
-    class_names: tuple[str, ...]
-    notes: tuple[str, ...]
-    model: nn.Module
-    initial_weights: InitialWeights | None
-    layout: Layout
-    channels_last: bool
-    context: MethodContext
-    privacy: PrivacyMechanism | None
-
-    def engine_context(self, client: Client[Any], personalize: Train | None) -> EngineContext:
-        """Return what an engine needs to train clients with `client`."""
-        config, layout, federated_data = self.config, self.layout, self.federated_data
-        personal_columns = client.personal_columns(layout)
-        state_shapes = client.state_shapes(layout)
-        if config.keep_optimizer:
-            shapes = make_optimizer(config).state_shapes(layout.trainable)
-            state_shapes = {**state_shapes, **{f"{OPTIMIZER_PREFIX}{name}": shape for name, shape in shapes.items()}}
-        if personal_columns:
-            state_shapes = {
-                **state_shapes,
-                PERSONAL_KEY: (sum(columns.stop - columns.start for columns in personal_columns),),
-            }
-        training_context = TrainingContext(
-            model=self.model,
-            layout=layout,
-            criterion=self.context.criterion,
-            transform=federated_data.transform,
-            config=config.model_copy(update={"validation": config.validation or client.validation_fraction()}),
-            rng_streams=self.context.rng_streams,
-            classes=federated_data.classes,
-            channels_last=self.channels_last,
-            augment=datasets.make_augment(config.augment),
-            autocast=torch.bfloat16 if config.precision == "bf16" else None,
-            upload_shapes=client.upload_shapes(layout),
-            min_examples=client.min_examples(),
-            state_shapes=state_shapes,
-            personal_columns=tuple(personal_columns),
-        )
-        check_forward_pass(training_context, federated_data)
-        device, criterion = self.context.device, self.context.criterion
-        if isinstance(criterion, nn.Module) and device.type != "cpu":
-            criterion.to(device)  # a copy of the user's; the server uses it too
-        set_precision(device, config.precision, not config.fast)
-        choose_cudnn_heuristic(self.model, device, config.precision, not config.fast)
-
-        client_states = ClientStates(state_shapes, layout.dtype)
-        return EngineContext(
-            training_context,
-            federated_data,
-            client.train,
-            client_states,
-            personalize,
-            lambda: _copy_client(client).train,
-        )
-
-
-def _copy_client(client: Client[Any]) -> Client[Any]:
-    """Copy a client. The copy shares the context, its values and the options."""
-    common = (client.context, client.options, *vars(client.context).values())
-    try:
-        return deepcopy(client, {id(thing): thing for thing in common})
-    except Exception:  # it holds something that cannot be copied; a client should store nothing, and usually does not
-        return client
-
-
-def _prepare_run(
-    config: Config,
-    user_objects: UserObjects | None,
-    engine_class: type[Engine],
+def build_run(
+    request: RunRequest,
     download_progress: Progress | None = None,
     initial_weights: Mapping[str, Tensor] | None = None,
     server_progress: Callable[[str, int, int], None] = ignore_progress,
-    server_view: Callable[[FederatedDataset], FederatedDataset] | None = None,
-    *,
-    over_sites: bool = False,
-) -> _RunSetup:
-    """Load the data and build the network. The engine class decides where models are stored.
+    remote_engine: RemoteEngineFactory | None = None,
+) -> "BuiltRun":
+    """Build a run that `resolve_run` returned.
 
-    `download_progress` reports downloads, and `server_progress` long work of the method on the server.
-    `initial_weights` replaces the file that `init` names. If the clients are elsewhere, `server_view` returns what the
-    server may see of their data. With `over_sites`, models travel between the server and sites with other devices.
+    `initial_weights` are the weights that the run once read from `init`; they replace that file. `download_progress`
+    reports downloads, and `server_progress` long work of the method on the server. `remote_engine` replaces the engine
+    of this machine.
     """
-    user_objects = user_objects or UserObjects()
-    composed_method = resolve_method(config)
-    config = resolve_server_data(record_partition_hash(config), user_objects, [composed_method])
-    rng_streams = RngStreams(config.seed)
-    device = select_device(config.device)
-    run_data = load_run_data(config, user_objects, composed_method, rng_streams, download_progress)
-    federated_data, server_data, notes = run_data.federated_data, run_data.server_data, run_data.notes
-    if config.clients is None:
-        config = replace_config(config, clients=len(federated_data))
-    elif len(federated_data) != config.clients:
-        raise InputError(f"clients is {config.clients}, but the data has {len(federated_data)} of them.")
-    if server_view is not None:
-        federated_data = server_view(federated_data)
+    device, rng_streams = select_device(request.config.device), RngStreams(request.config.seed)
+    engine_class = SequentialEngine if remote_engine is not None else choose_engine(request.config, device)
+
+    data = load_run_data(request, rng_streams, download_progress)
+    request = request.replace_settings(clients=len(data.federated_data))  # even if the data define it
+    if remote_engine is not None:
+        data = replace(data, federated_data=remote_engine.server_view(data.federated_data))
+    model, weights = _build_run_model(request, data, rng_streams, device, initial_weights)
+    # Rows travel in their memory format, so all sides need the same one: that of a CPU, which a site may have.
+    ordering = device if remote_engine is None else torch.device("cpu")
+    layout, numerics = _make_layout(request.config, model, data.federated_data, ordering)
+    privacy = PrivacyMechanism.of(request.config, len(data.federated_data), rng_streams)
+    server = _make_server_resources(request.config, data, layout, device, engine_class, server_progress)
+    method_context = _make_method_context(request, data, model, layout, rng_streams, privacy, server)
+    parts = request.method.build(method_context)
+    if privacy is not None:
+        check_private_method(request.method, parts, layout)
+        privacy.account.epsilon(request.config.rounds)  # raises now if it cannot be computed
+    training_context = _make_training_context(request, method_context, model, data, numerics, parts.client)
+    if remote_engine is not None:
+        engine = remote_engine.create_engine(training_context)
+    else:
+        engine = create_engine(engine_class, training_context, request.config)
+    rounds = RoundRunner(request.config, method_context, parts, engine, data.federated_data.label_counts(), privacy)
+    notes = [*data.notes, *_privacy_notes(request.config, method_context), *parts.notes()]
+    return BuiltRun(request.config, request.method, data, model, engine, rounds, tuple(notes), weights)
+
+
+def build_site_context(request: RunRequest) -> tuple[RunRequest, TrainingContext]:
+    """Return the request with the number of clients, and what a site needs to train its clients.
+
+    That is all but the server's parts, which may be large.
+    """
+    device, rng_streams = select_device(request.config.device), RngStreams(request.config.seed)
+    data = load_run_data(request, rng_streams)
+    request = request.replace_settings(clients=len(data.federated_data))
+    model, _ = _build_run_model(request, data, rng_streams, device)
+    layout, numerics = _make_layout(request.config, model, data.federated_data, torch.device("cpu"))
+    privacy = PrivacyMechanism.of(request.config, len(data.federated_data), rng_streams)
+    server = _make_server_resources(request.config, data, layout, device, SequentialEngine)
+    method_context = _make_method_context(request, data, model, layout, rng_streams, privacy, server)
+    client = request.method.build_client(method_context)
+    return request, _make_training_context(request, method_context, model, data, numerics, client)
+
+
+def _build_run_model(
+    request: RunRequest,
+    data: RunData,
+    rng_streams: RngStreams,
+    device: torch.device,
+    initial_weights: Mapping[str, Tensor] | None = None,
+) -> tuple[nn.Module, InitialWeights | None]:
+    """Build the network with its initial weights; also return how they were taken from the file `init`, if it is read.
+
+    `initial_weights` replaces that file.
+    """
+    config = request.config
+    share_frozen = device.type == "cpu" and not config.init
     model = make_checked_model(
-        config.model,
-        user_objects.model,
-        federated_data,
-        rng_streams,
-        share_frozen=device.type == "cpu" and not config.init,
+        config.model, request.user_objects.model, data.federated_data, rng_streams, share_frozen=share_frozen
     )
-    loaded_weights = None
     if initial_weights is not None:
         model.load_state_dict(initial_weights)
     elif config.init is not None:
-        weights_file = read_initial_weights(Path(config.init), config.init_sha256)
-        loaded_weights = load_initial_weights(
-            model, weights_file, rng_streams, config.model, config.new_head, run_data.class_names
-        )
-    # Rows travel in their memory format, so all sides need the same one: that of a CPU, which a site may have.
-    ordering = torch.device("cpu") if over_sites else device
-    channels_last = len(federated_data.shape) == 3 and _wants_channels_last(config, model, ordering)
-    layout = Layout.of(model, channels_last=channels_last)
-    privacy = PrivacyMechanism.of(config, len(federated_data), rng_streams)
-    rounds = config.rounds if privacy is None else privacy.rounds_of(config)
-    if rounds < config.rounds:
-        notes = (*notes, f"max_epsilon {config.max_epsilon:g} is enough for {rounds} of {config.rounds} rounds.")
-    criterion = user_objects.loss or (F.cross_entropy if federated_data.classes else F.mse_loss)
-    if isinstance(criterion, nn.Module) and device.type != "cpu":
-        criterion = deepcopy(criterion).cpu()  # the forward check runs there; the user's own module stays on its device
-    context = MethodContext(
-        layout=layout,
-        initial=layout.read(model, device),
-        num_clients=len(federated_data),
-        clients_per_round=config.cohort_size,
-        rounds=rounds,
-        rng_streams=rng_streams,
-        config=config,
-        num_examples=federated_data.num_examples,
-        criterion=criterion,
-        make_model=lambda: copy_model(model, share_frozen=True),
-        classes=federated_data.classes,
-        shape=federated_data.shape,
-        cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
-        keep_checkpoints=config.keep_checkpoints,
-        device=device,
-        make_bank=partial(engine_class.make_bank, dtype=layout.dtype, device=device),
-        progress=server_progress,
-        server_data=None
-        if server_data is None
-        else Samples(server_data.samples.x.to(device), server_data.samples.y.to(device)),
-        server_labels=server_data is not None and server_data.classes == federated_data.classes,
-        transform=federated_data.transform,
-    )
-    return _RunSetup(
-        config=config,
-        method=composed_method,
-        federated_data=federated_data,
-        class_names=run_data.class_names,
-        notes=notes,
-        model=model,
-        initial_weights=loaded_weights,
-        layout=layout,
-        channels_last=channels_last,
-        context=context,
-        privacy=privacy,
-    )
+        file = read_initial_weights(Path(config.init), config.init_sha256)
+        return model, load_initial_weights(model, file, rng_streams, config.model, config.new_head, data.class_names)
+    return model, None
 
 
-def build_run_for_site(config: Config, user_objects: UserObjects | None = None) -> tuple[Config, EngineContext]:
-    """Return what a site needs to train its clients: all but the server's parts, which may be large."""
-    setup = _prepare_run(config, user_objects, SequentialEngine, over_sites=True)
-    client = setup.method.build_client(setup.context)
-    server_class = setup.method.part_class("server")
-    personalize = client.personalize if composition_is_personalized(server_class, client, setup.layout) else None
-    return setup.config, setup.engine_context(client, personalize)
+def _make_layout(
+    config: Config, model: nn.Module, federated_data: FederatedDataset, device: torch.device
+) -> tuple[Layout, Numerics]:
+    """Return the layout of the models, and how their networks compute."""
+    channels_last = len(federated_data.shape) == 3 and _wants_channels_last(config, model, device)
+    autocast = torch.bfloat16 if config.precision == "bf16" else None
+    numerics = Numerics(channels_last, autocast, datasets.make_augment(config.augment))
+    return Layout.of(model, channels_last=channels_last), numerics
 
 
 def _wants_channels_last(config: Config, model: nn.Module, device: torch.device) -> bool:
@@ -230,6 +150,125 @@ def _wants_channels_last(config: Config, model: nn.Module, device: torch.device)
     return config.channels_last
 
 
+def _make_server_resources(
+    config: Config,
+    data: RunData,
+    layout: Layout,
+    device: torch.device,
+    engine_class: type[Engine],
+    progress: Callable[[str, int, int], None] = ignore_progress,
+) -> ServerResources:
+    """Return what the method may use on the server. The engine class decides where models are stored."""
+    split = data.server_data
+    return ServerResources(
+        device=device,
+        make_bank=partial(engine_class.make_bank, dtype=layout.dtype, device=device),
+        cache_dir=Path(config.cache_dir) if config.cache_dir is not None else None,
+        keep_checkpoints=config.keep_checkpoints,
+        data=None if split is None else Samples(split.samples.x.to(device), split.samples.y.to(device)),
+        labels_fit=split is not None and split.classes == data.federated_data.classes,
+        progress=progress,
+    )
+
+
+def _make_method_context(
+    request: RunRequest,
+    data: RunData,
+    model: nn.Module,
+    layout: Layout,
+    rng_streams: RngStreams,
+    privacy: PrivacyMechanism | None,
+    server: ServerResources,
+) -> MethodContext:
+    """Return what the parts of the method may know about the run."""
+    config, federated_data = request.config, data.federated_data
+    criterion = request.user_objects.loss or (F.cross_entropy if federated_data.classes else F.mse_loss)
+    if isinstance(criterion, nn.Module) and server.device.type != "cpu":
+        criterion = deepcopy(criterion).cpu()  # the forward check runs there; the user's own module stays on its device
+    return MethodContext(
+        layout=layout,
+        initial=layout.read(model, server.device),
+        num_clients=len(federated_data),
+        clients_per_round=config.cohort_size,
+        rounds=config.rounds if privacy is None else privacy.rounds_of(config),
+        rng_streams=rng_streams,
+        config=config,
+        num_examples=federated_data.num_examples,
+        criterion=criterion,
+        make_model=lambda: copy_model(model, share_frozen=True),
+        classes=federated_data.classes,
+        shape=federated_data.shape,
+        server=server,
+        transform=federated_data.transform,
+    )
+
+
+def _privacy_notes(config: Config, context: MethodContext) -> list[str]:
+    if context.rounds == config.rounds:
+        return []
+    return [f"max_epsilon {config.max_epsilon:g} is enough for {context.rounds} of {config.rounds} rounds."]
+
+
+def _make_client_program(request: RunRequest, client: Client[Any], layout: Layout) -> ClientProgram:
+    """Return what the engine needs of the method's client."""
+    config, server_class = request.config, request.method.part_class("server")
+    personal_columns, state_shapes = client.personal_columns(layout), client.state_shapes(layout)
+    if config.keep_optimizer:
+        shapes = make_optimizer(config).state_shapes(layout.trainable)
+        state_shapes = {**state_shapes, **{f"{OPTIMIZER_PREFIX}{name}": shape for name, shape in shapes.items()}}
+    if personal_columns:
+        count = sum(columns.stop - columns.start for columns in personal_columns)
+        state_shapes = {**state_shapes, PERSONAL_KEY: (count,)}
+    return ClientProgram(
+        train=client.train,
+        personalize=client.personalize if composition_is_personalized(server_class, client, layout) else None,
+        make_copy=lambda: _copy_client(client).train,
+        upload_shapes=client.upload_shapes(layout),
+        state_shapes=state_shapes,
+        personal_columns=tuple(personal_columns),
+        min_examples=client.min_examples(),
+    )
+
+
+def _copy_client(client: Client[Any]) -> Client[Any]:
+    """Copy a client. The copy shares the context, its values and the options."""
+    context = client.context
+    common = (context, client.options, *vars(context).values(), *vars(context.server).values())
+    try:
+        return deepcopy(client, {id(thing): thing for thing in common})
+    except Exception:  # it holds something that cannot be copied; a client should store nothing, and usually does not
+        return client
+
+
+def _make_training_context(
+    request: RunRequest,
+    method_context: MethodContext,
+    model: nn.Module,
+    data: RunData,
+    numerics: Numerics,
+    client: Client[Any],
+) -> TrainingContext:
+    """Return what the engine needs, checked with two samples; set the precision of this process."""
+    config, layout = request.config, method_context.layout
+    context = TrainingContext(
+        model=model,
+        layout=layout,
+        criterion=method_context.criterion,
+        config=config.model_copy(update={"validation": config.validation or client.validation_fraction()}),
+        rng_streams=method_context.rng_streams,
+        data=data.federated_data,
+        client=_make_client_program(request, client, layout),
+        numerics=numerics,
+    )
+    check_forward_pass(context)
+    device = method_context.server.device
+    if isinstance(context.criterion, nn.Module) and device.type != "cpu":
+        context.criterion.to(device)  # a copy of the user's; the server uses it too
+    set_precision(device, config.precision, not config.fast)
+    choose_cudnn_heuristic(model, device, config.precision, not config.fast)
+    return context
+
+
 LAYOUT = "layout"
 """Key of the layout's fingerprint in a state."""
 
@@ -240,16 +279,19 @@ class BuiltRun:
 
     config: Config
     method: ComposedMethod
-    federated_data: FederatedDataset
-    class_names: tuple[str, ...]
+    data: RunData
     model: nn.Module
-    layout: Layout
     engine: Engine
     rounds: RoundRunner
     notes: tuple[str, ...] = ()
     """What the user should know about the data and the settings."""
     initial_weights: InitialWeights | None = None
     """How the weights were taken from the file that `init` names; None if that file was not read."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the models."""
+        return self.engine.context.layout
 
     @contextmanager
     def engine_closed(self) -> Iterator["BuiltRun"]:
@@ -276,76 +318,14 @@ class BuiltRun:
 
     def count_test_labels(self) -> NDArray[np.int64] | None:
         """Return the number of test samples of each class; None for regressions and without test samples."""
-        test, classes = self.federated_data.test, self.federated_data.classes
+        test, classes = self.data.federated_data.test, self.data.federated_data.classes
         if test is None or not len(test) or not classes:
             return None
         counts: NDArray[np.int64] = torch.bincount(test.y.cpu(), minlength=classes).numpy()
         return counts
-
-    def artifacts(self) -> dict[str, dict[str, Tensor]]:
-        """Return the artifacts of all parts, with the normalization constants, because images are made as inputs."""
-        transform, artifacts = self.federated_data.transform, {}
-        constants = {"mean": torch.tensor(transform.mean), "std": torch.tensor(transform.std)} if transform.mean else {}
-        for _, part in self.rounds.parts.items():
-            artifacts.update({name: {**tensors, **constants} for name, tensors in part.artifacts().items()})
-        return artifacts
 
     def global_state_dict(self) -> dict[str, Tensor]:
         """Return the global model as a state dict, with the frozen weights."""
         names = set(self.layout.frozen)  # cloned, because safetensors does not store tied weights, which share memory
         frozen = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items() if k in names}
         return self.layout.state_dict(self.rounds.global_model().cpu()) | frozen
-
-
-def build_run(
-    config: Config,
-    user_objects: UserObjects | None = None,
-    download_progress: Progress | None = None,
-    initial_weights: Mapping[str, Tensor] | None = None,
-    server_progress: Callable[[str, int, int], None] = ignore_progress,
-    remote_engine: RemoteEngineFactory | None = None,
-) -> BuiltRun:
-    """Build a run.
-
-    `initial_weights` are the weights that the run once read from `init`; they replace that file. `download_progress`
-    reports downloads, and `server_progress` long work of the method on the server. `remote_engine` replaces the engine
-    of this machine.
-    """
-    device = select_device(config.device)
-    engine_class = SequentialEngine if remote_engine is not None else choose_engine(config, device)
-    server_view = remote_engine.server_view if remote_engine is not None else None
-    setup = _prepare_run(
-        config,
-        user_objects,
-        engine_class,
-        download_progress,
-        initial_weights,
-        server_progress,
-        server_view,
-        over_sites=remote_engine is not None,
-    )
-    config = setup.config
-    parts = setup.method.build(setup.context)
-    if setup.privacy is not None:
-        check_private_method(setup.method, parts, setup.layout)
-        setup.privacy.account.epsilon(config.rounds)  # raises now if it cannot be computed
-    personalize = parts.client.personalize if parts.is_personalized(setup.layout) else None
-    engine_context = setup.engine_context(parts.client, personalize)
-    engine = (
-        remote_engine.create_engine(engine_context)
-        if remote_engine is not None
-        else create_engine(engine_class, engine_context, config)
-    )
-    rounds = RoundRunner(config, setup.context, parts, engine, setup.federated_data.label_counts(), setup.privacy)
-    return BuiltRun(
-        config,
-        setup.method,
-        setup.federated_data,
-        setup.class_names,
-        setup.model,
-        setup.layout,
-        engine,
-        rounds,
-        (*setup.notes, *(note for _, part in parts.items() for note in part.notes())),
-        setup.initial_weights,
-    )

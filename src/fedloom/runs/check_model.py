@@ -77,8 +77,9 @@ def _targets(federated_data: FederatedDataset) -> int:
     return samples.y.shape[1] if samples is not None and samples.y.ndim == 2 else 0
 
 
-def check_forward_pass(context: TrainingContext, federated_data: FederatedDataset) -> None:
+def check_forward_pass(context: TrainingContext) -> None:
     """Pass two samples through network and loss, to report errors before anything is written."""
+    federated_data, numerics = context.data, context.numerics
     samples = _some_samples(federated_data)
     if samples is None and federated_data.is_remote:
         return  # the sites check it
@@ -86,11 +87,11 @@ def check_forward_pass(context: TrainingContext, federated_data: FederatedDatase
         raise InputError(f"the data {federated_data.name!r} holds no samples at all.")
     model = context.model
     model.eval()
-    if context.augment is not None:
-        context.augment(samples.x, torch.Generator())  # raises an error if it cannot augment these samples
+    if numerics.augment is not None:
+        numerics.augment(samples.x, torch.Generator())  # raises an error if it cannot augment these samples
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            x = context.transform(samples.x, channels_last=context.channels_last)
+            x = federated_data.transform(samples.x, channels_last=numerics.channels_last)
             output = model(x)
             if context.criterion is F.mse_loss and output.shape != samples.y.shape:
                 raise InputError(

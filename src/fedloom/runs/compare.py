@@ -12,7 +12,6 @@ from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_conf
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
 from fedloom.errors import InputError, RunStopped
-from fedloom.methods import compose
 from fedloom.methods import methods as known_methods
 from fedloom.methods.variants import parse_method_variant, variant_folder_name
 from fedloom.models.initial_weights import initial_weights_sha256
@@ -38,15 +37,14 @@ from fedloom.runs.grids import plan_comparison_grid
 from fedloom.runs.keyword_types import RunSettings
 from fedloom.runs.resolve import (
     PARTITION_BY_SEED,
+    RunRequest,
     UserObjects,
     describe_user_objects,
     import_method_files,
     make_data_by_seed,
     make_variant_config,
-    record_partition_hash,
-    resolve_method,
     resolve_method_options,
-    resolve_server_data,
+    resolve_run,
     select_method_options,
 )
 from fedloom.runs.result import RunResult
@@ -185,13 +183,12 @@ def _describe_user_objects(
 class _Plan:
     """What a comparison runs and reports."""
 
-    rows: list[tuple[str, Config]]
-    """Label and config of each method and seed."""
+    rows: list[tuple[str, RunRequest]]
+    """Label and request of each method and seed."""
     grid: EffectGrid | None
     target: float | None
     command: str | None
     """The command that repeats the comparison; None with Python objects, which no command can hold."""
-    user_objects: UserObjects
 
 
 def _make_plan(
@@ -211,7 +208,7 @@ def _make_plan(
     command = None
     if not user_objects.names:
         command = comparison_to_command(methods, grid, seeds, target, options, settings)
-    return _Plan(rows, grid, target, command, user_objects)
+    return _Plan(rows, grid, target, command)
 
 
 def _refuse_run(path: Path) -> None:
@@ -223,7 +220,7 @@ def _run_plan(
     plan: _Plan, out: Path | str | None, runs: Path | str, concurrent_runs: int, callbacks: CallbackList, report: bool
 ) -> ComparisonResult:
     """Run a comparison in its folder, and write the report about all runs."""
-    config, grid = plan.rows[0][1], plan.grid
+    config, grid = plan.rows[0][1].config, plan.grid
     if concurrent_runs > 1 and config.device == "cpu":
         raise InputError(
             f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
@@ -240,16 +237,16 @@ def _run_plan(
 
 def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callbacks: CallbackList, report: bool) -> list[RunResult]:
     """Run or resume all runs of a comparison in its folder; finished ones stay."""
-    places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plan.rows]
-    for place, config in places:
+    places = [(path / f"{variant_folder_name(label)}-seed{one.config.seed}", one) for label, one in plan.rows]
+    for place, request in places:
         if is_run_directory(place):
-            _same_plan(place, config)
+            _same_plan(place, request.config)
     if plan.grid is not None:
         write_atomically(path / GRID_FILE, plan.grid.to_json().encode())
     ComparisonRecord(tuple(place.name for place, _ in places), plan.command).write(path)
 
-    def run(place: Path, config: Config, callback: Callback) -> RunResult:
-        objects = plan.user_objects.select_seed(config.seed)
+    def run(place: Path, request: RunRequest, callback: Callback) -> RunResult:
+        objects = request.user_objects
         if is_run_directory(place):
             return resume(
                 place,
@@ -259,17 +256,17 @@ def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callbacks: CallbackL
                 callbacks=[callback],
                 report=report,
             )
-        return execute_run(config, objects, out=place, callbacks=[callback], report=report)
+        return execute_run(request, out=place, callbacks=[callback], report=report)
 
     finished = []
     try:
         if concurrent_runs > 1:
-            planned_runs = [(place, config, partial(run, place, config)) for place, config in places]
+            planned_runs = [(place, request.config, partial(run, place, request)) for place, request in places]
             return run_concurrently(planned_runs, min(concurrent_runs, len(planned_runs)), callbacks, path)
-        for place, config in places:
+        for place, request in places:
             if callbacks.should_stop():
                 raise RunStopped("stopped between two runs")
-            finished.append(run(place, config, callbacks))
+            finished.append(run(place, request, callbacks))
     except RunStopped:
         raise RunStopped(f"stopped; continue with the same command and --out {path}") from None
     finally:
@@ -286,41 +283,37 @@ def _plans(
     settings: Mapping[str, Any],
     user_objects: UserObjects,
     progress: Progress | None = None,
-) -> list[tuple[str, Config]]:
-    """Return label and config of each row and seed, with the options of the methods of that run."""
+) -> list[tuple[str, RunRequest]]:
+    """Return label and request of each row and seed, with the options of the methods of that run."""
     import_method_files(settings)
     variants = [parse_method_variant(name) for name in names]
-    composed_methods = [compose(variant.name) for variant in variants]
-    rows = [
-        make_variant_config(
-            {**settings, "options": select_method_options(composed_method, options)}, variant, user_objects
-        )
-        for variant, composed_method in zip(variants, composed_methods, strict=True)
-    ]
+    rows: list[RunRequest] = []
+    for variant in variants:
+        values = {**settings, "options": select_method_options(variant.name, options)}
+        rows.append(resolve_run(make_variant_config(values, variant, user_objects), user_objects))
     # The server's data are taken from the clients. If one run needs them, all runs get them, for a fair comparison.
-    first = resolve_server_data(record_partition_hash(rows[0]), user_objects, composed_methods)
-    shared = {"partition_sha256": first.partition_sha256, "server_data": first.server_data}
+    server_data = next((row.config.server_data for row in rows if row.config.server_data is not None), None)
     hash_file = cache(initial_weights_sha256)
-    plans: list[tuple[str, Config]] = []
+    plans: list[tuple[str, RunRequest]] = []
     labels: dict[str, str] = {}
-    for config, composed_method, variant in zip(rows, composed_methods, variants, strict=True):
-        config = replace_config(config, **shared)
-        if (
-            config.init is not None and config.init_sha256 is None
-        ):  # one file for all runs, even if it changes meanwhile
-            config = replace_config(config, init_sha256=hash_file(Path(config.init)))
-        config = replace_config(config, options=resolve_method(config).resolved_options())
+    for request, variant in zip(rows, variants, strict=True):
+        request = request.replace_settings(server_data=server_data)
+        init = request.config.init
+        if init is not None and request.config.init_sha256 is None:
+            # one file for all runs, even if it changes meanwhile
+            request = request.replace_settings(init_sha256=hash_file(Path(init)))
+        config = request.config
         if CHECKED & variant.settings.keys():
             plain = replace_config(config, method="fedavg", options={}, engine="sequential")
-            build_run(plain, user_objects, progress).engine.close()
-        chosen = sorted(method.name for method in composed_method.methods)
+            build_run(resolve_run(plain, user_objects), progress).engine.close()
+        chosen = sorted(method.name for method in request.method.methods)
         row = repr((chosen, sorted(config.model_dump(exclude={"method", "variant"}).items())))
         if row in labels:
             same = "named twice" if labels[row] == config.label else f"the same as {labels[row]!r} here"
             raise InputError(f"{config.label!r} is {same}; each method is compared once.")
         labels[row] = config.label
-        plans += [(config.label, replace_config(config, seed=config.seed + seed)) for seed in range(seeds)]
-    used = {name for one in composed_methods for name in one.resolved_options()}
+        plans += [(config.label, request.replace_seed(config.seed + seed)) for seed in range(seeds)]
+    used = {name for one in rows for name in one.method.resolved_options()}
     for method in options:
         if method not in used:
             known = "" if method in known_methods() else " (there is no such method)"

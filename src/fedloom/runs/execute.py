@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,7 +29,7 @@ from fedloom.runs.directory import (
 from fedloom.runs.keyword_types import ExecutionSettings, RunSettings
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
-from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_config, resolve_method
+from fedloom.runs.resolve import RunRequest, UserObjects, describe_user_objects, resolve_config, resolve_run
 from fedloom.runs.result import RunResult, check_result_model
 from fedloom.training.context import Criterion
 from fedloom.utils.storage import MODEL_FILE
@@ -78,14 +79,12 @@ def run(
     """
     user_objects, values = describe_user_objects(data, model, loss)
     values |= {"method": method, "options": options, **settings}
-    return execute_run(
-        resolve_config(values, user_objects), user_objects, out=out, runs=runs, callbacks=callbacks, report=report
-    )
+    request = resolve_run(resolve_config(values, user_objects), user_objects)
+    return execute_run(request, out=out, runs=runs, callbacks=callbacks, report=report)
 
 
 def execute_run(
-    config: Config,
-    user_objects: UserObjects | None = None,
+    request: RunRequest,
     *,
     out: Path | str | None = None,
     runs: Path | str = "runs",
@@ -94,21 +93,19 @@ def execute_run(
     initial_weights: Mapping[str, Tensor] | None = None,
     remote_engine: RemoteEngineFactory | None = None,
 ) -> RunResult:
-    """Run a config in a folder that is locked against other processes.
+    """Run a request in a folder that is locked against other processes.
 
-    An invalid config leaves no files behind. `initial_weights` replaces the file that `init` names. `remote_engine`
-    replaces the engine of this machine.
+    A request that cannot be built leaves no files behind. `initial_weights` replaces the file that `init` names.
+    `remote_engine` replaces the engine of this machine.
     """
-    config = replace_config(config, options=resolve_method(config).resolved_options())
-    place = parse_run_path(out) if out is not None else Path(runs) / directory_name(config)
+    place = parse_run_path(out) if out is not None else Path(runs) / directory_name(request.config)
     with (
         combine_callbacks(callbacks) as combined,
         claim_directory(place, refuse_occupied_directory, numbered=out is None) as path,
     ):
         return execute_in_directory(
             path,
-            config,
-            user_objects or UserObjects(),
+            request,
             combined,
             report=report,
             initial_weights=initial_weights,
@@ -118,32 +115,26 @@ def execute_run(
 
 def execute_in_directory(
     path: Path,
-    config: Config,
-    user_objects: UserObjects,
+    request: RunRequest,
     callbacks: CallbackList,
     *,
     report: bool = True,
     initial_weights: Mapping[str, Tensor] | None = None,
     remote_engine: RemoteEngineFactory | None = None,
 ) -> RunResult:
-    """Run a config in an empty folder that this process has claimed."""
+    """Run a request in an empty folder that this process has claimed."""
 
     def attempt(slots: int | None) -> None:
         if slots is None:
-            with _ready(config, user_objects, path, callbacks, initial_weights, remote_engine) as built_run:
-                _start(built_run, path, user_objects, callbacks)
+            with _ready(request, path, callbacks, initial_weights, remote_engine) as built_run:
+                _start(built_run, path, request.user_objects, callbacks)
         else:
             directory = _changed(RunDirectory.open(path), {"slots": slots})
-            _go_on(
-                directory,
-                user_objects,
-                callbacks,
-                remote_engine,
-                initial_weights if initial_weights is not None else _start_of(directory, callbacks),
-            )
+            weights = initial_weights if initial_weights is not None else _start_of(directory, callbacks)
+            _go_on(directory, replace(request, config=directory.config), callbacks, remote_engine, weights)
 
     retry_with_fewer_slots(attempt, callbacks)
-    return _finish(RunDirectory.open(path), user_objects, report)
+    return _finish(RunDirectory.open(path), request.user_objects, report)
 
 
 def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callbacks: CallbackList) -> None:
@@ -158,30 +149,25 @@ def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callbacks
 
 
 def _write_partition(directory: RunDirectory, built_run: BuiltRun) -> None:
-    directory.write_partition(built_run.rounds.label_counts, built_run.class_names, built_run.count_test_labels())
+    directory.write_partition(built_run.rounds.label_counts, built_run.data.class_names, built_run.count_test_labels())
 
 
 @contextmanager
 def _ready(
-    config: Config,
-    user_objects: UserObjects,
+    request: RunRequest,
     path: Path,
     callbacks: CallbackList,
     initial_weights: Mapping[str, Tensor] | None,
     remote_engine: RemoteEngineFactory | None,
 ) -> Iterator[BuiltRun]:
     """Build a run, and close it at the end."""
-    with _reaching(remote_engine, config, user_objects, path) as reached_engine:
-        with explain_out_of_memory(config.device):
+    device = request.config.device
+    with _reaching(remote_engine, request, path) as reached_engine:
+        with explain_out_of_memory(device):
             built_run = build_run(
-                config,
-                user_objects,
-                callbacks.on_download,
-                initial_weights,
-                callbacks.on_server_progress,
-                reached_engine,
+                request, callbacks.on_download, initial_weights, callbacks.on_server_progress, reached_engine
             )
-        with built_run.engine_closed(), explain_out_of_memory(config.device, built_run.engine):
+        with built_run.engine_closed(), explain_out_of_memory(device, built_run.engine):
             yield built_run
 
 
@@ -253,9 +239,12 @@ def resume_in_directory(
             _write_model_again(directory, user_objects, summary["digest"], callbacks, remote_engine)
         return _finish(directory, user_objects, report and not (directory.path / "report.html").exists())
 
+    request = resolve_run(directory.config, user_objects)
+
     def attempt(slots: int | None) -> None:
-        changed = _changed(directory, {} if slots is None else {"slots": slots})
-        _go_on(changed, user_objects, callbacks, remote_engine, _start_of(changed, callbacks))
+        change = {} if slots is None else {"slots": slots}
+        weights = _start_of(directory, callbacks)
+        _go_on(_changed(directory, change), request.replace_settings(**change), callbacks, remote_engine, weights)
 
     retry_with_fewer_slots(attempt, callbacks)
     return _finish(directory, user_objects, report)
@@ -272,13 +261,13 @@ def _changed(directory: RunDirectory, changes: Mapping[str, Any]) -> RunDirector
 
 def _go_on(
     directory: RunDirectory,
-    user_objects: UserObjects,
+    request: RunRequest,
     callbacks: CallbackList,
     remote_engine: RemoteEngineFactory | None,
     initial_weights: Mapping[str, Tensor] | None,
 ) -> None:
     """Continue a run from its last checkpoint. `initial_weights` are those that it read from a file, if it did."""
-    with _ready(directory.config, user_objects, directory.path, callbacks, initial_weights, remote_engine) as built_run:
+    with _ready(request, directory.path, callbacks, initial_weights, remote_engine) as built_run:
         _begin(directory, built_run, callbacks)
         latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         for text in directory.checkpoints.damaged:
@@ -360,8 +349,7 @@ def _repeat(directory: RunDirectory, user_objects: UserObjects, callbacks: Callb
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
             again = execute_run(
-                directory.config,
-                user_objects,
+                resolve_run(directory.config, user_objects),
                 out=Path(place) / "run",
                 callbacks=[callbacks],
                 report=False,
@@ -409,7 +397,8 @@ def _write_model_again(
     device = directory.config.device.split(",")[0]
     file, config = directory.path / MODEL_FILE, replace_config(directory.config, engine="sequential", device=device)
     initial_weights = _start_of(directory, callbacks)
-    with _ready(config, user_objects, directory.path, callbacks, initial_weights, remote_engine) as built_run:
+    request = resolve_run(config, user_objects)
+    with _ready(request, directory.path, callbacks, initial_weights, remote_engine) as built_run:
         try:
             latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         except InputError:  # all of them are damaged
@@ -436,14 +425,14 @@ def _refuse_moving(directory: RunDirectory, changes: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _reaching(
-    remote_engine: RemoteEngineFactory | None, config: Config, user_objects: UserObjects, path: Path
+    remote_engine: RemoteEngineFactory | None, request: RunRequest, path: Path
 ) -> Iterator[RemoteEngineFactory | None]:
     """Yield the remote engine. If the engine needs sites and none are given, start them on this machine."""
-    launcher = find_registered_launcher(config.engine) if remote_engine is None else None
+    launcher = find_registered_launcher(request.config.engine) if remote_engine is None else None
     if launcher is None:
         yield remote_engine
         return
-    with launcher(config, user_objects, path) as started:
+    with launcher(request, path) as started:
         yield started
 
 

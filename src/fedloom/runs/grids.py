@@ -28,6 +28,7 @@ from fedloom.runs.resolve import (
     UserObjects,
     import_method_files,
     make_variant_config,
+    resolve_run,
     resolve_server_data,
     select_method_options,
 )
@@ -99,14 +100,14 @@ def _make_grid(
     names = [parse_method_variant(level).name for factor in factors for level in factor.levels]
     named = [known[name] for name in names if name in known]
     objects, built_runs = user_objects or UserObjects(), dict[str, BuiltRun]()
-    config = resolve_server_data(config, objects, [ComposedMethod("", tuple(named), {})])  # as in all its runs
+    config = resolve_server_data(config, objects, ComposedMethod("", tuple(named), {}))  # as in all its runs
 
     def built_run_with(settings: Mapping[str, Any]) -> BuiltRun:
         """Build a run with these settings of a variant, once for all cells that have them."""
         if (key := repr(sorted(settings.items()))) not in built_runs:
             variant = MethodVariant("fedavg", {}, settings, "fedavg")
             planned = make_variant_config({**config.model_dump(), "engine": "sequential"}, variant, objects)
-            built_runs[key] = stack.enter_context(build_run(planned, objects, progress).engine_closed())
+            built_runs[key] = stack.enter_context(build_run(resolve_run(planned, objects), progress).engine_closed())
         return built_runs[key]
 
     def cell(levels: tuple[str, ...]) -> EffectCell:
@@ -114,14 +115,13 @@ def _make_grid(
         method = "+".join(chosen) or "fedavg"
         try:
             variant = parse_method_variant(method)
-            method = variant.label
-            composed_method = compose(variant.name)
-        except IncompatibleMethods as error:
-            return EffectCell(levels, method, str(error))
         except InputError as error:  # each level is valid alone: two of them set the same
             return EffectCell(levels, method, f"{method!r} cannot be run: {error}")
-        of_methods = select_method_options(composed_method, options or {})
-        composed_method = compose(variant.name, variant.merge_options(of_methods))
+        method, of_methods = variant.label, select_method_options(variant.name, options or {})
+        try:
+            composed_method = compose(variant.name, variant.merge_options(of_methods))
+        except IncompatibleMethods as error:
+            return EffectCell(levels, method, str(error))
         built_run = built_run_with(variant.settings)
         try:
             parts = composed_method.build(built_run.rounds.context)

@@ -13,11 +13,11 @@ from fedloom.data.cache import Progress
 from fedloom.data.splits import ServerDataSplit
 from fedloom.errors import InputError
 from fedloom.methods.composition import ComposedMethod
-from fedloom.runs.resolve import OWN_PARTITION, PARTITION_BY_SEED, UserObjects
+from fedloom.runs.resolve import OWN_PARTITION, PARTITION_BY_SEED, RunRequest
 
 
 @dataclass(frozen=True)
-class _RunData:
+class RunData:
     """The data of a run."""
 
     federated_data: FederatedDataset
@@ -28,28 +28,25 @@ class _RunData:
     """The data of the server."""
 
 
-def load_run_data(
-    config: Config,
-    user_objects: UserObjects,
-    composed_method: ComposedMethod,
-    rng_streams: RngStreams,
-    progress: Progress | None = None,
-) -> _RunData:
+def load_run_data(request: RunRequest, rng_streams: RngStreams, progress: Progress | None = None) -> RunData:
     """Load and partition the data that the config names, or take the user's own. `progress` reports downloads."""
-    if user_objects.data is not None:
-        run_data = _brought(user_objects.data, config, rng_streams, progress)
+    config, data = request.config, request.user_objects.data
+    if data is not None:
+        run_data = _brought(data, config, rng_streams, progress)
     else:
         run_data = _named(config, rng_streams, progress)
+    if config.clients not in (None, len(run_data.federated_data)):
+        raise InputError(f"clients is {config.clients}, but the data has {len(run_data.federated_data)} of them.")
     server_data = run_data.server_data
     if server_data is None:
         return run_data
-    _refuse_labels(server_data, run_data.federated_data, composed_method)
-    return replace(run_data, notes=(*run_data.notes, server_data.describe(composed_method.use_server_data)))
+    _refuse_labels(server_data, run_data.federated_data, request.method)
+    return replace(run_data, notes=(*run_data.notes, server_data.describe(request.method.use_server_data)))
 
 
 def _brought(
     federated_data: FederatedDataset, config: Config, rng_streams: RngStreams, progress: Progress | None
-) -> _RunData:
+) -> RunData:
     name, source = federated_data.name, config.server_data
     if config.partition not in (OWN_PARTITION, PARTITION_BY_SEED):
         raise InputError(f"the data {name!r} is already divided among its clients; leave out partition.")
@@ -60,7 +57,7 @@ def _brought(
     if config.client_test:
         raise InputError(f"client_test needs a data set given by name, but {name!r} is your own.")
     if source is None:
-        return _RunData(federated_data)
+        return RunData(federated_data)
     if source == on_server.OWN or on_server.is_split_spec(source):
         federated_data, server_data = on_server.take_server_split(
             federated_data, source, rng_streams.numpy("server data")
@@ -69,7 +66,7 @@ def _brought(
         server_data = on_server.split_server_data(
             federated_data, source, partial(datasets.load_dataset, progress=progress)
         )
-    return _RunData(federated_data, server_data=server_data)
+    return RunData(federated_data, server_data=server_data)
 
 
 def _change_normalization(federated_data: FederatedDataset, spec: str) -> FederatedDataset:
@@ -85,7 +82,7 @@ def _change_normalization(federated_data: FederatedDataset, spec: str) -> Federa
     return changed
 
 
-def _named(config: Config, rng_streams: RngStreams, progress: Progress | None) -> _RunData:
+def _named(config: Config, rng_streams: RngStreams, progress: Progress | None) -> RunData:
     source = config.server_data
     if source == on_server.OWN:
         raise InputError(f"server_data {source!r} needs a FederatedDataset with server data; {config.data!r} has none.")
@@ -108,7 +105,7 @@ def _named(config: Config, rng_streams: RngStreams, progress: Progress | None) -
         federated_data = datasets.split_client_tests(
             federated_data, config.client_test, rng_streams.numpy("client test")
         )
-    return _RunData(federated_data, dataset.class_names, dataset.notes, server_data)
+    return RunData(federated_data, dataset.class_names, dataset.notes, server_data)
 
 
 def _refuse_labels(

@@ -28,7 +28,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callbacks: Callback
             _record(directory, callbacks, rounds.initial_record())
         saver = _Saver(directory, built_run)
         should_stop = _never if saver.every_round else callbacks.should_stop
-        rounds.context.partial_results.keep_in(
+        rounds.context.server.partial_results.keep_in(
             directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
         )
         rounds.check = callbacks.check
@@ -65,7 +65,7 @@ class _Saver:
     def save_if_due(self, record: dict[str, Any], last: bool) -> None:
         """Save the state after a round, at least after the last one, and add the time to the record."""
         began, built_run, checkpoints = time.perf_counter(), self._built_run, self._directory.checkpoints
-        for name, tensors in built_run.artifacts().items():
+        for name, tensors in built_run.rounds.artifacts().items():
             if name not in self._written_artifacts:
                 self._directory.write_artifact(name, tensors)
                 self._written_artifacts.add(name)
@@ -109,7 +109,7 @@ def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
         "run": str(directory.path),
         "digest": model_digest(global_model),
     }
-    rounds.context.partial_results.clear()
+    rounds.context.server.partial_results.clear()
     directory.write_summary(summary)
 
 

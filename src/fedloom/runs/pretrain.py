@@ -35,8 +35,7 @@ from fedloom.runs.directory import claim_directory
 from fedloom.runs.keyword_types import PretrainSettings
 from fedloom.runs.out_of_memory import explain_out_of_memory
 from fedloom.training.batches import Batch
-from fedloom.training.context import TrainingContext
-from fedloom.training.local_training import ClientStates, EngineContext
+from fedloom.training.context import ClientProgram, Numerics, TrainingContext
 from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 from fedloom.utils.settings import validate_settings
@@ -181,21 +180,17 @@ class _Pretrainer:
             model=self.model,
             layout=self.layout,
             criterion=F.cross_entropy,
-            transform=federated_data.transform,
             config=training_config,
             rng_streams=rng_streams,
-            classes=federated_data.classes,
-            channels_last=channels_last,
-            augment=datasets.make_augment(config.augment),
+            data=federated_data,
+            client=ClientProgram(self._epoch),
+            numerics=Numerics(channels_last=channels_last, augment=datasets.make_augment(config.augment)),
         )
-        check_forward_pass(training_context, federated_data)
+        check_forward_pass(training_context)
         self.row = self.layout.read(self.model, device)
         self.optimizer: Optimizer = make_optimizer(training_config)
-        self.client_states = ClientStates({}, self.layout.dtype)
         self.history: list[dict[str, Any]] = []
-        self.engine = SequentialEngine(
-            EngineContext(training_context, federated_data, self._epoch, self.client_states), device
-        )
+        self.engine = SequentialEngine(training_context, device)
         torch.set_num_threads(config.threads or available_cpu_count())
 
     def close(self) -> None:
@@ -215,7 +210,7 @@ class _Pretrainer:
                 self.callbacks.on_round_end({"round": epoch + 1, **record})
                 last, stop = epoch + 1 == self.config.epochs, self.callbacks.should_stop()
                 if not last and (stop or schedule.due(checkpoints.write_seconds)):
-                    checkpoints.save(epoch + 1, self._checkpoint_state(), self.client_states)
+                    checkpoints.save(epoch + 1, self._checkpoint_state(), self.engine.client_states)
                     schedule.saved()
                 if stop and not last:
                     raise RunStopped(f"stopped after epoch {epoch + 1}; continue with the same command.")
@@ -241,7 +236,7 @@ class _Pretrainer:
         yield LocalSteps(step, epochs=1)
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
-        (answer,) = self.engine.train(epoch, [ClientTask(0, self.row)])
+        (answer,) = self.engine.train([ClientTask(0, self.row, round=epoch)])
         if isinstance(answer, ClientFailure):
             raise FedloomError(f"the pretraining failed in epoch {epoch + 1}: {answer.reason}.")
         if not self.layout.is_finite(answer.row):
@@ -256,7 +251,7 @@ class _Pretrainer:
         return {"settings": settings, "row": self.row, "optimizer": vars(self.optimizer), "history": self.history}
 
     def _load_checkpoint(self, checkpoints: Checkpoints, path: Path) -> None:
-        latest = checkpoints.load_latest(self.client_states)
+        latest = checkpoints.load_latest(self.engine.client_states)
         for text in checkpoints.damaged:
             self.callbacks.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:

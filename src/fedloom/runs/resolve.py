@@ -1,7 +1,7 @@
 """Resolve the config of a run and the Python objects of the user."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from fedloom.data import FederatedDataset
 from fedloom.data import splits as on_server
 from fedloom.errors import InputError
 from fedloom.methods import compose, import_file
-from fedloom.methods.composition import ComposedMethod
+from fedloom.methods.composition import ComposedMethod, find_option_owners
 from fedloom.methods.variants import MethodVariant, parse_method_variant
 from fedloom.privacy import compose_privacy_compatible
 from fedloom.training.context import Criterion
@@ -41,6 +41,38 @@ class UserObjects:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in ("data", "model", "loss") if getattr(self, name) is not None)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run that can be built: its complete config, its method and the Python objects of the user."""
+
+    config: Config
+    method: ComposedMethod
+    user_objects: UserObjects = field(default_factory=UserObjects)
+
+    def replace_settings(self, **changes: Any) -> "RunRequest":
+        """Return the same run with changed settings, on which its method does not depend."""
+        return replace(self, config=replace_config(self.config, **changes))
+
+    def replace_seed(self, seed: int) -> "RunRequest":
+        """Return the same run with another seed, and the data of that seed."""
+        return replace(self.replace_settings(seed=seed), user_objects=self.user_objects.select_seed(seed))
+
+
+def resolve_run(config: Config, user_objects: UserObjects | None = None) -> RunRequest:
+    """Run the imports of a config, compose its method, and complete the config, before anything is written."""
+    return complete_request(config, resolve_method(config), user_objects)
+
+
+def complete_request(
+    config: Config, composed_method: ComposedMethod, user_objects: UserObjects | None = None
+) -> RunRequest:
+    """State all options in a config, pin its partition file and add server data if its method needs them."""
+    objects = user_objects or UserObjects()
+    config = replace_config(config, options=composed_method.resolved_options())
+    config = resolve_server_data(record_partition_hash(config), objects, composed_method)
+    return RunRequest(config, composed_method, objects)
 
 
 def resolve_config(values: Mapping[str, Any], user_objects: UserObjects | None = None) -> Config:
@@ -91,11 +123,9 @@ def record_partition_hash(config: Config) -> Config:
     return replace_config(config, partition_sha256=found)
 
 
-def resolve_server_data(
-    config: Config, user_objects: UserObjects, composed_methods: Sequence[ComposedMethod]
-) -> Config:
-    """Add default server data to a config without any, if one of these methods needs them."""
-    if config.server_data is not None or not any(one.use_server_data for one in composed_methods):
+def resolve_server_data(config: Config, user_objects: UserObjects, composed_method: ComposedMethod) -> Config:
+    """Add default server data to a config without any, if its method needs them."""
+    if config.server_data is not None or not composed_method.use_server_data:
         return config
     brought = user_objects.data is not None and user_objects.data.server_data is not None
     return replace_config(config, server_data=on_server.OWN if brought else on_server.DEFAULT)
@@ -109,11 +139,9 @@ def resolve_method_options(options: Mapping[str, Mapping[str, Any]] | None) -> d
     return {method: dict(of_one) for method, of_one in given.items()}
 
 
-def select_method_options(
-    composed_method: ComposedMethod, options: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Return the options of the methods that are part of `composed_method`."""
-    return {name: dict(values) for name, values in options.items() if name in composed_method.resolved_options()}
+def select_method_options(name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the options that count in the composition `name`, such as `fedcross+fedprox`."""
+    return {owner: dict(values) for owner, values in options.items() if owner in find_option_owners(name)}
 
 
 def describe_user_objects(

@@ -11,7 +11,7 @@ from fedloom.errors import InputError
 from fedloom.report import read_run_record, write_report_page
 from fedloom.runs.build import build_run
 from fedloom.runs.directory import RunDirectory
-from fedloom.runs.resolve import UserObjects
+from fedloom.runs.resolve import UserObjects, resolve_run
 from fedloom.utils.storage import MODEL_FILE, read_safetensors
 
 ANYWHERE: dict[str, Any] = {
@@ -91,7 +91,7 @@ class RunResult:
         if isinstance(self._user_objects.model, nn.Module):
             model = self._user_objects.model
         else:
-            built_run = build_run(replace_config(self.config, **ANYWHERE), self._user_objects)
+            built_run = build_run(resolve_run(replace_config(self.config, **ANYWHERE), self._user_objects))
             built_run.engine.close()
             model = built_run.model
         # A trained module's tensors are views into a row, so the result gets a copy.

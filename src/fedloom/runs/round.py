@@ -2,7 +2,7 @@
 
     client_ids = server.sample_clients(round)      # sample the clients of this round
     tasks = server.dispatch(round, client_ids)     # a model (and extras) for each client
-    updates = engine.train(round, tasks)           # updates, while clients finish
+    updates = engine.train(tasks)                  # updates, while clients finish
     server.aggregate(round, updates)               # new models of the server
     refiner.refine(round, server)                  # optional
     engine.evaluate(server.global_model())         # metrics, also of personal models
@@ -65,6 +65,9 @@ class RoundRunner:
     check: Callable[[], None] = lambda: None
     """Called after each client's answer. It may raise an error to end the round."""
 
+    def __post_init__(self) -> None:
+        self._named_parts = self.parts.items()
+
     @property
     def total(self) -> int:
         """Return the number of rounds: as set, or fewer if the privacy budget allows no more."""
@@ -88,7 +91,7 @@ class RoundRunner:
         with timer.measure("sample_clients"):
             client_ids = self._sample_clients(round)
         with timer.measure("dispatch"):
-            tasks = list(server.dispatch(round, client_ids))
+            tasks = [replace(task, round=round) for task in server.dispatch(round, client_ids)]
             if extras is not None:
                 tasks = [
                     replace(task, extras={**task.extras, **extras.send_to_client(round, task.client_id)})
@@ -126,7 +129,7 @@ class RoundRunner:
             record |= self.privacy.spent(round + 1)
         elif not statistics.accepted:
             record["note"] = "no client answered, so the model was kept as it was"
-        reporting: list[tuple[str, MethodPart[Any] | Engine]] = [*self.parts.items(), ("engine", self.engine)]
+        reporting: list[tuple[str, MethodPart[Any] | Engine]] = [*self._named_parts, ("engine", self.engine)]
         numbers = {f"{name}.{key}": value for name, part in reporting for key, value in part.diagnostics().items()}
         if numbers:
             record["diagnostics"] = numbers
@@ -145,7 +148,7 @@ class RoundRunner:
             else:
                 asked.append(task)
         personal_bytes, upload_shapes = self._personal_bytes(), self.parts.client.upload_shapes(self.context.layout)
-        for answer in timer.measure_iterator(self.engine.train(round, asked), "train"):
+        for answer in timer.measure_iterator(self.engine.train(asked), "train"):
             self.check()
             if isinstance(answer, ClientFailure):
                 statistics.failed[answer.task.client_id] = answer.reason
@@ -241,6 +244,14 @@ class RoundRunner:
                 torch.maximum(counters, others, out=counters)
         return mean
 
+    def artifacts(self) -> dict[str, dict[str, Tensor]]:
+        """Return the artifacts of all parts, with the normalization constants, because images are made as inputs."""
+        transform, artifacts = self.engine.context.data.transform, dict[str, dict[str, Tensor]]()
+        constants = {"mean": torch.tensor(transform.mean), "std": torch.tensor(transform.std)} if transform.mean else {}
+        for _, part in self._named_parts:
+            artifacts.update({name: {**tensors, **constants} for name, tensors in part.artifacts().items()})
+        return artifacts
+
     def _evaluate(self, record: dict[str, Any], timer: RoundMetricsTimer) -> dict[str, Any]:
         with timer.measure("evaluate"):
             row = self.global_model()
@@ -249,10 +260,10 @@ class RoundRunner:
             return record
         # The loss of a finite model may overflow, and JSON cannot store that.
         record = {**record, "accuracy": result.accuracy, "loss": result.loss if np.isfinite(result.loss) else None}
-        test_owners = self.engine.context.federated_data.test_owners
+        test_owners = self.engine.context.data.test_owners
         if among_clients := client_accuracy_metrics(result, self.label_counts, test_owners):
             record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
-        if self.engine.context.personalize is not None and self.context.classes:
+        if self.engine.context.client.personalize is not None and self.context.classes:
             with timer.measure("evaluate"):
                 record.update(self._evaluate_personal_models(record["round"], row))
         return record
@@ -269,7 +280,7 @@ class RoundRunner:
             personal_model = server.personal_model(client_id)
             rows[client_id] = row if personal_model is None else personal_model
         accuracies = self.engine.evaluate_clients(
-            played, [ClientTask(client_id, rows[client_id]) for client_id in client_ids]
+            [ClientTask(client_id, rows[client_id], round=played) for client_id in client_ids]
         )
         known = [accuracy for accuracy in accuracies if accuracy is not None]
         if not known:

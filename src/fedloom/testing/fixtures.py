@@ -16,7 +16,7 @@ from fedloom.data import FederatedDataset, InputTransform, Samples, load_dataset
 from fedloom.data.partitions import partition_indices
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.execute import run
-from fedloom.runs.resolve import UserObjects, resolve_config
+from fedloom.runs.resolve import UserObjects, resolve_config, resolve_run
 
 Given = Mapping[str, Mapping[str, Any]]
 """Options by method and key."""
@@ -144,7 +144,5 @@ def build_small_run(method: str, options: Given, **settings: Any) -> BuiltRun:
     federated_data = settings.pop("federated_data", None) or SmallFederatedDataset()
     network = settings.pop("model", batch_norm_network)
     values = {**SETTINGS, **settings, "method": method, "options": options, "clients": len(federated_data)}
-    return build_run(
-        resolve_config({**values, "data": "small", "partition": "own", "model": "small"}),
-        UserObjects(federated_data, network),
-    )
+    config = resolve_config({**values, "data": "small", "partition": "own", "model": "small"})
+    return build_run(resolve_run(config, UserObjects(federated_data, network)))

@@ -190,9 +190,9 @@ def _refuses_what_is_not_finite(method: str, options: Given) -> None:
     with made.engine_closed() as built_run:
         train, asked = built_run.engine.train, list[bool]()
 
-        def noted(round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        def noted(tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
             asked.append(any(task.client_id == 3 for task in tasks))
-            return train(round, tasks)
+            return train(tasks)
 
         built_run.engine.train = noted  # type: ignore[method-assign]  # to see which clients it gets
         for round in range(rounds):
@@ -257,12 +257,10 @@ def _leaves_inputs_alone(method: str, options: Given) -> None:
         server, extras_part = built_run.rounds.parts.server, built_run.rounds.parts.extras
         extras = extras_part.send_to_client(0, 0) if extras_part is not None else {}
         requested = server.dispatch(0, server.sample_clients(0))
-        tasks = [
-            ClientTask(task.client_id, task.row, task.model_index, {**task.extras, **extras}) for task in requested
-        ]
+        tasks = [replace(task, extras={**task.extras, **extras}, round=0) for task in requested]
         sent = [tensor for task in tasks for tensor in (task.row, *task.extras.values())]
         rows = [model_digest(tensor) for tensor in sent]
-        assert sum(1 for _ in built_run.engine.train(0, tasks)) == len(tasks)
+        assert sum(1 for _ in built_run.engine.train(tasks)) == len(tasks)
         now = [model_digest(tensor) for tensor in sent]
         assert rows == now, "training changed the tensors that the server sent"
 

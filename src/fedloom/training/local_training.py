@@ -1,6 +1,6 @@
 """Train or evaluate one client, and store client states, in every engine."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,15 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.core.evaluation import evaluation_slices
-from fedloom.core.tasks import ClientTask, Shapes
+from fedloom.core.tasks import ClientTask, Shapes, TaskMemory
 from fedloom.data import FederatedDataset, Samples
 from fedloom.devices.cuda_runtime import DEVICE_ERROR, is_cuda_memory_error
 from fedloom.training.context import TrainingContext
-from fedloom.training.trainer import LocalSteps, LocalTrainer
-
-Train = Callable[[LocalTrainer], Iterator[LocalSteps]]
-"""The type of `Client.train`."""
-
+from fedloom.training.trainer import LocalTrainer
 
 CLIENT_STATE_BYTES = 4 << 30
 """Bytes on a GPU for client states. The others are on the host."""
@@ -71,61 +67,39 @@ class ClientStates:
 
 
 @dataclass(frozen=True)
-class EngineContext:
-    """Everything that an engine needs: what trainers share, the samples, the method's `train`, the client states."""
+class TrainOutcome:
+    """The numbers of one client's training, whose tensors are in its `TaskMemory`."""
 
-    training_context: TrainingContext
-    federated_data: FederatedDataset
-    train: Train
-    client_states: ClientStates
-    personalize: Train | None = None
-    """`Client.personalize`; None if the method is not personalized."""
-    make_train: Callable[[], Train] | None = None
-    """Returns the `train` of a new `Client`. Clients that train at once in one process must not share attributes."""
+    num_examples: int
+    loss: float
+    """Mean loss over the last epoch; NaN if there was no step."""
+    steps: int
 
 
-def train_client(
-    trainer: LocalTrainer,
-    context: EngineContext,
-    round: int,
-    client_id: int,
-    row: Tensor,
-    received: Tensor,
-    extras: Mapping[str, Tensor],
-    client_state: dict[str, Tensor],
-    uploads: dict[str, Tensor],
-    first_visit: bool,
-) -> tuple[int, float, int]:
-    """Train one client from start to end. Return its number of samples, the mean loss and the number of steps."""
-    samples = context.federated_data.client_samples(client_id)
-    destinations = {"client_state": dict(client_state), "uploads": dict(uploads)}
-    with context.training_context.rng_streams.seed_global_rng("noise", round, client_id, trainer.device):
-        trainer.start_task(round, client_id, samples, row, received, extras, client_state, uploads, first_visit)
-        for local_steps in context.train(trainer):
+def train_client(trainer: LocalTrainer, context: TrainingContext, task: ClientTask, memory: TaskMemory) -> TrainOutcome:
+    """Train one client from start to end."""
+    destinations = {"client_state": dict(memory.client_state), "uploads": dict(memory.uploads)}
+    with context.rng_streams.seed_global_rng("noise", task.round, task.client_id, trainer.device):
+        trainer.start_task(task, memory, context.data.client_samples(task.client_id))
+        for local_steps in context.client.train(trainer):
             trainer.run_steps(local_steps)
         trainer.finish_task()
-    finish_client_update(trainer, row, destinations)
-    return trainer.num_examples, trainer.mean_loss, trainer.steps
+    finish_client_update(trainer, memory.row, destinations)
+    return TrainOutcome(trainer.num_examples, trainer.mean_loss, trainer.steps)
 
 
 def evaluate_client(
-    trainer: LocalTrainer,
-    context: EngineContext,
-    round: int,
-    client_id: int,
-    row: Tensor,
-    received: Tensor,
-    client_state: dict[str, Tensor],
-    first_visit: bool,
+    trainer: LocalTrainer, context: TrainingContext, task: ClientTask, memory: TaskMemory
 ) -> float | None:
-    """Return the accuracy of one client's personalized model. `client_state` is a copy and is discarded."""
-    samples = context.federated_data.client_samples(client_id)
-    test, counts = _test_of(context.federated_data, client_id, samples)
-    if context.personalize is None or not len(test):
+    """Return the accuracy of one client's personalized model. The memory is a copy and is discarded."""
+    samples = context.data.client_samples(task.client_id)
+    test, counts = _test_of(context.data, task.client_id, samples)
+    personalize = context.client.personalize
+    if personalize is None or not len(test):
         return None
-    with context.training_context.rng_streams.seed_global_rng("noise", round, client_id, trainer.device):
-        trainer.start_task(round, client_id, samples, row, received, {}, client_state, {}, first_visit)
-        for local_steps in context.personalize(trainer):
+    with context.rng_streams.seed_global_rng("noise", task.round, task.client_id, trainer.device):
+        trainer.start_task(task, memory, samples)
+        for local_steps in personalize(trainer):
             trainer.run_steps(local_steps)
         if trainer.steps and trainer.config.statistics == "estimated":
             trainer.update_batch_norm_statistics()
@@ -147,20 +121,15 @@ def _test_of(federated_data: FederatedDataset, client_id: int, samples: Samples)
 
 
 def evaluate_clients_locally(
-    trainer: LocalTrainer, context: EngineContext, client_states: ClientStates, round: int, tasks: Sequence[ClientTask]
+    trainer: LocalTrainer, context: TrainingContext, client_states: ClientStates, tasks: Sequence[ClientTask]
 ) -> list[float | None]:
     """Evaluate clients one after the other with one trainer, as `Engine.evaluate_clients` does."""
-    row, found = context.training_context.layout.empty(trainer.device), list[float | None]()
+    row, found = context.layout.empty(trainer.device), list[float | None]()
     for task in tasks:
-        client_state, first_visit = (
-            client_states.copy_for(task.client_id, trainer.device),
-            task.client_id not in client_states,
-        )
+        client_state = client_states.copy_for(task.client_id, trainer.device)
+        memory = TaskMemory(row, client_state, {}, task.client_id not in client_states)
         try:
-            received = task.row.to(trainer.device)
-            found.append(
-                evaluate_client(trainer, context, round, task.client_id, row, received, client_state, first_visit)
-            )
+            found.append(evaluate_client(trainer, context, task, memory))
         except (Exception, SystemExit) as error:  # as in training, a client may fail
             if isinstance(error, DEVICE_ERROR) or is_cuda_memory_error(error):  # not the client's fault
                 raise

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedloom.config import TrainingConfig
 from fedloom.core.evaluation import EVALUATION_BATCH_SIZE, EvaluationResult, evaluation_slices
 from fedloom.core.layout import TensorKind, scatter_columns
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.data import Samples
 from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.devices.precision import set_autotune
@@ -105,10 +106,10 @@ class LocalTrainer:
         self.device = torch.device(device)
         self._context = context
         self.module = apply_mixed_precision(
-            split_recurrent_layers(context.model.to(self.device), self.device), self.device, context.autocast
+            split_recurrent_layers(context.model.to(self.device), self.device), self.device, context.numerics.autocast
         )
         self.module_buffers = ModuleBuffers(self.module, context.layout, context.initial_buffers or {}, self.device)
-        self._augment = context.augment
+        self._augment = context.numerics.augment
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
@@ -119,42 +120,21 @@ class LocalTrainer:
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._parameters = [named[e.name] for e in self.layout.entries if e.kind is TensorKind.PARAMETER]
 
-    def start_task(
-        self,
-        round: int,
-        client_id: int,
-        samples: Samples,
-        row: Tensor,
-        received: Tensor,
-        extras: Mapping[str, Tensor],
-        client_state: dict[str, Tensor],
-        uploads: dict[str, Tensor],
-        first_visit: bool,
-    ) -> None:
-        """Start the training of one client: `row` becomes its model, with the values of `received`.
+    def start_task(self, task: ClientTask, memory: TaskMemory, samples: Samples) -> None:
+        """Start the training of one client: `memory.row` becomes its model, with the values of `task.row`.
 
         Args:
-            round: The round, from 0.
-            client_id: The client.
+            task: The client, the round, the model and the extras.
+            memory: Memory for the result, with the client state.
             samples: The client's training samples, as they are stored.
-            row: Memory for the client's model.
-            received: The model that the client received.
-            extras: Tensors that the client received with the model.
-            client_state: Memory for the client state, with the values of the last visit.
-            uploads: Memory for the tensors that the client returns with the model.
-            first_visit: Whether this client trains for the first time.
         """
-        self.round, self.client_id, self.first_visit = round, client_id, first_visit
+        self.round, self.client_id, self.first_visit = task.round, task.client_id, memory.first_visit
         self.config = self._context.config
-        self._set_lr(self.config.lr_at(round))
-        self.row, self.received, self.extras, self.client_state, self.uploads = (
-            row,
-            received,
-            extras,
-            client_state,
-            uploads,
-        )
-        self.weights = row[: self.layout.trainable]
+        self._set_lr(self.config.lr_at(task.round))
+        self.row, self.client_state, self.uploads = memory.row, memory.client_state, memory.uploads
+        self.received = task.row.to(self.device)
+        self.extras = {name: tensor.to(self.device) for name, tensor in task.extras.items()}
+        self.weights = self.row[: self.layout.trainable]
         self.scratch = {}
         self._load_samples(samples)
         self.restart()
@@ -187,8 +167,8 @@ class LocalTrainer:
         self._losses: list[tuple[Tensor, int]] = []
         self.module_buffers.forget()  # otherwise `bind` gathers old buffers into the new model
         self.row.copy_(self.received)
-        if self._context.personal_columns and not self.first_visit:
-            scatter_columns(self.row, self._context.personal_columns, self.client_state[PERSONAL_KEY])
+        if self._context.client.personal_columns and not self.first_visit:
+            scatter_columns(self.row, self._context.client.personal_columns, self.client_state[PERSONAL_KEY])
         self.bind(self.row)
         self.module_buffers.renew()
         self.module.train()
@@ -205,11 +185,11 @@ class LocalTrainer:
         if self.config.statistics == "estimated":
             self.update_batch_norm_statistics()
         self.save_optimizer_state()
-        if self._context.personal_columns:
+        if self._context.client.personal_columns:
             self.client_state[PERSONAL_KEY].copy_(
-                torch.cat([self.row[columns] for columns in self._context.personal_columns])
+                torch.cat([self.row[columns] for columns in self._context.client.personal_columns])
             )
-            for columns in self._context.personal_columns:
+            for columns in self._context.client.personal_columns:
                 self.row[columns] = self.received[columns]
 
     def save_optimizer_state(self) -> None:
@@ -357,7 +337,8 @@ class LocalTrainer:
             self._losses.append((loss.detach(), len(batch_slice)))
 
     def _step(self, step: Step, batch: Batch) -> Tensor:
-        set_autotune(len(batch) == self.config.batch_size)
+        if self.device.type == "cuda":
+            set_autotune(len(batch) == self.config.batch_size)
         # Batch norm has no statistics of one sample, so it uses its running statistics.
         resting = [norm for norm in self._norms if norm.training] if len(batch) == 1 else []
         for norm in resting:
@@ -414,7 +395,7 @@ class LocalTrainer:
         x = samples.x
         if self._augment is not None:
             x = self._augment(x, self._noise)
-        return Batch(self._context.transform(x, channels_last=self._context.channels_last), samples.y)
+        return Batch(self._context.data.transform(x, channels_last=self._context.numerics.channels_last), samples.y)
 
     @torch.no_grad()
     def update_batch_norm_statistics(self) -> None:
@@ -442,7 +423,7 @@ class LocalTrainer:
                 for norm in norms:
                     norm.momentum = len(part) / seen  # 1 for the first batch, which replaces the old statistics
                 x = self._data.take(torch.from_numpy(part).to(self.device)).x
-                self.module(self._context.transform(x, channels_last=self._context.channels_last))
+                self.module(self._context.data.transform(x, channels_last=self._context.numerics.channels_last))
         finally:  # after an error the next client uses the same network
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
@@ -471,12 +452,12 @@ class LocalTrainer:
         before = (self._bound, [(module, module.training) for module in self.module.modules()])
         self.bind(row)
         self.module.eval()
-        x = self._context.transform(samples.x.to(self.device), channels_last=self._context.channels_last)
+        x = self._context.data.transform(samples.x.to(self.device), channels_last=self._context.numerics.channels_last)
         y = samples.y.to(self.device)
         with self.module_buffers.untouched():
             output = self.module(x)
         loss = float(self._context.criterion(output, y)) * len(samples)
-        classes = self._context.classes
+        classes = self._context.data.classes
         correct_per_class = np.zeros(classes, dtype=np.int64)
         count_per_class = np.zeros(classes, dtype=np.int64)
         is_correct = torch.zeros(0, dtype=torch.bool)
@@ -497,6 +478,6 @@ class LocalTrainer:
             The result; its `loss` and `accuracy` are means over the samples.
         """
         samples = self.validation if len(self.validation) else self._data
-        nothing = np.zeros(self._context.classes, dtype=np.int64)
+        nothing = np.zeros(self._context.data.classes, dtype=np.int64)
         pieces = (self.evaluate(row, samples[chunk]) for chunk in evaluation_slices(samples))
         return sum(pieces, start=EvaluationResult(0.0, 0, nothing, nothing))

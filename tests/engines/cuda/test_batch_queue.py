@@ -136,7 +136,7 @@ def test_stretches_are_all_steps_in_order(sizes: list[int], longest: int) -> Non
 def test_clients_may_have_targets_of_different_shapes() -> None:
     """They are brought where the last client's were, unless they are of another sort."""
     with build_small_run("fedavg", {}, engine="sequential").engine_closed() as plain:
-        bench = slot.CudaSlot(plain.engine.context.training_context, CPU)
+        bench = slot.CudaSlot(plain.engine.context, CPU)
         for shape in ((4, 3), (4, 1), (4,), (2, 3)):
             samples = Samples(torch.randn(shape[0], 64), torch.randn(shape))
             brought = bench.copy_samples(samples)

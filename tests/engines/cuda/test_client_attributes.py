@@ -135,7 +135,7 @@ def test_frozen_weights_are_shared_where_they_stay(make: Callable[[], nn.Module]
             return y
 
     with build_small_run("fedavg", {}, engine="sequential", model=Network).engine_closed() as plain:
-        shop = plain.engine.context.training_context
+        shop = plain.engine.context
         ours, theirs = dict(shop.model.named_parameters()), dict(copy_slot_context(shop).model.named_parameters())
         for name, weight in ours.items():
             assert (theirs[name] is weight) is (shared and "frozen" in name)

@@ -20,6 +20,7 @@ from tests.support.core_methods import CORE_METHODS
 from tests.support.cuda_agreement import apart, experiment_of, jobs_of, trained_at_once, trained_by_a_loop
 from tests.support.cuda_engine import answers, assert_alike, cuda_of, dense, jobs_for, pooled
 from tests.support.fake_graphs import fake_tape
+from tests.support.task_rounds import in_round
 
 LOCALS = [name for name, method in methods().items() if method.client is not None]
 
@@ -136,7 +137,7 @@ def test_clients_get_steps_before_the_next_is_seated(lead: int, monkeypatch: pyt
 
     monkeypatch.setattr(CudaSlot, "_take_steps", noted)
     with build_small_run("fedavg", {}, engine="sequential", steps=6).engine_closed() as plain:
-        list(cuda_of(plain, 3).train(0, jobs_for(plain, [0, 1, 2])))
+        list(cuda_of(plain, 3).train(in_round(0, jobs_for(plain, [0, 1, 2]))))
     first, second, third = dict.fromkeys(taken)
     begun, left = 1 + lead, 5 - lead  # those who are seated get one more whenever another is
     expected = [first] * begun + [second] * begun + [first] + [third] * begun + [second, first]
@@ -163,8 +164,9 @@ def test_it_knows_that_an_answer_is_finite(method: str, field: str, number: floa
         yield from ()
 
     with build_small_run(method, {}, engine="sequential").engine_closed() as plain:
-        shop = replace(plain.engine.context, train=train, make_train=None)
-        (update,) = CudaEngine(shop, "cpu").train(0, jobs_for(plain, [0]))
+        shop = plain.engine.context
+        shop = replace(shop, client=replace(shop.client, train=train, make_copy=None))
+        (update,) = CudaEngine(shop, "cpu").train(in_round(0, jobs_for(plain, [0])))
         assert isinstance(update, ClientUpdate)
         assert update.finite is known
 
@@ -180,7 +182,7 @@ class Failing(Client[Options]):
 def test_a_client_that_fails_is_lost_and_the_others_are_not() -> None:
     register(Method("failing", "", "", client=Failing))
     with build_small_run("failing", {}, engine="sequential").engine_closed() as plain:
-        found = list(cuda_of(plain, 2).train(0, jobs_for(plain, [0, 2, 1])))
+        found = list(cuda_of(plain, 2).train(in_round(0, jobs_for(plain, [0, 2, 1]))))
         assert [type(a) for a in found] == [ClientUpdate, ClientFailure, ClientUpdate]
         assert isinstance(found[1], ClientFailure)
         assert found[1].reason == "RuntimeError: out of luck"
@@ -241,7 +243,7 @@ def keys_of(step: object, clients: list[int], **settings: object) -> tuple[Recor
     register(Method("recorded", "", "", client=Own))
     with build_small_run("recorded", {}, engine="sequential", **settings).engine_closed() as plain:
         engine = cuda_of(plain, 1)
-        slot = CudaSlot(engine.context.training_context, torch.device("cpu"))
+        slot = CudaSlot(engine.context, torch.device("cpu"))
         engine.gpus[0].slots.append(slot)
         tape = slot.graph_runner = Recording(slot)
         answers(engine, jobs_for(plain, clients))
@@ -291,7 +293,7 @@ def test_memory_that_a_step_brings_itself_needs_another_recording() -> None:
     register(Method("bringing", "", "", client=Bringing))
     with build_small_run("bringing", {}, engine="sequential", batch_size=2).engine_closed() as plain:
         engine = cuda_of(plain, 1)
-        slot = CudaSlot(engine.context.training_context, torch.device("cpu"))
+        slot = CudaSlot(engine.context, torch.device("cpu"))
         engine.gpus[0].slots.append(slot)
         tape = slot.graph_runner = Recording(slot)
         answers(engine, jobs_for(plain, [3, 4, 5]))

@@ -21,6 +21,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run
 from fedloom.training.trainer import LocalTrainer
 from tests.support.cuda_engine import answers, assert_alike, cuda_of, jobs_for, pooled
+from tests.support.task_rounds import in_round
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def test_samples_that_do_not_fit_come_with_their_clients(
         jobs = jobs_for(plain, [4, 0, 1, 2])
         expected, shop = answers(plain.engine, jobs), pooled(plain.engine.context)
         if where == "at first":
-            moved, to = shop.federated_data.pool, torch.Tensor.to  # type: ignore[attr-defined]
+            moved, to = shop.data.pool, torch.Tensor.to  # type: ignore[attr-defined]
 
             def no_room(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
                 if self is moved.x:
@@ -112,10 +113,10 @@ def test_slots_make_room_for_scoring(room: int, monkeypatch: pytest.MonkeyPatch)
 def test_slots_make_room_for_the_scoring_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     with build_small_run("fedrep", {}, engine="sequential").engine_closed() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
-        list(engine.train(0, jobs))
-        expected = plain.engine.evaluate_clients(1, jobs)
+        list(engine.train(in_round(0, jobs)))
+        expected = plain.engine.evaluate_clients(in_round(1, jobs))
         monkeypatch.setattr(LocalTrainer, "evaluate", short(lambda: len(engine.slots) > 1, LocalTrainer.evaluate))
-        assert engine.evaluate_clients(1, jobs) == expected
+        assert engine.evaluate_clients(in_round(1, jobs)) == expected
         assert len(engine.slots) == 1
 
 
@@ -134,8 +135,8 @@ def test_slots_make_room_for_scoring_however_it_is_said(
 ) -> None:
     with build_small_run("fedrep", {}, engine="sequential").engine_closed() as plain:
         engine, jobs = cuda_of(plain, 3), jobs_for(plain, list(range(5)))
-        list(engine.train(0, jobs))
-        expected, score = plain.engine.evaluate_clients(1, jobs), LocalTrainer.evaluate
+        list(engine.train(in_round(0, jobs)))
+        expected, score = plain.engine.evaluate_clients(in_round(1, jobs)), LocalTrainer.evaluate
 
         def tried(*given: Any) -> Any:
             if len(engine.slots) > 1:
@@ -145,7 +146,7 @@ def test_slots_make_room_for_scoring_however_it_is_said(
         monkeypatch.setattr(LocalTrainer, "evaluate", tried)
         monkeypatch.setattr(GraphEvaluator, "evaluate", lambda self, row: tried(self._trainer, row, self._test[:50]))
         if clients:
-            assert engine.evaluate_clients(1, jobs) == expected
+            assert engine.evaluate_clients(in_round(1, jobs)) == expected
         else:
             assert engine.evaluate(jobs[0].row) is not None
         assert len(engine.slots) == 1

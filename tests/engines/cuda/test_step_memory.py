@@ -27,6 +27,7 @@ from tests.support.step_memory_clients import (
     Reshaped,
     Teaching,
 )
+from tests.support.task_rounds import in_round
 from tests.support.trainers import Counting
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
@@ -74,9 +75,9 @@ def test_buffers_that_are_written_between_passes_are_the_clients_own(write: str,
     engine = as_plain(Between, model=partial(Counting, write, persistent))
     assert sum(slot.graph_runner.replayed for slot in engine.slots) > 0
     for one in (CudaEngine(engine.context, "cpu", 1), SequentialEngine(engine.context)):
-        layout = engine.context.training_context.layout
+        layout = engine.context.layout
         start = torch.zeros(layout.size)
-        for update in one.train(0, [ClientTask(client, start) for client in (3, 4)]):
+        for update in one.train(in_round(0, [ClientTask(client, start) for client in (3, 4)])):
             assert isinstance(update, ClientUpdate)
             (seen,) = (entry for entry in layout.entries if "seen" in entry.names)
             assert seen.view(update.row).item() == 12.0

@@ -15,6 +15,7 @@ from fedloom.methods import Client, Method, Options, register
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from tests.support.task_rounds import in_round
 
 
 def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
@@ -31,7 +32,7 @@ def jobs_for(experiment: BuiltRun, clients: list[int]) -> list[ClientTask]:
 def results(experiment: BuiltRun, clients: list[int]) -> list[tuple[int, Tensor, dict[str, Tensor], int, float]]:
     return [
         (u.client_id, u.row.clone(), {k: v.clone() for k, v in u.extras.items()}, u.steps, u.loss)
-        for u in experiment.engine.train(0, jobs_for(experiment, clients))
+        for u in experiment.engine.train(in_round(0, jobs_for(experiment, clients)))
         if isinstance(u, ClientUpdate)
     ]
 
@@ -70,9 +71,11 @@ def test_rows_outside_shared_memory_are_lent() -> None:
         pids = None
         for scale in (0.5, 2.0, 3.0):
             rows = [base * scale, base * scale + 1]
-            answers = list(host.engine.train(0, [ClientTask(0, rows[0]), ClientTask(1, rows[1]), ClientTask(2, base)]))
+            answers = list(
+                host.engine.train(in_round(0, [ClientTask(0, rows[0]), ClientTask(1, rows[1]), ClientTask(2, base)]))
+            )
             assert all(isinstance(answer, ClientUpdate) for answer in answers)
-            assert host.engine.evaluate(rows[1]).count == len(host.federated_data.test)
+            assert host.engine.evaluate(rows[1]).count == len(host.data.federated_data.test)
             if pids is not None:
                 assert host.engine.worker_pids() == pids, "workers are made anew only when new memory is needed"
             pids = host.engine.worker_pids()
@@ -81,7 +84,7 @@ def test_rows_outside_shared_memory_are_lent() -> None:
 def test_an_abandoned_round_does_not_disturb_the_next() -> None:
     with build_small_run("fedavg", {}, engine="multiprocess", workers=2).engine_closed() as host:
         expected = results(host, [0, 1, 2, 3])
-        unfinished = host.engine.train(0, jobs_for(host, [4, 5, 6, 7]))
+        unfinished = host.engine.train(in_round(0, jobs_for(host, [4, 5, 6, 7])))
         next(unfinished)
         unfinished.close()
         again = results(host, [0, 1, 2, 3])
@@ -91,7 +94,7 @@ def test_an_abandoned_round_does_not_disturb_the_next() -> None:
 def test_a_killed_worker_is_replaced_and_its_work_done_again() -> None:
     with build_small_run("scaffold", {}, engine="multiprocess", workers=2).engine_closed() as host:
         expected = results(host, list(range(8)))
-        running = host.engine.train(0, jobs_for(host, list(range(8))))
+        running = host.engine.train(in_round(0, jobs_for(host, list(range(8)))))
         got = []
         for number, update in enumerate(running):
             got.append(update.row.clone())
@@ -113,7 +116,7 @@ class Fatal(Client[Options]):
 def test_a_client_that_kills_its_worker_is_given_up_by_name() -> None:
     register(Method("fatal", "a test", "nobody", client=Fatal))
     with build_small_run("fatal", {}, engine="multiprocess", workers=2).engine_closed() as host:
-        answers = list(host.engine.train(0, jobs_for(host, [2, 3, 4])))
+        answers = list(host.engine.train(in_round(0, jobs_for(host, [2, 3, 4]))))
         assert host.engine.num_dead_workers == 3
     assert [type(answer) for answer in answers] == [ClientUpdate, ClientFailure, ClientUpdate]
     assert answers[1].reason == "its worker died 3 times (signal 9)"
@@ -135,12 +138,12 @@ class Careless(Client[Options]):
 def test_results_put_elsewhere_are_brought_home_or_refused(engine: str) -> None:
     register(Method("careless", "a test", "nobody", client=Careless))
     with build_small_run("careless", {}, engine=engine).engine_closed() as experiment:
-        first, second = experiment.engine.train(0, jobs_for(experiment, [0, 1]))
+        first, second = experiment.engine.train(in_round(0, jobs_for(experiment, [0, 1])))
         assert isinstance(second, ClientFailure)
         assert "uploads['seen'] has shape (3,)" in second.reason
         assert isinstance(first, ClientUpdate)
     with build_small_run("careless", {}, engine=engine).engine_closed() as experiment:
-        (update,) = experiment.engine.train(0, jobs_for(experiment, [0]))
+        (update,) = experiment.engine.train(in_round(0, jobs_for(experiment, [0])))
         assert torch.equal(update.extras["seen"], torch.ones(2))
 
 
@@ -180,6 +183,6 @@ def test_what_travels_down_beside_a_model_keeps_its_type(engine: str) -> None:
     with build_small_run("reader", {}, engine=engine).engine_closed() as experiment:
         extras = {"count": torch.tensor([2**40 + 1]), "mask": torch.tensor([False, True])}
         (job,) = experiment.rounds.parts.server.dispatch(0, [1])
-        (update,) = experiment.engine.train(0, [ClientTask(1, job.row, 0, extras)])
+        (update,) = experiment.engine.train(in_round(0, [ClientTask(1, job.row, 0, extras)]))
         assert isinstance(update, ClientUpdate), update.reason
         assert update.extras["same"] == 1

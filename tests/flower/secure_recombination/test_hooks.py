@@ -14,6 +14,7 @@ from fedloom.methods.fedmr import FedMROptions, FedMRServer
 from fedloom.methods.registry import Method, register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS
 from fedloom.runs.build import build_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.fake_transport import make_run
 
 EXCHANGE = "fedloom.flower.secure_recombination"
@@ -65,5 +66,5 @@ def test_it_is_there_where_clients_exchange_layers_in_some_round(settings: dict[
         mine = {"options": MyOptions, "server": MyServer, "defaults": MULTI_MODEL_DEFAULTS, "models_sent": "2K"}
         register(Method("mine-mixing", "", "", **mine, uses_single_updates="mixes"))
     config = make_run(**{"method": "fedmr", "rounds": 3, **settings})
-    with build_run(replace_config(config, engine="sequential")).engine_closed() as experiment:
-        assert (engine.make_engine_exchange(config, experiment.engine.context) is not None) == there
+    with build_run(resolve_run(replace_config(config, engine="sequential"))).engine_closed() as experiment:
+        assert (engine.make_engine_exchange(resolve_run(config), experiment.engine.context) is not None) == there

@@ -22,6 +22,7 @@ from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import RunStopped
 from fedloom.runs.build import build_run
 from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.resolve import resolve_run
 from tests.support.secure_exchange_runs import Two
 
 pytest.importorskip("flwr")
@@ -74,15 +75,15 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
     Numbers that training leaves as they were, such as those of a dead unit, are in many models, and in their mean.
     """
     found: list[tuple[int, int, set[bytes]]] = []
-    with build_run(replace_config(config, engine="sequential")).engine_closed() as experiment:
+    with build_run(resolve_run(replace_config(config, engine="sequential"))).engine_closed() as experiment:
         server: Any = experiment.rounds.parts.server
         known = experiment.rounds.context.initial.numpy().tobytes()
         train = experiment.engine.train
 
-        def listen(round: int, jobs: Any) -> Any:
-            for answer in train(round, jobs):
+        def listen(jobs: Any) -> Any:
+            for answer in train(jobs):
                 assert isinstance(answer, ClientUpdate)
-                found.append((round, answer.client_id, pieces(answer.row, server.layers)))
+                found.append((answer.task.round, answer.client_id, pieces(answer.row, server.layers)))
                 yield answer
 
         experiment.engine.train = listen  # type: ignore[method-assign]
@@ -161,11 +162,11 @@ def test_what_relays_the_exchange_never_has_a_layer_in_its_memory(tmp_path: Path
     logs = [path for path in out.rglob("*.log") if not path.name.startswith("site-")]
     assert len(logs) >= 2
     assert not among(b"".join(path.read_bytes() for path in logs), secret)
-    host = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "host")
+    host = execute_run(resolve_run(replace_config(config, engine="sequential")), out=tmp_path / "host")
     assert digest == host.summary["digest"]
     costs = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["diagnostics"]
     assert costs["engine.exchange_attempts"] == 1
-    size = build_run(replace_config(config, engine="sequential")).layout.nbytes
+    size = build_run(resolve_run(replace_config(config, engine="sequential"))).layout.nbytes
     assert costs["engine.exchange_bytes_up"] > 2 * 5 * size, "a board and a model from each"
 
 
@@ -176,8 +177,8 @@ def test_a_run_that_was_stopped_goes_on_with_sites_that_are_started_anew(tmp_pat
     }  # fmt: skip
     config, out = make_config(settings), tmp_path / "run"
     with pytest.raises(RunStopped):
-        execute_run(config, out=out, callbacks=[Two()])
+        execute_run(resolve_run(config), out=out, callbacks=[Two()])
     finished = resume(out)
     assert finished.summary["failed"] == 0
-    host = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "host")
+    host = execute_run(resolve_run(replace_config(config, engine="sequential")), out=tmp_path / "host")
     assert finished.summary["digest"] == host.summary["digest"]

@@ -19,6 +19,7 @@ from fedloom.flower.site.handlers import SiteHandler, SiteHandlerResult
 from fedloom.flower.tensors import encode_tensor, encode_tensor_columns
 from fedloom.runs.build import build_run
 from fedloom.runs.execute import execute_run, resume
+from fedloom.runs.resolve import resolve_run
 from tests.support.fake_transport import FakeLink, make_sites, reach
 from tests.support.secure_exchange_runs import SECURE, Two, federate, nodes, on_host, pieces, recorded, run_of
 
@@ -50,7 +51,7 @@ def test_with_what_stays_at_home(certificates: Path, tmp_path: Path) -> None:
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
     for sites in (None, reach(link, config, tmp_path / "run")):
         settings = {} if sites else {"engine": "sequential", "deadline": 600.0}
-        experiment = build_run(replace_config(config, **settings), remote_engine=sites)
+        experiment = build_run(resolve_run(replace_config(config, **settings)), remote_engine=sites)
         with experiment.engine:
             for round in range(2):
                 experiment.rounds.run_round(round)
@@ -77,7 +78,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(certificates: Path, tm
     config, out = run_of(rounds=4), tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 5)))
     with pytest.raises(RunStopped):
-        execute_run(config, out=out, remote_engine=reach(link, config, out), callbacks=[Two()])
+        execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out), callbacks=[Two()])
     finished = resume(out, remote_engine=reach(link, config, out))
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
@@ -123,7 +124,7 @@ def test_the_server_never_has_a_trained_model_nor_a_layer_before_the_end(
 
     finished, _ = federate(config, certificates, tmp_path, watch)
     assert finished.summary["failed"] == 0
-    experiment = build_run(replace_config(config, engine="sequential"))
+    experiment = build_run(resolve_run(replace_config(config, engine="sequential")))
     layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
     experiment.engine.close()
     content = b"".join(received) + caplog.text.encode()
@@ -158,7 +159,7 @@ def test_nor_do_the_engine_s_updates_hold_one(
     monkeypatch.setattr(FlowerEngine, "_update", keep)
     config = run_of(rounds=1, options={"fedmr": {"secure": True, "mixed": True}})
     federate(config, certificates, tmp_path)
-    experiment = build_run(replace_config(config, engine="sequential"))
+    experiment = build_run(resolve_run(replace_config(config, engine="sequential")))
     layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
     experiment.engine.close()
     assert len(updates) == len(trained) == 5
@@ -248,7 +249,7 @@ def test_a_client_that_trains_to_nothing_finite_takes_no_part(
     def spoil(site: SiteHandler, question: SiteMessage) -> SiteHandlerResult:
         done = train(site, question)
         if question.header["client_id"] == 1:
-            done.row[3] = np.nan
+            done.memory.row[3] = np.nan
         return done
 
     monkeypatch.setattr(SiteHandler, "train", spoil)
@@ -263,7 +264,7 @@ def test_a_site_without_credentials_is_named(certificates: Path, tmp_path: Path)
     out = tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, configured))
     with pytest.raises(FedloomError, match=r"client 1 cannot take part .*all sites' public keys: set roster="):
-        execute_run(config, out=out, remote_engine=reach(link, config, out))
+        execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out))
 
 
 def test_two_sites_are_too_few_unless_they_say_otherwise(certificates: Path, tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def test_in_a_simulation_the_server_exchanges_as_it_always_does(tmp_path: Path) 
     config = run_of(rounds=2)
     link = FakeLink(make_sites(config, tmp_path, [{"partition-id": k, "num-partitions": 5} for k in range(5)]))
     out = tmp_path / "run"
-    finished = execute_run(config, out=out, remote_engine=reach(link, config, out))
+    finished = execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out))
     assert {parcel.kind for parcel in link.asked} == {"hello", "train"}
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
@@ -320,7 +321,7 @@ def test_several_clients_at_one_site(certificates: Path, tmp_path: Path) -> None
         node["clients"] = ",".join(str(c) for c in range(k, 5, 3))
     out = tmp_path / "run"
     link = FakeLink(make_sites(config, tmp_path, configured))
-    finished = execute_run(config, out=out, remote_engine=reach(link, config, out))
+    finished = execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out))
     assert finished.summary["failed"] == 0
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
 
@@ -409,11 +410,13 @@ def test_a_server_that_begins_its_round_anew_has_its_sites_begin_anew(certificat
     link = FakeLink(sites)
     link.meddle = lambda node, question, answer: None if question.kind == "mix/lock" else answer
     behind = reach(link, config, tmp_path / "one")
-    execute_run(replace_config(config, deadline=0.2, min_clients=0), out=tmp_path / "one", remote_engine=behind)
+    execute_run(
+        resolve_run(replace_config(config, deadline=0.2, min_clients=0)), out=tmp_path / "one", remote_engine=behind
+    )
     before = [site.memory["exchanges"][behind.registry.run, 0, k] for k, site in enumerate(sites.values())]
     again = reach(FakeLink(sites), config, tmp_path / "two")
     again.registry.run = behind.registry.run
-    finished = execute_run(config, out=tmp_path / "two", remote_engine=again)
+    finished = execute_run(resolve_run(config), out=tmp_path / "two", remote_engine=again)
     after = [site.memory["exchanges"][behind.registry.run, 0, k] for k, site in enumerate(sites.values())]
     assert finished.summary["failed"] == 0
     assert finished.summary["digest"] == on_host(config, tmp_path).summary["digest"]
@@ -431,7 +434,7 @@ def dying_at(kind: str, config: Any, certificates: Path, tmp_path: Path) -> Fake
 
     link.meddle = die
     with pytest.raises(KeyboardInterrupt):
-        execute_run(config, out=out, remote_engine=reach(link, config, out))
+        execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out))
     link.meddle = None
     return link
 
@@ -477,7 +480,7 @@ def test_nobody_commits_itself_to_an_exchange_that_leaves_too_few_answers(certif
     link = FakeLink(make_sites(config, tmp_path, nodes(certificates, 4)))
     gone_at("mix/train", 103)(link)
     with pytest.raises(FedloomError, match="round 1: 0 of 4 clients answered, but min_clients is 4"):
-        execute_run(config, out=out, remote_engine=reach(link, config, out))
+        execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out))
     assert not [parcel for parcel in link.asked if parcel.kind == "mix/offer"]
     link.meddle = None
     finished = resume(out, remote_engine=reach(link, config, out))
@@ -493,7 +496,7 @@ def test_a_round_that_fails_again_and_again_does_not_hold_up_a_run_for_ever(cert
 
     link.meddle = meddle
     with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
-        execute_run(config, out=out, remote_engine=reach(link, config, out))
+        execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out))
     for _ in range(2):
         with pytest.raises(FedloomError, match="round 1: 0 of 5 clients answered, but min_clients is 3"):
             resume(out, remote_engine=reach(link, config, out))

@@ -55,9 +55,7 @@ def test_what_stays_home_does_not_travel(tmp_path: Path) -> None:
     ]
     rows = [p.arrays["model"].shape[0] for p in (*link.asked, *link.answered) if "model" in p.arrays]
     layout = next(iter(link.sites.values())).layout
-    head = sum(
-        part.stop - part.start for part in next(iter(link.sites.values())).context.training_context.personal_columns
-    )
+    head = sum(part.stop - part.start for part in next(iter(link.sites.values())).context.client.personal_columns)
     assert set(rows) == {layout.size - head}
     assert run.history[-1]["bytes_up"] == 5 * (layout.size - head) * 4
 
@@ -70,12 +68,12 @@ def test_the_server_learns_counts_and_no_samples(tmp_path: Path) -> None:
     assert all(not p.arrays for p in hellos)
     plain = plainly(config, tmp_path)
     assert run.digest == plain.digest
-    server = SiteDataServerView(link.sites[100].context.federated_data, 5, lambda k: 3)
+    server = SiteDataServerView(link.sites[100].context.data, 5, lambda k: 3)
     with pytest.raises(FedloomError, match="at its site, not here"):
         server.client_samples(0)
     saved = read_json(tmp_path / "flower" / "sites.json")["clients"]
     for client, (_, samples, trains) in saved.items():
-        federation = link.sites[100 + int(client)].context.federated_data
+        federation = link.sites[100 + int(client)].context.data
         assert samples == federation.num_examples(int(client))
         assert trains == samples - min(int(0.25 * samples + 0.5), samples - 1)
 

@@ -13,6 +13,7 @@ from fedloom.core.layout import Layout
 from fedloom.flower.site.handlers import SiteHandler
 from fedloom.methods import methods
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from fedloom.utils.storage import read_safetensors
 from tests.support.core_methods import CORE_METHODS
@@ -47,8 +48,10 @@ def make(method: str, **settings: Any) -> Config:
 def both(config: Config, folder: Path) -> tuple[RunResult, RunResult, FakeLink]:
     """The run over sites, the plain one, and the link of the first."""
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
-    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out))
-    plain = execute_run(replace_config(config, engine="sequential"), out=folder / "sequential", report=False)
+    run = execute_run(resolve_run(config), out=out, report=False, remote_engine=reach(link, config, out))
+    plain = execute_run(
+        resolve_run(replace_config(config, engine="sequential")), out=folder / "sequential", report=False
+    )
     assert run.summary["failed"] == 0
     assert len(run.history) == len(plain.history) == 1 + config.rounds
     return run, plain, link
@@ -84,9 +87,7 @@ def test_no_site_has_what_the_server_holds(method: str, tmp_path: Path) -> None:
 
 
 def samples_at(sites: dict[int, SiteHandler]) -> int:
-    return sum(
-        site.context.federated_data.num_examples(client) for site in sites.values() for client in site.client_ids
-    )
+    return sum(site.context.data.num_examples(client) for site in sites.values() for client in site.client_ids)
 
 
 @pytest.mark.parametrize("named", UNKNOWN_TO_THE_SERVER)
@@ -101,7 +102,7 @@ def test_where_clients_keep_columns_the_server_has_the_initial_ones(named: str, 
     ours, theirs = (read_safetensors(each.path / "model.safetensors") for each in (run, plain))
     initial, home = (
         site.layout.state_dict(site.initial),
-        names_at_home(site.layout, site.context.training_context.personal_columns),
+        names_at_home(site.layout, site.context.client.personal_columns),
     )
     assert home
     assert home < ours.keys() == theirs.keys()
@@ -122,11 +123,7 @@ def names_at_home(layout: Layout, stays_home: Sequence[slice]) -> set[str]:
 def test_all_batch_norms_of_the_network_stay_at_home(tmp_path: Path) -> None:
     site = make_sites(make("fedbn", model=NORMED), tmp_path)[100]
     site.build()
-    norms = {
-        name
-        for name, module in site.context.training_context.model.named_modules()
-        if "BatchNorm" in type(module).__name__
-    }
+    norms = {name for name, module in site.context.model.named_modules() if "BatchNorm" in type(module).__name__}
     assert norms
-    kept = names_at_home(site.layout, site.context.training_context.personal_columns)
+    kept = names_at_home(site.layout, site.context.client.personal_columns)
     assert kept == {entry.name for entry in site.layout.entries if entry.layer in norms}

@@ -17,6 +17,7 @@ from fedloom.flower.message import MessageArray, SiteMessage
 from fedloom.privacy.accountant import PrivacyAccountant
 from fedloom.privacy.mechanism import _SeededNoise
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from fedloom.utils.storage import read_safetensors
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
@@ -35,11 +36,13 @@ def make(**settings: Any) -> Config:
 def play(config: Config, folder: Path, change: Any = None) -> tuple[RunResult, FakeLink]:
     link, out = FakeLink(make_sites(config, folder)), folder / "flower"
     link.meddle = change
-    return execute_run(config, out=out, report=False, remote_engine=reach(link, config, out)), link
+    return execute_run(resolve_run(config), out=out, report=False, remote_engine=reach(link, config, out)), link
 
 
 def plainly(config: Config, folder: Path) -> RunResult:
-    return execute_run(replace_config(config, engine="sequential"), out=folder / "sequential", report=False)
+    return execute_run(
+        resolve_run(replace_config(config, engine="sequential")), out=folder / "sequential", report=False
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])

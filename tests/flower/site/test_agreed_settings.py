@@ -27,6 +27,7 @@ from fedloom.flower.trust.agreement import (
     format_agreement,
 )
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.fake_nodes import Town
 from tests.support.fake_nodes import site as greeting
 from tests.support.fake_transport import FakeLink, flat, make_run, make_sites, reach
@@ -54,11 +55,13 @@ def test_ordinary_training_is_agreed_on_too(tmp_path: Path) -> None:
     config, out = make_run(clients=2, clients_per_round=2, rounds=1), tmp_path / "run"
     hashed = agreement_fingerprint(agreement_settings(config))
     link = FakeLink(make_sites(config, tmp_path, [{"client": k, "agreed": hashed} for k in range(2)]))
-    assert execute_run(config, out=out, remote_engine=reach(link, config, out)).history[-1]["failed"] == 0
+    assert execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out)).history[-1]["failed"] == 0
     other, out = make_run(clients=2, clients_per_round=2, rounds=1, lr=0.3), tmp_path / "other"
     link = FakeLink(make_sites(other, tmp_path, [{"client": k, "agreed": hashed} for k in range(2)]))
     with pytest.raises(FedloomError, match=r"no site could be used: its operator agreed to settings whose fingerpri"):
-        execute_run(other, out=out, remote_engine=reach(link, other, out, join=60.0))  # but nobody waits for a minute
+        execute_run(
+            resolve_run(other), out=out, remote_engine=reach(link, other, out, join=60.0)
+        )  # but nobody waits for a minute
 
 
 def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
@@ -72,7 +75,7 @@ def test_a_run_goes_on_without_a_site_that_agreed_to_something_else(
     words = "its operator agreed to weight_decay 0.0, and this run has weight_decay 20.0"
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING, LOG.name):
-        finished = execute_run(config, out=out, remote_engine=reach(link, config, out, join=60.0))
+        finished = execute_run(resolve_run(config), out=out, remote_engine=reach(link, config, out, join=60.0))
     assert time.monotonic() - begun < 50
     assert f"node 101 cannot be used: {words}" in caplog.text
     assert finished.history[-1]["failed_clients"] == {"1": f"its site is not connected, or cannot be used: {words}"}

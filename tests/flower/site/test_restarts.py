@@ -5,6 +5,7 @@ from pathlib import Path
 from fedloom.config import replace_config
 from fedloom.flower.message import SiteMessage
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
 
 
@@ -21,7 +22,7 @@ def test_a_site_that_the_server_gave_its_number_still_has_it_after_a_restart(tmp
 
     link.meddle = meddle
     out = tmp_path / "flower"
-    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out, join=30))
+    run = execute_run(resolve_run(config), out=out, report=False, remote_engine=reach(link, config, out, join=30))
     assert [record.get("failed_clients") for record in run.history[1:]] == [{}, {}, {}]
-    plain = execute_run(replace_config(config, engine="sequential"), out=tmp_path / "plain", report=False)
+    plain = execute_run(resolve_run(replace_config(config, engine="sequential")), out=tmp_path / "plain", report=False)
     assert run.digest == plain.digest

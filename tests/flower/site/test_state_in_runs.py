@@ -14,6 +14,7 @@ from fedloom.flower.site import handlers
 from fedloom.flower.site.handlers import SiteHandler
 from fedloom.methods import methods
 from fedloom.runs.execute import execute_run
+from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
 from fedloom.utils.storage import read_safetensors
 from tests.support.fake_transport import FakeLink, make_run, make_sites, reach
@@ -78,7 +79,7 @@ def play(name: str, folder: Path, *, restarts: bool) -> tuple[RunResult, Watched
     folder.mkdir()
     config, out = make(name), folder / "run"
     link = Watched(config, folder, restarts)
-    run = execute_run(config, out=out, report=False, remote_engine=reach(link, config, out))
+    run = execute_run(resolve_run(config), out=out, report=False, remote_engine=reach(link, config, out))
     assert run.summary["failed"] == 0, run.history[-1]["failed_clients"]
     return run, link
 
@@ -95,7 +96,9 @@ def test_it_survives_restarts_of_all_sites(name: str, tmp_path: Path) -> None:
     run, anew = play(name, tmp_path / "restarted", restarts=True)
     assert anew.made > ROUNDS >= there.made
     assert run.digest == whole.digest
-    plain = execute_run(replace_config(make(name), engine="sequential"), out=tmp_path / "plain", report=False)
+    plain = execute_run(
+        resolve_run(replace_config(make(name), engine="sequential")), out=tmp_path / "plain", report=False
+    )
     if (
         "@personal" not in KEEPING[name][2]
     ):  # else the sequential engine's model has the mean of the clients' own columns
@@ -115,7 +118,7 @@ def test_without_its_folder_it_would_be_lost(name: str, tmp_path: Path, monkeypa
     whole, _ = play(name, tmp_path / "whole", restarts=False)
 
     def forgotten(site: SiteHandler, question: SiteMessage) -> tuple[dict[str, Tensor], bool]:
-        shapes, dtype = site.context.training_context.state_shapes, site.layout.dtype
+        shapes, dtype = site.context.client.state_shapes, site.layout.dtype
         return {each: torch.zeros(shape, dtype=dtype) for each, shape in shapes.items()}, True
 
     monkeypatch.setattr(SiteHandler, "_client_state", forgotten)

@@ -38,8 +38,8 @@ def test_a_site_needs_samples_to_train_on_and_no_others(data: str, model: str, c
     (app / "site_data.py").write_text(data)
     site = SiteHandler(written(app), {"client": client, "data": 1}, app, tmp_path / "site")
     site.build()
-    assert site.context.federated_data.test is None
-    assert site.context.federated_data.num_examples(client) == (30 if data == WITHOUT else 10)
+    assert site.context.data.test is None
+    assert site.context.data.num_examples(client) == (30 if data == WITHOUT else 10)
 
 
 def test_a_run_over_such_sites_ends(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from fedloom.errors import InputError
 from fedloom.methods._support import distillation as module
 from fedloom.methods._support.distillation import DistillationData
 from fedloom.runs.build import build_run
+from fedloom.runs.resolve import resolve_run
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network, small_run
 from tests.support.proxy_data import noisy, put_together
 
@@ -20,7 +21,7 @@ IMAGES = {"method": "feddf", "model": "cnn", "clients": 4, "engine": "sequential
 
 
 def test_inputs_are_the_same_ready_made_and_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with build_run(make_config(IMAGES)).engine_closed() as experiment:
+    with build_run(resolve_run(make_config(IMAGES))).engine_closed() as experiment:
         context = experiment.rounds.context
         at_once = DistillationData(context, "feddf")
         monkeypatch.setattr(module, "MOST_PREPARED", 0)
@@ -37,8 +38,8 @@ def test_outputs_are_those_of_the_deployed_model() -> None:
         context, row = experiment.rounds.context, noisy(experiment, 1)[0]
         proxy, network = DistillationData(context, "feddf"), context.make_model().eval()
         experiment.layout.bind(network, row.clone())
-        assert context.server_data is not None
-        assert torch.allclose(proxy.outputs(row), network(context.server_data.x), atol=1e-6)
+        assert context.server.data is not None
+        assert torch.allclose(proxy.outputs(row), network(context.server.data.x), atol=1e-6)
         few = torch.tensor([5, 2])
         assert torch.allclose(proxy.outputs(row, few), proxy.outputs(row)[few], atol=1e-6)
 
@@ -56,7 +57,7 @@ def test_batches_hold_every_position_once(size: int, sizes: list[int]) -> None:
 
 def test_without_data_it_says_so() -> None:
     with build_small_run("fedavg", {}).engine_closed() as experiment:
-        assert experiment.rounds.context.server_data is None
+        assert experiment.rounds.context.server.data is None
         with pytest.raises(InputError, match="feddf needs data on the server"):
             DistillationData(experiment.rounds.context, "feddf")
 

@@ -85,7 +85,7 @@ def make(method: str, name: str, **options: Any) -> Any:
         initial=row + 0.0,
         make_model=lambda: deepcopy(module),
         shape=NETWORKS[name][1],
-        make_bank=Bank.memory,
+        server=replace(some_context().server, make_bank=Bank.memory),
     )
     server, kind = SERVERS.get(method, (FedAvgServer, FedAvgOptions))
     return server(context, kind(**options))

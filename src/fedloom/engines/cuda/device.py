@@ -20,7 +20,6 @@ from fedloom.engines.parallel import ResultSlots
 from fedloom.models.layers.fused_relu import prepare_fused_relu
 from fedloom.training.batches import Positions
 from fedloom.training.context import TrainingContext
-from fedloom.training.local_training import EngineContext
 
 log = logging.getLogger("fedloom")
 
@@ -61,7 +60,7 @@ class CudaDeviceUpdate:
 class CudaDevice:
     """Slots on one device. On a CPU, for tests, steps run one after the other, without graphs."""
 
-    def __init__(self, context: EngineContext, device: torch.device, max_slots: int, *, first: bool = True) -> None:
+    def __init__(self, context: TrainingContext, device: torch.device, max_slots: int, *, first: bool = True) -> None:
         self.device = device
         self.max_slots = max_slots
         """Maximum number of slots."""
@@ -70,12 +69,12 @@ class CudaDevice:
         """Result slots without a result."""
         self._context = context
         # Slots of one GPU share frozen weights. Another GPU needs copies of them, and of a loss that has weights.
-        self._training_context = context.training_context if first else _copied(context.training_context, device)
+        self._training_context = context if first else _copied(context, device)
         prepare_fused_relu(self._training_context.model, device)
         self._results: ResultSlots | None = None
         self._pool: Samples | None = None
-        if isinstance(context.federated_data, PartitionedDataset):
-            pool = context.federated_data.pool
+        if isinstance(context.data, PartitionedDataset):
+            pool = context.data.pool
             try:
                 self._pool = Samples(pool.x.to(device), pool.y.to(device))
             except torch.OutOfMemoryError:
@@ -142,7 +141,7 @@ class CudaDevice:
 
     def client_samples(self, slot: CudaSlot, client_id: int) -> tuple[Samples, Positions]:
         """Return samples on the device, and the indices of a client's own."""
-        federated_data = self._context.federated_data
+        federated_data = self._context.data
         if self._pool is not None and isinstance(federated_data, PartitionedDataset):
             return self._pool, federated_data.client_indices[client_id]
         samples = federated_data.client_samples(client_id)

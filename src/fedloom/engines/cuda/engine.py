@@ -28,7 +28,8 @@ from fedloom.engines.cuda.graph_evaluator import GraphEvaluator
 from fedloom.engines.cuda.slot import CudaSlot, copy_slot_context
 from fedloom.engines.parallel import LargestFirstQueue, estimate_client_work
 from fedloom.errors import InsufficientMemoryError, describe_error
-from fedloom.training.local_training import EngineContext, Train, evaluate_clients_locally, finish_client_update
+from fedloom.training.context import Train, TrainingContext
+from fedloom.training.local_training import evaluate_clients_locally, finish_client_update
 from fedloom.training.trainer import LocalTrainer
 
 MOST_SLOTS = 16
@@ -48,7 +49,7 @@ class CudaEngine(Engine):
 
     name = "cuda"
 
-    def __init__(self, context: EngineContext, devices: Devices = "cuda", slots: int = 0) -> None:
+    def __init__(self, context: TrainingContext, devices: Devices = "cuda", slots: int = 0) -> None:
         super().__init__(context)
         named = [devices] if isinstance(devices, torch.device | str) else devices
         max_slots = slots or MOST_SLOTS
@@ -70,7 +71,7 @@ class CudaEngine(Engine):
     def concurrency(self) -> int:
         return max(len(gpu.slots) for gpu in self.gpus)
 
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         rooms = [gpu.allocate_results(len(tasks)) for gpu in self.gpus]
         for gpu in self.gpus:
             gpu.add_slots(ceil(len(tasks) / len(self.gpus)))
@@ -78,7 +79,7 @@ class CudaEngine(Engine):
         gpu_of_slot = {id(slot): gpu for gpu in self.gpus for slot in gpu.slots}
         # Each GPU alone can hold all results of a window, so a GPU with a free slot has a free result slot too.
         queue = LargestFirstQueue(
-            [estimate_client_work(self.context.federated_data, task) for task in tasks], max_ahead=min(rooms, default=0)
+            [estimate_client_work(self.context.data, task) for task in tasks], max_ahead=min(rooms, default=0)
         )
         idle = self.slots
         answers: dict[int, CudaDeviceUpdate | ClientFailure] = {}
@@ -100,7 +101,7 @@ class CudaEngine(Engine):
                     gpu = gpu_of_slot[id(slot)]
                     result_slot = gpu.free_result_slots.pop()
                     working.appendleft(
-                        (slot, index, result_slot, self._work(gpu, slot, round, tasks[index], result_slot, before))
+                        (slot, index, result_slot, self._work(gpu, slot, tasks[index], result_slot, before))
                     )
                     turns = len(working)
                 if not working:
@@ -144,16 +145,16 @@ class CudaEngine(Engine):
                 answer.gpu.free_result_slots.append(answer.result_slot)
             queue.num_delivered += 1
 
-    def _work(
-        self, gpu: CudaDevice, slot: CudaSlot, round: int, task: ClientTask, result_slot: int, before: Sequence[Any]
-    ) -> Work:
+    def _work(self, gpu: CudaDevice, slot: CudaSlot, task: ClientTask, result_slot: int, before: Sequence[Any]) -> Work:
         """Train one client; yield None after every step, and its `CudaDeviceUpdate` at the end."""
         for event in before:
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
         store, sample_indices = gpu.client_samples(slot, task.client_id)
         client_state, first_visit = self.client_states.get(task.client_id), task.client_id not in self.client_states
-        slot.assign_task(round, task.client_id, store, sample_indices, task.row, task.extras, client_state, first_visit)
+        slot.assign_task(
+            task.round, task.client_id, store, sample_indices, task.row, task.extras, client_state, first_visit
+        )
         row, destinations = slot.row, {"client_state": dict(slot.client_state), "uploads": dict(slot.uploads)}
         all_steps, ahead = self._train_function_of(slot)(slot), LEAD
         while True:
@@ -176,7 +177,9 @@ class CudaEngine(Engine):
     def _train_function_of(self, slot: CudaSlot) -> Train:
         if slot not in self._train_functions:
             self._train_functions[slot] = (
-                self.context.make_train() if self.context.make_train is not None else self.context.train
+                self.context.client.make_copy()
+                if self.context.client.make_copy is not None
+                else self.context.client.train
             )
         return self._train_functions[slot]
 
@@ -194,7 +197,7 @@ class CudaEngine(Engine):
             raise_engine_memory_error(error)
 
     def evaluate(self, row: Tensor) -> EvaluationResult | None:
-        test = self.context.federated_data.test
+        test = self.context.data.test
         if test is None or not len(test):
             return None
         return self._make_room_for(lambda: self._make_evaluator(test).evaluate(row))
@@ -202,19 +205,19 @@ class CudaEngine(Engine):
     def _make_evaluator(self, test: Samples) -> GraphEvaluator:
         if self._evaluator is None:
             self._evaluator = GraphEvaluator(
-                LocalTrainer(copy_slot_context(self.context.training_context), self.device),
-                self.context.training_context,
+                LocalTrainer(copy_slot_context(self.context), self.device),
+                self.context,
                 test,
             )
         return self._evaluator
 
-    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+    def evaluate_clients(self, tasks: Sequence[ClientTask]) -> list[float | None]:
         """Evaluate one client after the other, step by step: they are few, and only in rounds with evaluation."""
 
         def work() -> list[float | None]:
             if self._personal_trainer is None:
-                self._personal_trainer = LocalTrainer(copy_slot_context(self.context.training_context), self.device)
-            return evaluate_clients_locally(self._personal_trainer, self.context, self.client_states, round, tasks)
+                self._personal_trainer = LocalTrainer(copy_slot_context(self.context), self.device)
+            return evaluate_clients_locally(self._personal_trainer, self.context, self.client_states, tasks)
 
         return self._make_room_for(work)
 

@@ -27,11 +27,11 @@ class GraphEvaluator(StaticGraphOwner):
         self._test = Samples(test.x.to(device), test.y.to(device))
         self._row = context.layout.empty(device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._correct_per_class = torch.zeros(context.classes, dtype=torch.int64, device=device)
-        self._is_correct = torch.zeros(len(test) if context.classes else 0, dtype=torch.bool, device=device)
+        self._correct_per_class = torch.zeros(context.data.classes, dtype=torch.int64, device=device)
+        self._is_correct = torch.zeros(len(test) if context.data.classes else 0, dtype=torch.bool, device=device)
         count_per_class = (
-            torch.bincount(test.y, minlength=context.classes).cpu().numpy()
-            if context.classes
+            torch.bincount(test.y, minlength=context.data.classes).cpu().numpy()
+            if context.data.classes
             else np.zeros(0, np.int64)
         )
         self._count_per_class = count_per_class.astype(np.int64)
@@ -74,9 +74,9 @@ class GraphEvaluator(StaticGraphOwner):
         for chunk in evaluation_slices(self._test):
             piece = self._test[chunk]
             with self._trainer.module_buffers.untouched():
-                output = module(context.transform(piece.x, channels_last=context.channels_last))
+                output = module(context.data.transform(piece.x, channels_last=context.numerics.channels_last))
             self._loss.add_(context.criterion(output, piece.y).double(), alpha=len(piece))
-            if context.classes:
+            if context.data.classes:
                 is_correct = output.argmax(dim=1) == piece.y
                 self._is_correct[chunk] = is_correct
                 self._correct_per_class.scatter_add_(0, piece.y, is_correct.long())

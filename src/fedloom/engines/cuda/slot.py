@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig
 from fedloom.core.rng import GLOBAL_RNG_LOCK, use_generator
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.data import Samples
 from fedloom.devices.cuda_graphs import MAX_GRAPHS, EagerRunner, GraphStepKinds, make_graph_runner
 from fedloom.engines.cuda.batch_queue import BatchQueue
@@ -91,8 +92,10 @@ class CudaSlot(LocalTrainer):
         self.graph_runner = make_graph_runner(self.device, (self._generator, self._noise), stream_priority)
         zeros = partial(torch.zeros, device=self.device)
         self.row, self.received = layout.empty(self.device), layout.empty(self.device)
-        self.client_state = {name: zeros(shape, dtype=layout.dtype) for name, shape in context.state_shapes.items()}
-        self.uploads = {name: zeros(shape, dtype=layout.dtype) for name, shape in context.upload_shapes.items()}
+        self.client_state = {
+            name: zeros(shape, dtype=layout.dtype) for name, shape in context.client.state_shapes.items()
+        }
+        self.uploads = {name: zeros(shape, dtype=layout.dtype) for name, shape in context.client.upload_shapes.items()}
         self._task_memory = (self.row, self.client_state, self.uploads)
         self._extras: dict[str, Tensor] = {}
         self._sample_memory: Samples | None = None
@@ -104,9 +107,15 @@ class CudaSlot(LocalTrainer):
         self._current_step: GraphKeyStep | None = None
         """The step of the present `LocalSteps`."""
         self._lr_space = zeros((), dtype=layout.dtype)
-        augmented = context.augment is not None  # augmentation is part of a step: its draws depend on the batch
-        transform = _as_it_is if augmented else partial(context.transform, channels_last=context.channels_last)
-        self._batch_queue = BatchQueue(self.device, transform, channels_last=context.channels_last and not augmented)
+        augmented = (
+            context.numerics.augment is not None
+        )  # augmentation is part of a step: its draws depend on the batch
+        transform = (
+            _as_it_is if augmented else partial(context.data.transform, channels_last=context.numerics.channels_last)
+        )
+        self._batch_queue = BatchQueue(
+            self.device, transform, channels_last=context.numerics.channels_last and not augmented
+        )
 
     def assign_task(
         self,
@@ -128,9 +137,8 @@ class CudaSlot(LocalTrainer):
             target.zero_()
         extras_memory = {name: self._copy_extra(name, value) for name, value in extras.items()}
         self._sample_indices = sample_indices
-        self.start_task(
-            round, client_id, store, row, self.received, extras_memory, dict(state_memory), dict(uploads), first_visit
-        )
+        task = ClientTask(client_id, self.received, extras=extras_memory, round=round)
+        self.start_task(task, TaskMemory(row, dict(state_memory), dict(uploads), first_visit), store)
 
     def _load_samples(self, samples: Samples) -> None:
         self._seed()

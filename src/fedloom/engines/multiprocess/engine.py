@@ -12,7 +12,7 @@ import multiprocessing
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 
@@ -33,6 +33,7 @@ from fedloom.engines.multiprocess.worker import (
     WorkerEvaluateClientRequest,
     WorkerEvaluateReply,
     WorkerEvaluateRequest,
+    WorkerTask,
     WorkerTensorAddress,
     WorkerTrainReply,
     WorkerTrainRequest,
@@ -40,7 +41,7 @@ from fedloom.engines.multiprocess.worker import (
 )
 from fedloom.engines.parallel import LargestFirstQueue, ResultSlots, estimate_client_work
 from fedloom.errors import FedloomError
-from fedloom.training.local_training import EngineContext
+from fedloom.training.context import TrainingContext
 from fedloom.utils.system import available_cpu_count
 
 SLOT_MEMORY = 1 << 30
@@ -58,7 +59,7 @@ def multiprocess_engine_available() -> bool:
 class _Worker:
     """The main process's handle of a worker process."""
 
-    def __init__(self, context: EngineContext, result_slots: ResultSlots, other_workers: Sequence["_Worker"]) -> None:
+    def __init__(self, context: TrainingContext, result_slots: ResultSlots, other_workers: Sequence["_Worker"]) -> None:
         process_context = multiprocessing.get_context("fork")
         self.pipe, worker_pipe = process_context.Pipe()
         inherited_pipes = [self.pipe, *(other.pipe for other in other_workers)]
@@ -99,14 +100,14 @@ class MultiprocessEngine(Engine):
 
     name = "multiprocess"
 
-    def __init__(self, context: EngineContext, workers: int = 0) -> None:
+    def __init__(self, context: TrainingContext, workers: int = 0) -> None:
         super().__init__(context)
         self.num_workers = workers or available_cpu_count()
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        one = ResultSlots(1, context.training_context)
-        affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * context.training_context.layout.dtype.itemsize)
-        self._slots = ResultSlots(max(4 * self.num_workers, min(affordable, 4096)), context.training_context)
+        one = ResultSlots(1, context)
+        affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * context.layout.dtype.itemsize)
+        self._slots = ResultSlots(max(4 * self.num_workers, min(affordable, 4096)), context)
         self._workers: list[_Worker] = []
         self._num_mapped = 0
         self._shared_copies: list[Bank] = []
@@ -117,14 +118,14 @@ class MultiprocessEngine(Engine):
     def make_bank(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Bank:
         return Bank.shared(count, width, dtype)
 
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         addresses = self._share_tensors(
             [tensor for task in tasks for tensor in (task.row, *task.extras.values())], len(tasks)
         )
         free = list(range(len(self._slots)))
         slot_of: dict[int, int] = {}
         queue = LargestFirstQueue(
-            [estimate_client_work(self.context.federated_data, task) for task in tasks], max_ahead=len(self._slots)
+            [estimate_client_work(self.context.data, task) for task in tasks], max_ahead=len(self._slots)
         )
         replies: dict[int, Reply] = {}
 
@@ -133,17 +134,8 @@ class MultiprocessEngine(Engine):
             slot = slot_of.get(index)
             if slot is None:
                 slot = slot_of[index] = free.pop()
-            self._load_client_state(task.client_id, slot)
-            extras = tuple((name, addresses[_key(tensor)]) for name, tensor in task.extras.items())
-            return WorkerTrainRequest(
-                index,
-                round,
-                task.client_id,
-                slot,
-                addresses[_key(task.row)],
-                extras,
-                task.client_id not in self.client_states,
-            )
+            first_visit = self._load_client_state(task.client_id, slot)
+            return WorkerTrainRequest(index, _worker_task(task, addresses), slot, first_visit)
 
         try:
             for turn, task in enumerate(tasks):
@@ -152,10 +144,16 @@ class MultiprocessEngine(Engine):
                 reply = replies.pop(turn)
                 slot = slot_of.pop(turn)
                 if isinstance(reply, WorkerTrainReply):
-                    uploads, client_state = self._slots.group(slot, "uploads"), self._slots.group(slot, "client_state")
-                    row = self._slots.row(slot)
+                    memory, outcome = self._slots.memory(slot, False), reply.outcome
                     yield ClientUpdate(
-                        task, row, reply.num_examples, reply.loss, reply.steps, uploads, client_state, reply.finite
+                        task,
+                        memory.row,
+                        outcome.num_examples,
+                        outcome.loss,
+                        outcome.steps,
+                        memory.uploads,
+                        memory.client_state,
+                        reply.finite,
                     )
                 elif isinstance(reply, WorkerErrorReply):
                     yield ClientFailure(task, reply.reason)
@@ -165,7 +163,7 @@ class MultiprocessEngine(Engine):
             self._stop_busy_workers()
 
     def evaluate(self, row: Tensor) -> EvaluationResult | None:
-        test = self.context.federated_data.test
+        test = self.context.data.test
         if test is None or not len(test):
             return None
         num_slices = len(evaluation_slices(test))
@@ -186,22 +184,19 @@ class MultiprocessEngine(Engine):
             results.append(reply.result)
         return sum(results[1:], start=results[0])
 
-    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+    def evaluate_clients(self, tasks: Sequence[ClientTask]) -> list[float | None]:
         addresses = self._share_tensors([task.row for task in tasks], len(tasks))
         free, slot_of = list(range(len(self._slots))), dict[int, int]()
         queue = LargestFirstQueue(
-            [estimate_client_work(self.context.federated_data, task) for task in tasks], max_ahead=len(tasks)
+            [estimate_client_work(self.context.data, task) for task in tasks], max_ahead=len(tasks)
         )
         replies: dict[int, Reply] = {}
 
         def make(index: int) -> Order:
             task = tasks[index]
             slot = slot_of[index] if index in slot_of else slot_of.setdefault(index, free.pop())
-            self._load_client_state(task.client_id, slot)
-            first_visit = task.client_id not in self.client_states
-            return WorkerEvaluateClientRequest(
-                index, round, task.client_id, slot, addresses[_key(task.row)], first_visit
-            )
+            first_visit = self._load_client_state(task.client_id, slot)
+            return WorkerEvaluateClientRequest(index, _worker_task(task, addresses), slot, first_visit)
 
         try:
             while len(replies) < len(tasks):
@@ -212,11 +207,12 @@ class MultiprocessEngine(Engine):
         found = [replies[index] for index in range(len(tasks))]
         return [reply.accuracy if isinstance(reply, WorkerEvaluateClientReply) else None for reply in found]
 
-    def _load_client_state(self, client_id: int, slot: int) -> None:
-        """Copy the client state into a slot; zeros if there is none yet."""
+    def _load_client_state(self, client_id: int, slot: int) -> bool:
+        """Copy the client state into a slot, zeros if there is none yet. Return whether this is the first visit."""
         client_state = self.client_states.get(client_id)
         for name, tensor in self._slots.group(slot, "client_state").items():
             tensor.copy_(client_state[name]) if name in client_state else tensor.zero_()
+        return client_id not in self.client_states
 
     def close(self) -> None:
         for worker in self._workers:
@@ -318,6 +314,11 @@ class MultiprocessEngine(Engine):
             self._shared_copies[index] = Bank.shared(1, tensor.numel(), tensor.dtype)
             space = self._shared_copies[index].rows[0]
         return space[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def _worker_task(task: ClientTask, addresses: Mapping[object, WorkerTensorAddress]) -> WorkerTask:
+    extras = tuple((name, addresses[_key(tensor)]) for name, tensor in task.extras.items())
+    return WorkerTask(task.client_id, task.round, addresses[_key(task.row)], extras)
 
 
 def _key(tensor: Tensor) -> object:

@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 from fedloom.core.bank import bank_tensor_at_address
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.layout import all_finite
+from fedloom.core.tasks import ClientTask
 from fedloom.engines.parallel import ResultSlots
 from fedloom.errors import describe_error
-from fedloom.training.local_training import EngineContext, evaluate_client, train_client
+from fedloom.training.context import TrainingContext
+from fedloom.training.local_training import TrainOutcome, evaluate_client, train_client
 from fedloom.training.trainer import LocalTrainer
 from fedloom.utils.system import die_with_parent, keep_freed_memory
 
@@ -37,15 +39,26 @@ class WorkerTensorAddress:
 
 
 @dataclass(frozen=True)
+class WorkerTask:
+    """A `ClientTask` for another process: its tensors are given by their addresses."""
+
+    client_id: int
+    round: int
+    row: WorkerTensorAddress
+    extras: tuple[tuple[str, WorkerTensorAddress], ...]
+
+    def task(self) -> ClientTask:
+        extras = {name: address.tensor() for name, address in self.extras}
+        return ClientTask(self.client_id, self.row.tensor(), extras=extras, round=self.round)
+
+
+@dataclass(frozen=True)
 class WorkerTrainRequest:
     """A request to train one client in a slot."""
 
     index: int
-    round: int
-    client_id: int
+    task: WorkerTask
     slot: int
-    row: WorkerTensorAddress
-    extras: tuple[tuple[str, WorkerTensorAddress], ...]
     first_visit: bool
 
 
@@ -62,19 +75,15 @@ class WorkerEvaluateClientRequest:
     """A request to evaluate one client's personalized model, which is computed in a slot."""
 
     index: int
-    round: int
-    client_id: int
+    task: WorkerTask
     slot: int
-    row: WorkerTensorAddress
     first_visit: bool
 
 
 @dataclass(frozen=True)
 class WorkerTrainReply:
     index: int
-    num_examples: int
-    loss: float
-    steps: int
+    outcome: TrainOutcome
     finite: bool
     """Whether every number of the result is finite. The worker has the result in its cache, so it checks faster."""
 
@@ -108,7 +117,7 @@ Reply = WorkerTrainReply | WorkerErrorReply | WorkerEvaluateReply | WorkerEvalua
 
 
 def run_worker_process(
-    pipe: Connection, inherited_pipes: Sequence[Connection], context: EngineContext, result_slots: ResultSlots
+    pipe: Connection, inherited_pipes: Sequence[Connection], context: TrainingContext, result_slots: ResultSlots
 ) -> None:
     """Receive requests, carry them out and reply, until the main process is gone."""
     for inherited_pipe in inherited_pipes:
@@ -130,7 +139,7 @@ def run_worker_process(
         while True:
             request = pipe.recv()
             try:
-                trainer = trainer or LocalTrainer(context.training_context)
+                trainer = trainer or LocalTrainer(context)
                 reply = _carry_out(request, trainer, context, result_slots)
             except (Exception, SystemExit) as error:  # the round goes on without this client
                 reply = WorkerErrorReply(request.index, describe_error(error))
@@ -139,40 +148,21 @@ def run_worker_process(
         os._exit(0)
 
 
-def _carry_out(request: Order, trainer: LocalTrainer, context: EngineContext, result_slots: ResultSlots) -> Reply:
+def _carry_out(request: Order, trainer: LocalTrainer, context: TrainingContext, result_slots: ResultSlots) -> Reply:
     if isinstance(request, WorkerEvaluateRequest):
-        test = context.federated_data.test
+        test = context.data.test
         assert test is not None, "the main process requests an evaluation only with a test set"
         return WorkerEvaluateReply(
             request.index, trainer.evaluate(request.row.tensor(), test[evaluation_slices(test)[request.index]])
         )
+    task, memory = request.task.task(), result_slots.memory(request.slot, request.first_visit)
     if isinstance(request, WorkerEvaluateClientRequest):
-        row, client_state = result_slots.row(request.slot), result_slots.group(request.slot, "client_state")
-        received = request.row.tensor()
-        accuracy = evaluate_client(
-            trainer, context, request.round, request.client_id, row, received, client_state, request.first_visit
-        )
+        accuracy = evaluate_client(trainer, context, task, replace(memory, uploads={}))
         return WorkerEvaluateClientReply(request.index, accuracy)
-    row, uploads, client_state = (
-        result_slots.row(request.slot),
-        result_slots.group(request.slot, "uploads"),
-        result_slots.group(request.slot, "client_state"),
-    )
-    for tensor in uploads.values():
+    for tensor in memory.uploads.values():
         tensor.zero_()
-    num_examples, loss, steps = train_client(
-        trainer,
-        context,
-        request.round,
-        request.client_id,
-        row,
-        request.row.tensor(),
-        {name: address.tensor() for name, address in request.extras},
-        client_state,
-        uploads,
-        request.first_visit,
+    outcome = train_client(trainer, context, task, memory)
+    finite = context.layout.is_finite(memory.row) and all(
+        map(all_finite, (*memory.uploads.values(), *memory.client_state.values()))
     )
-    finite = context.training_context.layout.is_finite(row) and all(
-        map(all_finite, (*uploads.values(), *client_state.values()))
-    )
-    return WorkerTrainReply(request.index, num_examples, loss, steps, finite)
+    return WorkerTrainReply(request.index, outcome, finite)

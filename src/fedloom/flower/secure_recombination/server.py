@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
-from fedloom.config import Config
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientTask, Shapes
 from fedloom.errors import FedloomError, InputError
@@ -20,18 +19,20 @@ from fedloom.flower.secure_recombination.relay import MissingRelayMessage, Relay
 from fedloom.flower.server.engine import EngineNoReply, EngineSiteRequest, FlowerEngine
 from fedloom.flower.tensors import decode_tensor_columns, split_tensors_by_layer
 from fedloom.methods._support.layer_exchange import LayerExchange
+from fedloom.runs.resolve import RunRequest
 
 
-def make_server_exchange(config: Config, layout: Layout) -> "SecureExchange | None":
+def make_server_exchange(request: RunRequest, layout: Layout) -> "SecureExchange | None":
     """Return the hook for the engine, or None if clients exchange no layers in this run."""
-    return None if make_layer_exchange(config, layout, config.rounds - 1) is None else SecureExchange(config)
+    exchange = make_layer_exchange(request.method, layout, request.config.rounds - 1)
+    return None if exchange is None else SecureExchange(request)
 
 
 class SecureExchange:
     """Lets the sites exchange layers before the server gets their models; implements `EngineUpdateExchange`."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, request: RunRequest) -> None:
+        self._config, self._method = request.config, request.method
         self._exchange: LayerExchange | None = None
         self._costs: dict[str, float] = {}
 
@@ -44,14 +45,14 @@ class SecureExchange:
     def plan(self, engine: FlowerEngine, round: int) -> bool:
         """Return whether sites exchange layers in this round; a simulation has nobody to hide them from."""
         self._costs = {}
-        self._exchange = make_layer_exchange(self._config, engine.context.training_context.layout, round)
+        self._exchange = make_layer_exchange(self._method, engine.context.layout, round)
         if self._exchange is None:
             return False
         engine.registry.refresh(engine.transport)
         registrations = engine.registry.registrations
         if registrations and all(registration.get("simulated") is True for registration in registrations.values()):
             return False
-        self.check(engine.context.training_context.upload_shapes)
+        self.check(engine.context.client.upload_shapes)
         for client_id, registration in registrations.items():
             if not registration.get("exchanges_as"):
                 trouble = (

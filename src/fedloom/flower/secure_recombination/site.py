@@ -16,7 +16,7 @@ The node configuration says who the site is and whom it trusts:
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,14 +92,14 @@ def _train_for_exchange(site: SiteHandler, request: SiteMessage) -> SiteMessage:
         result = site.train(request)
     except SiteStateLost as error:
         return request.reply("failed", {"reason": str(error), "state_lost": True})
-    about = {"num_examples": result.num_examples, "loss": result.loss, "steps": result.steps}
-    if not result.num_examples:
+    about = asdict(result.outcome)
+    if not result.outcome.num_examples:
         return request.reply("mix/idle", about)
-    if result.uploads:
+    if result.memory.uploads:
         raise MessageRejected("what it sends beside its model would reveal what was trained")
-    if not site.layout.is_finite(result.row):
+    if not site.layout.is_finite(result.memory.row):
         raise FedloomError("its model is not finite")  # nobody else can check it once it is sealed
-    row, model_index = result.row.cpu(), _model_index(request)
+    row, model_index = result.memory.row.cpu(), _model_index(request)
     layers = [encode_tensor_columns(row, parts) for parts in split_tensors_by_layer(exchange.layers, site.codec)]
     terms = CryptoTerms(tuple(map(len, layers)), exchange.send_probability, exchange.mixed, opener)
     random_draws, min_sites = _draws(site, header["round"], model_index), _min_sites(site.node_config)
@@ -158,7 +158,7 @@ def _answered(
 def _plan(site: SiteHandler, request: SiteMessage) -> LayerExchange | None:
     """Return what clients exchange in this round, by the site's own copy of the run's settings."""
     site.build()
-    return make_layer_exchange(site.config, site.layout, request.header["round"])
+    return make_layer_exchange(site.method, site.layout, request.header["round"])
 
 
 def _key(request: SiteMessage) -> tuple[str, int, int]:
@@ -186,7 +186,7 @@ def _draws(site: SiteHandler, round: int, model_index: int) -> RandomDraws:
         return participant_random_source
     if wanted != "seeded":
         raise InputError(f"exchange-draws in the node configuration must be private or seeded, not {wanted!r}.")
-    rng_streams: RngStreams = site.context.training_context.rng_streams
+    rng_streams: RngStreams = site.context.rng_streams
 
     def draws(attempt: int, number: int) -> LayerExchangeRng:
         return rng_streams.numpy(layer_exchange_stream_name(attempt, number), round, model_index)

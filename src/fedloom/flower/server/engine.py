@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedloom.config import Config
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate, Shapes
 from fedloom.data import FederatedDataset
@@ -31,7 +30,8 @@ from fedloom.flower.server.client_registry import LOG, ClientRegistry
 from fedloom.flower.server.transport import GridTransport, Transport
 from fedloom.flower.site_data import SiteDataServerView
 from fedloom.flower.tensors import ModelTensorCodec, decode_tensor_into, encode_tensor
-from fedloom.training.local_training import EngineContext
+from fedloom.runs.resolve import RunRequest
+from fedloom.training.context import TrainingContext
 from fedloom.training.trainer import LocalTrainer
 
 SHORTEST_POLL, LONGEST_POLL, POLL_SHARE = 0.05, 1.0, 0.05
@@ -91,7 +91,7 @@ class FlowerEngine(Engine):
 
     def __init__(
         self,
-        context: EngineContext,
+        context: TrainingContext,
         transport: Transport,
         registry: ClientRegistry,
         deadline: float,
@@ -103,9 +103,9 @@ class FlowerEngine(Engine):
         self._sites_file = sites_file
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the multiprocess engine's workers: more threads round sums differently
-        layout = context.training_context.layout
+        layout = context.layout
         self._fingerprint = layout.fingerprint()
-        self.codec = ModelTensorCodec(layout, context.training_context.personal_columns)
+        self.codec = ModelTensorCodec(layout, context.client.personal_columns)
         self._row = layout.empty()
         self._trainer: LocalTrainer | None = None
         self.accepted: dict[int, str] = {}
@@ -115,7 +115,8 @@ class FlowerEngine(Engine):
         self.late = 0
         """Replies in the whole run that came after their deadline."""
 
-    def train(self, round: int, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+    def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
+        round = tasks[0].round if tasks else 0
         arrays: dict[object, MessageArray] = {}
 
         def once(tensor: Tensor, row: bool = False) -> MessageArray:
@@ -156,10 +157,10 @@ class FlowerEngine(Engine):
 
     def _update(self, task: ClientTask, answer: SiteMessage) -> ClientUpdate:
         """Return the update in a reply, checked."""
-        header, training_context = answer.header, self.context.training_context
+        header, upload_shapes = answer.header, self.context.client.upload_shapes
         if answer.kind != "trained":
             raise MessageRejected(f"it sent {answer.kind[:40]!r}, not a trained model")
-        expected = {"model", *(f"upload/{name}" for name in training_context.upload_shapes)}
+        expected = {"model", *(f"upload/{name}" for name in upload_shapes)}
         if answer.arrays.keys() != expected:
             raise MessageRejected(f"it sent {_names(answer.arrays)}, not {_names(expected)}")
         self.check_training_header(task.client_id, answer)
@@ -167,9 +168,9 @@ class FlowerEngine(Engine):
         row = self.codec.decode(answer.arrays["model"], self._row.copy_(task.row))
         uploads = {
             name: decode_tensor_into(
-                torch.empty(shape, dtype=training_context.layout.dtype), answer.arrays[f"upload/{name}"], f"its {name}"
+                torch.empty(shape, dtype=self.context.layout.dtype), answer.arrays[f"upload/{name}"], f"its {name}"
             )
-            for name, shape in training_context.upload_shapes.items()
+            for name, shape in upload_shapes.items()
         }
         return ClientUpdate(task, row, num_examples, loss, steps, uploads)
 
@@ -183,19 +184,20 @@ class FlowerEngine(Engine):
             raise MessageRejected(f"it says that it trained on {num_examples} samples, but it registered {declared}")
 
     def commit_update(self, update: ClientUpdate) -> None:
-        if self.context.training_context.state_shapes:
+        if self.context.client.state_shapes:
             self.accepted[update.client_id] = self._nonce
 
     def evaluate(self, row: Tensor) -> EvaluationResult | None:
-        test = self.context.federated_data.test
+        test = self.context.data.test
         if test is None or not len(test):
             return None
         if self._trainer is None:
-            self._trainer = LocalTrainer(self.context.training_context)
+            self._trainer = LocalTrainer(self.context)
         results = [self._trainer.evaluate(row, test[chunk]) for chunk in evaluation_slices(test)]
         return sum(results[1:], start=results[0])
 
-    def evaluate_clients(self, round: int, tasks: Sequence[ClientTask]) -> list[float | None]:
+    def evaluate_clients(self, tasks: Sequence[ClientTask]) -> list[float | None]:
+        round = tasks[0].round if tasks else 0
         requests = [
             EngineSiteRequest(
                 task.client_id,
@@ -333,10 +335,10 @@ EXCHANGE = "fedloom.flower.secure_recombination.server"
 """Module of the exchange between sites."""
 
 
-def make_engine_exchange(config: Config, context: EngineContext) -> EngineUpdateExchange | None:
+def make_engine_exchange(request: RunRequest, context: TrainingContext) -> EngineUpdateExchange | None:
     """Return the exchange between the sites of this run, or None."""
     exchange: EngineUpdateExchange | None = importlib.import_module(EXCHANGE).make_server_exchange(
-        config, context.training_context.layout
+        request, context.layout
     )
     return exchange
 
@@ -344,10 +346,11 @@ def make_engine_exchange(config: Config, context: EngineContext) -> EngineUpdate
 class FlowerEngineFactory:
     """A `RemoteEngineFactory` (engines/base.py) for the sites behind a transport."""
 
-    def __init__(self, transport: Transport, config: Config, folder: Path, join_seconds: float) -> None:
+    def __init__(self, transport: Transport, request: RunRequest, folder: Path, join_seconds: float) -> None:
+        config = request.config
         if config.clients is None:
             raise InputError("a run over sites must say how many clients there are; give --clients.")
-        self._transport, self._config = transport, config
+        self._transport, self._request = transport, request
         self._file = folder / SITES_FILE
         self.registry = ClientRegistry(config.clients)
         self.registry.load(self._file)
@@ -356,15 +359,16 @@ class FlowerEngineFactory:
     def server_view(self, federated_data: FederatedDataset) -> FederatedDataset:
         return SiteDataServerView(federated_data, len(federated_data), self.registry.num_examples)
 
-    def create_engine(self, context: EngineContext) -> Engine:
+    def create_engine(self, context: TrainingContext) -> Engine:
         if isinstance(self._transport, GridTransport):
             self._transport.max_bytes = _largest_answer(context)
-        exchange = make_engine_exchange(self._config, context)
-        return FlowerEngine(context, self._transport, self.registry, self._config.deadline, self._file, exchange)
+        exchange = make_engine_exchange(self._request, context)
+        return FlowerEngine(
+            context, self._transport, self.registry, self._request.config.deadline, self._file, exchange
+        )
 
 
-def _largest_answer(context: EngineContext) -> int:
+def _largest_answer(context: TrainingContext) -> int:
     """Return more bytes than a valid reply has: twice the model and uploads, because encryption adds a little."""
-    training_context = context.training_context
-    numbers = training_context.layout.size + sum(math.prod(shape) for shape in training_context.upload_shapes.values())
-    return (1 << 20) + 2 * numbers * training_context.layout.dtype.itemsize
+    numbers = context.layout.size + sum(math.prod(shape) for shape in context.client.upload_shapes.values())
+    return (1 << 20) + 2 * numbers * context.layout.dtype.itemsize

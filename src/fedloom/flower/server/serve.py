@@ -22,9 +22,10 @@ from fedloom.flower.site_data import (
     read_site_data_spec,
 )
 from fedloom.flower.trust.agreement import agreement_difference, agreement_settings
+from fedloom.methods.composition import ComposedMethod
 from fedloom.runs.callback import Callback, RunDescription, combine_callbacks
 from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directory, refuse_occupied_directory
-from fedloom.runs.resolve import UserObjects, record_partition_hash, resolve_method
+from fedloom.runs.resolve import RunRequest, UserObjects, complete_request, record_partition_hash, resolve_method
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -53,14 +54,14 @@ def serve_run(transport: Transport, config: Config, settings: ServerAppSettings,
     config = set_app_site_data(config, spec)
     if not settings.folder:
         raise InputError('the run config must set the run directory on the server: folder = "/path".')
-    folder = Path(settings.folder)
-    _refuse_missing_data(config, spec)
+    folder, method = Path(settings.folder), resolve_method(config)
+    _refuse_missing_data(config, method, spec)
     # Before the sites are asked, because another server may be using them.
     with combine_callbacks([_LogCallback()]) as callbacks, claim_directory(folder, _refuse_foreign):
         goes_on = is_run_directory(folder)
         if goes_on:
-            _refuse_other_settings(folder, config, spec)
-        sites = FlowerEngineFactory(transport, config, folder, settings.join)
+            _refuse_other_settings(folder, config, method, spec)
+        sites = FlowerEngineFactory(transport, RunRequest(config, method), folder, settings.join)
         data = None
         if spec is not None and config.clients is not None:
             data = SiteDataServerView(make_empty_site_dataset(spec), config.clients, sites.registry.num_examples)
@@ -69,8 +70,8 @@ def serve_run(transport: Transport, config: Config, settings: ServerAppSettings,
             return resume_in_directory(
                 RunDirectory.open(folder), UserObjects(data=data), callbacks, remote_engine=sites
             )
-        config = replace_config(config, options=resolve_method(config).resolved_options())
-        return execute_in_directory(folder, config, UserObjects(data=data), callbacks, remote_engine=sites)
+        request = complete_request(config, method, UserObjects(data=data))
+        return execute_in_directory(folder, request, callbacks, remote_engine=sites)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -79,9 +80,9 @@ def _refuse_foreign(folder: Path) -> None:
         refuse_occupied_directory(folder)
 
 
-def _refuse_missing_data(config: Config, spec: SiteDataSpec | None) -> None:
+def _refuse_missing_data(config: Config, method: ComposedMethod, spec: SiteDataSpec | None) -> None:
     """Raise an InputError before the wait for sites if the method needs server data that are missing."""
-    users = resolve_method(config).use_server_data
+    users = method.use_server_data
     if spec is not None and users and spec.server_data is None and config.server_data in (None, OWN):
         raise InputError(
             f"{users[0]} needs samples at the server, and {SITE_DATA} names none: "
@@ -90,11 +91,11 @@ def _refuse_missing_data(config: Config, spec: SiteDataSpec | None) -> None:
         )
 
 
-def _refuse_other_settings(folder: Path, config: Config, spec: SiteDataSpec | None) -> None:
+def _refuse_other_settings(folder: Path, config: Config, method: ComposedMethod, spec: SiteDataSpec | None) -> None:
     """Raise an InputError if a run would resume with its old settings while the sites get new ones."""
     before = RunDirectory.open(folder).config
-    config = add_app_server_data(record_partition_hash(config), spec)
-    config = replace_config(config, options=resolve_method(config).resolved_options())
+    config = add_app_server_data(record_partition_hash(config), method, spec)
+    config = replace_config(config, options=method.resolved_options())
     settings = [
         {k: v for k, v in agreement_settings(one).items() if not k.endswith("_sha256")} for one in (before, config)
     ]

@@ -11,7 +11,7 @@ import importlib
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from fedloom._version import __version__
 from fedloom.config import Config, replace_config
 from fedloom.core.layout import all_finite
+from fedloom.core.tasks import ClientTask, TaskMemory
 from fedloom.data import FederatedDataset
 from fedloom.errors import FedloomError, InputError, describe_error
 from fedloom.flower.app import resolve_app_config
@@ -37,9 +38,10 @@ from fedloom.flower.site_data import (
 )
 from fedloom.flower.tensors import ModelTensorCodec, decode_tensor, encode_tensor
 from fedloom.flower.trust.agreement import agreement_settings, check_agreement
-from fedloom.runs.build import build_run_for_site
-from fedloom.runs.resolve import UserObjects
-from fedloom.training.local_training import EngineContext, evaluate_client, train_client
+from fedloom.runs.build import build_site_context
+from fedloom.runs.resolve import RunRequest, UserObjects, record_partition_hash, resolve_method
+from fedloom.training.context import TrainingContext
+from fedloom.training.local_training import TrainOutcome, evaluate_client, train_client
 from fedloom.training.trainer import LocalTrainer
 from fedloom.utils.storage import read_json, write_json
 from fedloom.utils.system import make_private_directory
@@ -49,8 +51,8 @@ from fedloom.utils.system import make_private_directory
 class _SiteTrainingSetup:
     """What the sites of one process share: everything but a site's data and client states."""
 
-    config: Config
-    context: EngineContext
+    request: RunRequest
+    context: TrainingContext
     initial: Tensor
     """The initial model of all clients."""
     codec: ModelTensorCodec
@@ -68,12 +70,13 @@ def _make_training_setup(
     key = config.model_dump_json() + repr(about)
     if key not in _last:
         _last.clear()
-        complete, context = build_run_for_site(config, load_user_objects())
-        training_context = context.training_context
-        initial = training_context.layout.read(training_context.model)  # before the trainer changes the module
-        codec = ModelTensorCodec(training_context.layout, training_context.personal_columns)
+        # Nothing is filled in: the site trains by the settings that its operator agreed to.
+        request = RunRequest(record_partition_hash(config), resolve_method(config), load_user_objects())
+        resolved, context = build_site_context(request)
+        initial = context.layout.read(context.model)  # before the trainer changes the module
+        codec = ModelTensorCodec(context.layout, context.client.personal_columns)
         _last[key] = _SiteTrainingSetup(
-            complete, context, initial, codec, LocalTrainer(training_context, torch.device(complete.device))
+            resolved, context, initial, codec, LocalTrainer(context, torch.device(resolved.config.device))
         )
     return _last[key]
 
@@ -110,12 +113,8 @@ def register_hello_handler(
 class SiteHandlerResult:
     """The result of one client's training, before anything is sent or stored."""
 
-    row: Tensor
-    uploads: Mapping[str, Tensor]
-    client_state: Mapping[str, Tensor]
-    num_examples: int
-    loss: float
-    steps: int
+    memory: TaskMemory
+    outcome: TrainOutcome
 
 
 class SiteHandler:
@@ -181,7 +180,7 @@ class SiteHandler:
         config = replace_config(config, engine="sequential", device=str(self.node_config.get("device", "cpu")))
         if spec is None:
             setup = _make_training_setup(config, UserObjects)
-            federated_data: FederatedDataset = restrict_site_data(setup.context.federated_data, self.client_ids)
+            federated_data: FederatedDataset = restrict_site_data(setup.context.data, self.client_ids)
         else:
             if len(self.client_ids) != 1 or config.clients is None:
                 raise InputError(
@@ -190,7 +189,8 @@ class SiteHandler:
             site_data = load_client_site_data(site_module, self.node_config, self.client_ids[0])
             federated_data = mine = make_site_dataset(spec, config.clients, self.client_ids[0], site_data)
             setup = _make_training_setup(config, lambda: UserObjects(data=mine), spec)
-        self.config, self.context = setup.config, replace(setup.context, federated_data=federated_data)
+        self.config, self.method = setup.request.config, setup.request.method
+        self.context = replace(setup.context, data=federated_data)
         self.initial, self.codec, self.trainer = setup.initial, setup.codec, setup.trainer
         self.device, self.layout = setup.trainer.device, setup.trainer.layout
         self._built = True
@@ -216,10 +216,7 @@ class SiteHandler:
         """Train the requested client from the received model."""
         self.build()
         client_id, layout = self._client_id(request), self.layout
-        held, min_examples = (
-            self.context.federated_data.num_examples(client_id),
-            self.context.training_context.min_examples,
-        )
+        held, min_examples = self.context.data.num_examples(client_id), self.context.client.min_examples
         if held < min_examples:
             what = f"it has {held} samples, and {min_examples} are needed"
             raise MessageRejected(f"what {self.config.method} sends beside a model would reveal its samples: {what}")
@@ -232,42 +229,31 @@ class SiteHandler:
         client_state, first_visit = self._client_state(request)
         uploads = {
             name: torch.zeros(shape, dtype=layout.dtype, device=self.device)
-            for name, shape in self.context.training_context.upload_shapes.items()
+            for name, shape in self.context.client.upload_shapes.items()
         }
-        row = layout.empty(self.device)
-        num_examples, loss, steps = train_client(
-            self.trainer,
-            self.context,
-            request.header["round"],
-            client_id,
-            row,
-            received,
-            extras,
-            client_state,
-            uploads,
-            first_visit,
-        )
+        task = ClientTask(client_id, received, extras=extras, round=request.header["round"])
+        memory = TaskMemory(layout.empty(self.device), client_state, uploads, first_visit)
+        outcome = train_client(self.trainer, self.context, task, memory)
         for name, tensor in client_state.items():
             if not all_finite(tensor):
                 raise FedloomError(f"the {name.removeprefix('@')} that it keeps is not finite")
-        return SiteHandlerResult(row, uploads, client_state, num_examples, loss, steps)
+        return SiteHandlerResult(memory, outcome)
 
     def stage_client_state(self, request: SiteMessage, result: SiteHandlerResult) -> None:
         """Write the new client state; it takes effect once the server says that it accepted the update."""
-        if result.client_state:
-            self.state_store(request).stage(request.header["nonce"], result.client_state)
+        if client_state := result.memory.client_state:
+            self.state_store(request).stage(request.header["nonce"], client_state)
 
     def evaluate(self, request: SiteMessage) -> float | None:
         """Return the accuracy of the requested client's personal model; its state does not change."""
         self.build()
         client_id, received = self._client_id(request), self._received(request)
         client_state, first_visit = self._client_state(request)
-        if self.context.federated_data.test is None:
+        if self.context.data.test is None:
             return None
-        row = self.layout.empty(self.device)
-        return evaluate_client(
-            self.trainer, self.context, request.header["round"], client_id, row, received, client_state, first_visit
-        )
+        task = ClientTask(client_id, received, round=request.header["round"])
+        memory = TaskMemory(self.layout.empty(self.device), client_state, {}, first_visit)
+        return evaluate_client(self.trainer, self.context, task, memory)
 
     def _client_id(self, request: SiteMessage) -> int:
         client_id: int = request.header["client_id"]
@@ -287,7 +273,7 @@ class SiteHandler:
 
     def _client_state(self, request: SiteMessage) -> tuple[dict[str, Tensor], bool]:
         """Return a copy of the client state, and whether this is the client's first visit."""
-        shapes, dtype = self.context.training_context.state_shapes, self.layout.dtype
+        shapes, dtype = self.context.client.state_shapes, self.layout.dtype
         if not shapes:
             return {}, True
         accepted, state_store = request.header.get("accepted"), self.state_store(request)
@@ -310,10 +296,10 @@ def _handle_hello(site: SiteHandler, request: SiteMessage) -> SiteMessage:
     if not site.client_ids:
         return request.reply("hello", {"site": site.name, "clients": {}})
     site.build()
-    config, layout = site.context.training_context.config, site.layout
+    config, layout = site.context.config, site.layout
     counts = {}
     for client_id in site.client_ids:
-        total = site.context.federated_data.num_examples(client_id)
+        total = site.context.data.num_examples(client_id)
         held = min(int(config.validation * total + 0.5), max(0, total - 1))
         counts[str(client_id)] = [total, total - held]
     about = {
@@ -335,9 +321,9 @@ def handle_train_message(site: SiteHandler, request: SiteMessage) -> SiteMessage
     except SiteStateLost as error:
         return request.reply("failed", {"reason": str(error), "state_lost": True})
     site.stage_client_state(request, result)
-    header = {"num_examples": result.num_examples, "loss": result.loss, "steps": result.steps}
-    uploads = {f"upload/{name}": encode_tensor(tensor) for name, tensor in result.uploads.items()}
-    return request.reply("trained", header, {"model": site.codec.encode(result.row), **uploads})
+    uploads = {f"upload/{name}": encode_tensor(tensor) for name, tensor in result.memory.uploads.items()}
+    arrays = {"model": site.codec.encode(result.memory.row), **uploads}
+    return request.reply("trained", asdict(result.outcome), arrays)
 
 
 @register_message_handler("evaluate")

@@ -56,13 +56,13 @@ class DistillationData:
     """The server's data, and the network to run on them."""
 
     def __init__(self, context: MethodContext, method_name: str, *, needs_classes: bool = True) -> None:
-        if context.server_data is None:
+        if context.server.data is None:
             raise InputError(f"{method_name} needs data on the server: choose them with --server-data.")
         if needs_classes and context.classes < 2:
             raise InputError(f"{method_name} distills classifiers, so it needs data with classes.")
         self.context, self.method_name = context, method_name
-        self.samples = context.server_data
-        self.network = DistillationModel(context.make_model(), context.layout, context.device)
+        self.samples = context.server.data
+        self.network = DistillationModel(context.make_model(), context.layout, context.server.device)
         whole = self._ready(self.samples.x[:1])
         small = whole.nbytes * len(self) <= MOST_PREPARED
         self._x = self._ready(self.samples.x) if small else None
@@ -89,14 +89,14 @@ class DistillationData:
         """Return the outputs of the model in `row` for the samples at these positions (all by default)."""
         index = torch.arange(len(self)) if index is None else index
         weights = row[: self.network.trainable]
-        pieces = torch.split(index.to(self.context.device), EVALUATION_BATCH_SIZE)
+        pieces = torch.split(index.to(self.context.server.device), EVALUATION_BATCH_SIZE)
         return torch.cat([self.network(weights, self.inputs(piece), row) for piece in pieces])
 
     def batches(self, draw: np.random.Generator, size: int, index: Tensor | None = None) -> Iterator[Tensor]:
         """Yield every position once, in random order, in batches."""
         order = torch.from_numpy(draw.permutation(len(self) if index is None else len(index)))
         positions = order if index is None else index.cpu()[order]
-        return iter(torch.split(positions.to(self.context.device), size or len(positions)))
+        return iter(torch.split(positions.to(self.context.server.device), size or len(positions)))
 
     def distill(
         self, row: Tensor, index: Tensor, teacher: Tensor, optimizer: Optimizer, lr: float, t: float = 1
