@@ -113,12 +113,12 @@ class TakesTheLast(FedAvgServer):
 class Forgetful(FedAvgServer):
     """Has state that is not in its checkpoint."""
 
-    rounds_seen = 0
+    _rounds_seen = 0
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         super().aggregate(round, updates)
-        self.rounds_seen += 1
-        self.bank.rows[0, 0] += 0.001 * self.rounds_seen
+        self._rounds_seen += 1
+        self.bank.rows[0, 0] += 0.001 * self._rounds_seen
 
 
 class TrainsInPlace(Client[Options]):

@@ -18,8 +18,8 @@ distances. A zero update has angle 0 to all others.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,8 +45,6 @@ class CluSampOptions(Options):
 
 class CluSampServer(AveragingServer[CluSampOptions]):
     """FedAvg's model, the last update of each client, and their distances."""
-
-    state_attributes = ("bank", "G", "distances")
 
     def start(self) -> None:
         self.G: dict[int, Tensor] = {}
@@ -88,10 +86,6 @@ class CluSampServer(AveragingServer[CluSampOptions]):
             row = column[-1].repeat(self.context.num_clients)
             row[known] = column[:-1]
             self.distances[client_id] = self.distances[:, client_id] = row
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.G = {client_id: g.to(self.bank.rows.device) for client_id, g in self.G.items()}
 
 
 def clusamp_update_distances(updates: list[Tensor], update_indices: list[int], metric: str) -> Tensor:

@@ -44,7 +44,7 @@ from fedloom.methods._support.trajectory_matching import (
     match_trajectory,
     trajectory_soft_label_loss,
 )
-from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.methods.base import Options, Refiner, Server
 from fedloom.methods.registry import Method, register
 from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
 
@@ -114,10 +114,8 @@ class DynaFedOptions(Options):
 class DynaFedRefiner(Refiner[DynaFedOptions]):
     """Record the trajectory, synthesize once, then fine-tune."""
 
-    state_attributes = ("seen", "trajectory", "images", "logits", "rate", "losses")
-
-    def __init__(self, context: MethodContext, options: DynaFedOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         self.seen = 0
         """Rounds with at least one update."""
         self.trajectory: list[Tensor] = [context.initial.clone()] if options.initial else []
@@ -318,7 +316,7 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 f"round {round + 1}: a model is not finite after dynafed's fine-tuning; lower dynafed.refine_lr."
             )
 
-    # checks and state
+    # checks
 
     def _try_out(self) -> DistillationModel:
         """Return the network as a function, after a trial on noise. Reject networks before the run starts."""
@@ -349,15 +347,6 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
                 f"which cannot be computed for this network ({reason})."
             ) from error
         return network
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        device = self.context.device
-        self.trajectory = [row.to(device) for row in self.trajectory]
-        for name in ("images", "logits", "rate", "losses"):
-            tensor = getattr(self, name)
-            setattr(self, name, None if tensor is None else tensor.to(device))
-        self._tuner = None
 
     def artifacts(self) -> dict[str, dict[str, Tensor]]:
         if self.images is None or self.logits is None or self.rate is None:

@@ -90,7 +90,6 @@ class FedASAMSwaClient(FedASAMClient):
 class FedASAMSwaServer(FedAvgServer):
     """FedAvg's model in row 0; in row 1 the mean of the models at the ends of `averaged` cycles."""
 
-    state_attributes = ("bank", "averaged", "pending")
     options: FedASAMSwaOptions
 
     def start(self) -> None:

@@ -30,7 +30,7 @@ from fedloom.core.averaging import WeightedMean
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
-from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.methods.base import Options, Refiner, Server
 from fedloom.methods.registry import Method, register
 from fedloom.training.optimizers import SGD
 
@@ -65,9 +65,8 @@ class FedBEOptions(Options):
 class FedBERefiner(Refiner[FedBEOptions]):
     """Keep the client models of a round, then draw models and distill."""
 
-    def __init__(self, context: MethodContext, options: FedBEOptions) -> None:
-        super().__init__(context, options)
-        self._proxy = DistillationData(context, "fedbe")
+    def start(self) -> None:
+        self._proxy = DistillationData(self.context, "fedbe")
         self._answers: list[tuple[tuple[int, int], int, Tensor, Tensor]] = []
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:

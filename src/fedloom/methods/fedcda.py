@@ -23,8 +23,8 @@ averaged with them.
 The search needs only the inner products of the candidates (_support/model_selection.py).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from fedloom.methods._support.model_selection import (
     enumerate_model_selections,
     model_selection_batch_size,
 )
-from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.base import Options, Server
 from fedloom.methods.registry import Method, register
 
 
@@ -64,10 +64,8 @@ class FedCDAOptions(Options):
 class FedCDAServer(Server[FedCDAOptions]):
     """One global model, and a cache of the last models of each client."""
 
-    state_attributes = ("bank", "total")
-
-    def __init__(self, context: MethodContext, options: FedCDAOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self._refuse_too_many_combinations()
         layout = context.layout
         self.bank = context.bank(1)
@@ -206,17 +204,6 @@ class FedCDAServer(Server[FedCDAOptions]):
 
     def diagnostics(self) -> dict[str, float]:
         return dict(self._last)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "store": self.store.state_dict(), "cache": self.cache, "chosen": self.chosen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.store.load_state_dict(state["store"])
-        self.cache = {
-            client_id: [(number, loss) for number, loss in models] for client_id, models in state["cache"].items()
-        }
-        self.chosen = dict(state["chosen"])
 
 
 class _CandidateInnerProducts:

@@ -33,15 +33,15 @@ class FedClusterServer(FedAvgServer):
         context = self.context
         count = min(self.options.clusters, context.num_clients)
         order = context.rng_streams.numpy("fedcluster").permutation(context.num_clients)
-        self.clusters = [sorted(int(client_id) for client_id in part) for part in np.array_split(order, count)]
+        self._clusters = [sorted(int(client_id) for client_id in part) for part in np.array_split(order, count)]
 
     def cluster_at(self, round: int) -> int:
         """Return the index of the cluster whose turn it is."""
-        cycle, turn = divmod(round, len(self.clusters))
-        return int(self.context.rng_streams.numpy("fedcluster cycle", cycle).permutation(len(self.clusters))[turn])
+        cycle, turn = divmod(round, len(self._clusters))
+        return int(self.context.rng_streams.numpy("fedcluster cycle", cycle).permutation(len(self._clusters))[turn])
 
     def sample_clients(self, round: int) -> list[int]:
-        members = self.clusters[self.cluster_at(round)]
+        members = self._clusters[self.cluster_at(round)]
         draw = self.context.rng_streams.numpy("select", round)
         chosen = draw.choice(len(members), min(self.context.clients_per_round, len(members)), replace=False)
         return [members[int(i)] for i in chosen]

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import InputError
 from fedloom.methods._support.distillation import DistillationData, distillation_loss
-from fedloom.methods.base import MethodContext, Options, Refiner, Server
+from fedloom.methods.base import Options, Refiner, Server
 from fedloom.methods.registry import Method, register
 from fedloom.training.optimizers import Adam
 
@@ -59,8 +59,8 @@ class FedDFOptions(Options):
 class FedDFRefiner(Refiner[FedDFOptions]):
     """Average the logits of the client models as they arrive, then distill."""
 
-    def __init__(self, context: MethodContext, options: FedDFOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         self._proxy = proxy = DistillationData(context, "feddf")
         if options.drop and not context.server_labels:
             raise InputError("feddf.drop needs server data labeled with the clients' classes, and this run has none.")

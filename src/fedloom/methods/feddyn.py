@@ -57,8 +57,6 @@ class FedDynClient(Client[FedDynOptions]):
 class FedDynServer(AveragingServer[FedDynOptions]):
     """Server with the model w, the last mean of the client models, and h."""
 
-    state_attributes = ("bank", "h")
-
     def start(self) -> None:
         self.bank = self.context.bank(2)
         self.bank.rows[:] = self.context.initial

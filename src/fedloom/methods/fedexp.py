@@ -38,8 +38,6 @@ class FedExPOptions(Options):
 class FedExPServer(AveragingServer[FedExPOptions]):
     """Server with the last two models, in rows 0 (the newer) and 1."""
 
-    state_attributes = ("bank", "aggregations")
-
     def start(self) -> None:
         self.bank = self.context.bank(2)
         self.bank.rows[:] = self.context.initial

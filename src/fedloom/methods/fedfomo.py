@@ -30,7 +30,7 @@ from torch import Tensor
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
-from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.base import Client, Options, Server
 from fedloom.methods.registry import Method, register
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -49,10 +49,8 @@ class FedFomoOptions(Options):
 class FedFomoServer(Server[FedFomoOptions]):
     """Server with a model for each client, and P."""
 
-    state_attributes = ("bank", "P", "sent")
-
-    def __init__(self, context: MethodContext, options: FedFomoOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self.bank = context.bank(context.num_clients)
         self.bank.rows[:] = context.initial
         self.P = torch.zeros(context.num_clients, context.num_clients, dtype=torch.float64)

@@ -36,7 +36,7 @@ class FedMAServer(AlignmentServer[FedMAOptions]):
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         draw = self.context.rng_streams.numpy("fedma", round)
-        for group, ties in fedma_incoming_weights(self.symmetries):
+        for group, ties in fedma_incoming_weights(self._symmetries):
             vectors = [group.vectors(row, ties).double() for row in rows]
             orders = match_fedma_neurons(vectors, weights, self.options.sweeps, draw)
             for row, order in zip(rows, orders, strict=True):

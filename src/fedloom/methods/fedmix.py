@@ -28,7 +28,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, Extras, MethodContext, Options
+from fedloom.methods.base import Client, Extras, Options
 from fedloom.methods.registry import Method, register
 from fedloom.training.batches import Batch
 from fedloom.training.context import Criterion
@@ -48,8 +48,8 @@ class FedMixOptions(Options):
 class FedMixClient(Client[FedMixOptions]):
     """Client that computes the means of its samples, then trains on mixtures."""
 
-    def __init__(self, context: MethodContext, options: FedMixOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         if not context.classes:
             raise InputError("fedmix and naivemix mix class labels, but these data have no classes.")
         if options.lam and context.takes_tokens():
@@ -119,10 +119,8 @@ def fedmix_loss(f: torch.nn.Module, criterion: Criterion, batch: Batch, x_: Tens
 class FedMixExtras(Extras[FedMixOptions]):
     """Pool of means, in the order in which the clients first took part."""
 
-    state_attributes = ("x", "y", "owners")
-
-    def __init__(self, context: MethodContext, options: FedMixOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         most = context.num_clients * options.groups
         width = context.initial.new_zeros(context.shape).numel()
         self._banks = context.make_bank(1, most * width), context.make_bank(1, most * context.classes)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.base import Options, Server
 from fedloom.methods.fedmr import fedmr_layer_columns
 from fedloom.methods.registry import Method, register
 
@@ -49,10 +49,8 @@ class FedMutOptions(Options):
 class FedMutServer(Server[FedMutOptions]):
     """Server that keeps the last two models, the newer one in row 0, and makes mutants in `dispatch`."""
 
-    state_attributes = ("bank",)
-
-    def __init__(self, context: MethodContext, options: FedMutOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self._mutants = context.bank(context.clients_per_round)

@@ -39,7 +39,6 @@ class FedAvgMOptions(FedAvgOptions):
 class FedAvgMServer(FedAvgServer):
     """Server with momentum."""
 
-    state_attributes = ("bank", "m")
     options: FedAvgMOptions
 
     def start(self) -> None:
@@ -73,7 +72,6 @@ class FedAdamOptions(FedAdagradOptions):
 class FedOptServer(FedAvgServer):
     """Server with the first moment m and the second moment v; a subclass updates v."""
 
-    state_attributes = ("bank", "m", "v")
     options: FedAdagradOptions
 
     def start(self) -> None:

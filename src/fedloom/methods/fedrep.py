@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.base import Client, Options
 from fedloom.methods.registry import Method, register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -44,9 +44,8 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 class FedRepSplitClient(Client[O]):
     """Client with a personal head; its steps train the head, the body or both, and freeze the rest."""
 
-    def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
-        if self.body(context.layout) == []:
+    def start(self) -> None:
+        if self.body(self.context.layout) == []:
             raise InputError(
                 "fedrep and fedbabu share the body of a network, but a network with a single layer, such as logreg, "
                 "has none; use a deeper one."

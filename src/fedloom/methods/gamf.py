@@ -48,8 +48,8 @@ class GAMFServer(AlignmentServer[GAMFOptions]):
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         anchor = rows[0]
         for row in rows[1:]:
-            matching = gamf_graduated_assignment(self.symmetries, anchor, row, self.options)
-            for group, P in zip(self.symmetries.groups, matching, strict=True):
+            matching = gamf_graduated_assignment(self._symmetries, anchor, row, self.options)
+            for group, P in zip(self._symmetries.groups, matching, strict=True):
                 if self.options.output == "hard":
                     group.permute_(row, align_units_by_cost(-P).to(row.device))
                 else:

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import Shapes
 from fedloom.methods._support.classifier_head import capture_head_inputs, find_classifier_head
-from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.base import Client, Options
 from fedloom.methods.registry import Method, register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -42,9 +42,8 @@ class MoonOptions(Options):
 class MoonClient(Client[MoonOptions]):
     """Client that adds the contrastive loss; its state is its last model."""
 
-    def __init__(self, context: MethodContext, options: MoonOptions) -> None:
-        super().__init__(context, options)
-        find_classifier_head(context.make_model(), "moon")  # raises now if there is none
+    def start(self) -> None:
+        find_classifier_head(self.context.make_model(), "moon")  # raises now if there is none
 
     def state_shapes(self, layout: Layout) -> Shapes:
         return {"previous": (layout.size,)}

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, Extras, MethodContext, Options
+from fedloom.methods.base import Client, Extras, Options
 from fedloom.methods.registry import Method, register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -37,8 +37,8 @@ class ScaffoldOptions(Options):
 class ScaffoldClient(Client[ScaffoldOptions]):
     """Client that corrects its gradients; its state is its control variate c_k."""
 
-    def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         if options.option == "II" and context.config.optimizer != "sgd":
             raise InputError(
                 f"scaffold's option II works only with sgd, not with {context.config.optimizer}; "
@@ -81,10 +81,8 @@ class ScaffoldClient(Client[ScaffoldOptions]):
 class ScaffoldExtras(Extras[ScaffoldOptions]):
     """The server's control variate c."""
 
-    state_attributes = ("c",)
-
-    def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self._bank = context.make_bank(1, context.layout.trainable)
         self.c = self._bank.rows[0]
         self._sum = torch.zeros_like(self.c, dtype=torch.float64)

@@ -29,7 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedloom.config import TrainingConfig
 from fedloom.core.averaging import WeightedMean, average_models
-from fedloom.methods.base import Client, MethodContext, Options
+from fedloom.methods.base import Client, Options
 from fedloom.methods.registry import Method, register
 from fedloom.methods.swa import swa_statistics_notes
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -86,10 +86,9 @@ class SoupsClient(Client[O]):
 
     name = "soups"
 
-    def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
         # The network's own rates: if a client failed midway, the trainer may still have those of a recipe.
-        self.rates = [layer.p for layer in _dropout_layers(context.make_model())] if options.dropouts else []
+        self.rates = [layer.p for layer in _dropout_layers(self.context.make_model())] if self.options.dropouts else []
 
     def notes(self) -> list[str]:
         return (

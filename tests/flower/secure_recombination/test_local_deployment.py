@@ -82,7 +82,7 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
         def listen(round: int, jobs: Any) -> Any:
             for answer in train(round, jobs):
                 assert isinstance(answer, ClientUpdate)
-                found.append((round, answer.client_id, pieces(answer.row, server.layers)))
+                found.append((round, answer.client_id, pieces(answer.row, server._layers)))
                 yield answer
 
         experiment.engine.train = listen  # type: ignore[method-assign]
