@@ -43,7 +43,7 @@ STATE: dict[str, dict[str, str]] = {
 def test_the_keys_of_a_checkpoint_stay(name: str) -> None:
     with build_small_run(name, {}).engine_closed() as built_run:
         found = {part: " ".join(sorted(each.state_dict())) for part, each in built_run.rounds.parts.items()}
-    expected = {part: "" for part in methods()[name].parts} | {"server": "bank", "client": ""} | STATE.get(name, {})
+    expected = dict.fromkeys(methods()[name].parts, "") | {"server": "bank", "client": ""} | STATE.get(name, {})
     assert found == expected
 
 

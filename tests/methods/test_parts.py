@@ -82,9 +82,9 @@ class TwoModels(Client[Options]):
 @pytest.fixture(autouse=True)
 def methods() -> None:
     register(Method("norms-home", "", "", client=NormsStayHome))
-    register(Method("swarm", "", "", server=Swarm, models_sent="2K"))
+    register(Method("swarm", "", "", server=Swarm))
     register(Method("shrinker", "", "", refiner=Shrinker))
-    register(Method("soup", "", "", client=TwoModels, models_sent="2K"))
+    register(Method("soup", "", "", client=TwoModels))
 
 
 @pytest.mark.parametrize("name", ["norms-home", "swarm", "shrinker", "soup", "swarm+soup+shrinker", "swarm+scaffold"])

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -123,6 +123,20 @@ class MethodPart(Generic[O]):
         options: The options of its method.
     """
 
+    needs: ClassVar[Literal["mean", "updates"]] = "mean"
+    """What the server needs of the clients: only the mean of their updates, or each update.
+
+    It is "updates" for a class with a method that sees single updates, unless the class says `needs = "mean"`."""
+    needs_reason: ClassVar[str] = ""
+    """What the server does with single updates, such as "crosses the clients' models". Error messages say it."""
+    _sees_updates: ClassVar[tuple[str, ...]] = ()
+    """Methods that see single updates."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "needs" not in vars(cls) and any(name in vars(cls) for name in cls._sees_updates):
+            cls.needs = "updates"
+
     def __init__(self, context: MethodContext, options: O) -> None:
         self.context = context
         self.options = options
@@ -153,7 +167,9 @@ class MethodPart(Generic[O]):
         return {
             name: value
             for name, value in vars(self).items()
-            if not name.startswith("_") and name not in ("context", "options")
+            if not name.startswith("_")
+            and name not in ("context", "options")
+            and not callable(getattr(type(self), name, None))  # a method, replaced on this object
         }
 
     def _refuse_unsavable_state(self) -> None:
@@ -244,6 +260,8 @@ class Server(MethodPart[O], ABC):
                     mean.add(update.row, update.num_examples)
                 mean.write_to(self.bank.rows[0])
     """
+
+    _sees_updates = ("aggregate",)
 
     def sample_clients(self, round: int) -> list[int]:
         """Sample the clients of this round.
@@ -413,6 +431,8 @@ class Extras(MethodPart[O], ABC):
                 pass  # clients return nothing
     """
 
+    _sees_updates = ("receive_update",)
+
     @abstractmethod
     def send_to_client(self, round: int, client_id: int) -> Mapping[str, Tensor]:
         """Return the tensors, by name, that this client receives beside its model.
@@ -447,6 +467,9 @@ class Refiner(MethodPart[O], ABC):
             def refine(self, round: int, server: Server[Any]) -> None:
                 server.models()[:, : self.context.layout.trainable].mul_(0.999)
     """
+
+    needs = "mean"
+    _sees_updates = ("receive_update",)
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
         """See one accepted update, in the order of the tasks.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import AveragingServer
 
 Masses = NDArray[np.int64]
@@ -43,8 +43,14 @@ class CluSampOptions(Options):
     """distance of two updates: the angle between them, or the L2 or L1 norm of their difference"""
 
 
+@register("clusamp", reference="Fraboni et al., ICML 2021", server_state="N+1 models", extra_compute="server clusters")
 class CluSampServer(AveragingServer[CluSampOptions]):
-    """FedAvg's model, the last update of each client, and their distances."""
+    """Sample one client from each of several groups with similar updates.
+
+    The server keeps FedAvg's model, the last update of each client, and their distances.
+    """
+
+    needs_reason = "groups the clients by their updates"
 
     def start(self) -> None:
         self.G: dict[int, Tensor] = {}
@@ -141,18 +147,3 @@ def _groups(mass: Masses, full: int, distances: NDArray[np.float64]) -> list[Mas
     cuts = cut_tree(tree).T[::-1]  # from one group for all to one per client
     labels = next(labels for labels in cuts if np.bincount(labels, mass[clients]).max() <= full)
     return [clients[labels == label] for label in range(labels.max() + 1)]
-
-
-register(
-    Method(
-        name="clusamp",
-        summary="sample one client from each of several groups with similar updates",
-        reference="Fraboni et al., ICML 2021",
-        options=CluSampOptions,
-        server=CluSampServer,
-        models_sent="2K",
-        uses_single_updates="groups the clients by their updates",
-        server_state="N+1 models",
-        extra_compute="server clusters",
-    )
-)

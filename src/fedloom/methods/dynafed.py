@@ -45,7 +45,7 @@ from fedloom.methods._support.trajectory_matching import (
     trajectory_soft_label_loss,
 )
 from fedloom.methods.base import Options, Refiner, Server
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.training.optimizers import SGD, Adam, StatefulOptimizer
 
 LOOK_EVERY = 100
@@ -111,8 +111,17 @@ class DynaFedOptions(Options):
         return self
 
 
+@register(
+    "dynafed",
+    reference="Pi et al., CVPR 2023",
+    neutral={"refine_epochs": 0},
+    server_state="L+1 models",
+    extra_compute="server learns",
+)
 class DynaFedRefiner(Refiner[DynaFedOptions]):
-    """Record the trajectory, synthesize once, then fine-tune."""
+    """Synthesize data from the models of the first rounds and fine-tune later models on it."""
+
+    needs = "mean"
 
     def start(self) -> None:
         context, options = self.context, self.options
@@ -360,19 +369,3 @@ class DynaFedRefiner(Refiner[DynaFedOptions]):
 
 def _optimizer(name: str) -> StatefulOptimizer:
     return Adam() if name == "adam" else SGD()
-
-
-register(
-    Method(
-        name="dynafed",
-        summary="synthesize data from the models of the first rounds and fine-tune later models on it",
-        reference="Pi et al., CVPR 2023",
-        options=DynaFedOptions,
-        refiner=DynaFedRefiner,
-        neutral={"refine_epochs": 0},
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="L+1 models",
-        extra_compute="server learns",
-    )
-)

@@ -17,11 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.core.layout import Layout
 from fedloom.methods.base import Client, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
+@register("fedbn", reference="Li et al., ICLR 2021", models_sent="2K - norms")
 class FedBNClient(Client[Options]):
-    """Ordinary training that keeps the batch-norm layers of each client."""
+    """Batch-norm layers stay with each client."""
 
     def start(self) -> None:
         modules = self.context.make_model().named_modules(remove_duplicate=False)
@@ -36,15 +37,3 @@ class FedBNClient(Client[Options]):
                 else:
                     columns.append(entry.columns)
         return columns
-
-
-register(
-    Method(
-        name="fedbn",
-        summary="batch-norm layers stay with each client",
-        reference="Li et al., ICLR 2021",
-        client=FedBNClient,
-        models_sent="2K - norms",
-        client_state="batch norms",
-    )
-)

@@ -43,7 +43,7 @@ from fedloom.methods._support.model_selection import (
     model_selection_batch_size,
 )
 from fedloom.methods.base import Options, Server
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedCDAOptions(Options):
@@ -61,8 +61,11 @@ class FedCDAOptions(Options):
     """the model during warm-up: FedAvg's, or the mean of the newest models of all clients"""
 
 
+@register("fedcda", reference="Wang et al., ICLR 2024", server_state="3N+3 models", extra_compute="server searches")
 class FedCDAServer(Server[FedCDAOptions]):
-    """One global model, and a cache of the last models of each client."""
+    """Average cached models of all clients, chosen across rounds to diverge least."""
+
+    needs_reason = "chooses one of each client's models of several rounds"
 
     def start(self) -> None:
         context = self.context
@@ -266,18 +269,3 @@ def _candidates(models: list[tuple[int, float]]) -> list[tuple[int, int, float]]
     """
     finite = [(place, number, loss) for place, (number, loss) in enumerate(models) if np.isfinite(loss)]
     return finite or [(place, number, 0.0) for place, (number, _) in enumerate(models)]
-
-
-register(
-    Method(
-        name="fedcda",
-        summary="average cached models of all clients, chosen across rounds to diverge least",
-        reference="Wang et al., ICLR 2024",
-        options=FedCDAOptions,
-        server=FedCDAServer,
-        models_sent="2K",
-        uses_single_updates="chooses one of each client's models of several rounds",
-        server_state="3N+3 models",
-        extra_compute="server searches",
-    )
-)

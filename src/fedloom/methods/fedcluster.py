@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedClusterOptions(FedAvgOptions):
@@ -24,10 +24,9 @@ class FedClusterOptions(FedAvgOptions):
     """number of clusters (C), of nearly equal size, at most one per client; 1 is FedAvg"""
 
 
-class FedClusterServer(FedAvgServer):
-    """FedAvg that samples the clients of a round from one cluster."""
-
-    options: FedClusterOptions
+@register("fedcluster", reference="Chen et al., IEEE Big Data 2020", neutral={"clusters": 1})
+class FedClusterServer(FedAvgServer[FedClusterOptions]):
+    """Clusters of clients train one model in turn."""
 
     def start(self) -> None:
         context = self.context
@@ -45,17 +44,3 @@ class FedClusterServer(FedAvgServer):
         draw = self.context.rng_streams.numpy("select", round)
         chosen = draw.choice(len(members), min(self.context.clients_per_round, len(members)), replace=False)
         return [members[int(i)] for i in chosen]
-
-
-register(
-    Method(
-        name="fedcluster",
-        summary="clusters of clients train one model in turn",
-        reference="Chen et al., IEEE Big Data 2020",
-        options=FedClusterOptions,
-        server=FedClusterServer,
-        neutral={"clusters": 1},
-        models_sent="2K",
-        uses_single_updates="",
-    )
-)

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout, TensorKind
 from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 
@@ -58,8 +58,11 @@ class FedCrossOptions(Options):
     """number of first rounds in which all models become their mean"""
 
 
+@register("fedcross", reference="Hu et al., ICDE 2024", defaults=MULTI_MODEL_DEFAULTS, extra_compute="server compares")
 class FedCrossServer(MultiModelServer[FedCrossOptions]):
-    """Server with K models that cross-aggregate."""
+    """Keep K models and mix each with one other model every round."""
+
+    needs_reason = "crosses the clients' models"
 
     def start(self) -> None:
         units = _units(self.context.layout, self.options.similarity)
@@ -162,19 +165,3 @@ def _others(count: int) -> NDArray[np.intp]:
     """Return for each of `count` models all others in order, beginning with the next one."""
     order = np.arange(count)
     return (order[:, None] + order[1:]) % count
-
-
-register(
-    Method(
-        name="fedcross",
-        summary="keep K models and mix each with one other model every round",
-        reference="Hu et al., ICDE 2024",
-        options=FedCrossOptions,
-        server=FedCrossServer,
-        defaults=MULTI_MODEL_DEFAULTS,
-        models_sent="2K",
-        uses_single_updates="crosses the clients' models",
-        server_state="K models",
-        extra_compute="server compares",
-    )
-)

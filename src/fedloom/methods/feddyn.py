@@ -57,6 +57,8 @@ class FedDynClient(Client[FedDynOptions]):
 class FedDynServer(AveragingServer[FedDynOptions]):
     """Server with the model w, the last mean of the client models, and h."""
 
+    needs = "mean"
+
     def start(self) -> None:
         self.bank = self.context.bank(2)
         self.bank.rows[:] = self.context.initial
@@ -90,14 +92,10 @@ class FedDynServer(AveragingServer[FedDynOptions]):
 register(
     Method(
         name="feddyn",
-        summary="add a dynamic regularizer that aligns local optima with the global optimum",
+        summary="Add a dynamic regularizer that aligns local optima with the global optimum",
         reference="Acar et al., ICLR 2021",
         options=FedDynOptions,
         server=FedDynServer,
         client=FedDynClient,
-        models_sent="2K",
-        uses_single_updates="",
-        client_state="1 vector",
-        server_state="3 models",
     )
 )

@@ -49,6 +49,8 @@ class FedFomoOptions(Options):
 class FedFomoServer(Server[FedFomoOptions]):
     """Server with a model for each client, and P."""
 
+    needs_reason = "keeps a model for each client"
+
     def start(self) -> None:
         context = self.context
         self.bank = context.bank(context.num_clients)
@@ -121,13 +123,12 @@ class FedFomoClient(Client[FedFomoOptions]):
 register(
     Method(
         name="fedfomo",
-        summary="each client averages the models of other clients that help it",
+        summary="Each client averages the models of other clients that help it",
         reference="Zhang et al., ICLR 2021",
         options=FedFomoOptions,
         server=FedFomoServer,
         client=FedFomoClient,
         models_sent="K(M + 1)",
-        uses_single_updates="keeps a model for each client",
         server_state="N models",
         extra_compute="client tests M",
     )

@@ -176,6 +176,8 @@ class FedGenClient(Client[FedGenOptions]):
 class FedGenExtras(Extras[FedGenOptions]):
     """The generator and its optimizer."""
 
+    needs_reason = "learns a generator from each client's head and labels"
+
     def start(self) -> None:
         context, options = self.context, self.options
         self._generator = FedGenGenerator.fit(context, options.noise, options.hidden).train()
@@ -224,14 +226,13 @@ class FedGenExtras(Extras[FedGenOptions]):
 register(
     Method(
         name="fedgen",
-        summary="train a generator of representations with the client heads, and clients with its output",
+        summary="Train a generator of representations with the client heads, and clients with its output",
         reference="Zhu et al., ICML 2021",
         options=FedGenOptions,
         client=FedGenClient,
         extras=FedGenExtras,
         neutral={"alpha": 0.0, "beta": 0.0},
         models_sent="2K + generators",
-        uses_single_updates="learns a generator from each client's head and labels",
         server_state="model, G",
         extra_compute="server learns",
     )

@@ -87,6 +87,8 @@ def fedma_layer_columns(layout: Layout, stages: dict[int, int], first_stage: int
 class FedMALayersServer(Server[FedMALayersOptions]):
     """Server with one model per client of the pass, and the global model of the last pass."""
 
+    needs_reason = "matches the neurons of the clients' models"
+
     def start(self) -> None:
         context, options = self.context, self.options
         self._symmetries = find_run_symmetries(context)
@@ -331,14 +333,12 @@ class FedMALayersClient(Client[FedMALayersOptions]):
 register(
     Method(
         name="fedma-layers",
-        summary="match one layer per round, freeze it, train the rest; layers may grow",
+        summary="Match one layer per round, freeze it, train the rest; layers may grow",
         reference="Wang et al., ICLR 2020",
         options=FedMALayersOptions,
         server=FedMALayersServer,
         client=FedMALayersClient,
         models_sent="2K + counts",
-        uses_single_updates="matches the neurons of the clients' models",
-        server_state="K+2 models",
         extra_compute="server matches",
     )
 )

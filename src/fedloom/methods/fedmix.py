@@ -119,6 +119,8 @@ def fedmix_loss(f: torch.nn.Module, criterion: Criterion, batch: Batch, x_: Tens
 class FedMixExtras(Extras[FedMixOptions]):
     """Pool of means, in the order in which the clients first took part."""
 
+    needs_reason = "hands means of each client's samples to the others"
+
     def start(self) -> None:
         context, options = self.context, self.options
         most = context.num_clients * options.groups
@@ -146,14 +148,13 @@ class FedMixExtras(Extras[FedMixOptions]):
 register(
     Method(
         name="fedmix",
-        summary="mix samples with means of other clients' samples, by a Taylor approximation",
+        summary="Mix samples with means of other clients' samples, by a Taylor approximation",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,
         client=FedMixClient,
         extras=FedMixExtras,
         neutral={"lam": 0.0},
         models_sent="2K + means",
-        uses_single_updates="hands means of each client's samples to the others",
         server_state="model, means",
         extra_compute="client 2x",
     )
@@ -172,14 +173,13 @@ class NaiveMixClient(FedMixClient):
 register(
     Method(
         name="naivemix",
-        summary="mix samples with means of other clients' samples",
+        summary="Mix samples with means of other clients' samples",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,
         client=NaiveMixClient,
         extras=FedMixExtras,
         neutral={"lam": 0.0},
         models_sent="2K + means",
-        uses_single_updates="hands means of each client's samples to the others",
         server_state="model, means",
     )
 )

@@ -37,7 +37,7 @@ from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.errors import InputError
 from fedloom.methods._support.layer_exchange import LayerExchange, exchange_model_layers
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 SEGMENT = re.compile(r"segment:([0-9]?\.?[0-9]{1,9}|[0-9]{1,4}/[1-9][0-9]{0,3})")
@@ -91,8 +91,11 @@ def _by_layer(rows: Tensor, layers: list[list[slice]]) -> list[list[tuple[Tensor
     return [[rows[:, part].unbind() for part in columns] for columns in layers]
 
 
+@register("fedmr", reference="Hu et al., KDD 2024", defaults=MULTI_MODEL_DEFAULTS)
 class FedMRServer(MultiModelServer[FedMROptions]):
-    """Server that swaps layers between K models."""
+    """Keep K models and swap their layers instead of averaging them."""
+
+    needs_reason = "swaps layers between the clients' models"
 
     def start(self) -> None:
         context, options = self.context, self.options
@@ -181,18 +184,3 @@ def _scatter(row: Tensor, columns: list[slice], values: Tensor) -> None:
         size = part.stop - part.start
         row[part] = values[start : start + size]
         start += size
-
-
-register(
-    Method(
-        name="fedmr",
-        summary="keep K models and swap their layers instead of averaging them",
-        reference="Hu et al., KDD 2024",
-        options=FedMROptions,
-        server=FedMRServer,
-        defaults=MULTI_MODEL_DEFAULTS,
-        models_sent="2K",
-        uses_single_updates="swaps layers between the clients' models",
-        server_state="K models",
-    )
-)

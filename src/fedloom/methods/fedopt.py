@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedAvgMOptions(FedAvgOptions):
@@ -36,8 +36,9 @@ class FedAvgMOptions(FedAvgOptions):
     """momentum on the server (beta); 0 is FedAvg"""
 
 
+@register("fedavgm", reference="Hsu et al., arXiv 2019", neutral={"momentum": 0.0})
 class FedAvgMServer(FedAvgServer):
-    """Server with momentum."""
+    """Momentum on the server."""
 
     options: FedAvgMOptions
 
@@ -88,6 +89,7 @@ class FedOptServer(FedAvgServer):
         return old + self.options.server_lr * self.m / (self.v.sqrt() + self.options.tau)
 
 
+@register("fedadagrad", reference="Reddi et al., ICLR 2021")
 class FedAdagradServer(FedOptServer):
     """Adagrad on the server."""
 
@@ -95,6 +97,7 @@ class FedAdagradServer(FedOptServer):
         return self.v + square
 
 
+@register("fedadam", reference="Reddi et al., ICLR 2021")
 class FedAdamServer(FedOptServer):
     """Adam on the server."""
 
@@ -104,61 +107,14 @@ class FedAdamServer(FedOptServer):
         return self.options.beta2 * self.v + (1 - self.options.beta2) * square
 
 
+@register("fedyogi", reference="Reddi et al., ICLR 2021")
 class FedYogiServer(FedOptServer):
-    """Yogi on the server: v falls more slowly than Adam's if the steps become small."""
+    """Yogi on the server.
+
+    v falls more slowly than Adam's if the steps become small.
+    """
 
     options: FedAdamOptions
 
     def next_v(self, square: Tensor) -> Tensor:
         return self.v - (1 - self.options.beta2) * square * (self.v - square).sign()
-
-
-register(
-    Method(
-        name="fedavgm",
-        summary="momentum on the server",
-        reference="Hsu et al., arXiv 2019",
-        options=FedAvgMOptions,
-        server=FedAvgMServer,
-        neutral={"momentum": 0.0},
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="2 models",
-    )
-)
-register(
-    Method(
-        name="fedadagrad",
-        summary="Adagrad on the server",
-        reference="Reddi et al., ICLR 2021",
-        options=FedAdagradOptions,
-        server=FedAdagradServer,
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="3 models",
-    )
-)
-register(
-    Method(
-        name="fedadam",
-        summary="Adam on the server",
-        reference="Reddi et al., ICLR 2021",
-        options=FedAdamOptions,
-        server=FedAdamServer,
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="3 models",
-    )
-)
-register(
-    Method(
-        name="fedyogi",
-        summary="Yogi on the server",
-        reference="Reddi et al., ICLR 2021",
-        options=FedAdamOptions,
-        server=FedYogiServer,
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="3 models",
-    )
-)

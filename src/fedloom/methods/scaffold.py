@@ -81,6 +81,8 @@ class ScaffoldClient(Client[ScaffoldOptions]):
 class ScaffoldExtras(Extras[ScaffoldOptions]):
     """The server's control variate c."""
 
+    needs = "mean"
+
     def start(self) -> None:
         context = self.context
         self._bank = context.make_bank(1, context.layout.trainable)
@@ -101,15 +103,11 @@ class ScaffoldExtras(Extras[ScaffoldOptions]):
 register(
     Method(
         name="scaffold",
-        summary="correct the drift of the clients with control variates",
+        summary="Correct the drift of the clients with control variates",
         reference="Karimireddy et al., ICML 2020",
         options=ScaffoldOptions,
         client=ScaffoldClient,
         extras=ScaffoldExtras,
         defaults={"fedavg.weighting": "uniform"},
-        models_sent="4K",
-        uses_single_updates="",
-        client_state="1 vector",
-        server_state="2 models",
     )
 )

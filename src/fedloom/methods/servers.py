@@ -40,6 +40,9 @@ class AveragingServer(Server[O]):
                 return old + self.velocity
     """
 
+    needs = "mean"
+    _sees_updates = ("aggregate", "observe", "weight")
+
     def __init__(self, context: MethodContext, options: O) -> None:
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial

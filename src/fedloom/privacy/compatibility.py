@@ -1,6 +1,6 @@
 """Which methods can run on a private mean, and why the others cannot.
 
-A method declares what its server does with single updates (`uses_single_updates`); the rest follows from its parts.
+The parts of a method say what they need (`needs`), and why (`needs_reason`); the rest follows from their code.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from fedloom.core.layout import Layout
 from fedloom.errors import InputError
 from fedloom.methods.base import Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose
-from fedloom.methods.registry import Method
 
 
 def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any]]) -> ComposedMethod:
@@ -32,17 +31,12 @@ def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any
 def _check_methods(composed_method: ComposedMethod) -> None:
     """Raise an InputError if a method needs single updates."""
     for method in composed_method.methods:
-        if not method.needs_mean_only:
-            raise InputError(f"{method.name} cannot be run with clip_update: {_incompatibility_reason(method)}.")
-
-
-def _incompatibility_reason(method: Method) -> str:
-    """Return why this method's server needs more than a mean, as the end of a sentence, or an empty string."""
-    if method.needs_mean_only:
-        return ""
-    if method.uses_single_updates is None:
-        return "it does not say (uses_single_updates) that its server needs only the mean of the updates"
-    return f"its server {method.uses_single_updates}, but a private server sees only the mean of all updates"
+        if (part := method.part_that_needs_updates) is not None:
+            reason = part.needs_reason or f'needs single updates ({part.__name__}.needs is "updates")'
+            raise InputError(
+                f"{method.name} cannot be run with clip_update: its server {reason}, but a private server sees only "
+                "the mean of all updates."
+            )
 
 
 def check_private_method(composed_method: ComposedMethod, parts: MethodParts, layout: Layout) -> None:
