@@ -159,7 +159,7 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
         values.pop("report")
         with build_run(make_config(values)).engine_closed() as experiment:
             refiner = refiner_of(experiment)
-            refiner.context = replace(refiner.context, partial_results=noting)
+            refiner._synthesis.context = replace(refiner.context, partial_results=noting)
             refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
             refiner.synthesize()
         (found,) = noting.marks

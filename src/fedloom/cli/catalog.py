@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def read_listing(kind: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]
         for path in imports:
             import_file(path)
         if kind == "methods":
-            entries += _describe_own_methods()
+            entries = sorted([*entries, *_describe_own_methods()], key=itemgetter("name"))
     return [_locate_dataset(**entry) for entry in entries] if kind == "datasets" else entries
 
 
