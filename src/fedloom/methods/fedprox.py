@@ -2,7 +2,7 @@
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. A client minimizes
 
-    f_k(v) + (mu / 2) ||v - w||^2
+    f_k(v) + (mu / 2) ||v - w||^2                          (Eq. 2)
 
 over the trainable parameters v; w is the model it received. The paper draws clients in proportion to their samples and
 then averages uniformly. Like the papers that compare with it, fedloom draws uniformly and averages by samples. Some
@@ -29,4 +29,4 @@ class FedProxClient(Client[FedProxOptions]):
     def adjust_gradient(self, trainer: LocalTrainer) -> None:
         if mu := self.options.mu:
             w = trainer.received[: trainer.layout.trainable]
-            trainer.gradient.add_(trainer.weights - w, alpha=mu)
+            trainer.gradient.add_(trainer.weights - w, alpha=mu)  # the gradient of Eq. 2

@@ -57,13 +57,13 @@ class ScaffoldClient(Client[ScaffoldOptions]):
         if self.options.option == "I":
             full = trainer.scratch["full"] = torch.zeros_like(v)
             yield LocalSteps(self.observe, epochs=1)
-            new_c_k = full / trainer.num_examples if trainer.num_examples else c_k
+            new_c_k = full / trainer.num_examples if trainer.num_examples else c_k  # Eq. 4, option I
             trainer.restart()
             yield LocalSteps(self.training_step)
         else:
             yield LocalSteps(self.training_step)
             way = trainer.lr * trainer.steps / (1 - trainer.config.momentum)
-            new_c_k = c_k - c + (w - v) / way if way else c_k
+            new_c_k = c_k - c + (w - v) / way if way else c_k  # Eq. 4, option II
         torch.sub(new_c_k, c_k, out=delta_c)
         c_k.copy_(new_c_k)
 
@@ -75,7 +75,7 @@ class ScaffoldClient(Client[ScaffoldOptions]):
         return loss
 
     def adjust_gradient(self, trainer: LocalTrainer) -> None:
-        trainer.gradient.sub_(trainer.client_state["c"]).add_(trainer.extras["c"])
+        trainer.gradient.sub_(trainer.client_state["c"]).add_(trainer.extras["c"])  # Eq. 3
 
 
 class ScaffoldExtras(Extras[ScaffoldOptions]):
@@ -96,7 +96,7 @@ class ScaffoldExtras(Extras[ScaffoldOptions]):
         self._sum.add_(update.extras["delta_c"])
 
     def end_round(self, round: int) -> None:
-        self.c.add_(self._sum / self.context.num_clients)
+        self.c.add_(self._sum / self.context.num_clients)  # Eq. 5
         self._sum.zero_()
 
 
