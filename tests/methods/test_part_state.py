@@ -1,4 +1,4 @@
-"""Tests of the state of a method's parts: what a checkpoint saves, and how it is restored."""
+"""Tests of the state of a method's parts in checkpoints."""
 
 from collections.abc import Callable
 from typing import Any

@@ -177,6 +177,12 @@ def test_a_broken_method_fails_the_check_that_is_for_it(title: str) -> None:
         CHECKS[title]("broken", {})
 
 
+def test_what_a_resume_does_not_restore_is_named() -> None:
+    register("forgetful")(Forgetful)
+    with pytest.raises(AssertionError, match=r"resume does not restore Forgetful\._rounds_seen$"):
+        CHECKS["resumes exactly"]("forgetful", {})
+
+
 class SeldomAsks(FedAvgServer):
     """Asks client 3 in its eighth round, and alone."""
 

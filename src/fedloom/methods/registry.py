@@ -112,7 +112,7 @@ class Method:
 _methods: dict[str, Method] = {}
 
 
-class MethodFacts(TypedDict, total=False):
+class _MethodFields(TypedDict, total=False):
     """What `register` may be told of a class; see the fields of `Method`."""
 
     reference: str
@@ -133,19 +133,20 @@ def register(method: Method, /) -> Method: ...
 
 
 @overload
-def register(name: str, /, **facts: Unpack[MethodFacts]) -> Callable[[P], P]: ...
+def register(name: str, /, **fields: Unpack[_MethodFields]) -> Callable[[P], P]: ...
 
 
-def register(method: Method | str, /, **facts: Unpack[MethodFacts]) -> Method | Callable[[P], P]:
-    """Register a method. Above a class it takes the name; a method with several parts is a `Method`.
+def register(method: Method | str, /, **fields: Unpack[_MethodFields]) -> Method | Callable[[P], P]:
+    """Register a method under its name.
 
-    The class is the method's server, client, extras or refiner. Its generic argument is the class of its options, and
-    the first line of its docstring is the summary. You may register your own method again, for example in a notebook.
-    You cannot replace a built-in one.
+    Write it above a class with the name, or call it with a `Method` that has several parts. The class is the method's
+    server, client, extras or refiner. Its generic argument is the class of its options, and the first line of its
+    docstring is the summary. You may register your own method again, for example in a notebook. You cannot replace a
+    built-in one.
 
     Args:
         method: The name, or a whole `Method`.
-        **facts: What else is known of the method: `reference`, `neutral`, `defaults` and further fields of `Method`.
+        **fields: More fields of `Method`, such as `reference`, `neutral` and `defaults`.
 
     Returns:
         A decorator, or the same `Method`.
@@ -167,7 +168,7 @@ def register(method: Method | str, /, **facts: Unpack[MethodFacts]) -> Method | 
     name: str = method
 
     def decorate(part: P) -> P:
-        _store_method(_describe_part(name, part, facts))
+        _store_method(_describe_part(name, part, fields))
         return part
 
     return decorate
@@ -182,7 +183,7 @@ def _store_method(method: Method) -> None:
     _methods[method.name] = method
 
 
-def _describe_part(name: str, part: type[MethodPart[Any]], facts: MethodFacts) -> Method:
+def _describe_part(name: str, part: type[MethodPart[Any]], fields: _MethodFields) -> Method:
     """Return the method that consists of this part alone."""
     title = getattr(part, "__name__", repr(part))
     kinds = {"server": Server, "client": Client, "extras": Extras, "refiner": Refiner}
@@ -202,7 +203,7 @@ def _describe_part(name: str, part: type[MethodPart[Any]], facts: MethodFacts) -
             "parts as one Method(...)."
         )
     parts: dict[str, Any] = {kind: part}
-    return Method(name, summary, options=_find_options(part), **parts, **{"reference": "", **facts})
+    return Method(name, summary, options=_find_options(part), **parts, **{"reference": "", **fields})
 
 
 def _find_options(part: type[MethodPart[Any]]) -> type[Options]:
