@@ -261,7 +261,7 @@ class Server(MethodPart[O], ABC):
                 mean.write_to(self.bank.rows[0])
     """
 
-    _sees_updates = ("aggregate",)
+    _sees_updates: ClassVar[tuple[str, ...]] = ("aggregate",)
 
     def sample_clients(self, round: int) -> list[int]:
         """Sample the clients of this round.

@@ -202,8 +202,8 @@ def _describe_part(name: str, part: type[MethodPart[Any]], fields: _MethodFields
             f"{name!r} is already the method of {others[0].__name__}. Give {title} another name, or register both "
             "parts as one Method(...)."
         )
-    parts: dict[str, Any] = {kind: part}
-    return Method(name, summary, options=_find_options(part), **parts, **{"reference": "", **fields})
+    known: dict[str, Any] = {kind: part, "options": _find_options(part), "reference": "", **fields}
+    return Method(name, summary, **known)
 
 
 def _find_options(part: type[MethodPart[Any]]) -> type[Options]:

@@ -51,7 +51,7 @@ def check_method(name: str, options: Given | None = None) -> None:
         AssertionError: If a check fails; the message names the method and the check.
 
     Example:
-        check_method("my-momentum", {"my-momentum": {"beta": 0.5}})
+        check_method("my-memory", {"my-memory": {"rounds": 2}})
     """
     compose(name, options)
     variant = parse_method_variant(name)
