@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedloom import AveragingServer, ClientTask, ClientUpdate, Options
+from fedloom import AveragingServer, Client, ClientTask, ClientUpdate, Options, Refiner
+from fedloom.methods import MultiModelServer
+from fedloom.methods.fedavg import FedAvgServer
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run
 
@@ -81,3 +83,37 @@ def test_zeros_are_as_many_as_the_trainable_parameters() -> None:
         server = noting(built_run)
         assert torch.equal(server.steps, torch.zeros(built_run.layout.trainable))
         assert set(server.state_dict()) == {"bank", "steps"}
+
+
+class Observing:
+    """Sees single updates, for any server."""
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
+        """Look."""
+
+
+def test_what_a_server_needs_follows_from_what_it_overrides() -> None:
+    class OwnMean(FedAvgServer):
+        def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+            return old
+
+    class OwnWeight(FedAvgServer):
+        def weight(self, update: ClientUpdate) -> float:
+            return update.steps
+
+    class Mixed(Observing, FedAvgServer):
+        pass
+
+    class SaysMean(OwnWeight):
+        needs = "mean"
+
+    class BelowSaysMean(SaysMean):
+        pass
+
+    class Refines(Refiner[Options]):
+        def receive_update(self, round: int, update: ClientUpdate) -> None:
+            pass
+
+    assert {cls.needs for cls in (AveragingServer, FedAvgServer, OwnMean, SaysMean, BelowSaysMean)} == {"mean"}
+    assert {cls.needs for cls in (Client, Refiner)} == {"mean"}
+    assert {cls.needs for cls in (OwnWeight, Mixed, Refines, MultiModelServer)} == {"updates"}

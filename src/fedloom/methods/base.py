@@ -134,7 +134,9 @@ class MethodPart(Generic[O]):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if "needs" not in vars(cls) and any(name in vars(cls) for name in cls._sees_updates):
+        part = next(base for base in cls.__mro__[1:] if issubclass(base, MethodPart))
+        overridden = [getattr(cls, name) is not getattr(part, name, None) for name in cls._sees_updates]
+        if "needs" not in vars(cls) and any(overridden):
             cls.needs = "updates"
 
     def __init__(self, context: MethodContext, options: O) -> None:
