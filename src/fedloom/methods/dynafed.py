@@ -120,8 +120,10 @@ class DynaFedSteps:
         self.kinds = parse_differentiable_augmentation(options.augment) if len(context.shape) == 3 else ()
         self.noise = torch.Generator(context.device)
         self.network, self.outputs = self._try_network()
-        self.replays = context.device.type == "cuda"
-        """Whether steps replay CUDA graphs. Launched one by one, they would make the GPU wait."""
+
+    def replays(self) -> bool:
+        """Return whether steps replay CUDA graphs. Launched one by one, they would make the GPU wait."""
+        return self.context.device.type == "cuda"
 
     def first_samples(self, outputs: int) -> TrajectoryMatchingData:
         """Return noise as inputs, with uniform labels (or nearly so, by `label_init`)."""
@@ -200,7 +202,7 @@ class DynaFedSynthesis:
             so_far = torch.stack(losses) if losses else data.learning_rate.new_empty(0)
             return {"samples": data.tensors(), "optimizers": known, "losses": so_far}
 
-        sweep = self.steps.graphed(data) if self.steps.replays and options.checkpoint else None
+        sweep = self.steps.graphed(data) if self.steps.replays() and options.checkpoint else None
         for n in range(len(losses), options.iterations):
             context.progress("synthesis", n, options.iterations)
             context.partial_results.save_partial_if_due(mark, n, make_partial)
@@ -282,7 +284,7 @@ class DynaFedFineTuning:
             for _ in range(options.refine_epochs)
             for index in self.steps.batches(count, size, draw)
         ]
-        if self.steps.replays:
+        if self.steps.replays():
             if self._graphed is None:
                 self._graphed = self.steps.graphed(data)
             self._graphed.train(row, steps, lambda: _optimizer(options.refine_optimizer), options.refine_lr)
