@@ -205,13 +205,47 @@ def test_the_commands_for_your_own_data_run(
         assert np.isfinite(run["loss"])
 
 
-def test_the_example_of_a_method_keeps_the_contract(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tiny = ("--rounds", "2", "--clients", "4", "--model", "logreg", "--epochs", "1", "--workers", "1", "--json", "-q")
+OWN = {"own_client.py": "my-noise", "own_server.py": "my-memory", "own_extras.py": "my-direction"}
+"""The three methods at the end of docs/write-a-method.md."""
+
+
+@pytest.mark.parametrize(("file", "name"), OWN.items())
+def test_a_method_of_your_own_keeps_the_contract_and_is_compared(
+    file: str, name: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = [block.text for block in BLOCKS if f"part of examples/{file}" in block.kind]
+    assert len(shown) == 1
+    (place / file).write_text(shown[0], encoding="utf-8")  # what stands on the page is complete
+    import_file(str(place / file))
+    check_method(name)
+    tiny = ("--rounds", "2", "--clients", "4", "--model", "logreg", "--epochs", "1", "--engine", "sequential")
     with pytest.raises(SystemExit) as ended:
-        main(["run", "my-momentum+my-noise", "--import", "examples/own_method.py", *tiny])
+        main(["compare", "fedavg", name, "--import", file, "--seeds", "1", *tiny, "--json", "-q", "--out", "both"])
     assert not ended.value.code
-    assert json.loads(capfd.readouterr().out)["rounds"] == 2
-    check_method("my-momentum")  # docs/write-a-method.md checks the others
+    digests = {run["digest"] for run in json.loads(capfd.readouterr().out)["runs"]}
+    assert len(digests) == 2
+
+
+def test_a_first_method_needs_six_names_at_most() -> None:
+    for file in ("own_client.py", "own_server.py"):
+        (names,) = re.findall(r"^from fedloom import (.*)$", (ROOT / "examples" / file).read_text(), flags=re.MULTILINE)
+        assert len(names.split(", ")) <= 6
+
+
+def test_fedprox_and_fedadam_are_shown_as_they_are() -> None:
+    pages = {
+        "fedprox.py": [ROOT / "README.md", ROOT / "docs" / "write-a-method.md"],
+        "fedopt.py": [ROOT / "docs" / "write-a-method.md"],
+    }
+    first = {"fedprox.py": "class FedProxOptions", "fedopt.py": "class FedAdamOptions"}
+    for file, places in pages.items():
+        source = (ROOT / "src" / "fedloom" / "methods" / file).read_text(encoding="utf-8")
+        for page in places:
+            (shown,) = (
+                b.text for b in BLOCKS if b.page == page and b.kind.endswith(f"part of src/fedloom/methods/{file}")
+            )
+            assert shown in source
+            assert shown.startswith(first[file])
 
 
 def test_the_example_of_data_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,20 +381,6 @@ def test_the_first_run_ends_as_the_page_shows(tmp_path: Path, capsys: pytest.Cap
 
 LOCAL = ("run", "report", "digest")
 """Lines of a result that say where it lies."""
-
-
-def test_the_readme_shows_a_method_that_works(place: Path) -> None:
-    shown = re.search(
-        r"```python no-run: examples/prox.py\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
-    )
-    assert shown is not None
-    assert (ROOT / "examples" / "prox.py").read_text().endswith(shown[1])
-    import_file(ROOT / "examples" / "prox.py")
-    ours, theirs = (
-        fedloom.run(name, rounds=2, clients=4, model="logreg", options={name: {"mu": 0.1}}, out=place / name)
-        for name in ("my-prox", "fedprox")
-    )
-    assert ours.digest == theirs.digest
 
 
 def test_the_readme_shows_what_the_demo_printed() -> None:

@@ -101,8 +101,6 @@ LONGER = {
     "fedloom.engines.cuda.engine:CudaEngine.train",
     "fedloom.engines.cuda.slot:CudaSlot",
     "fedloom.training.trainer:LocalTrainer",
-    # These are being split.
-    "fedloom.methods.dynafed:DynaFedRefiner",
 }
 """Longer functions and classes. One that is short enough has no place here."""
 

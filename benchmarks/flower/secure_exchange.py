@@ -162,7 +162,7 @@ def linked(rounds: int) -> dict[str, Any]:
             experiment.rounds.run_round(number)
             trained, received = server._uploaded.rows, server.bank.rows
             hits = []
-            for parts in server.layers:
+            for parts in server._layers:
                 columns = torch.cat([torch.arange(part.start, part.stop) for part in parts])
                 guess = torch.cdist(received[:, columns], sent[:, columns]).argmin(1)
                 owner = (received[:, None, columns] == trained[None, :, columns]).all(2).int().argmax(1)

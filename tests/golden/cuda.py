@@ -32,7 +32,7 @@ from fedloom.engines.cuda.engine import CudaEngine
 from fedloom.engines.cuda.graph_key import GraphKeyStep
 from fedloom.engines.cuda.slot import CudaSlot
 from fedloom.methods import Client, Method, Options, register, registry
-from fedloom.methods.dynafed import DynaFedRefiner
+from fedloom.methods.dynafed import DynaFedSteps
 from fedloom.methods.registry import BUILT_IN
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import SmallFederatedDataset, build_small_run
@@ -251,7 +251,7 @@ def observed(name: str) -> tuple[dict[str, Any], str]:
         ):
             changed.enter_context(patch(f"fedloom.{module}.make_graph_runner", partial(notes.make_tape, whose)))
         changed.enter_context(patch("fedloom.devices.cuda_graphs.CHECK_ALL", False))
-        changed.enter_context(patch.object(DynaFedRefiner, "_replays", lambda _: True))
+        changed.enter_context(patch.object(DynaFedSteps, "replays", lambda _: True))
         changed.enter_context(patch.object(RngStreams, "key", noted_key))
         changed.enter_context(patch.object(CudaSlot, "_all_of", noted_all))
         experiment = changed.enter_context(run.make().engine_closed())

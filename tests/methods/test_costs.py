@@ -1,6 +1,7 @@
 """Tests of the costs that methods state: bytes sent, client and server state."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 
 from fedloom.cli.catalog import read_listing
 from fedloom.core.layout import TensorKind
-from fedloom.methods import methods
+from fedloom.methods import registry
 from fedloom.methods.registry import BUILT_IN
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple_network
 from tests.support.core_methods import CORE_METHODS
 
 NAMES = sorted(BUILT_IN)
+COSTS = {entry["name"]: entry for entry in read_listing("methods")}
 CLIENTS, CLASSES, INPUTS, NUMBER = 8, 10, 64, 4
 QUICK: dict[str, dict[str, Any]] = {
     "feddf": {"steps": 5},
@@ -45,7 +47,7 @@ def bytes_of(experiment: BuiltRun, kinds: tuple[type[nn.Module], ...]) -> int:
 
 def said(name: str, experiment: BuiltRun, clients: int) -> int:
     """The bytes of a round of so many clients, by what the catalogue says and what its words mean."""
-    sends = methods()[name].models_sent
+    sends = COSTS[name]["models a round"]
     if sends == "K(M + 1)":  # and a number for each model that came beside the client's own
         M = experiment.method.options[name].M
         return clients * ((M + 1) * experiment.layout.nbytes + (M - 1) * NUMBER)
@@ -80,15 +82,13 @@ def test_as_many_bytes_travel_as_a_method_says(name: str, network: Any) -> None:
 def test_clients_keep_what_a_method_says(name: str) -> None:
     experiment, _ = played(name, batch_norm_network, rounds=2)
     kept = sum(torch.Size(shape).numel() for shape in experiment.engine.client_states.shapes.values()) * NUMBER
+    heads = {"fedbabu": (nn.Linear,), "fedrep": (nn.Linear,), "fedbn": (nn.BatchNorm1d,)}
     meaning = {
-        "nothing": 0,
-        "1 vector": experiment.layout.trainable * NUMBER,
-        "last model": experiment.layout.nbytes,
-        "its head": bytes_of(experiment, (nn.Linear,)),
-        "fixed head": bytes_of(experiment, (nn.Linear,)),
-        "batch norms": bytes_of(experiment, (nn.BatchNorm1d,)),
+        "nothing": [0],
+        "1 model": [experiment.layout.trainable * NUMBER, experiment.layout.nbytes],
+        "own layers": [bytes_of(experiment, heads.get(name, ()))],
     }
-    assert kept == meaning[methods()[name].client_state]
+    assert kept in meaning[COSTS[name]["client state"]]
 
 
 def numbers(state: Any) -> int:
@@ -105,7 +105,7 @@ def test_the_server_keeps_what_a_method_says(name: str) -> None:
     """In whole models: a few numbers about the clients are not counted."""
     experiment, _ = played(name, simple_network, rounds=3)
     kept = sum(numbers(part.state_dict()) for _, part in experiment.rounds.parts.items()) / experiment.layout.nbytes
-    says = methods()[name].server_state
+    says = COSTS[name]["server state"]
     symbols = {"K": CLIENTS, "N": CLIENTS, "L": 4}
     if models := re.fullmatch(r"(\d*)([KNL]?)(?:\+(\d))? models?", says):
         whole = int(models[1] or 1) * symbols.get(models[2], 1) + int(models[3] or 0)
@@ -116,6 +116,43 @@ def test_the_server_keeps_what_a_method_says(name: str) -> None:
     generator = 3 * ((32 + CLASSES + 1) * 256 + 2 * 256 + (256 + 1) * 16) * NUMBER + 2 * 256 * NUMBER
     meaning = {"model, means": one + pool, "model, G": one + generator}  # G with its optimiser, and its statistics
     assert kept * one == pytest.approx(meaning[says])
+
+
+def test_a_method_of_ones_own_is_counted_too(tmp_path: Path) -> None:
+    file = tmp_path / "counted.py"
+    file.write_text(
+        "from fedloom import AveragingServer, Client, Options, register\n"
+        '@register("two-moments")\n'
+        "class TwoMoments(AveragingServer[Options]):\n"
+        '    """Keep two vectors."""\n'
+        "    def start(self):\n"
+        "        self.m, self.v = self.zeros(), self.zeros()\n"
+        '@register("own-vector")\n'
+        "class OwnVector(Client[Options]):\n"
+        '    """Keep and send a vector."""\n'
+        "    def state_shapes(self, layout):\n"
+        "        return {'c': (layout.trainable,)}\n"
+        "    upload_shapes = state_shapes\n"
+        '@register("cannot-start")\n'
+        "class CannotStart(AveragingServer[Options]):\n"
+        '    """Fail at once."""\n'
+        "    def start(self):\n"
+        "        raise ValueError\n"
+    )
+    try:
+        entries = {entry["name"]: entry for entry in read_listing("methods", [str(file)])}
+        found = {
+            name: [entries[name][key] for key in COUNTED] for name in ("two-moments", "own-vector", "cannot-start")
+        }
+        assert found["two-moments"] == ["2K", "nothing", "3 models"]
+        assert found["own-vector"] == ["3K", "1 model", "1 model"]
+        assert found["cannot-start"] == ["?", "?", "?"]
+    finally:
+        for name in ("two-moments", "own-vector", "cannot-start"):
+            del registry._methods[name]
+
+
+COUNTED = ("models a round", "client state", "server state")
 
 
 def test_every_method_has_a_year_a_cost_and_words_for_its_computation() -> None:

@@ -17,14 +17,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_the_first_samples_are_noise_with_labels_that_say_nothing() -> None:
     with build_small_run("dynafed", tiny(images_per_class=40), model=simple_network).engine_closed() as experiment:
-        first = refiner_of(experiment)._first_samples()
+        first = refiner_of(experiment)._synthesis.steps.first_samples(10)
         assert first.images.shape == (400, 64)
         assert abs(float(first.images.mean())) < 0.02
         assert abs(float(first.images.std()) - 1) < 0.02
         assert torch.equal(first.label_logits.softmax(1), torch.full((400, 10), 0.1))
         assert float(first.learning_rate) == 1.0
     with build_small_run("dynafed", tiny(label_init=2.0), model=simple_network).engine_closed() as experiment:
-        assert refiner_of(experiment)._first_samples().label_logits.argmax(1).tolist() == list(range(10))
+        assert refiner_of(experiment)._synthesis.steps.first_samples(10).label_logits.argmax(1).tolist() == list(
+            range(10)
+        )
 
 
 @pytest.mark.parametrize("target", ["last", "two", "several"])
@@ -36,7 +38,7 @@ def test_segments_lie_on_the_trajectory(target: str) -> None:
         refiner.trajectory = [torch.full((size,), float(4**place)) for place in range(7)]
         starts, counts = set(), set()
         for n in range(200):
-            t, goal = refiner.segment(n)
+            t, goal = refiner._synthesis.segment(n, refiner.trajectory)
             starts.add(t)
             assert goal.unique().numel() == 1
             models = next(m for count in (1, 2, 3) if len(m := _models(float(goal[0]) * count)) == count)
@@ -60,21 +62,21 @@ def _models(total: float) -> list[int]:
 def test_batches_of_the_inner_steps_pass_over_all_samples() -> None:
     options = tiny(images_per_class=2, inner_batch=6, inner_steps=8)
     with build_small_run("dynafed", options, model=simple_network).engine_closed() as experiment:
-        steps = refiner_of(experiment).inner_steps(0)
+        steps = refiner_of(experiment)._synthesis.inner_steps(0)
         indices = [step.sample_indices for step in steps]
         assert [len(i) for i in indices if i is not None] == [6, 6, 6, 2] * 2
         passes = [torch.cat([i for i in part if i is not None]) for part in (indices[:4], indices[4:])]
         assert all(sorted(p.tolist()) == list(range(20)) for p in passes)
         assert not torch.equal(*passes)
-        again = refiner_of(experiment).inner_steps(0)
+        again = refiner_of(experiment)._synthesis.inner_steps(0)
         assert all(torch.equal(a.sample_indices, b.sample_indices) for a, b in zip(steps, again, strict=True))  # type: ignore[arg-type]
     with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
-        assert [step.sample_indices for step in refiner_of(experiment).inner_steps(0)] == [None, None]
+        assert [step.sample_indices for step in refiner_of(experiment)._synthesis.inner_steps(0)] == [None, None]
 
 
 def test_what_is_no_image_is_not_augmented() -> None:
     with build_small_run("dynafed", tiny(), model=simple_network).engine_closed() as experiment:
-        assert all(step.augmentation is None for step in refiner_of(experiment).inner_steps(0))
+        assert all(step.augmentation is None for step in refiner_of(experiment)._synthesis.inner_steps(0))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -101,9 +103,9 @@ def test_a_zero_inner_rate_has_matching_loss_one_throughout() -> None:
         assert refiner.losses is not None
         assert refiner.losses.tolist() == [1.0] * 4
         found = match_trajectory(
-            refiner._network,
+            refiner._synthesis.steps.network,
             samples_of(refiner),
-            refiner.inner_steps(0),
+            refiner._synthesis.inner_steps(0),
             experiment.rounds.context.initial,
             torch.ones(1),
         )
@@ -139,12 +141,18 @@ def test_an_iteration_on_a_gpu_does_not_wait_for_it(tmp_path: Path) -> None:
         for round in range(3):
             experiment.rounds.run_round(round)
         refiner = refiner_of(experiment)
-        data = refiner._first_samples()
+        data = refiner._synthesis.steps.first_samples(10)
         assert all(tensor.is_cuda for tensor in (*data.tensors(), *refiner.trajectory))
         torch.cuda.set_sync_debug_mode("error")
         try:
             for n in range(3):
-                t, target = refiner.segment(n)
-                match_trajectory(refiner._network, data, refiner.inner_steps(n), refiner.trajectory[t], target)
+                t, target = refiner._synthesis.segment(n, refiner.trajectory)
+                match_trajectory(
+                    refiner._synthesis.steps.network,
+                    data,
+                    refiner._synthesis.inner_steps(n),
+                    refiner.trajectory[t],
+                    target,
+                )
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -253,8 +253,8 @@ def test_a_permuted_network_is_put_back(method: str) -> None:
     with build_small_run(method, {}).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         row = server.global_model().clone()
-        orders = server.symmetries.random(torch.Generator().manual_seed(1))
-        copy = server.symmetries.permuted(row, orders)
+        orders = server._symmetries.random(torch.Generator().manual_seed(1))
+        copy = server._symmetries.permuted(row, orders)
         assert not torch.equal(copy, row)
         updates = [ClientUpdate(ClientTask(k, row), each, n, 1.0, 1) for k, each, n in ((0, copy, 5), (1, row, 9))]
         server.aggregate(0, iter(updates))

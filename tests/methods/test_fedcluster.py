@@ -22,8 +22,8 @@ def test_clusters_share_the_clients_and_each_has_one_turn_in_a_cycle(clusters: i
     with build_small_run("fedcluster", given_options, clients_per_round=8).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         count = min(clusters, 8)
-        assert sorted(client for cluster in server.clusters for client in cluster) == list(range(8))
-        sizes = [len(cluster) for cluster in server.clusters]
+        assert sorted(client for cluster in server._clusters for client in cluster) == list(range(8))
+        sizes = [len(cluster) for cluster in server._clusters]
         assert len(sizes) == count
         assert max(sizes) - min(sizes) <= 1
         for cycle in range(3):
@@ -46,7 +46,7 @@ def test_no_more_clients_are_asked_than_the_run_allows() -> None:
         for number in range(6):
             asked = server.sample_clients(number)
             assert len(asked) == len(set(asked)) == 3
-            assert set(asked) <= set(server.clusters[server.cluster_at(number)])
+            assert set(asked) <= set(server._clusters[server.cluster_at(number)])
 
 
 def test_a_cluster_for_each_client_is_training_in_sequence() -> None:

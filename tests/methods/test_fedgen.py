@@ -92,7 +92,7 @@ def test_the_generator_learns_what_the_heads_know() -> None:
         companion = experiment.rounds.parts.extras
         experiment.rounds.run_round(0)
         y, noise = torch.arange(10).repeat(20), torch.rand(200, 32)
-        generator = companion.generator.eval()
+        generator = companion._generator.eval()
         made = generator.at(companion.row, companion.row, noise, y)
         module = experiment.rounds.context.make_model()
         experiment.layout.bind(module, experiment.rounds.parts.server.global_model())
@@ -117,13 +117,13 @@ def test_labels_that_nobody_saw_twice_are_not_generated_and_nothing_breaks() -> 
     with build_small_run("fedgen", {}).engine_closed() as experiment:
         companion, layout = experiment.rounds.parts.extras, experiment.layout
         before, drawn = companion.row.clone(), []
-        plain = companion.generator.lesson
+        plain = companion._generator.lesson
 
         def note(row: Tensor, noise: Tensor, y: Tensor, *given: object) -> tuple[float, Tensor]:
             drawn.extend(y.tolist())
             return plain(row, noise, y, *given)
 
-        companion.generator.lesson = note
+        companion._generator.lesson = note
 
         def answer(labels: list[float]) -> None:
             row = experiment.rounds.context.initial.clone()
@@ -158,9 +158,9 @@ def test_noise_is_uniform_on_the_clients_as_on_the_server() -> None:
     with build_small_run("fedgen", {"fedgen": {"steps": 3}}).engine_closed() as experiment:
         local, companion = experiment.rounds.parts.client, experiment.rounds.parts.extras
         drawn: dict[str, list[Tensor]] = {"client": [], "server": []}
-        at, lesson = local.generator.at, companion.generator.lesson
+        at, lesson = local.generator.at, companion._generator.lesson
         local.generator.at = lambda a, b, noise, y: (drawn["client"].append(noise), at(a, b, noise, y))[1]
-        companion.generator.lesson = lambda row, noise, *rest: (
+        companion._generator.lesson = lambda row, noise, *rest: (
             drawn["server"].append(noise),
             lesson(row, noise, *rest),
         )[1]
@@ -224,8 +224,8 @@ def test_the_generator_learns_as_with_pytorchs_own_adam_whose_moments_last() -> 
     options = {"steps": 4, "lr": 0.02, "decay": 0.5, "weight_decay": 0.3, "noise": 5, "hidden": 6}
     with build_small_run("fedgen", {"fedgen": options}).engine_closed() as experiment:
         companion, lessons = experiment.rounds.parts.extras, []
-        lesson = companion.generator.lesson
-        companion.generator.lesson = lambda row, *given: (lessons.append(given), lesson(row, *given))[1]
+        lesson = companion._generator.lesson
+        companion._generator.lesson = lambda row, *given: (lessons.append(given), lesson(row, *given))[1]
         for round in range(3):
             experiment.rounds.run_round(round)
         ours = companion.row.clone()
@@ -243,8 +243,8 @@ def test_the_generator_learns_as_with_pytorchs_own_adam_whose_moments_last() -> 
 def test_a_label_that_two_clients_saw_once_each_is_not_generated() -> None:
     with build_small_run("fedgen", {}).engine_closed() as experiment:
         companion, drawn = experiment.rounds.parts.extras, []
-        lesson = companion.generator.lesson
-        companion.generator.lesson = lambda row, noise, y, *given: (
+        lesson = companion._generator.lesson
+        companion._generator.lesson = lambda row, noise, y, *given: (
             drawn.extend(y.tolist()),
             lesson(row, noise, y, *given),
         )[1]

@@ -81,11 +81,11 @@ def test_a_pass_puts_permuted_clients_back() -> None:
     server = make(module)
     row = server.bank.rows[0].clone()
     draw = torch.Generator().manual_seed(1)
-    copies = [row, *(server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2))]
+    copies = [row, *(server._symmetries.permuted(row, server._symmetries.random(draw)) for _ in range(2))]
     assert server.length == 3
     play(server, range(1), lambda slot, _: copies[slot])
     assert torch.equal(server.global_model(), row)  # the last pass's, which is the beginning
-    first = fedma_layer_columns(server.context.layout, server.stage, 0, 1)
+    first = fedma_layer_columns(server.context.layout, server._stage, 0, 1)
     for slot in server.client_models.rows:
         assert torch.equal(slot[: len(first)][first], row[: len(first)][first])
     assert not torch.equal(server.client_models.rows[0], server.client_models.rows[1])
@@ -99,7 +99,7 @@ def test_a_pass_puts_a_permuted_resnet_back() -> None:
     server = make(build_model("resnet20:shortcut=B,width=4", (1, 8, 8), CLASSES), clients=2, shape=(1, 8, 8))
     layout, row = server.context.layout, server.bank.rows[0].clone()
     row[: layout.floats] += 0.1 * torch.rand(layout.floats)
-    copy = server.symmetries.permuted(row, server.symmetries.random(torch.Generator().manual_seed(1)))
+    copy = server._symmetries.permuted(row, server._symmetries.random(torch.Generator().manual_seed(1)))
     play(server, range(1), lambda slot, _: (row, copy)[slot])
     play(server, range(1, server.length))
     assert server.length == 13
@@ -130,9 +130,9 @@ def test_a_pass_puts_permuted_clients_of_every_kind_back(kind: str, start: float
     for entry in layout.entries:  # statistics and biases that tell units apart
         if entry.kind is TensorKind.BUFFER:
             entry.view(row).add_(0.1 * torch.rand(entry.shape))
-    draw, groups = torch.Generator().manual_seed(1), server.symmetries.groups
-    orders = [[among(size, g.size, draw) for size, g in zip(server.sizes, groups, strict=True)] for _ in range(2)]
-    copies = [row.clone(), *(server.symmetries.permuted(row, each) for each in orders)]
+    draw, groups = torch.Generator().manual_seed(1), server._symmetries.groups
+    orders = [[among(size, g.size, draw) for size, g in zip(server._sizes, groups, strict=True)] for _ in range(2)]
+    copies = [row.clone(), *(server._symmetries.permuted(row, each) for each in orders)]
     assert not torch.equal(copies[1], copies[2])
     before = output(module, row, shape)
     play(server, range(1), lambda slot, _: copies[slot].clone())
@@ -140,7 +140,7 @@ def test_a_pass_puts_permuted_clients_of_every_kind_back(kind: str, start: float
     if start == 1 or gamma < 1:
         assert torch.equal(server.global_model(), copies[0])
     else:
-        assert server.diagnostics()["units"] > sum(server.sizes)
+        assert server.diagnostics()["units"] > sum(server._sizes)
     torch.testing.assert_close(output(module, server.global_model(), shape), before, rtol=1e-4, atol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_matched_layers_rest_while_the_others_train() -> None:
         assert isinstance(server, FedMALayersServer)
         clients = server.sample_clients(0)
         for round in (0, 1):
-            rests = fedma_layer_columns(layout, server.stage, 0, round)
+            rests = fedma_layer_columns(layout, server._stage, 0, round)
             jobs = list(server.dispatch(round, clients))
             updates = []
             for update in experiment.engine.train(in_round(round, jobs)):
@@ -192,7 +192,7 @@ def test_a_layer_that_rests_does_so_in_every_step() -> None:
         server, local, layout = experiment.rounds.parts.server, experiment.rounds.parts.client, experiment.layout
         assert isinstance(server, FedMALayersServer)
         experiment.rounds.run_round(0)
-        rests = fedma_layer_columns(layout, server.stage, 0, 1)[: layout.trainable]
+        rests = fedma_layer_columns(layout, server._stage, 0, 1)[: layout.trainable]
         step, seen = local.training_step, []
         local.training_step = lambda bench, batch: (step(bench, batch), seen.append(bench.weights.clone()))[0]
         (job, *_) = server.dispatch(1, server.sample_clients(1))
@@ -225,7 +225,7 @@ def test_a_layer_that_nobody_answered_for_is_matched_with_the_next() -> None:
     server = make(perceptron())
     row = server.bank.rows[0].clone()
     draw = torch.Generator().manual_seed(1)
-    copies = [row, *(server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2))]
+    copies = [row, *(server._symmetries.permuted(row, server._symmetries.random(draw)) for _ in range(2))]
     list(server.dispatch(0, [0, 1, 2]))
     server.aggregate(0, iter([]))
     assert server.done == 0
@@ -333,7 +333,7 @@ def test_units_that_a_client_has_not_stay_zero_in_its_training() -> None:
     with build_small_run("fedma-layers", options, model=batch_norm_network).engine_closed() as experiment:
         server = experiment.rounds.parts.server
         assert isinstance(server, FedMALayersServer)
-        group = server.symmetries.groups[0]
+        group = server._symmetries.groups[0]
         for update in experiment.engine.train(in_round(0, list(server.dispatch(0, server.sample_clients(0))))):
             numbers = group.vectors(update.row, [tie for tie in group.ties if tie.entry.kind is TensorKind.PARAMETER])
             assert float(numbers[8:].abs().max()) == 0

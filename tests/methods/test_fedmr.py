@@ -44,7 +44,7 @@ def test_every_layer_instance_is_used_exactly_once(
     server = make(count, network, seed, granularity=granularity, secure=secure)
     v = random_rows(server, seed)
     w, floats = combined(server, round, v), server.context.layout.floats
-    for columns in server.layers:
+    for columns in server._layers:
         assert sorted(gathered(w, columns)) == sorted(gathered(v, columns))
     old, new = v[:, :floats].double(), w[:, :floats].double()
     torch.testing.assert_close(new.mean(0), old.mean(0), rtol=1e-12, atol=1e-12)
@@ -262,7 +262,7 @@ def test_in_the_first_stage_all_models_become_their_mean(count: int, network: Ne
         w = combined(server, round, v)
         assert len({model_digest(row) for row in w}) == 1
         torch.testing.assert_close(w[0, :floats], v[:, :floats].mean(0), rtol=1e-5, atol=1e-6)
-    assert sorted(gathered(combined(server, 2, v), server.layers[0])) == sorted(gathered(v, server.layers[0]))
+    assert sorted(gathered(combined(server, 2, v), server._layers[0])) == sorted(gathered(v, server._layers[0]))
 
 
 @pytest.mark.parametrize("settings", [{}, {"model": simple_network, "clients_per_round": 3}, {"rounds": 2, "seed": 5}])

@@ -80,7 +80,7 @@ def test_a_lost_client_takes_no_part_in_the_exchange() -> None:
     )
     assert model_digest(server.bank.rows[1]) == model_digest(before[1])
     others = [0, 2, 3]
-    for columns in server.layers:
+    for columns in server._layers:
         assert sorted(gathered(server.bank.rows[others], columns)) == sorted(gathered(rows[others], columns))
     server.aggregate(1, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs]))
     assert not server.absent
@@ -93,7 +93,7 @@ def test_mixed_models_are_nobody_s_whole(count: int, seed: int, round: int) -> N
     v = random_rows(server, seed)
     w = combined(server, round, v)
     assert not {model_digest(row) for row in w} & {model_digest(row) for row in v}
-    for columns in server.layers:
+    for columns in server._layers:
         assert sorted(gathered(w, columns)) == sorted(gathered(v, columns))
 
 
@@ -171,4 +171,4 @@ def test_clients_exchange_only_where_it_is_asked_for() -> None:
     assert FedMRServer.layer_exchange(server.context.layout, staged, 1) is None
     plan = FedMRServer.layer_exchange(server.context.layout, staged, 2)
     assert plan is not None
-    assert (plan.layers, plan.send_probability, plan.mixed) == (server.layers, 0.3, True)
+    assert (plan.layers, plan.send_probability, plan.mixed) == (server._layers, 0.3, True)

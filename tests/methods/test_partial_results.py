@@ -161,7 +161,7 @@ def test_the_samples_are_known_by_their_models_options_and_draws() -> None:
         with build_run(resolve_run(make_config(values))).engine_closed() as experiment:
             refiner = refiner_of(experiment)
             server = replace(refiner.context.server, partial_results=noting)
-            refiner.context = replace(refiner.context, server=server)
+            refiner._synthesis.context = replace(refiner.context, server=server)
             refiner.trajectory = [torch.full((experiment.layout.size,), 0.01 * model) for model in models]
             refiner.synthesize()
         (found,) = noting.marks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom import ClientTask, ClientUpdate, Layout, LocalSteps, LocalTrainer, Method, Refiner, Server, register
 from fedloom.core.layout import TensorKind
-from fedloom.methods import Client, MethodContext, Options, compose
+from fedloom.methods import Client, Options, compose
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.testing import check_method
 from fedloom.testing.fixtures import build_small_run, simple_network, small_run
@@ -30,12 +30,9 @@ class NormsStayHome(Client[Options]):
 class Swarm(Server[Options]):
     """As many models as clients in a round; each wanders from client to client and is averaged for deployment only."""
 
-    state_attributes = ("bank",)
-
-    def __init__(self, context: MethodContext, options: Options) -> None:
-        super().__init__(context, options)
-        self.bank = context.bank(context.clients_per_round)
-        self.bank.rows[:] = context.initial
+    def start(self) -> None:
+        self.bank = self.context.bank(self.context.clients_per_round)
+        self.bank.rows[:] = self.context.initial
 
     def dispatch(self, round: int, client_ids: list[int]) -> list[ClientTask]:
         return [ClientTask(client, self.bank.rows[slot], slot) for slot, client in enumerate(client_ids)]
@@ -57,12 +54,9 @@ class Swarm(Server[Options]):
 class Shrinker(Refiner[Options]):
     """Makes the parameters of every model a little smaller, by what it saw of the clients."""
 
-    state_attributes = ("seen",)
-
-    def __init__(self, context: MethodContext, options: Options) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
         self.seen = 0
-        self.module = context.make_model()
+        self._module = self.context.make_model()
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
         self.seen += 1
@@ -89,9 +83,9 @@ class TwoModels(Client[Options]):
 @pytest.fixture(autouse=True)
 def methods() -> None:
     register(Method("norms-home", "", "", client=NormsStayHome))
-    register(Method("swarm", "", "", server=Swarm, models_sent="2K"))
+    register(Method("swarm", "", "", server=Swarm))
     register(Method("shrinker", "", "", refiner=Shrinker))
-    register(Method("soup", "", "", client=TwoModels, models_sent="2K"))
+    register(Method("soup", "", "", client=TwoModels))
 
 
 @pytest.mark.parametrize("name", ["norms-home", "swarm", "shrinker", "soup", "swarm+soup+shrinker", "swarm+scaffold"])

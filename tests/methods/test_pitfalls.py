@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.cli.catalog import read_listing
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import Samples
@@ -304,7 +305,8 @@ class StopAfter(Callback):
         return self.left <= 0
 
 
-KEEPING = sorted(name for name in NAMES if methods()[name].client_state != "nothing")
+COSTS = {entry["name"]: entry for entry in read_listing("methods")}
+KEEPING = sorted(name for name in NAMES if COSTS[name]["client state"] != "nothing")
 
 
 @pytest.mark.parametrize("name", KEEPING)
@@ -390,7 +392,7 @@ def test_a_server_that_asks_a_client_twice_is_stopped_where_that_would_be_ambigu
         with build_small_run(name, given(name), engine=engine).engine_closed() as experiment:
             server = experiment.rounds.parts.server
             server.sample_clients = lambda _: [2, 5, 2]
-            if methods()[name].client_state != "nothing":
+            if COSTS[name]["client state"] != "nothing":
                 with pytest.raises(FedloomError, match="round 1: the server sends client 2 several tasks"):
                     experiment.rounds.run_round(0)
                 return

@@ -1,9 +1,15 @@
 """Tests of names, compositions and options of methods."""
 
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 import pytest
+from torch import Tensor
 
 from fedloom.errors import InputError
-from fedloom.methods import Client, Method, Options, compose, methods, register
+from fedloom.methods import Client, Extras, Method, Options, Refiner, Server, compose, methods, register, registry
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
 from fedloom.methods.fedprox import FedProxClient
 
@@ -113,3 +119,155 @@ def test_options_of_a_server_that_takes_no_part_are_refused_and_not_stated() -> 
     with pytest.raises(InputError, match="the server is other's"):
         compose("other+scaffold", {"fedavg": {"weighting": "uniform"}})
     assert set(compose("other+scaffold").resolved_options()) == {"other", "scaffold"}
+
+
+class NudgeOptions(Options):
+    by: float = 0.1
+    """size of the nudge"""
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods that a test registers are gone after it."""
+    methods()
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
+
+
+@pytest.mark.usefixtures("own")
+def test_a_class_is_a_method_by_its_decorator() -> None:
+    @register("nudge", reference="Doe, 2025", neutral={"by": 0.0})
+    class NudgeClient(Client[NudgeOptions]):
+        """Nudge the gradient.
+
+        And more about it.
+        """
+
+    found = methods()["nudge"]
+    assert (found.summary, found.reference, found.year) == ("Nudge the gradient", "Doe, 2025", 2025)
+    assert (found.client, found.options, found.parts) == (NudgeClient, NudgeOptions, ("client",))
+    assert found.neutral == {"by": 0.0}
+    assert compose("nudge", {"nudge": {"by": 2}}).options["nudge"] == NudgeOptions(by=2)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("base", [Server, Client, Extras, Refiner])
+def test_every_kind_of_part_can_be_decorated(base: type) -> None:
+    class Part(base):  # type: ignore[valid-type, misc]
+        """Do nothing."""
+
+    Part.__abstractmethods__ = frozenset()
+    register("does-nothing")(Part)
+    assert methods()["does-nothing"].parts == (base.__name__.lower(),)
+    assert methods()["does-nothing"].options is Options
+
+
+@pytest.mark.usefixtures("own")
+def test_options_come_from_the_nearest_class_that_names_them() -> None:
+    class MoreOptions(FedAvgOptions):
+        more: int = 1
+        """more"""
+
+    class Plain(FedAvgServer):
+        """Averages."""
+
+    class Parametrized(FedAvgServer[MoreOptions]):
+        """Averages."""
+
+    class Annotated(FedAvgServer):
+        """Averages."""
+
+        options: MoreOptions
+
+    class Below(Parametrized):
+        """Averages."""
+
+    for part in (Parametrized, Annotated, Below):
+        register("averages")(part)
+        assert methods()["averages"].options is MoreOptions
+    register("averages")(Plain)
+    assert methods()["averages"].options is FedAvgOptions
+
+
+@pytest.mark.usefixtures("own")
+def test_misuse_of_the_decorator_is_one_sentence() -> None:
+    class Documented(Client[Options]):
+        """Train."""
+
+    class Silent(Client[Options]):
+        pass
+
+    class Unfinished(Server[Options]):
+        """Average."""
+
+        def models(self) -> Tensor:
+            raise NotImplementedError
+
+    for name, part, sentence in [
+        ("mine", Silent, r"^Silent needs a docstring: its first line is the summary of the method 'mine'\.$"),
+        ("mine", Options, r"^Options cannot be the method 'mine': derive it from Server, Client, Extras or Refiner\.$"),
+        ("mine", print, r"^print cannot be the method 'mine': derive it"),
+        ("mine", Unfinished, r"^Unfinished .* it does not define aggregate, dispatch, global_model\.$"),
+        ("a+b", Documented, "letters, digits"),
+        ("fedprox", Documented, "already a method 'fedprox'"),
+    ]:
+        with pytest.raises(InputError, match=sentence):
+            register(name)(part)
+    with pytest.raises(InputError, match=r'write @register\("my-method"\) above the class'):
+        register(Documented)
+    assert "mine" not in methods()
+
+
+@pytest.mark.usefixtures("own")
+def test_a_cell_that_runs_again_replaces_the_method_but_not_another_part() -> None:
+    for summary in ("First.", "Second."):
+
+        @register("again")
+        class AgainClient(Client[Options]):
+            __doc__ = summary
+
+    assert methods()["again"].summary == "Second"
+
+    class AgainServer(FedAvgServer):
+        """Average."""
+
+    with pytest.raises(InputError, match=r"'again' is already the method of AgainClient\. Give AgainServer another"):
+        register("again")(AgainServer)
+
+
+def test_a_cell_of_a_notebook_runs_in_worker_processes(tmp_path: Path) -> None:
+    """A program without a file, as a notebook is one: its classes have no source that a worker could import."""
+    cell = f"""
+import fedloom
+from pydantic import Field
+
+for scale in (0.0, 0.5):
+    class ScaleOptions(fedloom.Options):
+        by: float = Field(scale, description="size")
+
+    @fedloom.register("scale")
+    class ScaleClient(fedloom.Client[ScaleOptions]):
+        "Scale the gradient."
+        def adjust_gradient(self, trainer):
+            trainer.gradient.mul_(1 + self.options.by)
+
+    settings = dict(rounds=1, clients=4, model="logreg", engine="multiprocess", workers=2, report=False)
+    print(fedloom.run("scale", out=r"{tmp_path}/" + str(scale), **settings).digest)
+"""
+    done = subprocess.run([sys.executable, "-"], input=cell, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    assert first != second
+
+
+def test_a_package_names_a_class_or_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: None) -> None:
+    for name in ("as_class", "as_module"):
+        (tmp_path / f"{name}.py").write_text(
+            "from fedloom import Client, Options, register\n"
+            f'@register("{name}")\nclass PackagedClient(Client[Options]):\n    """Train."""\n'
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    values = ("as_class:PackagedClient", "as_module")
+    points = [EntryPoint(value, value, "fedloom.methods") for value in values]
+    monkeypatch.setattr(registry, "_installed", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    assert {"as_class", "as_module"} <= methods().keys()

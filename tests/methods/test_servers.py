@@ -1,12 +1,13 @@
 """Tests of AveragingServer: what its hooks see, and in which order."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom import AveragingServer, ClientTask, ClientUpdate, Options
+from fedloom import AveragingServer, Client, ClientTask, ClientUpdate, Options, Refiner
+from fedloom.methods import MultiModelServer
+from fedloom.methods.fedavg import FedAvgServer
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run
 
@@ -14,22 +15,20 @@ from fedloom.testing.fixtures import build_small_run
 class NotingServer(AveragingServer[Options]):
     """Goes twice as far as the mean, and notes what it sees."""
 
-    state_attributes: ClassVar[tuple[str, ...]] = ("bank", "steps")
-
     def start(self) -> None:
         self.steps = self.zeros()
-        self.seen: list[str] = []
+        self._seen: list[str] = []
 
     def weight(self, update: ClientUpdate) -> float:
-        self.seen.append(f"weight {update.client_id}")
+        self._seen.append(f"weight {update.client_id}")
         return update.steps
 
     def observe(self, round: int, update: ClientUpdate) -> None:
-        self.seen.append(f"observe {update.client_id} in {round}")
+        self._seen.append(f"observe {update.client_id} in {round}")
 
     def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
-        self.seen.append(f"next {round}")
-        self.old, self.mean = old.clone(), mean.clone()
+        self._seen.append(f"next {round}")
+        self._old, self._mean = old.clone(), mean.clone()
         return old + 2 * (mean - old)
 
 
@@ -53,9 +52,9 @@ def test_the_next_model_comes_from_the_old_one_and_the_weighted_mean() -> None:
         server, layout = noting(built_run), built_run.layout
         before = server.global_model().clone()
         server.aggregate(3, iter(updates_of(built_run, [1.0, 4.0], [2, 1])))  # their mean is 2
-        assert server.seen == ["observe 0 in 3", "weight 0", "observe 1 in 3", "weight 1", "next 3"]
-        assert torch.equal(server.old, before[: layout.trainable])
-        torch.testing.assert_close(server.mean, before[: layout.trainable] + 2)
+        assert server._seen == ["observe 0 in 3", "weight 0", "observe 1 in 3", "weight 1", "next 3"]
+        assert torch.equal(server._old, before[: layout.trainable])
+        torch.testing.assert_close(server._mean, before[: layout.trainable] + 2)
         now = server.global_model()
         torch.testing.assert_close(now[: layout.trainable], before[: layout.trainable] + 4)
 
@@ -75,7 +74,7 @@ def test_without_a_mean_there_is_no_next_model() -> None:
         before = server.global_model().clone()
         server.aggregate(0, iter([]))
         server.aggregate(1, iter(updates_of(built_run, [1.0, 4.0], [0, 0])))  # all weights are zero
-        assert not any(line.startswith("next") for line in server.seen)
+        assert not any(line.startswith("next") for line in server._seen)
         assert torch.equal(server.global_model(), before)
 
 
@@ -84,3 +83,37 @@ def test_zeros_are_as_many_as_the_trainable_parameters() -> None:
         server = noting(built_run)
         assert torch.equal(server.steps, torch.zeros(built_run.layout.trainable))
         assert set(server.state_dict()) == {"bank", "steps"}
+
+
+class Observing:
+    """Sees single updates, for any server."""
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
+        """Look."""
+
+
+def test_what_a_server_needs_follows_from_what_it_overrides() -> None:
+    class OwnMean(FedAvgServer):
+        def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+            return old
+
+    class OwnWeight(FedAvgServer):
+        def weight(self, update: ClientUpdate) -> float:
+            return update.steps
+
+    class Mixed(Observing, FedAvgServer):
+        pass
+
+    class SaysMean(OwnWeight):
+        needs = "mean"
+
+    class BelowSaysMean(SaysMean):
+        pass
+
+    class Refines(Refiner[Options]):
+        def receive_update(self, round: int, update: ClientUpdate) -> None:
+            pass
+
+    assert {cls.needs for cls in (AveragingServer, FedAvgServer, OwnMean, SaysMean, BelowSaysMean)} == {"mean"}
+    assert {cls.needs for cls in (Client, Refiner)} == {"mean"}
+    assert {cls.needs for cls in (OwnWeight, Mixed, Refines, MultiModelServer)} == {"updates"}

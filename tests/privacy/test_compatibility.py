@@ -46,13 +46,17 @@ def far_apart(updates: list[ClientUpdate], layout: Layout) -> list[ClientUpdate]
     return answers
 
 
+def reason_of(method: Method) -> str:
+    """What the server does with single updates; empty if their mean is enough."""
+    part = method.part_that_needs_updates
+    return part.needs_reason if part else ""
+
+
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
 def test_every_method_says_what_its_server_does_with_single_answers(method: Method) -> None:
-    if method.parts == ("client",):
-        assert method.uses_single_updates is None  # there is nothing to say
-    else:
-        assert method.uses_single_updates is not None
-        assert not method.uses_single_updates.endswith(".")
+    part = method.part_that_needs_updates
+    assert (part is None) == (not reason_of(method))
+    assert not reason_of(method).endswith(".")
 
 
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
@@ -63,13 +67,13 @@ def test_what_it_says_is_true(method: Method) -> None:
     of_mean = _state_after_rounds(
         method.name, options, lambda updates, layout: _server_sees_only_mean(far_apart(updates, layout), layout)
     )
-    assert _states_agree(of_each, of_mean) == method.needs_mean_only
+    assert _states_agree(of_each, of_mean) == (method.part_that_needs_updates is None)
 
 
 @pytest.mark.parametrize("method", OURS, ids=lambda method: method.name)
 def test_a_method_runs_privately_or_says_why_not(method: Method, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"clip_update": 0.5, "noise": 1.0, "rounds": 1, "engine": "sequential"}
-    reason = method.uses_single_updates or REFUSED.get(method.name)
+    reason = reason_of(method) or REFUSED.get(method.name)
     if reason is None:
         assert small_run(method.name, {}, model=simple_network, **settings).records[0]["epsilon"] > 0
         return
@@ -85,22 +89,37 @@ def test_parts_of_a_composition_are_all_looked_at(command: Callable[..., Any]) -
         assert done.err.startswith(f"fedloom: {culprit} cannot be run with clip_update: its server ")
 
 
-def test_a_method_of_ones_own_must_say_that_a_mean_is_enough(tmp_path: Path) -> None:
-    class Mine(FedAvgServer):
-        pass
+def test_a_server_that_sees_single_updates_is_private_only_if_it_says_so(tmp_path: Path) -> None:
+    class Inherits(FedAvgServer):
+        """Averages."""
 
-    own = {"summary": "", "reference": "", "server": Mine, "options": methods()["fedavg"].options}
-    register(Method(name="mine-silent", **own))
-    register(Method(name="mine-mean", **own, uses_single_updates=""))
+    class Observes(FedAvgServer):
+        """Looks at each update."""
+
+        def observe(self, round: int, update: ClientUpdate) -> None:
+            pass
+
+    class SaysMean(Observes):
+        """Looks at each update, and promises to need the mean alone."""
+
+        needs = "mean"
+
+    for name, server in {"mine-inherits": Inherits, "mine-observes": Observes, "mine-mean": SaysMean}.items():
+        register(name)(server)
     try:
-        with pytest.raises(InputError, match=r"mine-silent cannot be run .* does not say \(uses_single_updates\)"):
-            fedloom.run("mine-silent", clip_update=1.0, out=tmp_path / "a")
-        run = fedloom.run("mine-mean", clip_update=1.0, rounds=1, out=tmp_path / "b", report=False)
-        assert run.config.options["mine-mean"]["weighting"] == "uniform"
+        with pytest.raises(
+            InputError,
+            match=r'mine-observes cannot be run .* server needs single updates \(Observes\.needs is "updates"\), but',
+        ):
+            fedloom.run("mine-observes", clip_update=1.0, out=tmp_path / "a")
+        for name in ("mine-inherits", "mine-mean"):
+            run = fedloom.run(name, clip_update=1.0, rounds=1, out=tmp_path / name, report=False)
+            assert run.config.options[name]["weighting"] == "uniform"
     finally:
         from fedloom.methods import registry
 
-        del registry._methods["mine-silent"], registry._methods["mine-mean"]
+        for name in ("mine-inherits", "mine-observes", "mine-mean"):
+            del registry._methods[name]
 
 
 # The documentation
@@ -116,10 +135,11 @@ def test_the_table_of_the_page_is_what_the_catalogue_says() -> None:
     assert sorted(table) == sorted(method.name for method in OURS)
     for method in OURS:
         sums, private, why = table[method.name]
-        assert sums == ("yes" if method.needs_mean_only else "no")
-        assert private == ("yes" if method.needs_mean_only and not _refused(method.name) else "no")
-        if method.uses_single_updates:
-            assert why == f"its server {method.uses_single_updates}"
+        mean_only = method.part_that_needs_updates is None
+        assert sums == ("yes" if mean_only else "no")
+        assert private == ("yes" if mean_only and not _refused(method.name) else "no")
+        if not mean_only:
+            assert why == f"its server {reason_of(method)}"
         else:
             assert why == REFUSED.get(method.name, "its clients keep batch norm" if method.name == "fedbn" else "")
 

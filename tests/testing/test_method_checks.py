@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedloom import Client, ClientTask, ClientUpdate, LocalSteps, LocalTrainer, Method, register
+from fedloom import Client, ClientUpdate, LocalSteps, LocalTrainer, Method, register
 from fedloom.methods import methods
 from fedloom.methods.base import Options
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
@@ -110,15 +110,21 @@ class TakesTheLast(FedAvgServer):
             self.bank.rows[0].copy_(update.row)
 
 
+class SaysMean(TakesTheLast):
+    """Says that the mean is enough for it."""
+
+    needs = "mean"
+
+
 class Forgetful(FedAvgServer):
     """Has state that is not in its checkpoint."""
 
-    rounds_seen = 0
+    _rounds_seen = 0
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         super().aggregate(round, updates)
-        self.rounds_seen += 1
-        self.bank.rows[0, 0] += 0.001 * self.rounds_seen
+        self._rounds_seen += 1
+        self.bank.rows[0, 0] += 0.001 * self._rounds_seen
 
 
 class TrainsInPlace(Client[Options]):
@@ -136,13 +142,6 @@ class DrawsGlobally(Client[Options]):
 
     def adjust_gradient(self, trainer: LocalTrainer) -> None:
         trainer.gradient.add_(torch.randn(trainer.gradient.numel(), generator=self.generator), alpha=0.01)
-
-
-class SendsMore(FedAvgServer):
-    """Sends twice the model it says it sends."""
-
-    def dispatch(self, round: int, client_ids: list[int]) -> list[ClientTask]:
-        return [ClientTask(client, self.bank.rows[0], 0, {"again": self.bank.rows[0]}) for client in client_ids]
 
 
 class Undocumented(FedAvgOptions):
@@ -163,8 +162,7 @@ BROKEN = {
     "resumes exactly": {"server": Forgetful},
     "leaves inputs alone": {"client": TrainsInPlace},
     "engines agree": {"client": DrawsGlobally},
-    "sends what it says": {"server": SendsMore},
-    "needs no more than it says": {"server": TakesTheLast, "uses_single_updates": ""},
+    "needs no more than it says": {"server": SaysMean},
     "documents its options": {"server": FedAvgServer, "options": Undocumented},
     "equals fedavg when neutral": {"client": AlmostFedAvg, "neutral": {}},
 }
@@ -173,10 +171,16 @@ BROKEN = {
 @pytest.mark.parametrize("title", BROKEN)
 def test_a_broken_method_fails_the_check_that_is_for_it(title: str) -> None:
     parts = {"options": FedAvgOptions, **BROKEN[title]}
-    register(Method("broken", "a test", "nobody", models_sent="2K", **parts))
+    register(Method("broken", "a test", "nobody", **parts))
     assert methods()["broken"].name == "broken"
     with pytest.raises(AssertionError):
         CHECKS[title]("broken", {})
+
+
+def test_what_a_resume_does_not_restore_is_named() -> None:
+    register("forgetful")(Forgetful)
+    with pytest.raises(AssertionError, match=r"resume does not restore Forgetful\._rounds_seen$"):
+        CHECKS["resumes exactly"]("forgetful", {})
 
 
 class SeldomAsks(FedAvgServer):
@@ -195,7 +199,7 @@ class NeverAsks(FedAvgServer):
 
 def test_clients_that_are_seldom_asked_are_judged_when_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, server in (("seldom", SeldomAsks), ("never", NeverAsks)):
-        register(Method(name, "a test", "nobody", models_sent="2K", options=FedAvgOptions, server=server))
+        register(Method(name, "a test", "nobody", options=FedAvgOptions, server=server))
     check = CHECKS["refuses what is not finite"]
     check("seldom", {})
     with pytest.raises(AssertionError, match="client 3 of 8 was not sampled in 16 rounds"):

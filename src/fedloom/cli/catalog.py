@@ -6,18 +6,23 @@ After a change to a method, a data set, a network or a partition, write the file
 
     python -m fedloom.cli.catalog
 
-A test compares it with what the package has. With methods that are not built in, `fedloom list methods` loads all of
-them and does without the file.
+A test compares it with what the package has. `fedloom list methods` adds methods that are not built in. What a method
+sends and keeps is counted on a small network.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from math import prod
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedloom.cli.output import show_loading
 from fedloom.utils.data_folders import ExpectedFiles, describe_data_state, possible_data_folders
+
+if TYPE_CHECKING:
+    from fedloom.methods import Method
 
 CATALOG_FILE = Path(__file__).with_name("catalog.json")
 KINDS = ("methods", "datasets", "models", "partitions")
@@ -36,24 +41,32 @@ def read_listing(kind: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]
     Raises:
         InputError: A file of `imports` or an installed method cannot be loaded.
     """
+    entries: list[dict[str, Any]] = json.loads(CATALOG_FILE.read_text(encoding="utf-8"))[kind]
     if imports or (kind == "methods" and entry_points(group="fedloom.methods")):
         with show_loading():
             from fedloom.methods import import_file
         for path in imports:
             import_file(path)
         if kind == "methods":
-            return _describe_methods()
-    entries: list[dict[str, Any]] = json.loads(CATALOG_FILE.read_text(encoding="utf-8"))[kind]
+            entries = sorted([*entries, *_describe_own_methods()], key=itemgetter("name"))
     return [_locate_dataset(**entry) for entry in entries] if kind == "datasets" else entries
+
+
+def _describe_own_methods() -> list[dict[str, Any]]:
+    from fedloom.methods import methods
+    from fedloom.methods.registry import BUILT_IN
+
+    return [_describe_method(method) for name, method in methods().items() if name not in BUILT_IN]
 
 
 def build_catalog() -> dict[str, list[dict[str, Any]]]:
     """Return the content of the file: all that is built in, without what differs between machines."""
     from fedloom.data.partitions import available_partitions
+    from fedloom.methods import methods
     from fedloom.methods.registry import BUILT_IN
 
     return {
-        "methods": [entry for entry in _describe_methods() if entry["name"] in BUILT_IN],
+        "methods": [_describe_method(methods()[name]) for name in sorted(BUILT_IN)],
         "datasets": _describe_datasets(),
         "models": _describe_models(),
         "partitions": [{"name": info.spec, "summary": info.summary} for info in available_partitions()],
@@ -76,28 +89,75 @@ def _locate_dataset(
     }
 
 
-def _describe_methods() -> list[dict[str, Any]]:
-    from fedloom.methods import methods
+def _describe_method(method: "Method") -> dict[str, Any]:
+    costs = _count_costs(method.name)
+    return {
+        "name": method.name,
+        "provides": list(method.parts),
+        "year": method.year,
+        "summary": method.summary,
+        "models a round": method.models_sent or costs["models a round"],
+        "client state": costs["client state"],
+        "server state": method.server_state or costs["server state"],
+        "extra compute": method.extra_compute,
+        "server data": method.server_data or "no",
+        "reference": method.reference,
+        "options": [
+            {"name": name, "default": field.default, "help": field.description}
+            for name, field in method.options.model_fields.items()
+        ],
+    }
 
-    return [
-        {
-            "name": method.name,
-            "provides": list(method.parts),
-            "year": method.year,
-            "summary": method.summary,
-            "models a round": method.models_sent,
-            "client state": method.client_state,
-            "server state": method.server_state,
-            "extra compute": method.extra_compute,
-            "server data": method.server_data or "no",
-            "reference": method.reference,
-            "options": [
-                {"name": name, "default": field.default, "help": field.description}
-                for name, field in method.options.model_fields.items()
-            ],
-        }
-        for method in methods().values()
-    ]
+
+def _count_costs(name: str) -> dict[str, str]:
+    """Count in models what a method sends and keeps. No client trains; "?" stands for a method that cannot start."""
+    from fedloom.testing.fixtures import build_small_run
+
+    kept: list[float] = []
+    try:
+        for clients_per_round in (2, 4):
+            with build_small_run(name, {}, clients_per_round=clients_per_round).engine_closed() as built_run:
+                parts, layout = built_run.rounds.parts, built_run.layout
+                kept.append(sum(_count_numbers(part.state_dict()) for _, part in parts.items()) / layout.size)
+                tasks = list(parts.server.dispatch(0, parts.server.sample_clients(0)))
+                personal = sum(columns.stop - columns.start for columns in parts.client.personal_columns(layout))
+                uploads = sum(prod(shape) for shape in parts.client.upload_shapes(layout).values())
+                extras = [dict(task.extras) for task in tasks]
+                if parts.extras is not None:
+                    extras = [{**extra, **parts.extras.send_to_client(0, 0)} for extra in extras]
+                sent = sum(2 * (layout.size - personal) + uploads + _count_numbers(extra) for extra in extras)
+                state = sum(prod(shape) for shape in parts.client.state_shapes(layout).values()) / layout.size
+    except Exception:
+        return dict.fromkeys(("models a round", "client state", "server state"), "?")
+    per_client = (kept[1] - kept[0]) / 2
+    return {
+        "models a round": f"{_whole(sent / layout.size / len(tasks))}K",
+        "client state": "own layers" if personal else _models(state) if state else "nothing",
+        "server state": _models(kept[1] - 4 * per_client, per_client),
+    }
+
+
+def _count_numbers(state: Any) -> int:
+    """Return how many numbers the tensors of a state have."""
+    if isinstance(state, Mapping):
+        return sum(_count_numbers(value) for value in state.values())
+    if isinstance(state, list):
+        return sum(_count_numbers(value) for value in state)
+    count = getattr(state, "numel", None)
+    return int(count()) if count else 0
+
+
+def _whole(number: float) -> str:
+    """Return a whole number without decimals; a vector of weights counts as a model."""
+    return str(round(number)) if abs(number - round(number)) < 0.1 else f"{number:.1f}"
+
+
+def _models(count: float, per_client: float = 0.0) -> str:
+    """Return so many models, and so many for each of the K clients, as text."""
+    each = {"0": "", "1": "K"}.get(_whole(per_client), f"{_whole(per_client)}K")
+    if not each:
+        return "1 model" if _whole(count) == "1" else f"{_whole(count)} models"
+    return f"{each} models" if _whole(count) == "0" else f"{each}+{_whole(count)} models"
 
 
 def _describe_datasets() -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from fedloom.core.averaging import WeightedMean
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import AveragingServer
 
 
@@ -29,8 +29,11 @@ class ABAVGOptions(Options):
     """weight by accuracy times the client's number of samples, and not by accuracy alone"""
 
 
+@register("abavg", reference="Xiao et al., ISPDC 2021", extra_compute="server tests", server_data="labels")
 class ABAVGServer(AveragingServer[ABAVGOptions]):
-    """One model, the mean of the client models weighted by accuracy."""
+    """Average by the accuracy of each client's model on the server's samples."""
+
+    needs_reason = "tests each client's model on samples of its own"
 
     def start(self) -> None:
         self._proxy = DistillationData(self.context, "abavg")
@@ -53,18 +56,3 @@ class ABAVGServer(AveragingServer[ABAVGOptions]):
         if not self._accuracies:
             return {}
         return {"lowest accuracy": min(self._accuracies), "highest accuracy": max(self._accuracies)}
-
-
-register(
-    Method(
-        name="abavg",
-        summary="average by the accuracy of each client's model on the server's samples",
-        reference="Xiao et al., ISPDC 2021",
-        options=ABAVGOptions,
-        server=ABAVGServer,
-        models_sent="2K",
-        uses_single_updates="tests each client's model on samples of its own",
-        extra_compute="server tests",
-        server_data="labels",
-    )
-)

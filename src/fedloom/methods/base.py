@@ -5,25 +5,27 @@
 - `Extras`: which tensors travel beside the models (control variates, a generator), and how the server updates them.
 - `Refiner`: how the server improves the new models before the next round.
 
-A method provides the parts that are new in its paper (see registry.py); FedAvg provides the others. A part lists in
-`state_attributes` what it must remember between rounds. Checkpoints save and restore these attributes.
+A method provides the parts that are new in its paper (see registry.py); FedAvg provides the others. A part creates its
+state in `start`. Checkpoints save every attribute of a part, except those whose names begin with an underscore.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedloom.config import TrainingConfig
-from fedloom.core.bank import Bank
+from fedloom.core.bank import Bank, RowStore
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
 from fedloom.data import InputTransform, Samples
+from fedloom.errors import InputError
 from fedloom.training.batches import Batch
 from fedloom.training.context import Criterion
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -120,21 +122,43 @@ class MethodContext:
 class MethodPart(Generic[O]):
     """Base class of all parts of a method.
 
+    Every attribute of a server, extras or a refiner is state, which checkpoints save and restore, unless its name
+    begins with an underscore. State is made of tensors, banks, arrays, numbers, strings, and lists and dicts of them.
+
     Args:
         context: What the part may know about the run.
         options: The options of its method.
     """
 
-    state_attributes: ClassVar[tuple[str, ...]] = ()
-    """Attributes to save: tensors, banks, arrays, numbers, strings, and lists and dicts of them."""
+    needs: ClassVar[Literal["mean", "updates"]] = "mean"
+    """What the server needs of the clients: only the mean of their updates, or each update.
+
+    It is "updates" for a class with a method that sees single updates, unless the class says `needs = "mean"`."""
+    needs_reason: ClassVar[str] = ""
+    """What the server does with single updates, such as "crosses the clients' models". Error messages say it."""
+    _sees_updates: ClassVar[tuple[str, ...]] = ()
+    """Methods that see single updates."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        part = next(base for base in cls.__mro__[1:] if issubclass(base, MethodPart))
+        overridden = [getattr(cls, name) is not getattr(part, name, None) for name in cls._sees_updates]
+        if "needs" not in vars(cls) and any(overridden):
+            cls.needs = "updates"
 
     def __init__(self, context: MethodContext, options: O) -> None:
         self.context = context
         self.options = options
+        self.start()
+        self._refuse_unsavable_state()
+
+    def start(self) -> None:
+        """Create the state of your own, before the first round. `self.context` and `self.options` are there."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint saves."""
-        return {name: _stored(getattr(self, name)) for name in self.state_attributes}
+        self._refuse_unsavable_state()
+        return {name: _stored(value) for name, value in self._state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state. Tensors are filled in place, because others may refer to them.
@@ -142,14 +166,28 @@ class MethodPart(Generic[O]):
         Args:
             state: What `state_dict` returned.
         """
-        for name in self.state_attributes:
-            now, saved = getattr(self, name), state[name]
-            if isinstance(now, Bank):
-                now = now.rows
-            if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.shape == saved.shape:
-                now.copy_(saved)
-            else:
-                setattr(self, name, saved)
+        for name, saved in state.items():
+            now = getattr(self, name, None)
+            if isinstance(now, Tensor) and now.data_ptr() == self.context.initial.data_ptr():
+                now = None  # the initial model must not change
+            setattr(self, name, _restored(now, saved, self.context.server.device))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("_")
+            and name not in ("context", "options")
+            and not callable(getattr(type(self), name, None))  # a method, replaced on this object
+        }
+
+    def _refuse_unsavable_state(self) -> None:
+        for name, value in self._state().items():
+            if (wrong := _unsavable(value)) is not None:
+                raise InputError(
+                    f"{type(self).__name__}.{name} holds a {type(wrong).__name__}, which a checkpoint cannot save. "
+                    f"Use tensors, numbers, strings, lists and dicts, or call it _{name} if no later round needs it."
+                )
 
     def notes(self) -> list[str]:
         """Return sentences to show before the run, about settings that are valid but probably a mistake."""
@@ -167,8 +205,52 @@ class MethodPart(Generic[O]):
         return {}
 
 
+_Plain = bool | int | float | str | None
+
+
+def _unsavable(value: Any) -> Any:
+    """Return the first thing in `value` that a checkpoint cannot save, or None."""
+    if isinstance(value, Mapping):
+        found = [key for key in value if not isinstance(key, _Plain)] + list(map(_unsavable, value.values()))
+    elif isinstance(value, list | tuple):
+        found = list(map(_unsavable, value))
+    else:
+        return None if isinstance(value, Tensor | Bank | RowStore | np.ndarray | np.generic | _Plain) else value
+    return next((each for each in found if each is not None), None)
+
+
 def _stored(value: Any) -> Any:
-    return value.rows if isinstance(value, Bank) else value
+    """Return `value` as a checkpoint saves it."""
+    if isinstance(value, Bank):
+        return value.rows
+    if isinstance(value, RowStore):
+        return value.state_dict()
+    if isinstance(value, Mapping):
+        return {key: _stored(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stored(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _restored(now: Any, saved: Any, device: torch.device) -> Any:
+    """Return `saved` as an attribute that is `now`; banks and tensors of the same shape are filled in place."""
+    if isinstance(now, RowStore):
+        now.load_state_dict(saved)
+        return now
+    rows = now.rows if isinstance(now, Bank) else now
+    if isinstance(saved, Tensor):
+        if isinstance(rows, Tensor) and rows.shape == saved.shape:
+            rows.copy_(saved)
+            return now
+        return saved.to(rows.device if isinstance(rows, Tensor) else device)
+    if isinstance(saved, Mapping):
+        known = now if isinstance(now, Mapping) else {}
+        return {key: _restored(known.get(key), item, device) for key, item in saved.items()}
+    if isinstance(saved, list):
+        before = now if isinstance(now, list | tuple) and len(now) == len(saved) else [None] * len(saved)
+        items = [_restored(each, item, device) for each, item in zip(before, saved, strict=True)]
+        return tuple(items) if isinstance(now, tuple) else items
+    return saved
 
 
 class Server(MethodPart[O], ABC):
@@ -187,6 +269,8 @@ class Server(MethodPart[O], ABC):
                     mean.add(update.row, update.num_examples)
                 mean.write_to(self.bank.rows[0])
     """
+
+    _sees_updates: ClassVar[tuple[str, ...]] = ("aggregate",)
 
     def sample_clients(self, round: int) -> list[int]:
         """Sample the clients of this round.
@@ -254,6 +338,9 @@ class Client(MethodPart[O]):
                 w = trainer.received[: trainer.layout.trainable]
                 trainer.gradient.add_(trainer.weights - w, alpha=self.options.mu)
     """
+
+    def _state(self) -> dict[str, Any]:
+        return {}  # workers have copies of this object, so only the trainer's `client_state` lasts
 
     def state_shapes(self, layout: Layout) -> Shapes:
         """Return names and shapes of tensors that each client keeps between rounds, zeros at first.
@@ -353,6 +440,8 @@ class Extras(MethodPart[O], ABC):
                 pass  # clients return nothing
     """
 
+    _sees_updates = ("receive_update",)
+
     @abstractmethod
     def send_to_client(self, round: int, client_id: int) -> Mapping[str, Tensor]:
         """Return the tensors, by name, that this client receives beside its model.
@@ -387,6 +476,9 @@ class Refiner(MethodPart[O], ABC):
             def refine(self, round: int, server: Server[Any]) -> None:
                 server.models()[:, : self.context.layout.trainable].mul_(0.999)
     """
+
+    needs = "mean"
+    _sees_updates = ("receive_update",)
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
         """See one accepted update, in the order of the tasks.

@@ -18,8 +18,8 @@ distances. A zero update has angle 0 to all others.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import AveragingServer
 
 Masses = NDArray[np.int64]
@@ -43,10 +43,14 @@ class CluSampOptions(Options):
     """distance of two updates: the angle between them, or the L2 or L1 norm of their difference"""
 
 
+@register("clusamp", reference="Fraboni et al., ICML 2021", server_state="N+1 models", extra_compute="server clusters")
 class CluSampServer(AveragingServer[CluSampOptions]):
-    """FedAvg's model, the last update of each client, and their distances."""
+    """Sample one client from each of several groups with similar updates.
 
-    state_attributes = ("bank", "G", "distances")
+    The server keeps FedAvg's model, the last update of each client, and their distances.
+    """
+
+    needs_reason = "groups the clients by their updates"
 
     def start(self) -> None:
         self.G: dict[int, Tensor] = {}
@@ -88,10 +92,6 @@ class CluSampServer(AveragingServer[CluSampOptions]):
             row = column[-1].repeat(self.context.num_clients)
             row[known] = column[:-1]
             self.distances[client_id] = self.distances[:, client_id] = row
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.G = {client_id: g.to(self.bank.rows.device) for client_id, g in self.G.items()}
 
 
 def clusamp_update_distances(updates: list[Tensor], update_indices: list[int], metric: str) -> Tensor:
@@ -147,18 +147,3 @@ def _groups(mass: Masses, full: int, distances: NDArray[np.float64]) -> list[Mas
     cuts = cut_tree(tree).T[::-1]  # from one group for all to one per client
     labels = next(labels for labels in cuts if np.bincount(labels, mass[clients]).max() <= full)
     return [clients[labels == label] for label in range(labels.max() + 1)]
-
-
-register(
-    Method(
-        name="clusamp",
-        summary="sample one client from each of several groups with similar updates",
-        reference="Fraboni et al., ICML 2021",
-        options=CluSampOptions,
-        server=CluSampServer,
-        models_sent="2K",
-        uses_single_updates="groups the clients by their updates",
-        server_state="N+1 models",
-        extra_compute="server clusters",
-    )
-)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.soups import Decay, Factor, Rate, SoupsClient, SoupsOptions
 
 
@@ -38,21 +38,10 @@ class DiwaOptions(SoupsOptions):
     """rates of the dropout layers that the network has, likewise"""
 
 
+@register(
+    "diwa", reference="Ramé et al., NeurIPS 2022", neutral={"models": 1, "keep": "last"}, extra_compute="client 4x"
+)
 class DiwaClient(SoupsClient[DiwaOptions]):
-    """A model soup with DiWA's defaults."""
+    """Each client trains several diverse models and averages those that help on its validation samples."""
 
     name = "diwa"
-
-
-register(
-    Method(
-        name="diwa",
-        summary="each client trains several diverse models and averages those that help on its validation samples",
-        reference="Ramé et al., NeurIPS 2022",
-        options=DiwaOptions,
-        client=DiwaClient,
-        neutral={"models": 1, "keep": "last"},
-        models_sent="2K",
-        extra_compute="client 4x",
-    )
-)

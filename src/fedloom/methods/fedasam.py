@@ -49,8 +49,12 @@ class FedASAMSwaOptions(FedASAMOptions, FedAvgOptions):
     """the clients' learning rate at the end of a cycle, if the configured one is higher"""
 
 
+@register("fedasam", reference="Caldarola et al., ECCV 2022", neutral={"rho": 0.0}, extra_compute="client 2x")
 class FedASAMClient(SharpnessAwareClient[FedASAMOptions]):
-    """Search the worst point in an ellipsoid whose axes scale with the weights."""
+    """FedSAM with a radius that adapts to the scale of the weights.
+
+    The client searches the worst point in an ellipsoid whose axes scale with the weights.
+    """
 
     def radius(self) -> float:
         return self.options.rho
@@ -87,11 +91,10 @@ class FedASAMSwaClient(FedASAMClient):
         yield from super().train(trainer)
 
 
-class FedASAMSwaServer(FedAvgServer):
+class FedASAMSwaServer(FedAvgServer[FedASAMSwaOptions]):
     """FedAvg's model in row 0; in row 1 the mean of the models at the ends of `averaged` cycles."""
 
-    state_attributes = ("bank", "averaged", "pending")
-    options: FedASAMSwaOptions
+    needs = "mean"
 
     def start(self) -> None:
         self.bank = self.context.bank(2)
@@ -119,18 +122,6 @@ class FedASAMSwaServer(FedAvgServer):
 
 register(
     Method(
-        name="fedasam",
-        summary="FedSAM with a radius that adapts to the scale of the weights",
-        reference="Caldarola et al., ECCV 2022",
-        options=FedASAMOptions,
-        client=FedASAMClient,
-        neutral={"rho": 0.0},
-        models_sent="2K",
-        extra_compute="client 2x",
-    )
-)
-register(
-    Method(
         name="fedasam-swa",
         summary="FedASAM whose global model is the mean of the models at the ends of learning rate cycles",
         reference="Caldarola et al., ECCV 2022",
@@ -138,9 +129,6 @@ register(
         server=FedASAMSwaServer,
         client=FedASAMSwaClient,
         neutral={"rho": 0.0, "start": 1.0},
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="2 models",
         extra_compute="client 2x",
     )
 )

@@ -7,7 +7,7 @@ samples; several later papers average uniformly, hence the option. `server_lr` (
 old model to the mean, for trainable parameters only: an extrapolated running variance may turn negative.
 """
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
 from torch import Tensor
@@ -25,8 +25,13 @@ class FedAvgOptions(Options):
     """factor on the step from the old model to the mean; 1 is the mean itself"""
 
 
-class FedAvgServer(AveragingServer[FedAvgOptions]):
+A = TypeVar("A", bound=FedAvgOptions)
+
+
+class FedAvgServer(AveragingServer[A], Generic[A]):
     """One model, the weighted mean of the client models."""
+
+    needs = "mean"
 
     def weight(self, update: ClientUpdate) -> float:
         return update.num_examples if self.options.weighting == "samples" else 1
@@ -39,12 +44,10 @@ class FedAvgServer(AveragingServer[FedAvgOptions]):
 register(
     Method(
         name="fedavg",
-        summary="train locally, average",
+        summary="Train locally, average",
         reference="McMahan et al., AISTATS 2017",
         options=FedAvgOptions,
         server=FedAvgServer,
         client=Client,
-        models_sent="2K",
-        uses_single_updates="",
     )
 )

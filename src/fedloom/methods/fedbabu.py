@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedloom.methods.base import Options
 from fedloom.methods.fedrep import FedRepSplitClient
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
@@ -29,8 +29,11 @@ class FedBABUOptions(Options):
     """what to fine-tune: the whole model, its head, or its body"""
 
 
+@register(
+    "fedbabu", reference="Oh et al., ICLR 2022", defaults={"fedavg.weighting": "uniform"}, models_sent="2K - heads"
+)
 class FedBABUClient(FedRepSplitClient[FedBABUOptions]):
-    """Train the body with a fixed head; fine-tune for evaluation."""
+    """Train the body with a fixed random head; clients fine-tune the model before they use it."""
 
     def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         yield self.body_steps(trainer, None)
@@ -39,17 +42,3 @@ class FedBABUClient(FedRepSplitClient[FedBABUOptions]):
         trainer.new_optimizer()  # not the one with the state that a client may keep from training
         parts = {"all": self.full_steps, "head": self.head_steps, "body": self.body_steps}
         yield parts[self.options.finetune](trainer, self.options.finetune_epochs)
-
-
-register(
-    Method(
-        name="fedbabu",
-        summary="train the body with a fixed random head; clients fine-tune the model before they use it",
-        reference="Oh et al., ICLR 2022",
-        options=FedBABUOptions,
-        client=FedBABUClient,
-        defaults={"fedavg.weighting": "uniform"},
-        models_sent="2K - heads",
-        client_state="fixed head",
-    )
-)

@@ -30,8 +30,8 @@ from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
-from fedloom.methods.base import MethodContext, Options, Refiner, Server
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Options, Refiner, Server
+from fedloom.methods.registry import register
 from fedloom.training.optimizers import SGD
 
 
@@ -62,12 +62,20 @@ class FedBEOptions(Options):
     """steps between two snapshots"""
 
 
+@register(
+    "fedbe",
+    reference="Chen and Chao, ICLR 2021",
+    neutral={"epochs": 0},
+    extra_compute="server distills",
+    server_data="inputs",
+)
 class FedBERefiner(Refiner[FedBEOptions]):
-    """Keep the client models of a round, then draw models and distill."""
+    """Distill an ensemble drawn around the client models into their mean, on the server's unlabeled samples."""
 
-    def __init__(self, context: MethodContext, options: FedBEOptions) -> None:
-        super().__init__(context, options)
-        self._proxy = DistillationData(context, "fedbe")
+    needs_reason = "draws teachers from the spread of the clients' models"
+
+    def start(self) -> None:
+        self._proxy = DistillationData(self.context, "fedbe")
         self._answers: list[tuple[tuple[int, int], int, Tensor, Tensor]] = []
 
     def receive_update(self, round: int, update: ClientUpdate) -> None:
@@ -130,19 +138,3 @@ class FedBERefiner(Refiner[FedBEOptions]):
                     students.add(row)
         students.write_to(row)
         self._proxy.check(round, row, "fedbe.lr")
-
-
-register(
-    Method(
-        name="fedbe",
-        summary="distill an ensemble drawn around the client models into their mean, on the server's unlabeled samples",
-        reference="Chen and Chao, ICLR 2021",
-        options=FedBEOptions,
-        refiner=FedBERefiner,
-        neutral={"epochs": 0},
-        models_sent="2K",
-        uses_single_updates="draws teachers from the spread of the clients' models",
-        extra_compute="server distills",
-        server_data="inputs",
-    )
-)

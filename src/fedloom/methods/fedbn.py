@@ -16,16 +16,16 @@ equal numbers of samples; here they count by samples unless `fedavg.weighting` i
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.core.layout import Layout
-from fedloom.methods.base import Client, MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import register
 
 
+@register("fedbn", reference="Li et al., ICLR 2021", models_sent="2K - norms")
 class FedBNClient(Client[Options]):
-    """Ordinary training that keeps the batch-norm layers of each client."""
+    """Batch-norm layers stay with each client."""
 
-    def __init__(self, context: MethodContext, options: Options) -> None:
-        super().__init__(context, options)
-        modules = context.make_model().named_modules(remove_duplicate=False)
+    def start(self) -> None:
+        modules = self.context.make_model().named_modules(remove_duplicate=False)
         self._norms = {name for name, module in modules if isinstance(module, _BatchNorm)}
 
     def personal_columns(self, layout: Layout) -> list[slice]:
@@ -37,15 +37,3 @@ class FedBNClient(Client[Options]):
                 else:
                     columns.append(entry.columns)
         return columns
-
-
-register(
-    Method(
-        name="fedbn",
-        summary="batch-norm layers stay with each client",
-        reference="Li et al., ICLR 2021",
-        client=FedBNClient,
-        models_sent="2K - norms",
-        client_state="batch norms",
-    )
-)

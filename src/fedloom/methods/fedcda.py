@@ -23,8 +23,8 @@ averaged with them.
 The search needs only the inner products of the candidates (_support/model_selection.py).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,8 +42,8 @@ from fedloom.methods._support.model_selection import (
     enumerate_model_selections,
     model_selection_batch_size,
 )
-from fedloom.methods.base import MethodContext, Options, Server
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Options, Server
+from fedloom.methods.registry import register
 
 
 class FedCDAOptions(Options):
@@ -61,13 +61,14 @@ class FedCDAOptions(Options):
     """the model during warm-up: FedAvg's, or the mean of the newest models of all clients"""
 
 
+@register("fedcda", reference="Wang et al., ICLR 2024", server_state="3N+3 models", extra_compute="server searches")
 class FedCDAServer(Server[FedCDAOptions]):
-    """One global model, and a cache of the last models of each client."""
+    """Average cached models of all clients, chosen across rounds to diverge least."""
 
-    state_attributes = ("bank", "total")
+    needs_reason = "chooses one of each client's models of several rounds"
 
-    def __init__(self, context: MethodContext, options: FedCDAOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self._refuse_too_many_combinations()
         layout = context.layout
         self.bank = context.bank(1)
@@ -209,17 +210,6 @@ class FedCDAServer(Server[FedCDAOptions]):
     def diagnostics(self) -> dict[str, float]:
         return dict(self._last)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "store": self.store.state_dict(), "cache": self.cache, "chosen": self.chosen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.store.load_state_dict(state["store"])
-        self.cache = {
-            client_id: [(number, loss) for number, loss in models] for client_id, models in state["cache"].items()
-        }
-        self.chosen = dict(state["chosen"])
-
 
 class _CandidateInnerProducts:
     """The inner products of all candidates of a round, relative to the global model, from one pass over them.
@@ -281,18 +271,3 @@ def _candidates(models: list[tuple[int, float]]) -> list[tuple[int, int, float]]
     """
     finite = [(place, number, loss) for place, (number, loss) in enumerate(models) if np.isfinite(loss)]
     return finite or [(place, number, 0.0) for place, (number, _) in enumerate(models)]
-
-
-register(
-    Method(
-        name="fedcda",
-        summary="average cached models of all clients, chosen across rounds to diverge least",
-        reference="Wang et al., ICLR 2024",
-        options=FedCDAOptions,
-        server=FedCDAServer,
-        models_sent="2K",
-        uses_single_updates="chooses one of each client's models of several rounds",
-        server_state="3N+3 models",
-        extra_compute="server searches",
-    )
-)

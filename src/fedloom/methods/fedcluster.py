@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedClusterOptions(FedAvgOptions):
@@ -24,38 +24,23 @@ class FedClusterOptions(FedAvgOptions):
     """number of clusters (C), of nearly equal size, at most one per client; 1 is FedAvg"""
 
 
-class FedClusterServer(FedAvgServer):
-    """FedAvg that samples the clients of a round from one cluster."""
-
-    options: FedClusterOptions
+@register("fedcluster", reference="Chen et al., IEEE Big Data 2020", neutral={"clusters": 1})
+class FedClusterServer(FedAvgServer[FedClusterOptions]):
+    """Clusters of clients train one model in turn."""
 
     def start(self) -> None:
         context = self.context
         count = min(self.options.clusters, context.num_clients)
         order = context.rng_streams.numpy("fedcluster").permutation(context.num_clients)
-        self.clusters = [sorted(int(client_id) for client_id in part) for part in np.array_split(order, count)]
+        self._clusters = [sorted(int(client_id) for client_id in part) for part in np.array_split(order, count)]
 
     def cluster_at(self, round: int) -> int:
         """Return the index of the cluster whose turn it is."""
-        cycle, turn = divmod(round, len(self.clusters))
-        return int(self.context.rng_streams.numpy("fedcluster cycle", cycle).permutation(len(self.clusters))[turn])
+        cycle, turn = divmod(round, len(self._clusters))
+        return int(self.context.rng_streams.numpy("fedcluster cycle", cycle).permutation(len(self._clusters))[turn])
 
     def sample_clients(self, round: int) -> list[int]:
-        members = self.clusters[self.cluster_at(round)]
+        members = self._clusters[self.cluster_at(round)]
         draw = self.context.rng_streams.numpy("select", round)
         chosen = draw.choice(len(members), min(self.context.clients_per_round, len(members)), replace=False)
         return [members[int(i)] for i in chosen]
-
-
-register(
-    Method(
-        name="fedcluster",
-        summary="clusters of clients train one model in turn",
-        reference="Chen et al., IEEE Big Data 2020",
-        options=FedClusterOptions,
-        server=FedClusterServer,
-        neutral={"clusters": 1},
-        models_sent="2K",
-        uses_single_updates="",
-    )
-)

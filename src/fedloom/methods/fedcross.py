@@ -29,8 +29,8 @@ from torch import Tensor
 
 from fedloom.core.layout import Layout, TensorKind
 from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products
-from fedloom.methods.base import MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Options
+from fedloom.methods.registry import register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 
@@ -58,15 +58,17 @@ class FedCrossOptions(Options):
     """number of first rounds in which all models become their mean"""
 
 
+@register("fedcross", reference="Hu et al., ICDE 2024", defaults=MULTI_MODEL_DEFAULTS, extra_compute="server compares")
 class FedCrossServer(MultiModelServer[FedCrossOptions]):
-    """Server with K models that cross-aggregate."""
+    """Keep K models and mix each with one other model every round."""
 
-    def __init__(self, context: MethodContext, options: FedCrossOptions) -> None:
-        super().__init__(context, options)
-        units = _units(context.layout, options.similarity)
-        self.pieces = [columns for unit in units for columns in unit]
+    needs_reason = "crosses the clients' models"
+
+    def start(self) -> None:
+        units = _units(self.context.layout, self.options.similarity)
+        self._pieces = [columns for unit in units for columns in unit]
         """The columns that the similarity compares."""
-        self.starts = list(accumulate((len(unit) for unit in units[:-1]), initial=0))
+        self._starts = list(accumulate((len(unit) for unit in units[:-1]), initial=0))
         """The first piece of each unit (the whole model or one layer)."""
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
@@ -117,9 +119,9 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
 
         The CPU adds up the products of the pieces; a GPU would need one call for each addition.
         """
-        products = torch.stack([inner_products(v[1:], v[0], columns) for columns in self.pieces]).cpu().numpy()
+        products = torch.stack([inner_products(v[1:], v[0], columns) for columns in self._pieces]).cpu().numpy()
         with np.errstate(all="ignore"):
-            sums = np.add.reduceat(products, self.starts)
+            sums = np.add.reduceat(products, self._starts)
         found = np.zeros((len(sums), len(v) + 1, len(v) + 1))
         found[:, 1:, 1:] = sums  # row and column 0 stay zero: v_0 minus itself
         gaps: Numbers = cosine_distances(found).mean(0)
@@ -163,19 +165,3 @@ def _others(count: int) -> NDArray[np.intp]:
     """Return for each of `count` models all others in order, beginning with the next one."""
     order = np.arange(count)
     return (order[:, None] + order[1:]) % count
-
-
-register(
-    Method(
-        name="fedcross",
-        summary="keep K models and mix each with one other model every round",
-        reference="Hu et al., ICDE 2024",
-        options=FedCrossOptions,
-        server=FedCrossServer,
-        defaults=MULTI_MODEL_DEFAULTS,
-        models_sent="2K",
-        uses_single_updates="crosses the clients' models",
-        server_state="K models",
-        extra_compute="server compares",
-    )
-)

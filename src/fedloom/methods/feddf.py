@@ -29,8 +29,8 @@ from torch import Tensor
 from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import InputError
 from fedloom.methods._support.distillation import DistillationData, distillation_loss
-from fedloom.methods.base import MethodContext, Options, Refiner, Server
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Options, Refiner, Server
+from fedloom.methods.registry import register
 from fedloom.training.optimizers import Adam
 
 GAIN = 1e-6
@@ -56,11 +56,20 @@ class FedDFOptions(Options):
     """leave out clients that are no better than chance on the server's samples (needs their labels)"""
 
 
+@register(
+    "feddf",
+    reference="Lin et al., NeurIPS 2020",
+    neutral={"steps": 0},
+    extra_compute="server distills",
+    server_data="inputs",
+)
 class FedDFRefiner(Refiner[FedDFOptions]):
-    """Average the logits of the client models as they arrive, then distill."""
+    """Distill the ensemble of the client models into their mean, on the server's unlabeled samples."""
 
-    def __init__(self, context: MethodContext, options: FedDFOptions) -> None:
-        super().__init__(context, options)
+    needs_reason = "takes the clients' models as teachers"
+
+    def start(self) -> None:
+        context, options = self.context, self.options
         self._proxy = proxy = DistillationData(context, "feddf")
         if options.drop and not context.server.labels_fit:
             raise InputError("feddf.drop needs server data labeled with the clients' classes, and this run has none.")
@@ -134,19 +143,3 @@ class FedDFRefiner(Refiner[FedDFOptions]):
 
     def diagnostics(self) -> dict[str, float]:
         return dict(self._last)
-
-
-register(
-    Method(
-        name="feddf",
-        summary="distill the ensemble of the client models into their mean, on the server's unlabeled samples",
-        reference="Lin et al., NeurIPS 2020",
-        options=FedDFOptions,
-        refiner=FedDFRefiner,
-        neutral={"steps": 0},
-        models_sent="2K",
-        uses_single_updates="takes the clients' models as teachers",
-        extra_compute="server distills",
-        server_data="inputs",
-    )
-)

@@ -19,10 +19,10 @@ h cover trainable parameters only; batch-norm statistics are the plain mean. A f
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.averaging import WeightedMean
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.methods.base import Client, Options
@@ -55,28 +55,35 @@ class FedDynClient(Client[FedDynOptions]):
 
 
 class FedDynServer(AveragingServer[FedDynOptions]):
-    """Server with the model w, the last mean of the client models, and h."""
+    """Server with the model w in row 0, the last mean of the client models in row 1, and h."""
 
-    state_attributes = ("bank", "h")
+    needs = "mean"
 
     def start(self) -> None:
         self.bank = self.context.bank(2)
         self.bank.rows[:] = self.context.initial
         self.h = self.zeros()
+        self._count = 0
+
+    def weight(self, update: ClientUpdate) -> float:
+        return 1
+
+    def observe(self, round: int, update: ClientUpdate) -> None:
+        self._count += 1
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        alpha = self.options.alpha
+        # The sum of w_k - w over the updates is their number times mean - w.
+        self.h.sub_(mean - old, alpha=alpha * self._count / self.context.num_clients)
+        self.bank.rows[1, : len(mean)] = mean
+        return torch.sub(mean, self.h, alpha=1 / alpha)
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        w, m = self.bank.rows
-        alpha, trainable = self.options.alpha, self.context.layout.trainable
-        mean, count = WeightedMean(self.context.layout), 0
-        for update in updates:
-            mean.add(update.row)
-            count += 1
-        if not mean.write_to(m):
-            return
-        # The sum of w_k - w over the updates is their number times mean - w.
-        self.h.sub_(m[:trainable] - w[:trainable], alpha=alpha * count / self.context.num_clients)
-        w.copy_(m)
-        w[:trainable].sub_(self.h, alpha=1 / alpha)
+        self._count = 0
+        super().aggregate(round, updates)
+        if self._count:  # the buffers of both rows are the mean of the clients' buffers
+            buffers = slice(self.context.layout.trainable, None)
+            self.bank.rows[1, buffers] = self.bank.rows[0, buffers]
 
     def global_model(self) -> Tensor:
         return self.bank.rows[1 if self.options.global_model == "mean" else 0]
@@ -92,14 +99,10 @@ class FedDynServer(AveragingServer[FedDynOptions]):
 register(
     Method(
         name="feddyn",
-        summary="add a dynamic regularizer that aligns local optima with the global optimum",
+        summary="Add a dynamic regularizer that aligns local optima with the global optimum",
         reference="Acar et al., ICLR 2021",
         options=FedDynOptions,
         server=FedDynServer,
         client=FedDynClient,
-        models_sent="2K",
-        uses_single_updates="",
-        client_state="1 vector",
-        server_state="3 models",
     )
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedloom.core.averaging import average_models
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import AveragingServer
 
 
@@ -35,10 +35,18 @@ class FedExPOptions(Options):
     """use the mean of the last two models as global model, otherwise the last one"""
 
 
+@register(
+    "fedexp",
+    reference="Jhunjhunwala et al., ICLR 2023",
+    neutral={"epsilon": 1e300, "average": False},  # so large that the step is always 1
+)
 class FedExPServer(AveragingServer[FedExPOptions]):
-    """Server with the last two models, in rows 0 (the newer) and 1."""
+    """Extrapolate beyond the mean if the client updates differ.
 
-    state_attributes = ("bank", "aggregations")
+    Row 0 of the bank is the last model, row 1 the one before.
+    """
+
+    needs_reason = "needs the length of each client's update"
 
     def start(self) -> None:
         self.bank = self.context.bank(2)
@@ -85,18 +93,3 @@ def fedexp_step_size(mean_squared_norm: float, squared_norm_of_mean: float, epsi
     """Return eta_g from the mean squared norm of the updates and the squared norm of their mean."""
     below = 2 * (squared_norm_of_mean + epsilon)
     return max(1.0, mean_squared_norm / below) if below > 0 else 1.0  # all updates are zero or cancel out
-
-
-register(
-    Method(
-        name="fedexp",
-        summary="extrapolate beyond the mean if the client updates differ",
-        reference="Jhunjhunwala et al., ICLR 2023",
-        options=FedExPOptions,
-        server=FedExPServer,
-        neutral={"epsilon": 1e300, "average": False},  # so large that the step is always 1
-        models_sent="2K",
-        uses_single_updates="needs the length of each client's update",
-        server_state="2 models",
-    )
-)

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
-from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.base import Client, Options, Server
 from fedloom.methods.registry import Method, register
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -49,10 +49,10 @@ class FedFomoOptions(Options):
 class FedFomoServer(Server[FedFomoOptions]):
     """Server with a model for each client, and P."""
 
-    state_attributes = ("bank", "P", "sent")
+    needs_reason = "keeps a model for each client"
 
-    def __init__(self, context: MethodContext, options: FedFomoOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self.bank = context.bank(context.num_clients)
         self.bank.rows[:] = context.initial
         self.P = torch.zeros(context.num_clients, context.num_clients, dtype=torch.float64)
@@ -120,13 +120,12 @@ class FedFomoClient(Client[FedFomoOptions]):
 register(
     Method(
         name="fedfomo",
-        summary="each client averages the models of other clients that help it",
+        summary="Each client averages the models of other clients that help it",
         reference="Zhang et al., ICLR 2021",
         options=FedFomoOptions,
         server=FedFomoServer,
         client=FedFomoClient,
         models_sent="K(M + 1)",
-        uses_single_updates="keeps a model for each client",
         server_state="N models",
         extra_compute="client tests M",
     )

@@ -133,8 +133,8 @@ class FedGenOptions(Options):
 class FedGenClient(Client[FedGenOptions]):
     """Client with two more terms in its loss."""
 
-    def __init__(self, context: MethodContext, options: FedGenOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         self.generator = FedGenGenerator.fit(context, options.noise, options.hidden).eval()
 
     def upload_shapes(self, layout: Layout) -> Shapes:
@@ -176,15 +176,15 @@ class FedGenClient(Client[FedGenOptions]):
 class FedGenExtras(Extras[FedGenOptions]):
     """The generator and its optimizer."""
 
-    state_attributes = ("row", "mean", "square", "steps")
+    needs_reason = "learns a generator from each client's head and labels"
 
-    def __init__(self, context: MethodContext, options: FedGenOptions) -> None:
-        super().__init__(context, options)
-        self.generator = FedGenGenerator.fit(context, options.noise, options.hidden).train()
-        layout, name = self.generator.layout, find_classifier_head(context.make_model(), "fedgen")[0]
+    def start(self) -> None:
+        context, options = self.context, self.options
+        self._generator = FedGenGenerator.fit(context, options.noise, options.hidden).train()
+        layout, name = self._generator.layout, find_classifier_head(context.make_model(), "fedgen")[0]
         self._bank = context.server.make_bank(1, layout.floats)
         self.row = self._bank.rows[0]
-        self.row.copy_(layout.read(self.generator, context.server.device)[: layout.floats])
+        self.row.copy_(layout.read(self._generator, context.server.device)[: layout.floats])
         self.mean, self.square = (torch.zeros_like(self.row[: layout.trainable]) for _ in range(2))
         self.steps = 0
         self._head = {e.name.rpartition(".")[2]: e for e in context.layout.entries if e.layer == name}
@@ -215,7 +215,7 @@ class FedGenExtras(Extras[FedGenOptions]):
         for _ in range(o.steps):
             y = owned[torch.randint(len(owned), (o.batch_size,), generator=draw, device=device)]
             noise = torch.rand(o.batch_size, o.noise, generator=draw, dtype=self.row.dtype, device=device)
-            self._loss, gradient = self.generator.lesson(self.row, noise, y, heads, counts)
+            self._loss, gradient = self._generator.lesson(self.row, noise, y, heads, counts)
             optimizer.step(weights, gradient, o.lr * o.decay**round)
         self.steps += o.steps
 
@@ -226,14 +226,13 @@ class FedGenExtras(Extras[FedGenOptions]):
 register(
     Method(
         name="fedgen",
-        summary="train a generator of representations with the client heads, and clients with its output",
+        summary="Train a generator of representations with the client heads, and clients with its output",
         reference="Zhu et al., ICML 2021",
         options=FedGenOptions,
         client=FedGenClient,
         extras=FedGenExtras,
         neutral={"alpha": 0.0, "beta": 0.0},
         models_sent="2K + generators",
-        uses_single_updates="learns a generator from each client's head and labels",
         server_state="model, G",
         extra_compute="server learns",
     )

@@ -30,7 +30,7 @@ from fedloom.core.averaging import average_models
 from fedloom.core.tasks import ClientUpdate
 from fedloom.methods._support.distillation import DistillationData
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import AveragingServer
 from fedloom.training.optimizers import Adam
 
@@ -54,8 +54,18 @@ class FedLAWOptions(Options):
     """with swa: number of first epochs left out of that average; if none remains, only the last epoch counts"""
 
 
+@register(
+    "fedlaw",
+    reference="Li et al., ICML 2023",
+    neutral={"epochs": 0},
+    extra_compute="server learns",
+    server_data="labels",
+    rescales=True,
+)
 class FedLAWServer(AveragingServer[FedLAWOptions]):
-    """Server with one model, whose aggregation weights are learned on the server's data."""
+    """Learn the weights of the mean, and a factor on it, on the server's labeled samples."""
+
+    needs_reason = "learns a weight for each client's model"
 
     def start(self) -> None:
         self._proxy = DistillationData(self.context, "fedlaw", needs_classes=False)
@@ -124,20 +134,3 @@ class FedLAWServer(AveragingServer[FedLAWOptions]):
 
     def diagnostics(self) -> dict[str, float]:
         return dict(self._last)
-
-
-register(
-    Method(
-        name="fedlaw",
-        summary="learn the weights of the mean, and a factor on it, on the server's labeled samples",
-        reference="Li et al., ICML 2023",
-        options=FedLAWOptions,
-        server=FedLAWServer,
-        neutral={"epochs": 0},
-        models_sent="2K",
-        uses_single_updates="learns a weight for each client's model",
-        extra_compute="server learns",
-        server_data="labels",
-        rescales=True,
-    )
-)

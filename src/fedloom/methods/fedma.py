@@ -23,7 +23,7 @@ from fedloom.core.layout import TensorKind
 from fedloom.core.similarity import pairwise_squared_distances
 from fedloom.methods.matching.alignment import AlignmentOptions, AlignmentServer, align_units_by_cost
 from fedloom.methods.matching.symmetries import Symmetries, SymmetryGroup, SymmetryTie
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedMAOptions(AlignmentOptions):
@@ -31,12 +31,15 @@ class FedMAOptions(AlignmentOptions):
     """how often every model is matched again to the mean of the others; stops early if nothing moves"""
 
 
+@register("fedma", reference="Wang et al., ICLR 2020", extra_compute="server matches")
 class FedMAServer(AlignmentServer[FedMAOptions]):
-    """Server with one model: the mean of the client models after matching their neurons."""
+    """Match neurons by their incoming weights, then average."""
+
+    needs_reason = "matches the neurons of the clients' models"
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         draw = self.context.rng_streams.numpy("fedma", round)
-        for group, ties in fedma_incoming_weights(self.symmetries):
+        for group, ties in fedma_incoming_weights(self._symmetries):
             vectors = [group.vectors(row, ties).double() for row in rows]
             orders = match_fedma_neurons(vectors, weights, self.options.sweeps, draw)
             for row, order in zip(rows, orders, strict=True):
@@ -82,17 +85,3 @@ def match_fedma_neurons(
     # Rematching may have moved the first model too. Relative to its order, it stays where it was.
     back = torch.argsort(orders[0])
     return [order[back] for order in orders]
-
-
-register(
-    Method(
-        name="fedma",
-        summary="match neurons by their incoming weights, then average",
-        reference="Wang et al., ICLR 2020",
-        options=FedMAOptions,
-        server=FedMAServer,
-        models_sent="2K",
-        uses_single_updates="matches the neurons of the clients' models",
-        extra_compute="server matches",
-    )
-)

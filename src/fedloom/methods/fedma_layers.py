@@ -27,7 +27,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout, LayoutEntry, TensorKind
 from fedloom.core.tasks import ClientTask, ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, MethodContext, Options, Server
+from fedloom.methods.base import Client, Options, Server
 from fedloom.methods.fedma import fedma_incoming_weights, match_fedma_neurons
 from fedloom.methods.matching.alignment import AlignmentPrior, find_growing_alignment
 from fedloom.methods.matching.symmetries import Symmetries, SymmetryGroup, find_run_symmetries
@@ -87,26 +87,14 @@ def fedma_layer_columns(layout: Layout, stages: dict[int, int], first_stage: int
 class FedMALayersServer(Server[FedMALayersOptions]):
     """Server with one model per client of the pass, and the global model of the last pass."""
 
-    state_attributes = (
-        "bank",
-        "client_models",
-        "whole",
-        "own",
-        "held",
-        "places",
-        "client_ids",
-        "weights",
-        "counts",
-        "done",
-        "popular",
-    )
+    needs_reason = "matches the neurons of the clients' models"
 
-    def __init__(self, context: MethodContext, options: FedMALayersOptions) -> None:
-        super().__init__(context, options)
-        self.symmetries = find_run_symmetries(context)
-        self.ties = fedma_incoming_weights(self.symmetries)
-        self.stage = fedma_layer_stages(context.layout, self.symmetries)
-        groups, K = self.symmetries.groups, context.clients_per_round
+    def start(self) -> None:
+        context, options = self.context, self.options
+        self._symmetries = find_run_symmetries(context)
+        self._ties = fedma_incoming_weights(self._symmetries)
+        self._stage = fedma_layer_stages(context.layout, self._symmetries)
+        groups, K = self._symmetries.groups, context.clients_per_round
         if options.start < 1 and any(group.coupled for group in groups):
             coupled = next(group.name for group in groups if group.coupled)
             raise InputError(
@@ -118,10 +106,10 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         self.client_models = context.bank(K)
         self.whole = context.layout.empty(context.server.device)
         """The global model of this pass, as far as it is averaged."""
-        self.ends = [0, *torch.tensor([group.size for group in groups]).cumsum(0).tolist()]
-        self.sizes = [ceil(options.start * group.size) for group in groups]
+        self._ends = [0, *torch.tensor([group.size for group in groups]).cumsum(0).tolist()]
+        self._sizes = [ceil(options.start * group.size) for group in groups]
         """How many units of each group a client has."""
-        first = [torch.arange(group.size) < size for group, size in zip(groups, self.sizes, strict=True)]
+        first = [torch.arange(group.size) < size for group, size in zip(groups, self._sizes, strict=True)]
         self.popular = torch.cat([torch.zeros(0, dtype=torch.bool), *first]).double()
         """How many clients have each unit; all groups in one vector."""
         self._cut(self.bank.rows[0], self.popular > 0)
@@ -140,7 +128,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
     @property
     def length(self) -> int:
         """Number of rounds in a pass."""
-        return len(self.symmetries.groups) + 1
+        return len(self._symmetries.groups) + 1
 
     def sample_clients(self, round: int) -> list[int]:
         return super().sample_clients(round - round % self.length)
@@ -164,16 +152,16 @@ class FedMALayersServer(Server[FedMALayersOptions]):
 
     def _most_common(self) -> Tensor:
         chosen = torch.zeros(len(self.popular), dtype=torch.bool)
-        for n, size in enumerate(self.sizes):
-            low, high = self.ends[n], self.ends[n + 1]
+        for n, size in enumerate(self._sizes):
+            low, high = self._ends[n], self._ends[n + 1]
             order = torch.argsort(self.popular[low:high], descending=True, stable=True)
             chosen[low + order[:size]] = True
         return chosen
 
     def _cut(self, row: Tensor, held: Tensor) -> None:
         """Set the weights into and out of units that are not held to zero; statistics do not matter."""
-        for n, group in enumerate(self.symmetries.groups):
-            absent = torch.nonzero(~held[self.ends[n] : self.ends[n + 1]]).flatten().to(row.device)
+        for n, group in enumerate(self._symmetries.groups):
+            absent = torch.nonzero(~held[self._ends[n] : self._ends[n + 1]]).flatten().to(row.device)
             for tie in group.ties if len(absent) else ():
                 if tie.entry.kind is TensorKind.PARAMETER:
                     tie.view(row, group.size).index_fill_(tie.axis, absent, 0)
@@ -194,9 +182,9 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         stage, last = round % self.length, self.length - 1
         for n in range(self.done, min(stage + 1, last)):
             self._match(round, n, active)
-        self._average(fedma_layer_columns(self.context.layout, self.stage, self.done, stage + 1), active)
+        self._average(fedma_layer_columns(self.context.layout, self._stage, self.done, stage + 1), active)
         self.done = stage + 1
-        matched = self.ends[min(stage + 1, last)]
+        matched = self._ends[min(stage + 1, last)]
         self.held[:, :matched] = self.own[active, :matched].any(0)
         if stage == last:
             for integers in zip(*map(self.context.layout.integers, self._rows(active)), strict=True):
@@ -207,8 +195,8 @@ class FedMALayersServer(Server[FedMALayersOptions]):
 
     def _match(self, round: int, n: int, active: list[int]) -> None:
         """Put the units of group `n` of all clients into one order."""
-        group, ties = self.ties[n]
-        held = self.held[:, self.ends[n] : self.ends[n + 1]]
+        group, ties = self._ties[n]
+        held = self.held[:, self._ends[n] : self._ends[n + 1]]
         mine = [torch.nonzero(held[k]).flatten() for k in active]
         vectors = [
             group.vectors(self.client_models.rows[k], ties).double()[m] for k, m in zip(active, mine, strict=True)
@@ -231,7 +219,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
             group.permute_(self.client_models.rows[k], _order(group, m, place).to(self.client_models.rows.device))
             held[k] = False
             held[k, place] = True
-        self.own[:, self.ends[n] : self.ends[n + 1]] = held
+        self.own[:, self._ends[n] : self._ends[n + 1]] = held
 
     def _average(self, chosen: Tensor, active: list[int]) -> None:
         """Give all clients the mean of these columns; weights out of units that they lacked start at zero."""
@@ -253,8 +241,8 @@ class FedMALayersServer(Server[FedMALayersOptions]):
         """Return the weight of client k in each column: 0 in columns that produce units it lacks."""
         row = torch.full_like(self.client_models.rows[k], self.weights[k])
         row[self.context.layout.floats :] = 0
-        for n, group in enumerate(self.symmetries.groups):
-            absent = torch.nonzero(~self.held[k, self.ends[n] : self.ends[n + 1]]).flatten().to(row.device)
+        for n, group in enumerate(self._symmetries.groups):
+            absent = torch.nonzero(~self.held[k, self._ends[n] : self._ends[n + 1]]).flatten().to(row.device)
             for tie in group.ties if len(absent) else ():
                 if tie.produces_units:
                     tie.view(row, group.size).index_fill_(tie.axis, absent, 0)
@@ -267,7 +255,7 @@ class FedMALayersServer(Server[FedMALayersOptions]):
 
     def _heads(self) -> list[LayoutEntry]:
         """Return the tensors with one row per class."""
-        tied = {tie.entry.offset for group in self.symmetries.groups for tie in group.ties if tie.axis == 0}
+        tied = {tie.entry.offset for group in self._symmetries.groups for tie in group.ties if tie.axis == 0}
         classes = self.context.classes
         return [
             e
@@ -301,8 +289,8 @@ def _order(group: SymmetryGroup, mine: Tensor, place: Tensor) -> Tensor:
 class FedMALayersClient(Client[FedMALayersOptions]):
     """Client that trains the layers that are not matched yet."""
 
-    def __init__(self, context: MethodContext, options: FedMALayersOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self.symmetries = find_run_symmetries(context)
         self.stage = fedma_layer_stages(context.layout, self.symmetries)
 
@@ -345,14 +333,12 @@ class FedMALayersClient(Client[FedMALayersOptions]):
 register(
     Method(
         name="fedma-layers",
-        summary="match one layer per round, freeze it, train the rest; layers may grow",
+        summary="Match one layer per round, freeze it, train the rest; layers may grow",
         reference="Wang et al., ICLR 2020",
         options=FedMALayersOptions,
         server=FedMALayersServer,
         client=FedMALayersClient,
         models_sent="2K + counts",
-        uses_single_updates="matches the neurons of the clients' models",
-        server_state="K+2 models",
         extra_compute="server matches",
     )
 )

@@ -28,7 +28,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, Extras, MethodContext, Options
+from fedloom.methods.base import Client, Extras, Options
 from fedloom.methods.registry import Method, register
 from fedloom.training.batches import Batch
 from fedloom.training.context import Criterion
@@ -48,8 +48,8 @@ class FedMixOptions(Options):
 class FedMixClient(Client[FedMixOptions]):
     """Client that computes the means of its samples, then trains on mixtures."""
 
-    def __init__(self, context: MethodContext, options: FedMixOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         if not context.classes:
             raise InputError("fedmix and naivemix mix class labels, but these data have no classes.")
         if options.lam and context.takes_tokens():
@@ -119,10 +119,10 @@ def fedmix_loss(f: torch.nn.Module, criterion: Criterion, batch: Batch, x_: Tens
 class FedMixExtras(Extras[FedMixOptions]):
     """Pool of means, in the order in which the clients first took part."""
 
-    state_attributes = ("x", "y", "owners")
+    needs_reason = "hands means of each client's samples to the others"
 
-    def __init__(self, context: MethodContext, options: FedMixOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         most = context.num_clients * options.groups
         width = context.initial.new_zeros(context.shape).numel()
         self._banks = context.server.make_bank(1, most * width), context.server.make_bank(1, most * context.classes)
@@ -148,14 +148,13 @@ class FedMixExtras(Extras[FedMixOptions]):
 register(
     Method(
         name="fedmix",
-        summary="mix samples with means of other clients' samples, by a Taylor approximation",
+        summary="Mix samples with means of other clients' samples, by a Taylor approximation",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,
         client=FedMixClient,
         extras=FedMixExtras,
         neutral={"lam": 0.0},
         models_sent="2K + means",
-        uses_single_updates="hands means of each client's samples to the others",
         server_state="model, means",
         extra_compute="client 2x",
     )
@@ -174,14 +173,13 @@ class NaiveMixClient(FedMixClient):
 register(
     Method(
         name="naivemix",
-        summary="mix samples with means of other clients' samples",
+        summary="Mix samples with means of other clients' samples",
         reference="Yoon et al., ICLR 2021",
         options=FedMixOptions,
         client=NaiveMixClient,
         extras=FedMixExtras,
         neutral={"lam": 0.0},
         models_sent="2K + means",
-        uses_single_updates="hands means of each client's samples to the others",
         server_state="model, means",
     )
 )

@@ -36,8 +36,8 @@ from fedloom.core.tasks import ClientUpdate
 from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.errors import InputError
 from fedloom.methods._support.layer_exchange import LayerExchange, exchange_model_layers
-from fedloom.methods.base import MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Options
+from fedloom.methods.registry import register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
 
 SEGMENT = re.compile(r"segment:([0-9]?\.?[0-9]{1,9}|[0-9]{1,4}/[1-9][0-9]{0,3})")
@@ -91,17 +91,20 @@ def _by_layer(rows: Tensor, layers: list[list[slice]]) -> list[list[tuple[Tensor
     return [[rows[:, part].unbind() for part in columns] for columns in layers]
 
 
+@register("fedmr", reference="Hu et al., KDD 2024", defaults=MULTI_MODEL_DEFAULTS)
 class FedMRServer(MultiModelServer[FedMROptions]):
-    """Server that swaps layers between K models."""
+    """Keep K models and swap their layers instead of averaging them."""
 
-    def __init__(self, context: MethodContext, options: FedMROptions) -> None:
-        super().__init__(context, options)
-        self.layers = fedmr_layer_columns(context.layout, options.granularity)
-        if options.mixed and len(self.layers) == 1:
+    needs_reason = "swaps layers between the clients' models"
+
+    def start(self) -> None:
+        context, options = self.context, self.options
+        self._layers = fedmr_layer_columns(context.layout, options.granularity)
+        if options.mixed and len(self._layers) == 1:
             raise InputError(f"fedmr.mixed needs at least two layers; with {options.granularity} this model has one.")
         self._given_up = self._exchanged = False
         own = (self._uploaded.rows, self.bank.rows)
-        self._views = {id(rows): _by_layer(rows, self.layers) for rows in own}
+        self._views = {id(rows): _by_layer(rows, self._layers) for rows in own}
         """Views of the rows that are recombined in every round; creating them takes longer than the copies."""
 
     def notes(self) -> list[str]:
@@ -134,7 +137,7 @@ class FedMRServer(MultiModelServer[FedMROptions]):
     def shuffled(self, round: int, v: Tensor, w: Tensor) -> None:
         """Draw a permutation of the models for each layer, and apply it."""
         draw = self.context.rng_streams.numpy("recombine", round)
-        before, after = (self._views.get(id(rows)) or _by_layer(rows, self.layers) for rows in (v, w))
+        before, after = (self._views.get(id(rows)) or _by_layer(rows, self._layers) for rows in (v, w))
         targets, sources = list[Tensor](), list[Tensor]()
         for theirs, mine in zip(before, after, strict=True):
             source = draw.permutation(len(v)).tolist()
@@ -159,7 +162,7 @@ class FedMRServer(MultiModelServer[FedMROptions]):
             w.copy_(v)
             return
         present = [i for i in range(len(v)) if i not in self.absent]
-        models = {i: [_gather(v[i], columns) for columns in self.layers] for i in present}
+        models = {i: [_gather(v[i], columns) for columns in self._layers] for i in present}
         draws = partial(self.context.rng_streams.numpy, round=round)
         found = exchange_model_layers(models, draws, self.options.send_probability, self.options.mixed)
         if found is None:
@@ -167,7 +170,7 @@ class FedMRServer(MultiModelServer[FedMROptions]):
             return
         w.copy_(v)
         for i, model in found.items():
-            for columns, layer in zip(self.layers, model, strict=True):
+            for columns, layer in zip(self._layers, model, strict=True):
                 _scatter(w[i], columns, layer)
 
 
@@ -181,18 +184,3 @@ def _scatter(row: Tensor, columns: list[slice], values: Tensor) -> None:
         size = part.stop - part.start
         row[part] = values[start : start + size]
         start += size
-
-
-register(
-    Method(
-        name="fedmr",
-        summary="keep K models and swap their layers instead of averaging them",
-        reference="Hu et al., KDD 2024",
-        options=FedMROptions,
-        server=FedMRServer,
-        defaults=MULTI_MODEL_DEFAULTS,
-        models_sent="2K",
-        uses_single_updates="swaps layers between the clients' models",
-        server_state="K models",
-    )
-)

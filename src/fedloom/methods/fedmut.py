@@ -30,9 +30,9 @@ from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean, average_models
 from fedloom.core.tasks import ClientTask, ClientUpdate
-from fedloom.methods.base import MethodContext, Options, Server
+from fedloom.methods.base import Options, Server
 from fedloom.methods.fedmr import fedmr_layer_columns
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedMutOptions(Options):
@@ -46,13 +46,22 @@ class FedMutOptions(Options):
     """unit of mutation: all parameters of a module, or each tensor"""
 
 
+@register(
+    "fedmut",
+    reference="Hu et al., AAAI 2024",
+    neutral={"alpha": 0.0},
+    defaults={"fedavg.weighting": "uniform"},  # so that alpha=0 equals FedAvg
+)
 class FedMutServer(Server[FedMutOptions]):
-    """Server that keeps the last two models, the newer one in row 0, and makes mutants in `dispatch`."""
+    """Clients train mutants of the global model, shifted along its last update.
 
-    state_attributes = ("bank",)
+    Row 0 of the bank is the last model, row 1 the one before. `dispatch` makes the mutants.
+    """
 
-    def __init__(self, context: MethodContext, options: FedMutOptions) -> None:
-        super().__init__(context, options)
+    needs = "mean"
+
+    def start(self) -> None:
+        context, options = self.context, self.options
         self.bank = context.bank(2)
         self.bank.rows[:] = context.initial
         self._mutants = context.bank(context.clients_per_round)
@@ -113,19 +122,3 @@ def fedmut_coefficients(count: int, a_t: float, rng: np.random.Generator) -> NDA
     pairs = np.tile([1.0, a_t - 1.0], count // 2)
     v[: len(pairs)] = rng.permutation(pairs)
     return v
-
-
-register(
-    Method(
-        name="fedmut",
-        summary="clients train mutants of the global model, shifted along its last update",
-        reference="Hu et al., AAAI 2024",
-        options=FedMutOptions,
-        server=FedMutServer,
-        defaults={"fedavg.weighting": "uniform"},  # so that alpha=0 equals FedAvg
-        neutral={"alpha": 0.0},
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="2 models",
-    )
-)

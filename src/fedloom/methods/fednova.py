@@ -28,12 +28,15 @@ from fedloom.config import TrainingConfig
 from fedloom.core.tasks import ClientUpdate
 from fedloom.errors import InputError
 from fedloom.methods.base import Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.servers import AveragingServer
 
 
+@register("fednova", reference="Wang et al., NeurIPS 2020")
 class FedNovaServer(AveragingServer[Options]):
-    """One model, and the normalized mean of the updates."""
+    """Divide each client's update by its number of local steps."""
+
+    needs_reason = "divides each client's update by its number of local steps"
 
     def start(self) -> None:
         if self.context.config.optimizer != "sgd":
@@ -69,15 +72,3 @@ def fednova_gradient_weight(steps: int, config: TrainingConfig) -> float:
     tau, rho = max(steps, 1), config.momentum  # no step is no update, which may be divided by anything
     a = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
     return tau + rho * a if config.nesterov else a
-
-
-register(
-    Method(
-        name="fednova",
-        summary="divide each client's update by its number of local steps",
-        reference="Wang et al., NeurIPS 2020",
-        server=FedNovaServer,
-        models_sent="2K",
-        uses_single_updates="divides each client's update by its number of local steps",
-    )
-)

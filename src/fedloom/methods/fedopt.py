@@ -22,13 +22,11 @@ Federated Visual Classification", arXiv 2019:
 All moments cover trainable parameters only; batch-norm statistics are the plain mean.
 """
 
-from abc import abstractmethod
-
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.methods.fedavg import FedAvgOptions, FedAvgServer
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class FedAvgMOptions(FedAvgOptions):
@@ -36,11 +34,9 @@ class FedAvgMOptions(FedAvgOptions):
     """momentum on the server (beta); 0 is FedAvg"""
 
 
-class FedAvgMServer(FedAvgServer):
-    """Server with momentum."""
-
-    state_attributes = ("bank", "m")
-    options: FedAvgMOptions
+@register("fedavgm", reference="Hsu et al., arXiv 2019", neutral={"momentum": 0.0})
+class FedAvgMServer(FedAvgServer[FedAvgMOptions]):
+    """Momentum on the server."""
 
     def start(self) -> None:
         self.m = self.zeros()
@@ -61,106 +57,54 @@ class FedAdagradOptions(FedAvgOptions):
     """degree of adaptivity, added to the root of the second moment; steps are more alike if it is smaller"""
 
 
-class FedAdamOptions(FedAdagradOptions):
+@register("fedadagrad", reference="Reddi et al., ICLR 2021")
+class FedAdagradServer(FedAvgServer[FedAdagradOptions]):
+    """Adagrad on the server."""
+
+    def start(self) -> None:
+        self.m, self.v = self.zeros(), self.zeros() + self.options.tau**2
+
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        o, delta = self.options, mean - old
+        self.m = o.beta1 * self.m + (1 - o.beta1) * delta
+        self.v = self.v + delta.square()
+        return old + o.server_lr * self.m / (self.v.sqrt() + o.tau)
+
+
+class FedAdamOptions(FedAvgOptions):
     server_lr: float = Field(0.01, gt=0)
     """learning rate of the server (eta)"""
     beta1: float = Field(0.9, ge=0, lt=1)
     """decay of the first moment"""
     beta2: float = Field(0.99, ge=0, lt=1)
     """decay of the second moment"""
+    tau: float = Field(1e-3, gt=0)
+    """degree of adaptivity, added to the root of the second moment; steps are more alike if it is smaller"""
 
 
-class FedOptServer(FedAvgServer):
-    """Server with the first moment m and the second moment v; a subclass updates v."""
-
-    state_attributes = ("bank", "m", "v")
-    options: FedAdagradOptions
+@register("fedadam", reference="Reddi et al., ICLR 2021")
+class FedAdamServer(FedAvgServer[FedAdamOptions]):
+    """Adam on the server."""
 
     def start(self) -> None:
         self.m, self.v = self.zeros(), self.zeros() + self.options.tau**2
 
-    @abstractmethod
-    def next_v(self, square: Tensor) -> Tensor:
-        """Return the next second moment, from the old one and Delta^2."""
+    def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
+        o, delta = self.options, mean - old
+        self.m = o.beta1 * self.m + (1 - o.beta1) * delta
+        self.v = o.beta2 * self.v + (1 - o.beta2) * delta.square()
+        return old + o.server_lr * self.m / (self.v.sqrt() + o.tau)
+
+
+@register("fedyogi", reference="Reddi et al., ICLR 2021")
+class FedYogiServer(FedAdamServer):
+    """Yogi on the server.
+
+    v falls more slowly than Adam's if the steps become small.
+    """
 
     def next_model(self, round: int, old: Tensor, mean: Tensor) -> Tensor:
-        beta1, delta = self.options.beta1, mean - old
-        self.m = beta1 * self.m + (1 - beta1) * delta
-        self.v = self.next_v(delta.square())
-        return old + self.options.server_lr * self.m / (self.v.sqrt() + self.options.tau)
-
-
-class FedAdagradServer(FedOptServer):
-    """Adagrad on the server."""
-
-    def next_v(self, square: Tensor) -> Tensor:
-        return self.v + square
-
-
-class FedAdamServer(FedOptServer):
-    """Adam on the server."""
-
-    options: FedAdamOptions
-
-    def next_v(self, square: Tensor) -> Tensor:
-        return self.options.beta2 * self.v + (1 - self.options.beta2) * square
-
-
-class FedYogiServer(FedOptServer):
-    """Yogi on the server: v falls more slowly than Adam's if the steps become small."""
-
-    options: FedAdamOptions
-
-    def next_v(self, square: Tensor) -> Tensor:
-        return self.v - (1 - self.options.beta2) * square * (self.v - square).sign()
-
-
-register(
-    Method(
-        name="fedavgm",
-        summary="momentum on the server",
-        reference="Hsu et al., arXiv 2019",
-        options=FedAvgMOptions,
-        server=FedAvgMServer,
-        neutral={"momentum": 0.0},
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="2 models",
-    )
-)
-register(
-    Method(
-        name="fedadagrad",
-        summary="Adagrad on the server",
-        reference="Reddi et al., ICLR 2021",
-        options=FedAdagradOptions,
-        server=FedAdagradServer,
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="3 models",
-    )
-)
-register(
-    Method(
-        name="fedadam",
-        summary="Adam on the server",
-        reference="Reddi et al., ICLR 2021",
-        options=FedAdamOptions,
-        server=FedAdamServer,
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="3 models",
-    )
-)
-register(
-    Method(
-        name="fedyogi",
-        summary="Yogi on the server",
-        reference="Reddi et al., ICLR 2021",
-        options=FedAdamOptions,
-        server=FedYogiServer,
-        models_sent="2K",
-        uses_single_updates="",
-        server_state="3 models",
-    )
-)
+        o, delta = self.options, mean - old
+        self.m = o.beta1 * self.m + (1 - o.beta1) * delta
+        self.v = self.v - (1 - o.beta2) * delta.square() * (self.v - delta.square()).sign()
+        return old + o.server_lr * self.m / (self.v.sqrt() + o.tau)

@@ -2,7 +2,7 @@
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. A client minimizes
 
-    f_k(v) + (mu / 2) ||v - w||^2
+    f_k(v) + (mu / 2) ||v - w||^2                          (Eq. 2)
 
 over the trainable parameters v; w is the model it received. The paper draws clients in proportion to their samples and
 then averages uniformly. Like the papers that compare with it, fedloom draws uniformly and averages by samples. Some
@@ -13,7 +13,7 @@ and FedMR use 0.01 for CIFAR-10.
 from pydantic import Field
 
 from fedloom.methods.base import Client, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.training.trainer import LocalTrainer
 
 
@@ -22,23 +22,11 @@ class FedProxOptions(Options):
     """weight of the proximal term; 0 is FedAvg"""
 
 
+@register("fedprox", reference="Li et al., MLSys 2020", neutral={"mu": 0.0})
 class FedProxClient(Client[FedProxOptions]):
-    """Client that adds the gradient of the proximal term."""
+    """Add a proximal term that keeps each client close to the model it received."""
 
     def adjust_gradient(self, trainer: LocalTrainer) -> None:
         if mu := self.options.mu:
             w = trainer.received[: trainer.layout.trainable]
-            trainer.gradient.add_(trainer.weights - w, alpha=mu)
-
-
-register(
-    Method(
-        name="fedprox",
-        summary="add a proximal term that keeps each client close to the model it received",
-        reference="Li et al., MLSys 2020",
-        options=FedProxOptions,
-        client=FedProxClient,
-        neutral={"mu": 0.0},
-        models_sent="2K",
-    )
-)
+            trainer.gradient.add_(trainer.weights - w, alpha=mu)  # the gradient of Eq. 2

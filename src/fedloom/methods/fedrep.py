@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedloom.core.layout import Layout, TensorKind
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -44,9 +44,8 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 class FedRepSplitClient(Client[O]):
     """Client with a personal head; its steps train the head, the body or both, and freeze the rest."""
 
-    def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
-        if self.body(context.layout) == []:
+    def start(self) -> None:
+        if self.body(self.context.layout) == []:
             raise InputError(
                 "fedrep and fedbabu share the body of a network, but a network with a single layer, such as logreg, "
                 "has none; use a deeper one."
@@ -102,8 +101,9 @@ class FedRepSplitClient(Client[O]):
             trainer.gradient[start:stop].zero_()  # so that it does not count in gradient clipping
 
 
+@register("fedrep", reference="Collins et al., ICML 2021", models_sent="2K - heads", extra_compute="11 epochs")
 class FedRepClient(FedRepSplitClient[FedRepOptions]):
-    """Client that trains first the head, then the body."""
+    """Share the body; each client fits its own head."""
 
     def notes(self) -> list[str]:
         if not self.context.config.keep_optimizer:
@@ -121,17 +121,3 @@ class FedRepClient(FedRepSplitClient[FedRepOptions]):
         if trainer.round >= self.context.rounds:
             trainer.new_optimizer()
             yield self.head_steps(trainer, self.options.final_epochs)
-
-
-register(
-    Method(
-        name="fedrep",
-        summary="share the body; each client fits its own head",
-        reference="Collins et al., ICML 2021",
-        options=FedRepOptions,
-        client=FedRepClient,
-        models_sent="2K - heads",
-        client_state="its head",
-        extra_compute="11 epochs",
-    )
-)

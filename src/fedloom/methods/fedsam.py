@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.methods.base import Client, O, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalTrainer
 
@@ -59,8 +59,9 @@ class SharpnessAwareClient(Client[O], ABC):
         return loss
 
 
+@register("fedsam", reference="Qu et al., ICML 2022", neutral={"rho": 0.0}, extra_compute="client 2x")
 class FedSAMClient(SharpnessAwareClient[FedSAMOptions]):
-    """Client that ascends to the worst point of a ball."""
+    """Clients descend along the gradient at the worst point nearby."""
 
     def radius(self) -> float:
         return self.options.rho
@@ -68,17 +69,3 @@ class FedSAMClient(SharpnessAwareClient[FedSAMOptions]):
     def ascent(self, trainer: LocalTrainer) -> Tensor:
         g = trainer.gradient
         return g.mul(self.options.rho / (torch.linalg.vector_norm(g) + TINY))
-
-
-register(
-    Method(
-        name="fedsam",
-        summary="clients descend along the gradient at the worst point nearby",
-        reference="Qu et al., ICML 2022",
-        options=FedSAMOptions,
-        client=FedSAMClient,
-        neutral={"rho": 0.0},
-        models_sent="2K",
-        extra_compute="client 2x",
-    )
-)

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedloom.core.layout import TensorKind
 from fedloom.methods.matching.alignment import AlignmentOptions, AlignmentServer, align_units_by_cost
 from fedloom.methods.matching.symmetries import Symmetries, SymmetryGroup, SymmetryTie
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 
 
 class GAMFOptions(AlignmentOptions):
@@ -42,14 +42,17 @@ class GAMFOptions(AlignmentOptions):
     """hard: permute the units; soft: replace each by a mixture of units, as in the authors' code"""
 
 
+@register("gamf", reference="Liu et al., ICML 2022", extra_compute="server matches")
 class GAMFServer(AlignmentServer[GAMFOptions]):
-    """Server with one model: the mean of the client models after aligning them to the largest client's."""
+    """Align whole networks by graph matching, then average."""
+
+    needs_reason = "matches the neurons of the clients' models"
 
     def align(self, round: int, rows: list[Tensor], weights: list[float]) -> None:
         anchor = rows[0]
         for row in rows[1:]:
-            matching = gamf_graduated_assignment(self.symmetries, anchor, row, self.options)
-            for group, P in zip(self.symmetries.groups, matching, strict=True):
+            matching = gamf_graduated_assignment(self._symmetries, anchor, row, self.options)
+            for group, P in zip(self._symmetries.groups, matching, strict=True):
                 if self.options.output == "hard":
                     group.permute_(row, align_units_by_cost(-P).to(row.device))
                 else:
@@ -140,17 +143,3 @@ def gamf_l4_distances(a: Tensor, b: Tensor) -> Tensor:
     powers = (a2 * a2).sum(1)[:, None] + (b2 * b2).sum(1)
     powers = powers - 4 * (a2 * a) @ b.T + 6 * a2 @ b2.T - 4 * a @ (b2 * b).T
     return powers.clamp_(min=0) ** 0.25
-
-
-register(
-    Method(
-        name="gamf",
-        summary="align whole networks by graph matching, then average",
-        reference="Liu et al., ICML 2022",
-        options=GAMFOptions,
-        server=GAMFServer,
-        models_sent="2K",
-        uses_single_updates="matches the neurons of the clients' models",
-        extra_compute="server matches",
-    )
-)

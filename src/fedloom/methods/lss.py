@@ -36,7 +36,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.methods.base import Client, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -110,8 +110,20 @@ class LSSOptions(Options):
             )
 
 
+@register(
+    "lss",
+    reference="Chen et al., NeurIPS 2024",
+    neutral={
+        **{"models": 1, "include_init": False, "affinity": 0.0, "diversity": 0.0},
+        **{"epochs": None, "steps": None, "first_epochs": None, "estimate": False},
+    },
+    extra_compute="client 4x",
+)
 class LSSClient(Client[LSSOptions]):
-    """Client that runs Algorithm 1 of the paper."""
+    """Each client averages a pool of models trained from one start.
+
+    This is Algorithm 1 of the paper.
+    """
 
     def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
         o, parameters = self.options, trainer.layout.trainable
@@ -246,20 +258,3 @@ def lss_simplex_weights(count: int, reference: Tensor) -> Tensor:
     """Draw a uniform point of the simplex: `count` weights that sum to 1."""
     draws = torch.empty(count, dtype=reference.dtype, device=reference.device).exponential_()
     return draws / draws.sum()
-
-
-register(
-    Method(
-        name="lss",
-        summary="each client averages a pool of models trained from one start",
-        reference="Chen et al., NeurIPS 2024",
-        options=LSSOptions,
-        client=LSSClient,
-        neutral={
-            **{"models": 1, "include_init": False, "affinity": 0.0, "diversity": 0.0},
-            **{"epochs": None, "steps": None, "first_epochs": None, "estimate": False},
-        },
-        models_sent="2K",
-        extra_compute="client 4x",
-    )
-)

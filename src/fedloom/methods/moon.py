@@ -26,8 +26,8 @@ from torch import Tensor
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import Shapes
 from fedloom.methods._support.classifier_head import capture_head_inputs, find_classifier_head
-from fedloom.methods.base import Client, MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -39,12 +39,15 @@ class MoonOptions(Options):
     """temperature of the contrastive loss"""
 
 
+@register("moon", reference="Li et al., CVPR 2021", neutral={"mu": 0.0}, extra_compute="client 2 tests")
 class MoonClient(Client[MoonOptions]):
-    """Client that adds the contrastive loss; its state is its last model."""
+    """Pull a client's representation to the global model's, away from its previous model's.
 
-    def __init__(self, context: MethodContext, options: MoonOptions) -> None:
-        super().__init__(context, options)
-        find_classifier_head(context.make_model(), "moon")  # raises now if there is none
+    A client keeps its last model.
+    """
+
+    def start(self) -> None:
+        find_classifier_head(self.context.make_model(), "moon")  # raises now if there is none
 
     def state_shapes(self, layout: Layout) -> Shapes:
         return {"previous": (layout.size,)}
@@ -86,18 +89,3 @@ def moon_contrastive_loss(features: Tensor, global_features: Tensor, previous_fe
         F.normalize(each.flatten(1).float(), eps=1e-8) for each in (features, global_features, previous_features)
     )
     return F.softplus((features * (previous_features - global_features)).sum(1) / tau).mean()
-
-
-register(
-    Method(
-        name="moon",
-        summary="pull a client's representation to the global model's, away from its previous model's",
-        reference="Li et al., CVPR 2021",
-        options=MoonOptions,
-        client=MoonClient,
-        neutral={"mu": 0.0},
-        models_sent="2K",
-        client_state="last model",
-        extra_compute="client 2 tests",
-    )
-)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedloom.core.layout import Layout
 from fedloom.core.tasks import ClientUpdate, Shapes
 from fedloom.errors import InputError
-from fedloom.methods.base import Client, Extras, MethodContext, Options
+from fedloom.methods.base import Client, Extras, Options
 from fedloom.methods.registry import Method, register
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -37,8 +37,8 @@ class ScaffoldOptions(Options):
 class ScaffoldClient(Client[ScaffoldOptions]):
     """Client that corrects its gradients; its state is its control variate c_k."""
 
-    def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context, options = self.context, self.options
         if options.option == "II" and context.config.optimizer != "sgd":
             raise InputError(
                 f"scaffold's option II works only with sgd, not with {context.config.optimizer}; "
@@ -57,13 +57,13 @@ class ScaffoldClient(Client[ScaffoldOptions]):
         if self.options.option == "I":
             full = trainer.scratch["full"] = torch.zeros_like(v)
             yield LocalSteps(self.observe, epochs=1)
-            new_c_k = full / trainer.num_examples if trainer.num_examples else c_k
+            new_c_k = full / trainer.num_examples if trainer.num_examples else c_k  # Eq. 4, option I
             trainer.restart()
             yield LocalSteps(self.training_step)
         else:
             yield LocalSteps(self.training_step)
             way = trainer.lr * trainer.steps / (1 - trainer.config.momentum)
-            new_c_k = c_k - c + (w - v) / way if way else c_k
+            new_c_k = c_k - c + (w - v) / way if way else c_k  # Eq. 4, option II
         torch.sub(new_c_k, c_k, out=delta_c)
         c_k.copy_(new_c_k)
 
@@ -75,16 +75,16 @@ class ScaffoldClient(Client[ScaffoldOptions]):
         return loss
 
     def adjust_gradient(self, trainer: LocalTrainer) -> None:
-        trainer.gradient.sub_(trainer.client_state["c"]).add_(trainer.extras["c"])
+        trainer.gradient.sub_(trainer.client_state["c"]).add_(trainer.extras["c"])  # Eq. 3
 
 
 class ScaffoldExtras(Extras[ScaffoldOptions]):
     """The server's control variate c."""
 
-    state_attributes = ("c",)
+    needs = "mean"
 
-    def __init__(self, context: MethodContext, options: ScaffoldOptions) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
+        context = self.context
         self._bank = context.server.make_bank(1, context.layout.trainable)
         self.c = self._bank.rows[0]
         self._sum = torch.zeros_like(self.c, dtype=torch.float64)
@@ -96,22 +96,18 @@ class ScaffoldExtras(Extras[ScaffoldOptions]):
         self._sum.add_(update.extras["delta_c"])
 
     def end_round(self, round: int) -> None:
-        self.c.add_(self._sum / self.context.num_clients)
+        self.c.add_(self._sum / self.context.num_clients)  # Eq. 5
         self._sum.zero_()
 
 
 register(
     Method(
         name="scaffold",
-        summary="correct the drift of the clients with control variates",
+        summary="Correct the drift of the clients with control variates",
         reference="Karimireddy et al., ICML 2020",
         options=ScaffoldOptions,
         client=ScaffoldClient,
         extras=ScaffoldExtras,
         defaults={"fedavg.weighting": "uniform"},
-        models_sent="4K",
-        uses_single_updates="",
-        client_state="1 vector",
-        server_state="2 models",
     )
 )

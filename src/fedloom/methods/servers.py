@@ -10,7 +10,7 @@ client fails, v_i is the old model i. The global model is the uniform mean, whic
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ class AveragingServer(Server[O]):
 
     Example:
         class MomentumServer(AveragingServer[MomentumOptions]):
-            state_attributes = ("bank", "velocity")
-
             def start(self) -> None:
                 self.velocity = self.zeros()
 
@@ -42,16 +40,13 @@ class AveragingServer(Server[O]):
                 return old + self.velocity
     """
 
-    state_attributes: ClassVar[tuple[str, ...]] = ("bank",)
+    needs = "mean"
+    _sees_updates = ("aggregate", "observe", "weight")
 
     def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
         self.bank = context.bank(1)
         self.bank.rows[0] = context.initial
-        self.start()
-
-    def start(self) -> None:
-        """Create the state of your own, before the first round. Name it in `state_attributes`."""
+        super().__init__(context, options)
 
     def zeros(self) -> Tensor:
         """Return a vector of zeros, as long as the trainable parameters of a model."""
@@ -117,7 +112,6 @@ class MultiModelServer(Server[O]):
 
     Attributes:
         bank: The models, one per row of `bank.rows`.
-        absent: Indices of the models that no client returned in this round.
 
     Example:
         class RotationServer(MultiModelServer[Options]):
@@ -125,15 +119,18 @@ class MultiModelServer(Server[O]):
                 w.copy_(v.roll(1, 0))  # each model goes on to the next client
     """
 
-    state_attributes = ("bank",)
-
     def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
         self.bank = context.bank(context.clients_per_round)
         self.bank.rows[:] = context.initial
         self._uploaded = context.bank(context.clients_per_round)
         self._places = self._uploaded.rows.unbind()  # once, because each call on a GPU costs time
-        self.absent: set[int] = set()
+        self._absent: set[int] = set()
+        super().__init__(context, options)
+
+    @property
+    def absent(self) -> set[int]:
+        """Indices of the models that no client returned in this round."""
+        return self._absent
 
     def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
         model_indices = self._model_indices(round, len(client_ids))
@@ -156,7 +153,7 @@ class MultiModelServer(Server[O]):
             missing.discard(update.model_index)
         if len(missing) == len(self.bank):
             return
-        self.absent = missing
+        self._absent = missing
         for model_index in missing:
             self._places[model_index].copy_(self.bank.rows[model_index])
         self.combine(round, self._uploaded.rows, self.bank.rows)

@@ -29,8 +29,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedloom.config import TrainingConfig
 from fedloom.core.averaging import WeightedMean, average_models
-from fedloom.methods.base import Client, MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.base import Client, Options
+from fedloom.methods.registry import register
 from fedloom.methods.swa import swa_statistics_notes
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
@@ -81,15 +81,15 @@ def _dropout_layers(module: nn.Module) -> list[_DropoutNd]:
     return [layer for layer in module.modules() if isinstance(layer, _DropoutNd)]
 
 
+@register("soups", reference="Wortsman et al., ICML 2022", neutral={"models": 1}, extra_compute="client 4x")
 class SoupsClient(Client[O]):
-    """Client that trains several models from the received one and returns their mean."""
+    """Each client trains several models with different hyperparameters and returns their mean."""
 
     name = "soups"
 
-    def __init__(self, context: MethodContext, options: O) -> None:
-        super().__init__(context, options)
+    def start(self) -> None:
         # The network's own rates: if a client failed midway, the trainer may still have those of a recipe.
-        self.rates = [layer.p for layer in _dropout_layers(context.make_model())] if options.dropouts else []
+        self.rates = [layer.p for layer in _dropout_layers(self.context.make_model())] if self.options.dropouts else []
 
     def notes(self) -> list[str]:
         return (
@@ -199,17 +199,3 @@ def _one_of(values: list[float], otherwise: float, draw: np.random.Generator) ->
     """Draw one of the values. An empty list draws too, so that the ranges do not depend on each other."""
     at = draw.random()
     return values[int(at * len(values))] if values else otherwise
-
-
-register(
-    Method(
-        name="soups",
-        summary="each client trains several models with different hyperparameters and returns their mean",
-        reference="Wortsman et al., ICML 2022",
-        options=SoupsOptions,
-        client=SoupsClient,
-        neutral={"models": 1},
-        models_sent="2K",
-        extra_compute="client 4x",
-    )
-)

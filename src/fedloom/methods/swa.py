@@ -18,7 +18,7 @@ from pydantic import Field
 from fedloom.core.averaging import WeightedMean
 from fedloom.core.layout import TensorKind
 from fedloom.methods.base import Client, MethodContext, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
@@ -50,8 +50,9 @@ def swa_statistics_notes(context: MethodContext, method_name: str) -> list[str]:
     ]
 
 
+@register("swa", reference="Izmailov et al., UAI 2018", neutral={"snapshots": 1})
 class SwaClient(Client[SwaOptions]):
-    """Client that averages snapshots of ordinary training."""
+    """Each client returns the mean of snapshots from the end of its training."""
 
     def notes(self) -> list[str]:
         return swa_statistics_notes(self.context, "swa") if self.options.estimate and self.options.snapshots > 1 else []
@@ -74,16 +75,3 @@ class SwaClient(Client[SwaOptions]):
         trainer.lr = lr
         if options.estimate and mean.weight > 1:  # a single snapshot has its own already
             trainer.update_batch_norm_statistics()
-
-
-register(
-    Method(
-        name="swa",
-        summary="each client returns the mean of snapshots from the end of its training",
-        reference="Izmailov et al., UAI 2018",
-        options=SwaOptions,
-        client=SwaClient,
-        neutral={"snapshots": 1},
-        models_sent="2K",
-    )
-)

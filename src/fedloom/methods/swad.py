@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedloom.core.averaging import WeightedMean
 from fedloom.methods.base import Client, Options
-from fedloom.methods.registry import Method, register
+from fedloom.methods.registry import register
 from fedloom.methods.swa import swa_snapshot_steps, swa_statistics_notes
 from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -80,8 +80,14 @@ class SwadValley:
         return self.mean
 
 
+@register(
+    "swad",
+    reference="Cha et al., NeurIPS 2021",
+    neutral={"checks": 10**9, "optimum_patience": 10**9, "validation": 0.0},
+    extra_compute="client tests",
+)
 class SwadClient(Client[SwadOptions]):
-    """Client that trains as usual and keeps a running mean of the iterates since the last check."""
+    """Each client returns the mean of all iterates while its validation loss is low."""
 
     def notes(self) -> list[str]:
         return swa_statistics_notes(self.context, "swad") if self.options.estimate else []
@@ -113,18 +119,3 @@ class SwadClient(Client[SwadOptions]):
         count = trainer.scratch["count"].add_(1)
         trainer.scratch["segment"].lerp_(trainer.row[: trainer.layout.floats], 1 / count)
         return loss
-
-
-register(
-    Method(
-        name="swad",
-        summary="each client returns the mean of all iterates while its validation loss is low",
-        reference="Cha et al., NeurIPS 2021",
-        options=SwadOptions,
-        client=SwadClient,
-        # A check at every step, no start and nothing held out: returns the last iterate.
-        neutral={"checks": 10**9, "optimum_patience": 10**9, "validation": 0.0},
-        models_sent="2K",
-        extra_compute="client tests",
-    )
-)

@@ -1,6 +1,6 @@
 """Which methods can run on a private mean, and why the others cannot.
 
-A method declares what its server does with single updates (`uses_single_updates`); the rest follows from its parts.
+The parts of a method say what they need (`needs`), and why (`needs_reason`); the rest follows from their code.
 """
 
 from collections.abc import Mapping
@@ -33,12 +33,12 @@ def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any
 def _check_methods(composed_method: ComposedMethod) -> None:
     """Raise an InputError if a method needs single updates."""
     for method in composed_method.methods:
-        if method.needs_mean_only:
-            continue
-        reason = f"its server {method.uses_single_updates}, but a private server sees only the mean of all updates"
-        if method.uses_single_updates is None:
-            reason = "it does not say (uses_single_updates) that its server needs only the mean of the updates"
-        raise InputError(f"{method.name} cannot be run with clip_update: {reason}.")
+        if (part := method.part_that_needs_updates) is not None:
+            reason = part.needs_reason or f'needs single updates ({part.__name__}.needs is "updates")'
+            raise InputError(
+                f"{method.name} cannot be run with clip_update: its server {reason}, but a private server sees only "
+                "the mean of all updates."
+            )
 
 
 def check_private_method(composed_method: ComposedMethod, parts: MethodParts, layout: Layout) -> None:

@@ -7,7 +7,6 @@ Each check is a function `(method, options) -> None` that raises AssertionError.
 part of scikit-learn's digits.
 """
 
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,9 +32,9 @@ from fedloom.testing.fixtures import (
     SmallFederatedDataset,
     batch_norm_network,
     build_small_run,
-    simple_network,
     small_run,
 )
+from fedloom.utils.storage import join_stored_tensors, split_stored_tensors
 
 Check = Callable[[str, Given], None]
 
@@ -52,7 +51,7 @@ def check_method(name: str, options: Given | None = None) -> None:
         AssertionError: If a check fails; the message names the method and the check.
 
     Example:
-        check_method("my-momentum", {"my-momentum": {"beta": 0.5}})
+        check_method("my-memory", {"my-memory": {"rounds": 2}})
     """
     compose(name, options)
     variant = parse_method_variant(name)
@@ -217,7 +216,36 @@ def _resumes_exactly(method: str, options: Given) -> None:
                 raise AssertionError("the run was not stopped")
             except RunStopped:
                 finished = resume(out, data=federated_data, model=batch_norm_network, report=False)
-            assert finished.digest == whole, f"the model differs after a stop in round {rounds} and a resume"
+            if finished.digest != whole:
+                raise AssertionError(
+                    f"the model differs after a stop in round {rounds} and a resume; a resume does not restore "
+                    f"{' and '.join(_unrestored_attributes(method, options)) or 'something'}"
+                )
+
+
+def _unrestored_attributes(method: str, options: Given) -> list[str]:
+    """Return the attributes of parts that two rounds change and a checkpoint does not bring back."""
+    with (
+        build_small_run(method, options).engine_closed() as stopped,
+        build_small_run(method, options).engine_closed() as resumed,
+    ):
+        for round in range(2):
+            stopped.rounds.run_round(round)
+        resumed.load_state_dict(join_stored_tensors(*split_stored_tensors(stopped.state_dict())))
+        return [
+            f"{type(part).__name__}.{name}"
+            for (_, part), (_, other) in zip(stopped.rounds.parts.items(), resumed.rounds.parts.items(), strict=True)
+            for name, value in vars(part).items()
+            if name not in ("context", "options") and not _values_agree(value, getattr(other, name, None))
+        ]
+
+
+def _values_agree(first: Any, second: Any) -> bool:
+    """Return whether two attributes have the same value; objects of other kinds count as equal."""
+    if isinstance(first, Mapping | list | tuple | Tensor) and isinstance(second, type(first)):
+        return _states_agree(first, second)
+    plain = bool | int | float | str | None
+    return not isinstance(first, plain) or (isinstance(second, plain) and first == second)
 
 
 def _engines_agree(method: str, options: Given) -> None:
@@ -227,20 +255,6 @@ def _engines_agree(method: str, options: Given) -> None:
         host = small_run(method, options, engine="multiprocess", workers=workers).digest
         assert host == plain, (
             f"the model of the multiprocess engine with {workers} worker(s) differs from the sequential engine's"
-        )
-
-
-def _sends_what_it_says(method: str, options: Given) -> None:
-    """The number of models sent in a round is what `models_sent` says."""
-    stated = [method_.models_sent for method_ in compose(method, options).methods]
-    matches = [re.fullmatch(r"(\d+)K", text) for text in stated]
-    if not all(matches):
-        return
-    expected = 2 + sum(int(match[1]) - 2 for match in matches if match)
-    for record in small_run(method, options, model=simple_network).records:
-        sent = record["models_down"] + record["models_up"]
-        assert sent == expected * record["clients"], (
-            f"models_sent is {stated}, but {sent / record['clients']:g}K models were sent"
         )
 
 
@@ -266,13 +280,13 @@ def _leaves_inputs_alone(method: str, options: Given) -> None:
 
 
 def _needs_no_more_than_it_says(method: str, options: Given) -> None:
-    """If a method declares that it needs only the mean, copies of the mean give the same state as the updates."""
-    if not all(part.needs_mean_only for part in compose(method, options).methods):
+    """If a method needs only the mean, copies of the mean give the same state as the updates."""
+    if any(part.part_that_needs_updates for part in compose(method, options).methods):
         return
     of_each = _state_after_rounds(method, options, lambda updates, _: updates)
     of_mean = _state_after_rounds(method, options, _server_sees_only_mean)
     assert _states_agree(of_each, of_mean), (
-        "the method declares that it needs only the mean of the updates, but copies of the mean give another state"
+        'copies of the mean give another state than the updates: set needs = "updates" on the class'
     )
 
 
@@ -309,9 +323,9 @@ def _states_agree(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(_states_agree(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(_states_agree, first, second))
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.shape == second.shape and torch.allclose(first.double(), second.double(), rtol=1e-4, atol=1e-6)
-    return bool(first == second)
+    return first is second or bool(first == second)
 
 
 def _documents_its_options(method: str, options: Given) -> None:
@@ -334,7 +348,6 @@ CHECKS: dict[str, Check] = {
         _refuses_what_is_not_finite,
         _resumes_exactly,
         _engines_agree,
-        _sends_what_it_says,
         _leaves_inputs_alone,
         _needs_no_more_than_it_says,
         _documents_its_options,

@@ -63,8 +63,8 @@ class MyServer(FedMRServer):
 )
 def test_it_is_there_where_clients_exchange_layers_in_some_round(settings: dict[str, Any], there: bool) -> None:
     if settings.get("method") == "mine-mixing":
-        mine = {"options": MyOptions, "server": MyServer, "defaults": MULTI_MODEL_DEFAULTS, "models_sent": "2K"}
-        register(Method("mine-mixing", "", "", **mine, uses_single_updates="mixes"))
+        mine = {"options": MyOptions, "server": MyServer, "defaults": MULTI_MODEL_DEFAULTS}
+        register(Method("mine-mixing", "", "", **mine))
     config = make_run(**{"method": "fedmr", "rounds": 3, **settings})
     with build_run(resolve_run(replace_config(config, engine="sequential"))).engine_closed() as experiment:
         assert (engine.make_engine_exchange(resolve_run(config), experiment.engine.context) is not None) == there

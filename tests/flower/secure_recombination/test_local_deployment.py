@@ -83,7 +83,7 @@ def trained_on_host(config: Config) -> list[tuple[int, int, set[bytes]]]:
         def listen(jobs: Any) -> Any:
             for answer in train(jobs):
                 assert isinstance(answer, ClientUpdate)
-                found.append((answer.task.round, answer.client_id, pieces(answer.row, server.layers)))
+                found.append((answer.task.round, answer.client_id, pieces(answer.row, server._layers)))
                 yield answer
 
         experiment.engine.train = listen  # type: ignore[method-assign]

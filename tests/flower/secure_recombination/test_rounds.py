@@ -125,7 +125,7 @@ def test_the_server_never_has_a_trained_model_nor_a_layer_before_the_end(
     finished, _ = federate(config, certificates, tmp_path, watch)
     assert finished.summary["failed"] == 0
     experiment = build_run(resolve_run(replace_config(config, engine="sequential")))
-    layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
+    layers = experiment.rounds.parts.server._layers  # type: ignore[attr-defined]
     experiment.engine.close()
     content = b"".join(received) + caplog.text.encode()
     assert len(trained) == 15
@@ -160,7 +160,7 @@ def test_nor_do_the_engine_s_updates_hold_one(
     config = run_of(rounds=1, options={"fedmr": {"secure": True, "mixed": True}})
     federate(config, certificates, tmp_path)
     experiment = build_run(resolve_run(replace_config(config, engine="sequential")))
-    layers = experiment.rounds.parts.server.layers  # type: ignore[attr-defined]
+    layers = experiment.rounds.parts.server._layers  # type: ignore[attr-defined]
     experiment.engine.close()
     assert len(updates) == len(trained) == 5
     for columns in layers:

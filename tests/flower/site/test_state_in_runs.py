@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.cli.catalog import read_listing
 from fedloom.config import Config, replace_config
 from fedloom.flower.message import SiteMessage
 from fedloom.flower.site import handlers
 from fedloom.flower.site.handlers import SiteHandler
-from fedloom.methods import methods
 from fedloom.runs.execute import execute_run
 from fedloom.runs.resolve import resolve_run
 from fedloom.runs.result import RunResult
@@ -85,7 +85,7 @@ def play(name: str, folder: Path, *, restarts: bool) -> tuple[RunResult, Watched
 
 
 def test_all_methods_that_keep_something_are_here() -> None:
-    keeping = {name for name, method in methods().items() if method.client_state != "nothing"}
+    keeping = {entry["name"] for entry in read_listing("methods") if entry["client state"] != "nothing"}
     assert keeping == {method for method, settings, _ in KEEPING.values() if "keep_optimizer" not in settings}
 
 

@@ -24,7 +24,7 @@ from fedloom.methods._support.trajectory_matching import (
     match_trajectory,
     trajectory_soft_label_loss,
 )
-from fedloom.methods.dynafed import DynaFedRefiner
+from fedloom.methods.dynafed import DynaFedSteps
 from fedloom.testing.fixtures import build_small_run
 from fedloom.training.optimizers import SGD, Adam
 from tests.support.fake_graphs import FakeGraphTape, fake_tape
@@ -126,7 +126,7 @@ def test_a_run_that_replays_is_the_run_that_does_not(monkeypatch: pytest.MonkeyP
         return tapes[-1]
 
     monkeypatch.setattr("fedloom.methods._support.trajectory_matching.make_graph_runner", make)
-    monkeypatch.setattr(DynaFedRefiner, "_replays", lambda _: True)
+    monkeypatch.setattr(DynaFedSteps, "replays", lambda _: True)
     torch.testing.assert_close(deployed(), plain, rtol=1e-4, atol=1e-6)
     assert len(tapes) == 2, "one for the synthesis, one for all fine-tuning"
     assert all(tape.replayed > 0 for tape in tapes)

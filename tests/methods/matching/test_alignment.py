@@ -117,7 +117,7 @@ def test_permuted_copies_of_a_model_have_it_as_their_mean(method: str, name: str
     server = make(method, name)
     row = network(name)[2]
     draw = torch.Generator().manual_seed(1)
-    copies = [server.symmetries.permuted(row, server.symmetries.random(draw)) for _ in range(2)]
+    copies = [server._symmetries.permuted(row, server._symmetries.random(draw)) for _ in range(2)]
     assert not torch.equal(copies[0], copies[1])
     server.aggregate(0, iter(updates([copies[0], row, copies[1]], [5, 9, 7])))
     assert torch.equal(server.global_model(), row)
@@ -129,7 +129,7 @@ def test_permuted_copies_of_a_model_have_it_as_their_mean(method: str, name: str
 def test_small_perceptrons_are_recovered_every_time(method: str, seed: int) -> None:
     server, draw = make(method, "mlp"), torch.Generator().manual_seed(100 + seed)
     row = torch.randn(network("mlp")[2].shape, generator=draw) / 3
-    copy = server.symmetries.permuted(row, server.symmetries.random(draw))
+    copy = server._symmetries.permuted(row, server._symmetries.random(draw))
     server.aggregate(0, iter(updates([copy, row], [5, 9])))
     assert torch.equal(server.global_model(), row)
 
@@ -144,7 +144,7 @@ def test_aligned_models_compute_what_they_did(method: str, name: str) -> None:
     rows = [row.clone() for _ in range(3)]
     for each in rows[1:]:
         each[: layout.floats] *= 1 + 2 * torch.rand(layout.floats, generator=noise)
-        each.copy_(server.symmetries.permuted(each, server.symmetries.random(noise)))
+        each.copy_(server._symmetries.permuted(each, server._symmetries.random(noise)))
     before = [outputs(name, each) for each in rows]
     old = [each.clone() for each in rows]
     server.align(0, rows, [3.0, 2.0, 1.0])
@@ -191,7 +191,7 @@ def test_a_permuted_client_is_brought_back_in_a_run(method: str) -> None:
     noise = torch.Generator().manual_seed(5)
     rows = [row + 0.01 * torch.randn(row.shape, generator=noise) for _ in range(4)]
     expected = torch.stack(rows).mean(0)
-    scrambled = [rows[0], *(server.symmetries.permuted(r, server.symmetries.random(noise)) for r in rows[1:])]
+    scrambled = [rows[0], *(server._symmetries.permuted(r, server._symmetries.random(noise)) for r in rows[1:])]
     for each in (server, plain):
         each.aggregate(0, iter(updates(scrambled, [2, 1, 1, 1])))
     weighted = (2 * rows[0] + sum(rows[1:])) / 5
@@ -275,7 +275,7 @@ def test_units_that_are_alike_stay_where_they_are() -> None:
 
 def test_a_layer_is_matched_by_weights_whose_inputs_are_in_order_already() -> None:
     server = make("fedma", "resnet")
-    used = {group.name: {tie.entry.name for tie in ties} for group, ties in fedma_incoming_weights(server.symmetries)}
+    used = {group.name: {tie.entry.name for tie in ties} for group, ties in fedma_incoming_weights(server._symmetries)}
     stream = used["conv1"]
     assert "conv1.weight" in stream
     assert "norm1.weight" in stream
@@ -313,13 +313,13 @@ def test_affinities_are_those_of_the_formula() -> None:
     noise = torch.Generator().manual_seed(9)
     row = anchor + 0.3 * torch.randn(anchor.shape, generator=noise)
     P = [torch.randn(n, n, generator=noise, dtype=torch.float64).softmax(1) for n in (12, 8)]
-    hidden = server.symmetries.groups[1]
+    hidden = server._symmetries.groups[1]
     for entry, turned in ((layout.entries[2], False), (layout.entries[4], True)):
         (tie,) = (tie for tie in hidden.ties if tie.entry.offset == entry.offset)
         a, b = (entry.view(each).double() for each in (anchor, row))
         a, b = (a.T, b.T) if turned else (a, b @ P[0].T)
         expected = torch.tensor([[float(((x - y) ** 4).sum() ** 0.25) for y in b] for x in a]).double().mul(-0.5).exp()
-        found = GAMFEdgeWeights(server.symmetries, hidden, tie).affinity(anchor, row, P)
+        found = GAMFEdgeWeights(server._symmetries, hidden, tie).affinity(anchor, row, P)
         torch.testing.assert_close(found, expected / expected.mean(), rtol=1e-5, atol=1e-6)
 
 
@@ -345,7 +345,7 @@ def test_sweeps_and_their_temperatures_are_those_of_a_slow_version(monkeypatch: 
     monkeypatch.setattr(
         "fedloom.methods.gamf.gamf_sinkhorn", lambda M, n: (iterations.append(n), gamf_sinkhorn(M, n))[1]
     )
-    found = gamf_graduated_assignment(server.symmetries, anchor, row, server.options)
+    found = gamf_graduated_assignment(server._symmetries, anchor, row, server.options)
     assert iterations == [20, 20, 70, 70, 120, 120, 170, 170]
     (A, B, C), (a, b, c) = ([layout.entries[i].view(each).double() for i in (0, 2, 4)] for each in (anchor, row))
     P, Q = (torch.full((n, n), 1 / n, dtype=torch.float64) for n in (12, 8))
@@ -359,7 +359,7 @@ def test_soft_matchings_mix_and_hard_ones_do_not() -> None:
     soft, hard = make("gamf", "mlp", output="soft", sweeps=3), make("gamf", "mlp", sweeps=3)
     row = network("mlp")[2]
     other = row + 0.3 * torch.randn(row.shape, generator=torch.Generator().manual_seed(6))
-    for P in gamf_graduated_assignment(soft.symmetries, row, other, soft.options):
+    for P in gamf_graduated_assignment(soft._symmetries, row, other, soft.options):
         torch.testing.assert_close(P.sum(0), torch.ones(len(P), dtype=torch.float64))
         torch.testing.assert_close(P.sum(1), torch.ones(len(P), dtype=torch.float64), rtol=1e-4, atol=1e-4)
         assert float(P.max()) < 0.9
@@ -377,7 +377,7 @@ def test_both_sides_of_a_unit_count() -> None:
     layout, row = network("mlp")[1], network("mlp")[2].clone()
     first = layout.entries[0]
     first.view(row)[:] = first.view(row)[0].clone()
-    moved = server.symmetries.permuted(row, server.symmetries.random(torch.Generator().manual_seed(8)))
+    moved = server._symmetries.permuted(row, server._symmetries.random(torch.Generator().manual_seed(8)))
     server.aggregate(0, iter(updates([row, moved], [2, 1])))
     weights = layout.entries[2].view(server.global_model()) - layout.entries[2].view(row)
     assert float(weights.abs().max()) < 1e-6

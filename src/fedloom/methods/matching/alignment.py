@@ -45,7 +45,7 @@ class AlignmentServer(AveragingServer[A], Generic[A]):
     """Server with one model: the mean of the client models after `align`."""
 
     def start(self) -> None:
-        self.symmetries = find_run_symmetries(self.context)
+        self._symmetries = find_run_symmetries(self.context)
         self._last: dict[str, float] = {}
 
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
