@@ -1,4 +1,4 @@
-"""A method of your own with extras: the mean direction of the clients travels beside the model."""
+"""A method of your own with extras: a direction that travels beside the model."""
 
 from collections.abc import Iterator, Mapping
 
