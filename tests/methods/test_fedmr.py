@@ -264,9 +264,15 @@ def test_in_the_first_stage_all_models_become_their_mean(count: int, network: Ne
     assert sorted(gathered(combined(server, 2, v), server.layers[0])) == sorted(gathered(v, server.layers[0]))
 
 
-@pytest.mark.parametrize("settings", [{}, {"model": simple_network, "clients_per_round": 3}, {"rounds": 2, "seed": 5}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"failure_rate": 0.3}, {"model": simple_network, "clients_per_round": 3}, {"rounds": 2, "seed": 5}],
+)
 def test_runs_within_the_first_stage_are_uniform_fedavg(settings: dict[str, Any]) -> None:
-    """Bit for bit: the same clients, in the same order, through the same mean; equal models are their own mean."""
+    """Bit for bit: the same clients, in the same order, through the same mean; equal models are their own mean.
+
+    Models of clients that failed have no part in it.
+    """
     staged = small_run("fedmr", {"fedmr": {"first_stage": 4}}, **settings)
     assert staged.digest == small_run("fedavg", {"fedavg": {"weighting": "uniform"}}, **settings).digest
 

@@ -125,7 +125,7 @@ class FedMRServer(MultiModelServer[FedMROptions]):
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         if round < self.options.first_stage:
-            w[:] = self.mean(v)
+            w[:] = self.received_mean(v)
         elif self.options.secure:
             self.exchanged(round, v, w)
         else:
