@@ -235,6 +235,7 @@ def test_other_granularities_are_refused(granularity: str) -> None:
         ({"send_probability": 1.5}, "fedmr.send_probability must be less than or equal to 1, not 1.5"),
         ({"send_probability": -0.5}, "fedmr.send_probability must be greater than or equal to 0, not -0.5"),
         ({"secure": "perhaps"}, "fedmr.secure must be"),
+        ({"exchange_before": "testing"}, "fedmr.exchange_before must be 'upload' or 'training', not 'testing'"),
         ({"mixed": True, "send_probability": 0}, "fedmr.mixed.* where nothing is sent"),
         ({"granularty": "module"}, "did you mean 'granularity'"),
     ],
@@ -340,7 +341,7 @@ def test_each_of_indeps_models_is_trained_by_the_clients_it_visits_one_after_the
 
 def test_the_options_do_something() -> None:
     runs = [{}, {"granularity": "tensor"}, {"granularity": "segment:0.5"}, {"first_stage": 1}, {"secure": True}]
-    runs += [{"secure": True, "send_probability": 0.9}]
+    runs += [{"secure": True, "send_probability": 0.9}, {"secure": True, "exchange_before": "training"}]
     assert len({small_run("fedmr", {"fedmr": options}).digest for options in runs}) == len(runs)
 
 

@@ -74,6 +74,8 @@ class LSSOptions(Options):
     """create a new optimizer for each member"""
     estimate: bool = False
     """estimate the batch-norm statistics of the mean again, as `--statistics estimated` does for every method"""
+    allow_unbounded: bool = False
+    """accept an affinity and a diversity with which the loss has no minimum, as Figure 5 of the paper has them"""
 
     @model_validator(mode="after")
     def _consistent(self) -> "LSSOptions":
@@ -81,7 +83,7 @@ class LSSOptions(Options):
             raise ValueError("share divides the run's own epochs; do not set epochs, steps or first_epochs with it.")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("epochs and steps are both set, but one of them is enough; remove one.")
-        if self.diversity:
+        if self.diversity and not self.allow_unbounded:
             self._refuse_unbounded()
         return self
 

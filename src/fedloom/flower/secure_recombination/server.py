@@ -25,7 +25,15 @@ from fedloom.methods._support.layer_exchange import LayerExchange
 
 def make_server_exchange(config: Config, layout: Layout) -> "SecureExchange | None":
     """Return the hook for the engine, or None if clients exchange no layers in this run."""
-    return None if make_layer_exchange(config, layout, config.rounds - 1) is None else SecureExchange(config)
+    exchange = make_layer_exchange(config, layout, config.rounds - 1)
+    if exchange is None:
+        return None
+    if exchange.before_training:
+        raise InputError(
+            "fedmr.exchange_before=training is simulated by the other engines only; sites exchange layers before they "
+            "upload, with fedmr.exchange_before=upload."
+        )
+    return SecureExchange(config)
 
 
 class SecureExchange:
