@@ -39,7 +39,7 @@ def inner_products(rows: Tensor, reference: Tensor, columns: slice, extra_vector
     return space.new_zeros(count, count) if gram is None else gram
 
 
-def squared_distances(gram: Numbers) -> Numbers:
+def squared_euclidean_distances(gram: Numbers) -> Numbers:
     """Return |v_i - v_j|^2 of each pair of rows, from one or several stacked results of `inner_products`."""
     d = gram[..., :-1, :-1]
     with np.errstate(all="ignore"):  # a NaN in the result is the signal
@@ -53,7 +53,7 @@ def cosine_distances(gram: Numbers) -> Numbers:
     parallel rows. Two zero rows have distance 0.
     """
     along, own = gram[..., :-1, -1], np.diagonal(gram[..., :-1, :-1], axis1=-2, axis2=-1)
-    squared = squared_distances(gram)
+    squared = squared_euclidean_distances(gram)
     with np.errstate(all="ignore"):  # a NaN in the result is the signal
         extra = 2 * along + own  # |v_i|^2 - |r|^2
         norms = np.sqrt(np.maximum(gram[..., -1:, -1] + extra, 0))

@@ -34,7 +34,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.core.layout import Layout, TensorKind
-from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products, squared_distances
+from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products, squared_euclidean_distances
 from fedloom.methods.base import MethodContext, Options
 from fedloom.methods.registry import Method, register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
@@ -148,7 +148,7 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
             sums = np.add.reduceat(products, self.starts)
         found = np.zeros((len(sums), len(v) + 1, len(v) + 1))
         found[:, 1:, 1:] = sums  # row and column 0 stay zero: v_0 minus itself
-        measure = squared_distances if self.options.similarity == "euclidean" else cosine_distances
+        measure = squared_euclidean_distances if self.options.similarity == "euclidean" else cosine_distances
         gaps: Numbers = measure(found).mean(0)
         return gaps
 

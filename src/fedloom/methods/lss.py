@@ -44,6 +44,8 @@ NOISE = 1e-5
 """Lower bound of a squared distance, relative to the squared distances from f_p. Smaller values are rounding errors;
 dividing by them could make the push arbitrarily large."""
 
+ACCEPT = "To try it nevertheless, set allow_unbounded=true."
+
 
 class LSSOptions(Options):
     models: int = Field(4, ge=0)
@@ -94,13 +96,13 @@ class LSSOptions(Options):
             if self.distance != "squared":
                 raise ValueError(
                     "spread=volume needs distance=squared: a squared volume grows faster than an L2 distance, so the "
-                    "loss would have no minimum and members would diverge."
+                    f"loss would have no minimum and members would diverge. {ACCEPT}"
                 )
             if self.affinity <= self.diversity:
                 raise ValueError(
                     f"affinity must be above diversity with spread=volume, not {self.affinity} against "
                     f"{self.diversity}: the volume of two models is their distance, so the loss would have no minimum "
-                    "and members would diverge."
+                    f"and members would diverge. {ACCEPT}"
                 )
             return
         push = self.diversity * (count - 1)
@@ -108,7 +110,7 @@ class LSSOptions(Options):
             raise ValueError(
                 f"affinity must be above {push / count:g}, which is diversity x {count - 1}/{count} for a pool of "
                 f"{count}, not {self.affinity}: the push would exceed the pull, so the loss would have no minimum and "
-                "members would diverge."
+                f"members would diverge. {ACCEPT}"
             )
 
 

@@ -72,6 +72,8 @@ def test_it_is_there_where_clients_exchange_layers_in_some_round(settings: dict[
 
 def test_sites_exchange_before_they_upload_only() -> None:
     config = make_run(method="fedmr", rounds=3, options={"fedmr": {"secure": True, "exchange_before": "training"}})
-    with build_run(replace_config(config, engine="sequential")).engine_closed() as experiment:
-        with pytest.raises(InputError, match="exchange_before=training is simulated by the other engines only"):
-            engine.make_engine_exchange(config, experiment.engine.context)
+    with (
+        build_run(replace_config(config, engine="sequential")).engine_closed() as experiment,
+        pytest.raises(InputError, match="exchange_before=training is simulated by the other engines only"),
+    ):
+        engine.make_engine_exchange(config, experiment.engine.context)
