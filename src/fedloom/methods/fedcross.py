@@ -16,9 +16,9 @@ alpha (DA): after these rounds, alpha rises within `dynamic_rounds` rounds. PM, 
 0 and 100, 50 and 50.
 
 Not specified in the paper: p and the weights of propellers. In this "coarse-grained" stage models shall learn more from
-each other, so each becomes the plain mean of itself and its propellers; if they shared the weight 1 - alpha, they would
-have no effect. The course of alpha: here a line. A single model is not mixed. The model of a failed client takes part
-as it is, except in the first stage. Ties of similarity go to the next model in order.
+each other, so each becomes the plain mean of itself and its propellers. If they shared the weight 1 - alpha (`shared`),
+they would have no effect. The course of alpha: here a line. A single model is not mixed. The model of a failed client
+takes part as it is, except in the first stage. Ties of similarity go to the next model in order.
 """
 
 from collections.abc import Iterable, Iterator
