@@ -44,7 +44,7 @@ NOISE = 1e-5
 """Lower bound of a squared distance, relative to the squared distances from f_p. Smaller values are rounding errors;
 dividing by them could make the push arbitrarily large."""
 
-ACCEPT = "To try it nevertheless, set allow_unbounded=true."
+ACCEPT = "To try it nevertheless, set lss.allow_unbounded=true."
 
 
 class LSSOptions(Options):
