@@ -169,7 +169,7 @@ def test_an_added_key_may_have_any_value() -> None:
 @pytest.mark.parametrize(("beside", "found"), [("engine", ["run: config.ema is nothing, not False"]), ("mu", [])])
 def test_an_added_key_is_asked_for_beside_another(beside: str, found: list[str]) -> None:
     entry = ("added", {"where": "config", "key": "ema", "value": False, "beside": beside})
-    assert listed(copy.deepcopy(RESULT), entry) == found
+    assert [said for said in listed(copy.deepcopy(RESULT), entry) if not said.startswith("unused")] == found
 
 
 def test_changed_bits_are_excused_in_their_cases_alone() -> None:
