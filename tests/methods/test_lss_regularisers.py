@@ -165,7 +165,7 @@ def test_refused_is_what_has_no_minimum(
 )
 def test_unbounded_coefficients_are_accepted_if_asked_for(options: dict[str, Any]) -> None:
     """Those of Figure 5 and of the authors' code. A few steps of them train; others keep their bits."""
-    with pytest.raises(InputError, match="set lss.allow_unbounded=true"):
+    with pytest.raises(InputError, match=r"set lss\.allow_unbounded=true"):
         compose("lss", {"lss": options})
     few = {"models": 2, "steps": 3}
     given_ = {"lss": {**few, **options, "allow_unbounded": True}}
