@@ -18,6 +18,7 @@ BENCHMARKS = {
     "lss-scale": "methods.lss_scale",
     "fedcda-cache": "methods.fedcda_cache",
     "fedcda-disk-cache": "methods.fedcda_disk_cache",
+    "fedcross-acceleration": "methods.fedcross_acceleration",
     "experiments": "experiments.main",
     "curves": "experiments.curves",
     "result-tables": "experiments.tables",

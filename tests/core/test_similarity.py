@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom.core import similarity
-from fedloom.core.similarity import cosine_distances, inner_products
+from fedloom.core.similarity import cosine_distances, inner_products, squared_euclidean_distances
 
 COUNTS = st.integers(1, 6)
 WIDTHS = st.integers(3, 40)
@@ -47,6 +47,19 @@ def test_products_are_those_of_the_differences_and_the_reference(
     found = inner_products(rows, reference, columns)
     assert found.dtype is torch.float64
     np.testing.assert_allclose(found.numpy(), wide @ wide.T, rtol=1e-12, atol=1e-12)
+
+
+@quick
+@given(SEEDS, COUNTS, WIDTHS)
+def test_squared_distances_are_those_of_the_rows(seed: int, count: int, width: int) -> None:
+    rows = rows_of(seed, count, width)
+    wide = rows.double().numpy()
+    found = squared_euclidean_distances(inner_products(rows, rows[0], slice(0, width)).numpy())
+    np.testing.assert_allclose(found, _squared(wide), atol=1e-9)
+
+
+def _squared(rows: np.ndarray) -> np.ndarray:
+    return ((rows[:, None] - rows[None]) ** 2).sum(2)
 
 
 @pytest.mark.parametrize("width", [255, 256, 257, 1000])

@@ -19,7 +19,7 @@ KEYS = {
     "changed": {"cases", "what", "why"},
 }
 """What an entry of each kind must say."""
-MAY = {"added": {"value"}, "removed": {"old"}}
+MAY = {"added": {"value", "beside"}, "removed": {"old"}}
 """What it may say beside that."""
 
 
@@ -83,7 +83,7 @@ class Changes:
         """A table of the old commit as it is now to be."""
         now = dict(self._translated(where, old.items()))
         for entry in self._of("added", where):
-            if now and entry.values["key"] not in now:
+            if now and entry.values["key"] not in now and entry.values.get("beside", next(iter(now))) in now:
                 now[entry.values["key"]] = entry.values.get("value", _Anything(entry))
                 entry.used |= "value" in entry.values
         return now

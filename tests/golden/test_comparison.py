@@ -166,6 +166,12 @@ def test_an_added_key_may_have_any_value() -> None:
     assert listed(changed(runs__run__summary__seconds_of_cpu=3), entry) == []
 
 
+@pytest.mark.parametrize(("beside", "found"), [("engine", ["run: config.ema is nothing, not False"]), ("mu", [])])
+def test_an_added_key_is_asked_for_beside_another(beside: str, found: list[str]) -> None:
+    entry = ("added", {"where": "config", "key": "ema", "value": False, "beside": beside})
+    assert [said for said in listed(copy.deepcopy(RESULT), entry) if not said.startswith("unused")] == found
+
+
 def test_changed_bits_are_excused_in_their_cases_alone() -> None:
     entry = ("changed", {"cases": ["fedcda/*"], "what": ["digest", "metrics.accuracy"]})
     new = changed(runs__run__digest="dd", runs__run__metrics__1__accuracy=0.25)

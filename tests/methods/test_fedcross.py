@@ -55,6 +55,14 @@ def test_in_order_meets_every_other_model_once_in_k_minus_1_rounds(count: int, s
         assert sorted(met) == [j for j in range(count) if j != i]
 
 
+def test_euclidean_by_hand() -> None:
+    """Points at 0, 1, 3 and 10 on a line from the origin: all parallel, so only the distance tells them apart."""
+    v = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [11.0, 11.0]])
+    network = partial(nn.Linear, 2, 1, bias=False)
+    assert make(4, network, similarity="euclidean", selection="lowest").collaborators(0, v) == [[3], [3], [3], [0]]
+    assert make(4, network, similarity="euclidean", selection="highest").collaborators(0, v) == [[1], [0], [1], [2]]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(3, 6), NETWORKS, SEEDS, st.sampled_from(["lowest", "highest"]), SIMILARITIES, ROUNDS)
 def test_by_similarity_it_takes_what_brute_force_takes(
@@ -175,7 +183,8 @@ def test_in_order_keeps_the_mean_and_loses_the_known_share_of_the_spread(
 def test_alpha_1_never_mixes(
     count: int, network: Network, seed: int, selection: str, similarity: str, round: int
 ) -> None:
-    server = make(count, network, alpha=1, selection=selection, similarity=similarity, propeller_rounds=3)
+    options = {"propeller_rounds": 3, "propeller_weights": "shared"}
+    server = make(count, network, alpha=1, selection=selection, similarity=similarity, **options)
     v = random_rows(server, seed)
     v[0, 0], v[-1, 1] = -0.0, 3e38  # a sum with 0 times another model would keep neither
     v[-1, 0], v[0, 1] = 1.0, -3e38
@@ -260,9 +269,11 @@ def test_runs_with_alpha_1_are_those_of_models_that_never_meet(settings: dict[st
     assert small_run("fedcross", given, **settings).digest == small_run("indep", {}, **settings).digest
 
 
-def test_runs_with_all_rounds_in_the_first_stage_are_uniform_fedavg() -> None:
-    staged = small_run("fedcross", {"fedcross": {"first_stage": 4}})
-    assert staged.digest == small_run("fedavg", {"fedavg": {"weighting": "uniform"}}).digest
+@pytest.mark.parametrize("settings", [{}, {"failure_rate": 0.3}])
+def test_runs_with_all_rounds_in_the_first_stage_are_uniform_fedavg(settings: dict[str, Any]) -> None:
+    """Bit for bit, also if clients fail: their models have no part in the mean."""
+    staged = small_run("fedcross", {"fedcross": {"first_stage": 4}}, **settings)
+    assert staged.digest == small_run("fedavg", {"fedavg": {"weighting": "uniform"}}, **settings).digest
 
 
 def test_how_often_a_run_is_evaluated_changes_nothing() -> None:
@@ -272,6 +283,11 @@ def test_how_often_a_run_is_evaluated_changes_nothing() -> None:
 def test_the_options_do_something() -> None:
     runs = [{}, {"alpha": 0.7}, {"selection": "in-order"}, {"selection": "highest"}, {"propeller_rounds": 2}]
     runs += [{"dynamic_rounds": 3}, {"first_stage": 1}, {"propeller_rounds": 2, "propellers": 2}]
+    runs += [{"dynamic_rounds": 3, "dynamic_start": 0.6}, {"dynamic_rounds": 4, "dynamic_schedule": "cosine"}]
+    runs += [
+        {"propeller_rounds": 2, "propeller_weights": "shared"},
+        {"similarity": "euclidean", "selection": "highest"},
+    ]
     assert len({small_run("fedcross", {"fedcross": options}).digest for options in runs}) == len(runs)
 
 
@@ -292,7 +308,11 @@ def test_two_servers_are_one_too_many() -> None:
         ({"alpha": 1.1}, "fedcross.alpha must be less than or equal to 1, not 1.1"),
         ({"alpha": "most"}, "fedcross.alpha must be a number, not 'most'"),
         ({"selection": "low"}, "fedcross.selection must be 'in-order', 'lowest' or 'highest', not 'low'"),
-        ({"similarity": "euclid"}, "fedcross.similarity must be 'global' or 'layerwise', not 'euclid'"),
+        ({"similarity": "l1"}, "fedcross.similarity must be 'global', 'layerwise' or 'euclidean', not 'l1'"),
+        ({"propeller_weights": "mean"}, "fedcross.propeller_weights must be 'equal' or 'shared', not 'mean'"),
+        ({"dynamic_start": 0.4}, "fedcross.dynamic_start must be greater than or equal to 0.5, not 0.4"),
+        ({"alpha": 0.9, "dynamic_start": 0.95}, "dynamic_start must be at most alpha, 0.9, not 0.95"),
+        ({"dynamic_schedule": "step"}, "fedcross.dynamic_schedule must be 'linear' or 'cosine', not 'step'"),
         ({"propellers": 0}, "fedcross.propellers must be greater than or equal to 1, not 0"),
         ({"propeller_rounds": -1}, "fedcross.propeller_rounds must be greater than or equal to 0, not -1"),
         ({"dynamic_rounds": 1.5}, "fedcross.dynamic_rounds must be"),

@@ -1,14 +1,20 @@
 """Tests of FedCross's acceleration, and of which client gets which model."""
 
+import math
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fedloom.core.averaging import average_models
 from fedloom.core.layout import model_digest
+from fedloom.testing.fixtures import simple_network
 from tests.support.fedcross_servers import ALPHAS, NETWORKS, SELECTIONS, SEVERAL, answers, combined, make, quick
 from tests.support.many_models import COUNTS, SEEDS, Loose, Network, random_rows
 
@@ -21,17 +27,27 @@ def test_propellers_by_hand() -> None:
     assert server.collaborators(0, v)[0] == [1, 2, 3]
     assert server.collaborators(2, v)[0] == [3, 4, 1]
     assert server.collaborators(2, v)[4] == [2, 3, 0]
+    torch.testing.assert_close(combined(server, 2, v)[0], torch.tensor([(1 + 1000 + 10000 + 10) / 4]))
+
+
+def test_propellers_that_share_a_weight_by_hand() -> None:
+    network = partial(nn.Linear, 1, 1, bias=False)
+    server = make(5, network, alpha=0.9, propellers=3, propeller_rounds=4, propeller_weights="shared")
+    v = torch.tensor([[1.0], [10.0], [100.0], [1000.0], [10000.0]])
     wanted = 0.9 * 1 + 0.1 / 3 * (1000 + 10000 + 10)
     torch.testing.assert_close(combined(server, 2, v)[0], torch.tensor([wanted]))
 
 
 @quick
-@given(SEVERAL, NETWORKS, SEEDS, ALPHAS, st.integers(1, 8), st.integers(0, 9))
-def test_propellers_share_the_weight_of_the_others(
-    count: int, network: Network, seed: int, alpha: float, propellers: int, round: int
+@given(SEVERAL, NETWORKS, SEEDS, ALPHAS, st.integers(1, 8), st.integers(0, 9), st.sampled_from(["equal", "shared"]))
+def test_a_model_is_mixed_with_its_propellers(
+    count: int, network: Network, seed: int, alpha: float, propellers: int, round: int, weights: str
 ) -> None:
-    server = make(count, network, alpha=alpha, propellers=propellers, propeller_rounds=10)
+    """The plain mean of a model and its propellers, whatever alpha is; or they share the weight 1 - alpha."""
+    server = make(count, network, alpha=alpha, propellers=propellers, propeller_rounds=10, propeller_weights=weights)
     floats, v = server.context.layout.floats, random_rows(server, seed)
+    if weights == "equal":
+        alpha = 1 / (1 + min(propellers, count - 1))
     w, number = combined(server, round, v), min(propellers, count - 1)
     for i in range(count):
         offsets = [(round + step) % (count - 1) + 1 for step in range(number)]
@@ -50,20 +66,73 @@ def test_after_their_rounds_the_collaborator_is_one_again() -> None:
 
 
 def test_one_propeller_is_the_collaborator_in_order() -> None:
-    single, plain = make(4, propellers=1, propeller_rounds=9), make(4, selection="in-order")
+    """With the weight of a collaborator, bit for bit; a plain mean of the two is that with alpha = 1/2."""
+    single, plain = make(4, propellers=1, propeller_rounds=9, propeller_weights="shared"), make(4, selection="in-order")
     v = random_rows(plain, 0)
     assert all(model_digest(combined(single, r, v)) == model_digest(combined(plain, r, v)) for r in range(9))
+    equal, half = make(4, propellers=1, propeller_rounds=9), make(4, selection="in-order", alpha=0.5)
+    assert all(model_digest(combined(equal, r, v)) == model_digest(combined(half, r, v)) for r in range(9))
+
+
+def test_propellers_from_all_other_models_make_all_models_their_mean() -> None:
+    server = make(4, propellers=3, propeller_rounds=1)
+    floats, v = server.context.layout.floats, random_rows(server, 0)
+    for row in combined(server, 0, v):
+        torch.testing.assert_close(row[:floats], v[:, :floats].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_propellers_bring_the_models_closer_than_one_collaborator_does() -> None:
+    """The paper's reason for them: a model learns more of the others. With a shared weight it learned as little."""
+    v = random_rows(make(6, simple_network), 0)
+
+    def spread(**options: Any) -> float:
+        rows = combined(make(6, simple_network, selection="in-order", **options), 0, v).double()
+        return float((rows - rows.mean(0)).square().sum())
+
+    plain, before = spread(), float((v.double() - v.double().mean(0)).square().sum())
+    assert spread(propeller_rounds=1) < 0.5 * before < plain < before
+    assert spread(propeller_rounds=1, propeller_weights="shared") > 0.9 * plain
 
 
 @quick
 @given(ALPHAS, st.integers(2, 100), st.integers(0, 100))
 def test_alpha_rises_in_a_line_from_a_half(alpha: float, rounds: int, propeller_rounds: int) -> None:
-    server = make(2, Loose, alpha=alpha, dynamic_rounds=rounds, propeller_rounds=propeller_rounds)
+    server = make(
+        2, Loose, alpha=alpha, dynamic_rounds=rounds, propeller_rounds=propeller_rounds, propeller_weights="shared"
+    )
     course = [server.alpha(propeller_rounds + r) for r in range(rounds)]
     assert course[0] == 0.5
     assert course[-1] == server.alpha(propeller_rounds + rounds) == server.alpha(9999) == alpha
     np.testing.assert_allclose(np.diff(course), (alpha - 0.5) / (rounds - 1), atol=1e-12)
     assert all(server.alpha(r) == alpha for r in range(propeller_rounds)), "propellers come first, with alpha itself"
+
+
+@quick
+@given(ALPHAS, st.floats(0, 1), st.integers(2, 100), st.sampled_from(["linear", "cosine"]))
+def test_alpha_rises_from_its_start_to_its_value(alpha: float, part: float, rounds: int, schedule: str) -> None:
+    start = 0.5 + part * (alpha - 0.5)
+    server = make(2, Loose, alpha=alpha, dynamic_rounds=rounds, dynamic_start=start, dynamic_schedule=schedule)
+    course = [server.alpha(r) for r in range(rounds)]
+    assert course[0] == start
+    assert course[-1] == server.alpha(rounds) == alpha
+    assert all(here <= after for here, after in pairwise(course))
+
+
+def test_the_schedules_by_hand() -> None:
+    """Over five rounds: in equal steps, or along half a cosine, which is level at both ends."""
+    linear = make(2, Loose, alpha=0.9, dynamic_rounds=5, dynamic_start=0.7)
+    assert [linear.alpha(r) for r in range(6)] == pytest.approx([0.7, 0.75, 0.8, 0.85, 0.9, 0.9])
+    cosine = make(2, Loose, alpha=0.9, dynamic_rounds=5, dynamic_start=0.7, dynamic_schedule="cosine")
+    wanted = [0.7, 0.8 - 0.1 * math.sqrt(0.5), 0.8, 0.8 + 0.1 * math.sqrt(0.5), 0.9, 0.9]
+    assert [cosine.alpha(r) for r in range(6)] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_rise_from_alpha_itself_is_none(schedule: str) -> None:
+    level = make(4, alpha=0.93, dynamic_rounds=7, dynamic_start=0.93, dynamic_schedule=schedule)
+    plain = make(4, alpha=0.93)
+    v = random_rows(plain, 0)
+    assert all(model_digest(combined(level, r, v)) == model_digest(combined(plain, r, v)) for r in range(9))
 
 
 def test_a_rise_within_one_round_is_none() -> None:
@@ -90,6 +159,20 @@ def test_the_first_stage_makes_all_models_their_uniform_mean(count: int, network
     w = combined(server, 0, v)
     assert len({model_digest(row) for row in w}) == 1
     torch.testing.assert_close(w[0, : layout.floats], v[:, : layout.floats].mean(0), rtol=1e-5, atol=1e-6)
+
+
+@quick
+@given(SEVERAL, NETWORKS, SEEDS, st.data())
+def test_the_first_stage_averages_only_the_models_that_were_returned(
+    count: int, network: Network, seed: int, data: st.DataObject
+) -> None:
+    server = make(count, network, first_stage=1)
+    server.bank.rows[:] = random_rows(server, seed)
+    updates = answers(server, list(server.dispatch(0, list(range(count)))), seed + 1)
+    kept = data.draw(st.lists(st.sampled_from(updates), min_size=1, unique_by=lambda update: update.model_index))
+    server.aggregate(0, iter(kept))
+    wanted = average_models(server.context.layout, [u.row for u in sorted(kept, key=lambda u: u.model_index)])
+    assert all(torch.equal(row, wanted) for row in server.bank.rows)
 
 
 # Slots and clients

@@ -236,6 +236,7 @@ def test_other_granularities_are_refused(granularity: str) -> None:
         ({"send_probability": 1.5}, "fedmr.send_probability must be less than or equal to 1, not 1.5"),
         ({"send_probability": -0.5}, "fedmr.send_probability must be greater than or equal to 0, not -0.5"),
         ({"secure": "perhaps"}, "fedmr.secure must be"),
+        ({"exchange_before": "testing"}, "fedmr.exchange_before must be 'upload' or 'training', not 'testing'"),
         ({"mixed": True, "send_probability": 0}, "fedmr.mixed.* where nothing is sent"),
         ({"granularty": "module"}, "did you mean 'granularity'"),
     ],
@@ -265,9 +266,15 @@ def test_in_the_first_stage_all_models_become_their_mean(count: int, network: Ne
     assert sorted(gathered(combined(server, 2, v), server._layers[0])) == sorted(gathered(v, server._layers[0]))
 
 
-@pytest.mark.parametrize("settings", [{}, {"model": simple_network, "clients_per_round": 3}, {"rounds": 2, "seed": 5}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"failure_rate": 0.3}, {"model": simple_network, "clients_per_round": 3}, {"rounds": 2, "seed": 5}],
+)
 def test_runs_within_the_first_stage_are_uniform_fedavg(settings: dict[str, Any]) -> None:
-    """Bit for bit: the same clients, in the same order, through the same mean; equal models are their own mean."""
+    """Bit for bit: the same clients, in the same order, through the same mean; equal models are their own mean.
+
+    Models of clients that failed have no part in it.
+    """
     staged = small_run("fedmr", {"fedmr": {"first_stage": 4}}, **settings)
     assert staged.digest == small_run("fedavg", {"fedavg": {"weighting": "uniform"}}, **settings).digest
 
@@ -339,7 +346,7 @@ def test_each_of_indeps_models_is_trained_by_the_clients_it_visits_one_after_the
 
 def test_the_options_do_something() -> None:
     runs = [{}, {"granularity": "tensor"}, {"granularity": "segment:0.5"}, {"first_stage": 1}, {"secure": True}]
-    runs += [{"secure": True, "send_probability": 0.9}]
+    runs += [{"secure": True, "send_probability": 0.9}, {"secure": True, "exchange_before": "training"}]
     assert len({small_run("fedmr", {"fedmr": options}).digest for options in runs}) == len(runs)
 
 

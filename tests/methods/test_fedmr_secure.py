@@ -14,6 +14,7 @@ from fedloom.errors import InputError
 from fedloom.methods._support import layer_exchange
 from fedloom.methods._support.layer_exchange import LayerExchangeClient, exchange_layers_until_mixed
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
+from fedloom.testing import CHECKS
 from fedloom.testing.fixtures import batch_norm_network, simple_network, small_run
 from tests.support.fedmr_servers import GRANULARITIES, NETWORKS, ROUNDS, combined, gathered, make, quick
 from tests.support.many_models import COUNTS, SEEDS, Network, random_rows
@@ -142,9 +143,10 @@ def test_models_that_are_never_mixed_are_not_handed_over() -> None:
 def test_options_of_an_exchange_that_is_off_are_told_to_do_nothing() -> None:
     for options in ({}, {"secure": True, "mixed": True, "send_probability": 0.9}):
         assert make(3, **options).notes() == []
-    assert make(3, mixed=True, send_probability=0.9).notes() == [
-        "fedmr.send_probability has no effect: it needs the secure exchange, and fedmr.secure is off.",
-        "fedmr.mixed has no effect: it needs the secure exchange, and fedmr.secure is off.",
+    idle = {"mixed": True, "send_probability": 0.9, "exchange_before": "training"}
+    assert make(3, **idle).notes() == [
+        f"fedmr.{name} has no effect: it needs the secure exchange, and fedmr.secure is off."
+        for name in ("send_probability", "mixed", "exchange_before")
     ]
 
 
@@ -172,3 +174,63 @@ def test_clients_exchange_only_where_it_is_asked_for() -> None:
     plan = FedMRServer.layer_exchange(server.context.layout, staged, 2)
     assert plan is not None
     assert (plan.layers, plan.send_probability, plan.mixed) == (server._layers, 0.3, True)
+    assert not plan.before_training
+
+
+# The exchange before training
+
+
+@quick
+@given(COUNTS, NETWORKS, SEEDS, GRANULARITIES, ROUNDS)
+def test_before_training_clients_exchange_what_they_received(
+    count: int, network: Network, seed: int, granularity: str, round: int
+) -> None:
+    """The exchange that comes before the upload otherwise, of the server's models; what comes back is kept."""
+    given_ = {"granularity": granularity, "secure": True}
+    before, after = make(count, network, seed, **given_, exchange_before="training"), make(count, network, **given_)
+    before.bank.rows[:] = v = random_rows(before, seed)
+    jobs = list(before.dispatch(round, list(range(count))))
+    assert model_digest(before.models()) == model_digest(v), "the server's own models stay until the updates come"
+    sent = torch.stack([job.row for job in jobs])
+    for columns in before._layers:
+        assert sorted(gathered(sent, columns)) == sorted(gathered(v, columns))
+    after.context = before.context  # the same draws
+    assert model_digest(sent) == model_digest(combined(after, round, v))
+    rows = random_rows(before, seed + 1)
+    before.aggregate(round, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs]))
+    assert model_digest(before.models()) == model_digest(rows)
+
+
+def test_before_training_a_lost_client_leaves_the_servers_model() -> None:
+    server = make(3, secure=True, exchange_before="training")
+    server.bank.rows[:] = before = random_rows(server, 0)
+    jobs, rows = list(server.dispatch(0, [0, 1, 2])), random_rows(server, 1)
+    server.aggregate(0, iter([ClientUpdate(job, rows[job.model_index], 1, 1.0, 1) for job in jobs[:2]]))
+    assert model_digest(server.models()) == model_digest(torch.stack([rows[0], rows[1], before[2]]))
+
+
+def test_before_training_nothing_is_exchanged_in_the_first_stage() -> None:
+    server = make(4, secure=True, exchange_before="training", first_stage=2, send_probability=1)
+    server.bank.rows[:] = before = random_rows(server, 0)
+    for round in (0, 1):
+        assert all(torch.equal(job.row, before[job.model_index]) for job in server.dispatch(round, [0, 1, 2, 3]))
+    assert any(not torch.equal(job.row, before[job.model_index]) for job in server.dispatch(2, [0, 1, 2, 3]))
+
+
+def test_before_training_models_that_are_not_mixed_are_sent_as_they_are() -> None:
+    server = make(3, secure=True, mixed=True, send_probability=1e-9, exchange_before="training")
+    server.bank.rows[:] = before = random_rows(server, 0)
+    jobs = list(server.dispatch(0, [0, 1, 2]))
+    assert all(torch.equal(job.row, before[job.model_index]) for job in jobs)
+    server.aggregate(0, iter([ClientUpdate(job, job.row, 1, 1.0, 1) for job in jobs]))
+    assert server.diagnostics() == {"exchange given up": 1.0}
+
+
+def test_before_training_a_run_that_never_sends_is_indep() -> None:
+    options = {"fedmr": {"secure": True, "send_probability": 0, "exchange_before": "training"}}
+    assert small_run("fedmr", options).digest == small_run("indep", {}).digest
+
+
+@pytest.mark.parametrize("check", ["engines agree", "resumes exactly"])
+def test_before_training_runs_are_exact(check: str) -> None:
+    CHECKS[check]("fedmr", {"fedmr": {"secure": True, "exchange_before": "training"}})

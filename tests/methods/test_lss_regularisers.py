@@ -151,6 +151,30 @@ def test_refused_is_what_has_no_minimum(
     else:
         with pytest.raises(ValidationError, match="no minimum"):
             LSSOptions(**values, distance=distance)
+        assert LSSOptions(**values, distance=distance, allow_unbounded=True).affinity == affinity
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affinity": 0.0},
+        {"diversity": 4.0},
+        {"spread": "volume", "affinity": 1e-5, "diversity": 0.1, "distance": "squared"},
+        {"spread": "volume", "distance": "l2"},
+    ],
+)
+def test_unbounded_coefficients_are_accepted_if_asked_for(options: dict[str, Any]) -> None:
+    """Those of Figure 5 and of the authors' code. A few steps of them train; others keep their bits."""
+    with pytest.raises(InputError, match=r"set lss\.allow_unbounded=true"):
+        compose("lss", {"lss": options})
+    few = {"models": 2, "steps": 3}
+    given_ = {"lss": {**few, **options, "allow_unbounded": True}}
+    assert small_run("lss", given_).digest != small_run("lss", {"lss": few}).digest
+
+
+def test_allowing_unbounded_coefficients_changes_no_others() -> None:
+    allowed = small_run("lss", {"lss": {"allow_unbounded": True}})
+    assert allowed.digest == small_run("lss", {}).digest
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SEVERAL = st.integers(2, 6)
 ROUNDS = st.integers(0, 40)
 ALPHAS = st.floats(0.5, 1)
 SELECTIONS = st.sampled_from(["in-order", "lowest", "highest"])
-SIMILARITIES = st.sampled_from(["global", "layerwise"])
+SIMILARITIES = st.sampled_from(["global", "layerwise", "euclidean"])
 quick = settings(deadline=None, max_examples=25)
 
 
@@ -42,8 +42,11 @@ def answers(server: FedCrossServer, jobs: list[ClientTask], seed: int) -> list[C
 
 
 def plain_gaps(server: FedCrossServer, v: Tensor) -> np.ndarray:
-    """1 - similarity by the definition, in float64."""
+    """1 - similarity by the definition, in float64; of the Euclidean one the squared distance."""
     layout, wide = server.context.layout, v.numpy().astype(np.float64)
+    if server.options.similarity == "euclidean":
+        rows = wide[:, : layout.trainable]
+        return ((rows[:, None] - rows[None]) ** 2).sum(2)
     columns = {"": list(range(layout.trainable))}
     if server.options.similarity == "layerwise":
         columns = {}

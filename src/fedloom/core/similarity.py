@@ -39,16 +39,22 @@ def inner_products(rows: Tensor, reference: Tensor, columns: slice, extra_vector
     return space.new_zeros(count, count) if gram is None else gram
 
 
+def squared_euclidean_distances(gram: Numbers) -> Numbers:
+    """Return |v_i - v_j|^2 of each pair of rows, from one or several stacked results of `inner_products`."""
+    d = gram[..., :-1, :-1]
+    with np.errstate(all="ignore"):  # a NaN in the result is the signal
+        return np.maximum(_sums(np.diagonal(d, axis1=-2, axis2=-1)) - 2 * d, 0)
+
+
 def cosine_distances(gram: Numbers) -> Numbers:
     """Return 1 - cosine of each pair of rows, from one or several stacked results of `inner_products`.
 
     With E = |v_i - v_j|^2 and n_i = |v_i|, 1 - cos = (E - (n_i - n_j)^2) / (2 n_i n_j). This form is exact for nearly
     parallel rows. Two zero rows have distance 0.
     """
-    d = gram[..., :-1, :-1]
-    along, own = gram[..., :-1, -1], np.diagonal(d, axis1=-2, axis2=-1)
+    along, own = gram[..., :-1, -1], np.diagonal(gram[..., :-1, :-1], axis1=-2, axis2=-1)
+    squared = squared_euclidean_distances(gram)
     with np.errstate(all="ignore"):  # a NaN in the result is the signal
-        squared = np.maximum(_sums(own) - 2 * d, 0)
         extra = 2 * along + own  # |v_i|^2 - |r|^2
         norms = np.sqrt(np.maximum(gram[..., -1:, -1] + extra, 0))
         sums, product = _sums(norms), norms[..., :, None] * norms[..., None, :]

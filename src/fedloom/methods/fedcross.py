@@ -8,27 +8,33 @@ to another client every round. The server mixes the uploaded models v_0, ..., v_
 The collaborator co(i) is chosen in order, co(i) = (i + (r mod (K - 1)) + 1) mod K, or it is the model least or most
 similar to v_i. The similarity is the cosine of the parameters (the plus between the norms in the paper's formula is a
 misprint). Buffers are mixed like weights but do not count in it. `layerwise` is the mean of the cosines of the layers,
-close to the authors' code. The authors' `first_stage` broadcasts the uniform mean in the first rounds.
+close to the authors' code; `euclidean` takes the distance, which the paper leaves as future work. The authors'
+`first_stage` broadcasts the uniform mean of the received models in the first rounds.
 
-Not specified in the paper. Acceleration by propellers: for `propeller_rounds` rounds, p propellers in order replace the
-collaborator, with weight (1 - alpha) / p each. Dynamic alpha: after these rounds, alpha rises linearly from 0.5 to its
-value within `dynamic_rounds` rounds. The paper's PM, DA and PM-DA are 100 and 0, 0 and 100, 50 and 50. A single model
-is not mixed. The model of a failed client takes part as it is. Ties of similarity go to the next model in order.
+Acceleration by propellers (PM): for `propeller_rounds` rounds, p propellers in order replace the collaborator. Dynamic
+alpha (DA): after these rounds, alpha rises within `dynamic_rounds` rounds. PM, DA and PM-DA of Figure 9 are 100 and 0,
+0 and 100, 50 and 50.
+
+Not specified in the paper: p and the weights of propellers. In this "coarse-grained" stage models shall learn more from
+each other, so each becomes the plain mean of itself and its propellers. If they shared the weight 1 - alpha (`shared`),
+they would have no effect. The course of alpha: here a line. A single model is not mixed. The model of a failed client
+takes part as it is, except in the first stage. Ties of similarity go to the next model in order.
 """
 
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
+from math import cos, pi
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.core.layout import Layout, TensorKind
-from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products
+from fedloom.core.similarity import BLOCK_BYTES, Numbers, cosine_distances, inner_products, squared_euclidean_distances
 from fedloom.methods.base import Options
 from fedloom.methods.registry import register
 from fedloom.methods.servers import MULTI_MODEL_DEFAULTS, MultiModelServer
@@ -46,16 +52,28 @@ class FedCrossOptions(Options):
     """weight of a model itself when it is mixed; 1 never mixes"""
     selection: Literal["in-order", "lowest", "highest"] = "lowest"
     """the collaborator: the next in order, the least similar, or the most similar model"""
-    similarity: Literal["global", "layerwise"] = "global"
-    """cosine of whole models, or mean of the cosines of their layers"""
+    similarity: Literal["global", "layerwise", "euclidean"] = "global"
+    """cosine of whole models, mean of the cosines of their layers, or Euclidean distance (near models are similar)"""
     propellers: int = Field(3, ge=1)
     """number of models that replace the collaborator in the first propeller_rounds rounds"""
     propeller_rounds: int = Field(0, ge=0)
     """number of rounds with propellers"""
+    propeller_weights: Literal["equal", "shared"] = "equal"
+    """plain mean of a model and its propellers, or propellers that share the weight 1 - alpha"""
     dynamic_rounds: int = Field(0, ge=0)
-    """number of rounds in which alpha rises from 0.5, after those with propellers"""
+    """number of rounds in which alpha rises from dynamic_start, after those with propellers"""
+    dynamic_start: float = Field(0.5, ge=0.5, le=1)
+    """alpha in the first of the dynamic_rounds"""
+    dynamic_schedule: Literal["linear", "cosine"] = "linear"
+    """course of the rising alpha: a line, or half a cosine wave"""
     first_stage: int = Field(0, ge=0)
     """number of first rounds in which all models become their mean"""
+
+    @model_validator(mode="after")
+    def _rising(self) -> "FedCrossOptions":
+        if self.dynamic_start > self.alpha:
+            raise ValueError(f"dynamic_start must be at most alpha, {self.alpha}, not {self.dynamic_start}.")
+        return self
 
 
 @register("fedcross", reference="Hu et al., ICDE 2024", defaults=MULTI_MODEL_DEFAULTS, extra_compute="server compares")
@@ -74,7 +92,7 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         options, floats = self.options, self.context.layout.floats
         if round < options.first_stage:
-            w[:] = self.mean(v)
+            w[:] = self.received_mean(v)
             return
         r = round - options.first_stage
         alpha = self.alpha(r)
@@ -88,11 +106,19 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
         mix(v, collaborators, alpha, w, slice(0, floats))
 
     def alpha(self, r: int) -> float:
-        """Return alpha in round r, counted from the end of the first stage."""
-        since, last = r - self.options.propeller_rounds, self.options.dynamic_rounds
+        """Return the weight of a model itself in round r, counted from the end of the first stage."""
+        o = self.options
+        since, last = r - o.propeller_rounds, o.dynamic_rounds - 1
+        if since < 0 and o.propeller_weights == "equal":
+            return 1 / (1 + self._propellers())
         if not 0 <= since < last:
-            return self.options.alpha
-        return 0.5 + (self.options.alpha - 0.5) * (since / (last - 1) if last > 1 else 1.0)
+            return o.alpha
+        share = since / last if o.dynamic_schedule == "linear" else (1 - cos(pi * since / last)) / 2
+        return o.dynamic_start + (o.alpha - o.dynamic_start) * share
+
+    def _propellers(self) -> int:
+        """Return how many propellers each model has."""
+        return min(self.options.propellers, len(self.bank) - 1)
 
     def collaborators(self, r: int, v: Tensor) -> list[list[int]]:
         """Return the models that each model is mixed with."""
@@ -101,7 +127,7 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
             return [[]]
         first = r % (count - 1)
         if r < self.options.propeller_rounds:
-            offsets = [(first + step) % (count - 1) + 1 for step in range(min(self.options.propellers, count - 1))]
+            offsets = [(first + step) % (count - 1) + 1 for step in range(self._propellers())]
             return [[(i + offset) % count for offset in offsets] for i in range(count)]
         if self.options.selection == "in-order" or count == 2:
             return [[(i + first + 1) % count] for i in range(count)]
@@ -115,7 +141,7 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
         return found
 
     def gaps(self, v: Tensor) -> Numbers:
-        """Return 1 - similarity of each pair, over the trainable parameters, in float64.
+        """Return 1 - cosine, or the squared distance, of each pair over the trainable parameters, in float64.
 
         The CPU adds up the products of the pieces; a GPU would need one call for each addition.
         """
@@ -124,7 +150,8 @@ class FedCrossServer(MultiModelServer[FedCrossOptions]):
             sums = np.add.reduceat(products, self._starts)
         found = np.zeros((len(sums), len(v) + 1, len(v) + 1))
         found[:, 1:, 1:] = sums  # row and column 0 stay zero: v_0 minus itself
-        gaps: Numbers = cosine_distances(found).mean(0)
+        measure = squared_euclidean_distances if self.options.similarity == "euclidean" else cosine_distances
+        gaps: Numbers = measure(found).mean(0)
         return gaps
 
 
@@ -151,7 +178,7 @@ def _mix(mine: Tensor, others: Iterable[Tensor], alpha: float, mixed: Tensor) ->
 
 def _units(layout: Layout, similarity: str) -> list[list[slice]]:
     """Return the columns of each unit of comparison: the whole model, or one layer."""
-    if similarity == "global":
+    if similarity != "layerwise":
         return [[slice(0, layout.trainable)]]
     layers: dict[str, list[slice]] = {}
     for entry in layout.entries:

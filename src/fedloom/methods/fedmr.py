@@ -16,23 +16,27 @@ _support/layer_exchange.py). The paper does not say how often a layer is sent; h
 moves fewer layers than the server's shuffle: with ten clients three in ten change owner, and a model of few layers may
 come out unchanged. With `mixed`, the clients repeat the exchange until no model is one that a single client trained, as
 the paper allows. If they do not succeed, the round changes nothing, also between sites. A failed client takes no part,
-and its model is left out. There is no exchange in the rounds of the first stage.
+and its model is left out. There is no exchange in the rounds of the first stage. The paper also lets clients exchange
+the received models before they train (`exchange_before=training`, simulated only): the server then sees what each
+client trained, but not from which start.
 
 The paper's baseline without recombination is in indep.py.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from typing import Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from fedloom.core.layout import Layout
-from fedloom.core.tasks import ClientUpdate
+from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.errors import InputError
 from fedloom.methods._support.layer_exchange import LayerExchange, exchange_model_layers
@@ -54,6 +58,8 @@ class FedMROptions(Options):
     """probability that a client sends a layer away in the secure exchange"""
     mixed: bool = False
     """repeat the secure exchange until no model is one that a single client trained"""
+    exchange_before: Literal["upload", "training"] = "upload"
+    """what the secure exchange comes before: the upload, or training (in simulations only)"""
 
     @field_validator("mixed")
     @classmethod
@@ -103,6 +109,9 @@ class FedMRServer(MultiModelServer[FedMROptions]):
         if options.mixed and len(self._layers) == 1:
             raise InputError(f"fedmr.mixed needs at least two layers; with {options.granularity} this model has one.")
         self._given_up = self._exchanged = False
+        before_training = options.secure and options.exchange_before == "training"
+        self._sent = context.bank(context.clients_per_round) if before_training else None
+        """The models that clients train, if these are not the server's."""
         own = (self._uploaded.rows, self.bank.rows)
         self._views = {id(rows): _by_layer(rows, self._layers) for rows in own}
         """Views of the rows that are recombined in every round; creating them takes longer than the copies."""
@@ -111,11 +120,21 @@ class FedMRServer(MultiModelServer[FedMROptions]):
         options, fields = self.options, FedMROptions.model_fields
         if options.secure:
             return []
-        idle = [name for name in ("send_probability", "mixed") if getattr(options, name) != fields[name].default]
+        names = ("send_probability", "mixed", "exchange_before")
+        idle = [name for name in names if getattr(options, name) != fields[name].default]
         return [f"fedmr.{name} has no effect: it needs the secure exchange, and fedmr.secure is off." for name in idle]
 
+    def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
+        tasks = list(super().dispatch(round, client_ids))
+        if self._sent is None or round < self.options.first_stage:
+            return tasks
+        self._given_up = False
+        self.exchanged(round, [task.model_index for task in tasks], self.bank.rows, self._sent.rows)
+        return [replace(task, row=self._sent.rows[task.model_index]) for task in tasks]
+
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
-        self._given_up = self._exchanged = False
+        self._exchanged = False
+        self._given_up = self._given_up and self._sent is not None  # that was before training, in this round
         super().aggregate(round, self._looked_at(updates))
 
     def _looked_at(self, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
@@ -128,9 +147,11 @@ class FedMRServer(MultiModelServer[FedMROptions]):
 
     def combine(self, round: int, v: Tensor, w: Tensor) -> None:
         if round < self.options.first_stage:
-            w[:] = self.mean(v)
+            w[:] = self.received_mean(v)
+        elif self._exchanged or self._sent is not None:
+            w.copy_(v)  # clients have exchanged layers already
         elif self.options.secure:
-            self.exchanged(round, v, w)
+            self.exchanged(round, [i for i in range(len(v)) if i not in self.absent], v, w)
         else:
             self.shuffled(round, v, w)
 
@@ -148,25 +169,24 @@ class FedMRServer(MultiModelServer[FedMROptions]):
 
     @classmethod
     def layer_exchange(cls, layout: Layout, options: FedMROptions, round: int) -> LayerExchange | None:
-        """Return what the clients exchange before they upload, or None. Sites call this too, without a server."""
+        """Return what the clients exchange, or None. Sites call this too, without a server."""
         if not options.secure or round < options.first_stage:
             return None
-        return LayerExchange(fedmr_layer_columns(layout, options.granularity), options.send_probability, options.mixed)
+        layers = fedmr_layer_columns(layout, options.granularity)
+        before_training = options.exchange_before == "training"
+        return LayerExchange(layers, options.send_probability, options.mixed, before_training)
 
-    def exchanged(self, round: int, v: Tensor, w: Tensor) -> None:
-        """Let the clients exchange layers, and write the models that the server gets to `w`.
+    def exchanged(self, round: int, present: list[int], v: Tensor, w: Tensor) -> None:
+        """Let the clients of the models `present` exchange layers of `v`, and write the models they then have to `w`.
 
-        Real sites have exchanged already. If the clients cannot mix their models, those of the last round stay.
+        If they cannot mix the models, those of the server stay.
         """
-        if self._exchanged:
-            w.copy_(v)
-            return
-        present = [i for i in range(len(v)) if i not in self.absent]
         models = {i: [_gather(v[i], columns) for columns in self._layers] for i in present}
         draws = partial(self.context.rng_streams.numpy, round=round)
         found = exchange_model_layers(models, draws, self.options.send_probability, self.options.mixed)
         if found is None:
             self._given_up = True
+            w.copy_(self.bank.rows)
             return
         w.copy_(v)
         for i, model in found.items():

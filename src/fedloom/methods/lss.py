@@ -44,6 +44,8 @@ NOISE = 1e-5
 """Lower bound of a squared distance, relative to the squared distances from f_p. Smaller values are rounding errors;
 dividing by them could make the push arbitrarily large."""
 
+ACCEPT = "To try it nevertheless, set lss.allow_unbounded=true."
+
 
 class LSSOptions(Options):
     models: int = Field(4, ge=0)
@@ -74,6 +76,8 @@ class LSSOptions(Options):
     """create a new optimizer for each member"""
     estimate: bool = False
     """estimate the batch-norm statistics of the mean again, as `--statistics estimated` does for every method"""
+    allow_unbounded: bool = False
+    """accept an affinity and a diversity with which the loss has no minimum, as Figure 5 of the paper has them"""
 
     @model_validator(mode="after")
     def _consistent(self) -> "LSSOptions":
@@ -81,7 +85,7 @@ class LSSOptions(Options):
             raise ValueError("share divides the run's own epochs; do not set epochs, steps or first_epochs with it.")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("epochs and steps are both set, but one of them is enough; remove one.")
-        if self.diversity:
+        if self.diversity and not self.allow_unbounded:
             self._refuse_unbounded()
         return self
 
@@ -92,13 +96,13 @@ class LSSOptions(Options):
             if self.distance != "squared":
                 raise ValueError(
                     "spread=volume needs distance=squared: a squared volume grows faster than an L2 distance, so the "
-                    "loss would have no minimum and members would diverge."
+                    f"loss would have no minimum and members would diverge. {ACCEPT}"
                 )
             if self.affinity <= self.diversity:
                 raise ValueError(
                     f"affinity must be above diversity with spread=volume, not {self.affinity} against "
                     f"{self.diversity}: the volume of two models is their distance, so the loss would have no minimum "
-                    "and members would diverge."
+                    f"and members would diverge. {ACCEPT}"
                 )
             return
         push = self.diversity * (count - 1)
@@ -106,7 +110,7 @@ class LSSOptions(Options):
             raise ValueError(
                 f"affinity must be above {push / count:g}, which is diversity x {count - 1}/{count} for a pool of "
                 f"{count}, not {self.affinity}: the push would exceed the pull, so the loss would have no minimum and "
-                "members would diverge."
+                f"members would diverge. {ACCEPT}"
             )
 
 

@@ -168,11 +168,19 @@ class MultiModelServer(Server[O]):
             w: The models of the server, one per row. Write the next models into it.
         """
 
-    def mean(self, rows: Tensor) -> Tensor:
+    def received_mean(self, v: Tensor) -> Tensor:
+        """Return the uniform mean of the models that clients returned in this round.
+
+        Args:
+            v: The client models, one per row, as `combine` gets them.
+        """
+        return self.mean(row for model_index, row in enumerate(v) if model_index not in self.absent)
+
+    def mean(self, rows: Iterable[Tensor]) -> Tensor:
         """Return the uniform mean of models.
 
         Args:
-            rows: The models, one per row.
+            rows: The models, for example `self.bank.rows`.
         """
         mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.server.device)
         for row in rows:

@@ -8,6 +8,7 @@ import pytest
 
 from fedloom import flower
 from fedloom.config import replace_config
+from fedloom.errors import InputError
 from fedloom.flower.server import engine
 from fedloom.flower.site import handlers
 from fedloom.methods.fedmr import FedMROptions, FedMRServer
@@ -68,3 +69,12 @@ def test_it_is_there_where_clients_exchange_layers_in_some_round(settings: dict[
     config = make_run(**{"method": "fedmr", "rounds": 3, **settings})
     with build_run(resolve_run(replace_config(config, engine="sequential"))).engine_closed() as experiment:
         assert (engine.make_engine_exchange(resolve_run(config), experiment.engine.context) is not None) == there
+
+
+def test_sites_exchange_before_they_upload_only() -> None:
+    config = make_run(method="fedmr", rounds=3, options={"fedmr": {"secure": True, "exchange_before": "training"}})
+    with (
+        build_run(resolve_run(replace_config(config, engine="sequential"))).engine_closed() as experiment,
+        pytest.raises(InputError, match="exchange_before=training is simulated by the other engines only"),
+    ):
+        engine.make_engine_exchange(resolve_run(config), experiment.engine.context)

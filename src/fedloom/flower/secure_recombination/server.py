@@ -25,7 +25,14 @@ from fedloom.runs.resolve import RunRequest
 def make_server_exchange(request: RunRequest, layout: Layout) -> "SecureExchange | None":
     """Return the hook for the engine, or None if clients exchange no layers in this run."""
     exchange = make_layer_exchange(request.method, layout, request.config.rounds - 1)
-    return None if exchange is None else SecureExchange(request)
+    if exchange is None:
+        return None
+    if exchange.before_training:
+        raise InputError(
+            "fedmr.exchange_before=training is simulated by the other engines only; sites exchange layers before they "
+            "upload, with fedmr.exchange_before=upload."
+        )
+    return SecureExchange(request)
 
 
 class SecureExchange:

@@ -45,6 +45,8 @@ class LayerExchange:
     send_probability: float
     mixed: bool
     """Whether to repeat the exchange until no model is one that a single client trained."""
+    before_training: bool = False
+    """Whether clients exchange the models they received, not those they upload."""
 
 
 class LayerExchangeRng(Protocol):
