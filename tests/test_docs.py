@@ -25,7 +25,7 @@ from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
 from fedloom.methods import import_file, registry
 from fedloom.models import registry as networks
-from fedloom.runs.resolve import resolve_method
+from fedloom.runs.resolve import RunRequest, resolve_method
 from fedloom.testing import check_method
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,8 +115,9 @@ def assert_known(data: str) -> None:
     assert data.partition(":")[0] in names or f"{data.partition(':')[0]}:PATH" in names
 
 
-def understand(config: Config, *_: Any, **__: Any) -> NoReturn:
+def understand(run: Config | RunRequest, *_: Any, **__: Any) -> NoReturn:
     """In place of a run: everything in its config names something that there is."""
+    config = run if isinstance(run, Config) else run.config
     resolve_method(config)
     assert_known(config.data)
     assert config.model.partition(":")[0] in networks.NETWORKS

@@ -1,4 +1,4 @@
-"""Test Figure 9 of the FedCross paper: whether PM, DA and PM-DA learn faster than plain FedCross.
+"""Measure FedCross's Figure 9: do PM, DA and PM-DA learn faster than FedCross alone.
 
     python -m benchmarks fedcross-acceleration --out results/fedcross-acceleration.json
 

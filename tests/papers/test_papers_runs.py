@@ -27,12 +27,11 @@ from fedloom.data.partitions.base import PartitionPool
 from fedloom.data.registry import load_dataset
 from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.transforms import with_normalization
-from fedloom.methods import compose
 from fedloom.models import build_model as build_network
 from fedloom.models import count_parameters
 from fedloom.runs import compare, execute
 from fedloom.runs.build import build_run
-from fedloom.runs.resolve import UserObjects, resolve_run
+from fedloom.runs.resolve import RunRequest, UserObjects, resolve_run
 from tests.support.paper_data_files import write_all
 from tests.support.papers_page import Row, read_rows
 
@@ -132,14 +131,16 @@ class Understood(Exception):
 def configs_of(*words: str) -> tuple[Config, ...]:
     """The runs that a command would start, by the real parser."""
 
-    def one(config: Config, **_: Any) -> NoReturn:
-        raise Understood([replace_config(config, options=compose(config.method, config.options).resolved_options())])
+    def one(request: RunRequest, **_: Any) -> NoReturn:
+        raise Understood([request.config])
 
     def several(methods: list[str], seeds: int, **more: Any) -> NoReturn:
         options = more.pop("options")
         for name in ("grid", "out", "target", "concurrent_runs", "callbacks"):
             more.pop(name)
-        raise Understood([config for _, config in compare._plans(methods, seeds, options, more, UserObjects())])
+        raise Understood(
+            [request.config for _, request in compare._plans(methods, seeds, options, more, UserObjects())]
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "app", PARSER)

@@ -50,6 +50,9 @@ class SmallFederatedDataset(FederatedDataset):
     def client_samples(self, client_id: int) -> Samples:
         return self._clients[client_id]
 
+    def num_examples(self, client_id: int) -> int:  # known without loading, so engines start the largest client first
+        return len(self._clients[client_id])
+
     def fingerprint(self) -> str:
         """Return a hash of the inputs of all clients."""
         return model_digest(torch.cat([s.x.flatten() for s in self._clients]))

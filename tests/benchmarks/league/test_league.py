@@ -112,7 +112,7 @@ def test_runs_of_other_settings_or_other_code_are_made_again(tmp_path: Path, mon
     change("fedasam.py", "\nclass ", "\n# a word\nclass ")
     change("lss.py", "1", "2")
     assert league.finished(job, tmp_path) is not None
-    change("fedsam.py", "class FedSAMClient", "x = 1\n\n\nclass FedSAMClient")  # fedasam is built on it
+    change("fedsam.py", "\n@register", "\nx = 1\n\n\n@register")  # fedasam is built on it
     assert league.finished(job, tmp_path) is None
 
 

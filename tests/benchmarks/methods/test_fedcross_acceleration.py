@@ -1,4 +1,4 @@
-"""Tests of the benchmark of FedCross's acceleration, and of its figures in the docs."""
+"""Tests of FedCross's acceleration benchmark, and of its figures in the docs."""
 
 import json
 import re
