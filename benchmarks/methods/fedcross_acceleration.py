@@ -1,4 +1,4 @@
-"""Measure FedCross's Figure 9: do PM, DA and PM-DA learn faster than FedCross alone.
+"""Measure FedCross's Figure 9: whether PM, DA and PM-DA speed it up.
 
     python -m benchmarks fedcross-acceleration --out results/fedcross-acceleration.json
 
