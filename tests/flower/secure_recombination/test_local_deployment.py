@@ -103,14 +103,15 @@ SERVER = """
 import json, sys
 from fedloom.runs.execute import execute_run
 from fedloom.runs.callback import Callback
-from fedloom.config import Config, make_config
+from fedloom.runs.resolve import resolve_run
+from fedloom.config import make_config
 
 class Waiting(Callback):
     def on_round_end(self, record):
         print(record["round"], flush=True)
         sys.stdin.readline()
 
-done = execute_run(make_config(json.loads(sys.argv[1])), out=sys.argv[2], callbacks=[Waiting()])
+done = execute_run(resolve_run(make_config(json.loads(sys.argv[1]))), out=sys.argv[2], callbacks=[Waiting()])
 print(done.summary["digest"], done.summary["failed"], flush=True)
 """
 SITES = ("supernode", "site_process", "clientapp", "site-")
