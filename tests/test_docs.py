@@ -17,13 +17,13 @@ import pytest
 
 import fedloom
 from benchmarks.__main__ import BENCHMARKS
-from fedloom.cli.catalog import read_listing
+from fedloom.cli.catalog import read_catalog_entries
 from fedloom.cli.main import main
 from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
 from fedloom.data import registry as named_data
 from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
-from fedloom.methods import import_file, registry
+from fedloom.methods import import_method_file, registry
 from fedloom.models import registry as networks
 from fedloom.runs.resolve import RunRequest, resolve_method
 from fedloom.testing import check_method
@@ -111,7 +111,7 @@ class Understood(Exception):
 
 def assert_known(data: str) -> None:
     """A data set that there is, perhaps with options or a path."""
-    names = {entry["name"] for entry in read_listing("datasets")}
+    names = {entry["name"] for entry in read_catalog_entries("datasets")}
     assert data.partition(":")[0] in names or f"{data.partition(':')[0]}:PATH" in names
 
 
@@ -217,7 +217,7 @@ def test_a_method_of_your_own_keeps_the_contract_and_is_compared(
     shown = [block.text for block in BLOCKS if f"part of examples/{file}" in block.kind]
     assert len(shown) == 1
     (place / file).write_text(shown[0], encoding="utf-8")  # what stands on the page is complete
-    import_file(str(place / file))
+    import_method_file(str(place / file))
     check_method(name)
     tiny = ("--rounds", "2", "--clients", "4", "--model", "logreg", "--epochs", "1", "--engine", "sequential")
     with pytest.raises(SystemExit) as ended:
@@ -329,13 +329,15 @@ def test_the_parts_of_every_method_are_in_the_table_of_parts() -> None:
     rows = re.findall(r"^\| ([a-z, ]+) \| (`[^|]+`) \|", _page("combining.md"), flags=re.MULTILINE)
     said = {(brings, name) for brings, names in rows for name in re.findall(r"`([\w-]+)`", names)}
     plain = {("server, client", "fedavg")}  # what is there without any of them
-    own = {m["name"]: ", ".join(m["provides"]) for m in read_listing("methods") if m["name"] in registry.BUILT_IN}
+    own = {
+        m["name"]: ", ".join(m["provides"]) for m in read_catalog_entries("methods") if m["name"] in registry.BUILT_IN
+    }
     assert said | plain == {(brings, name) for name, brings in own.items()}
 
 
 def test_everything_that_can_be_chosen_is_listed() -> None:
     methods, data = _page("methods.md"), _page("data.md")
-    for method in read_listing("methods"):
+    for method in read_catalog_entries("methods"):
         if method["name"] in registry.BUILT_IN:
             costs = ("models a round", "year", "client state", "server state", "extra compute", "server data")
             row = [f"`{method['name']}`", ", ".join(method["provides"]), *(str(method[cost]) for cost in costs)]
@@ -350,18 +352,18 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
             pages = methods + (own.read_text() if own.exists() else "")
             for option in method["options"]:
                 assert f"| `{method['name']}.{option['name']}` | `{option['default']}` |" in pages
-    for entry in read_listing("datasets"):
+    for entry in read_catalog_entries("datasets"):
         shape = " x ".join(map(str, entry["shape"])) or "any"
         counts = ["varies" if entry[part] is None else f"{entry[part]:,}" for part in ("training", "test")]
         assert re.search(rf"\| `{entry['name']}` .*\| {shape} \| {counts[0]} \| {counts[1]} \|", data), entry["name"]
-    for entry in read_listing("models"):
+    for entry in read_catalog_entries("models"):
         counts = [f"{value:,}" for key, value in entry.items() if key.startswith("parameters, ") and value is not None]
         assert counts
         assert re.search(rf"^\| `{entry['name']}` .* {re.escape('| ' + ' | '.join(counts))} \|$", data, re.MULTILINE)
         page = _page("pretrained.md") if entry["name"].startswith("vit") else data
         for option in entry["options"]:
             assert re.search(rf"^\| [^|]*`{option['name']}`[^|]*\|", page, flags=re.MULTILINE), option["name"]
-    for entry in read_listing("partitions"):
+    for entry in read_catalog_entries("partitions"):
         assert f"\n| `{entry['name'].partition('[')[0]}` |" in data
     assert named_data.cache_folder().name in data
 

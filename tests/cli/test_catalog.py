@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedloom.cli import catalog
-from fedloom.cli.catalog import CATALOG_FILE, KINDS, build_catalog, read_listing
+from fedloom.cli.catalog import CATALOG_FILE, KINDS, build_catalog, read_catalog_entries
 from fedloom.data import available_datasets
 from fedloom.data.sources import DATASET_SOURCES
 from fedloom.data.sources.cifar import CIFAR10
@@ -70,7 +70,7 @@ def test_what_is_on_this_machine_is_seen_without_torch(
         path = root / folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(parents=True) if file.endswith("/") else path.touch()
-    listed = {entry["name"]: entry for entry in read_listing("datasets")}
+    listed = {entry["name"]: entry for entry in read_catalog_entries("datasets")}
     source = DATASET_SOURCES[name]
     if missing is None:
         by_hand = bool(source.manual_steps)
@@ -99,6 +99,6 @@ def test_methods_that_are_not_built_in_are_listed(
     assert with_file == sorted([*built_in, "of-a-file"])
     register(Method("of-a-package", "do nothing new", "Doe, 2025"))
     monkeypatch.setattr(catalog, "entry_points", lambda group: ["of-a-package"] if group == "fedloom.methods" else [])
-    assert "of-a-package" in [entry["name"] for entry in read_listing("methods")]
+    assert "of-a-package" in [entry["name"] for entry in read_catalog_entries("methods")]
     ended = command("list", "datasets", "--import", "none.py")
     assert (ended.code, ended.err) == (2, "fedloom: there is no file 'none.py' to import.\n")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.cli.catalog import read_listing
+from fedloom.cli.catalog import read_catalog_entries
 from fedloom.core.layout import TensorKind
 from fedloom.methods import registry
 from fedloom.methods.registry import BUILT_IN
@@ -17,7 +17,7 @@ from fedloom.testing.fixtures import batch_norm_network, build_small_run, simple
 from tests.support.core_methods import CORE_METHODS
 
 NAMES = sorted(BUILT_IN)
-COSTS = {entry["name"]: entry for entry in read_listing("methods")}
+COSTS = {entry["name"]: entry for entry in read_catalog_entries("methods")}
 CLIENTS, CLASSES, INPUTS, NUMBER = 8, 10, 64, 4
 QUICK: dict[str, dict[str, Any]] = {
     "feddf": {"steps": 5},
@@ -140,7 +140,7 @@ def test_a_method_of_ones_own_is_counted_too(tmp_path: Path) -> None:
         "        raise ValueError\n"
     )
     try:
-        entries = {entry["name"]: entry for entry in read_listing("methods", [str(file)])}
+        entries = {entry["name"]: entry for entry in read_catalog_entries("methods", [str(file)])}
         found = {
             name: [entries[name][key] for key in COUNTED] for name in ("two-moments", "own-vector", "cannot-start")
         }
@@ -156,7 +156,7 @@ COUNTED = ("models a round", "client state", "server state")
 
 
 def test_every_method_has_a_year_a_cost_and_words_for_its_computation() -> None:
-    for entry in read_listing("methods"):
+    for entry in read_catalog_entries("methods"):
         assert entry["year"] in range(2017, 2026), entry["name"]
         assert entry["extra compute"], entry["name"]
         assert entry["server data"] in ("no", "inputs", "labels")

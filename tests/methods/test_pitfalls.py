@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.cli.catalog import read_listing
+from fedloom.cli.catalog import read_catalog_entries
 from fedloom.core.layout import TensorKind
 from fedloom.core.tasks import ClientTask, ClientUpdate
 from fedloom.data import Samples
@@ -305,7 +305,7 @@ class StopAfter(Callback):
         return self.left <= 0
 
 
-COSTS = {entry["name"]: entry for entry in read_listing("methods")}
+COSTS = {entry["name"]: entry for entry in read_catalog_entries("methods")}
 KEEPING = sorted(name for name in NAMES if COSTS[name]["client state"] != "nothing")
 
 

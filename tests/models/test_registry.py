@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedloom.cli.catalog import read_listing
+from fedloom.cli.catalog import read_catalog_entries
 from fedloom.core.layout import Layout
 from fedloom.errors import InputError
 from fedloom.models import available_models, build_model, count_parameters, registry, vit
@@ -113,12 +113,14 @@ def test_catalogue_counts_without_touching_the_generator() -> None:
 
 
 def test_options_are_listed_with_their_defaults() -> None:
-    listed = {entry["name"]: {o["name"]: o["default"] for o in entry["options"]} for entry in read_listing("models")}
+    listed = {
+        entry["name"]: {o["name"]: o["default"] for o in entry["options"]} for entry in read_catalog_entries("models")
+    }
     assert listed["resnet20"] == {"norm": "batch", "groups": 2, "shortcut": "A", "width": 16}
     assert listed["resnet50"]["stem"] == "imagenet"
     assert listed["logreg"] == {}
     assert listed["vit-tiny-lora"].keys() == listed["vit-tiny"].keys() | {"rank", "alpha", "dropout"}
-    assert all(option["help"] for entry in read_listing("models") for option in entry["options"])
+    assert all(option["help"] for entry in read_catalog_entries("models") for option in entry["options"])
 
 
 @settings(max_examples=40, deadline=None)

@@ -23,7 +23,7 @@ from fedloom.runs.callback import Callback
 from fedloom.runs.checkpoints import Checkpoints, _BackgroundWriter, _snapshot_tensors
 from fedloom.runs.execute import resume
 from fedloom.training.local_training import ClientStates
-from fedloom.utils.storage import WriteSchedule, write_json, write_safetensors
+from fedloom.utils.storage import StorageWriteSchedule, write_json, write_safetensors
 
 CPU = torch.device("cpu")
 RUN: dict[str, Any] = {
@@ -116,7 +116,7 @@ def test_the_next_one_waits_for_it(tmp_path: Path, held: Held) -> None:
 
 
 def test_it_is_never_time_for_another_while_one_is_written(tmp_path: Path, held: Held) -> None:
-    checkpoints, rhythm = Checkpoints(tmp_path), WriteSchedule(1e-9)
+    checkpoints, rhythm = Checkpoints(tmp_path), StorageWriteSchedule(1e-9)
     assert rhythm.due(checkpoints.write_seconds)
     checkpoints.save(1, {"model": torch.ones(2)}, homes_of({}), background_device=CPU)
     rhythm.saved()

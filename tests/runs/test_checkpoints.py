@@ -20,7 +20,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.training.local_training import ClientStates
 from fedloom.utils import storage
-from fedloom.utils.storage import LARGEST_SHARE, WriteSchedule, read_json, read_safetensors, write_json
+from fedloom.utils.storage import LARGEST_SHARE, StorageWriteSchedule, read_json, read_safetensors, write_json
 
 SHAPES = {"c": (3,), "m": (2, 2)}
 
@@ -352,7 +352,7 @@ def test_checkpoints_are_as_far_apart_as_was_asked_and_take_little_of_the_time(
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedloom.runs.checkpoints.time.monotonic", lambda: now)
-        rhythm, saved_at, last = WriteSchedule(seconds), 0.0, 0.0
+        rhythm, saved_at, last = StorageWriteSchedule(seconds), 0.0, 0.0
         for each in took:
             rounds = 0
             while not rhythm.due(last):

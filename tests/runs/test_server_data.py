@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.cli.catalog import read_listing
+from fedloom.cli.catalog import read_catalog_entries
 from fedloom.config import make_config
 from fedloom.data import Dataset, FederatedDataset, Samples
 from fedloom.errors import InputError
@@ -194,7 +194,7 @@ def test_another_data_set_and_when_its_labels_matter(command: Command, monkeypat
 
 
 def test_the_list_says_who_needs_it(command: Command) -> None:
-    needs = {method["name"]: method["server data"] for method in read_listing("methods")}
+    needs = {method["name"]: method["server data"] for method in read_catalog_entries("methods")}
     assert {name: need for name, need in needs.items() if need != "no"} == {
         "abavg": "labels",
         "fedbe": "inputs",

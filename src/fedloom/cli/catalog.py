@@ -28,7 +28,7 @@ CATALOG_FILE = Path(__file__).with_name("catalog.json")
 KINDS = ("methods", "datasets", "models", "partitions")
 
 
-def read_listing(kind: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read_catalog_entries(kind: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the entries of one of `KINDS`, and for data sets what is on this machine.
 
     Args:
@@ -44,9 +44,9 @@ def read_listing(kind: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]
     entries: list[dict[str, Any]] = json.loads(CATALOG_FILE.read_text(encoding="utf-8"))[kind]
     if imports or (kind == "methods" and entry_points(group="fedloom.methods")):
         with show_loading():
-            from fedloom.methods import import_file
+            from fedloom.methods import import_method_file
         for path in imports:
-            import_file(path)
+            import_method_file(path)
         if kind == "methods":
             entries = sorted([*entries, *_describe_own_methods()], key=itemgetter("name"))
     return [_locate_dataset(**entry) for entry in entries] if kind == "datasets" else entries

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.catalog import KINDS, read_listing
+from fedloom.cli.catalog import KINDS, read_catalog_entries
 from fedloom.cli.options import Imports, Json
 from fedloom.cli.output import print_table
 from fedloom.errors import unknown_name_error
@@ -20,7 +20,7 @@ def list_(
     """List the methods with their options, the data sets, the networks or the partitions."""
     if what not in KINDS:
         raise unknown_name_error("kind of thing to list", what, KINDS)
-    entries = read_listing(what, import_ or ())
+    entries = read_catalog_entries(what, import_ or ())
     if json_:
         print(json.dumps(entries))
         return

@@ -96,11 +96,11 @@ def resume(
     """Continue a run that was stopped or killed. The result has the same bits as without the interruption."""
     with show_loading(quiet):
         from fedloom.cli.progress import ProgressDisplay
-        from fedloom.methods import import_file
+        from fedloom.methods import import_method_file
         from fedloom.runs.execute import resume
 
     for path in import_ or ():
-        import_file(path)
+        import_method_file(path)
     print_run_summary(_interruptible(partial(resume, run, **settings), ProgressDisplay(quiet)), json_)
 
 
@@ -114,12 +114,12 @@ def verify(
     """Repeat a finished run and check that it gives the same model, bit for bit."""
     with show_loading(quiet):
         from fedloom.cli.progress import ProgressDisplay
-        from fedloom.methods import import_file
+        from fedloom.methods import import_method_file
         from fedloom.runs.execute import verify
         from fedloom.runs.result import count_failures_in_result
 
     for path in import_ or ():
-        import_file(path)
+        import_method_file(path)
     before, now = _interruptible(partial(verify, run), ProgressDisplay(quiet), f"{run} was not verified.")
     same = before == now
     if json_:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.array_samples import (
-    check_array_labels,
+    check_array_sample_labels,
     count_array_classes,
     make_array_samples,
     match_array_samples,
@@ -90,7 +90,7 @@ def _check_pool(samples: Samples, who: str) -> Samples:
         y = y.flatten()
     if y.ndim != 1 and not y.is_floating_point():
         raise InputError(f"{who} has labels of shape {tuple(y.shape)}; expected one integer for each sample.")
-    check_array_labels(y, 0, who)
+    check_array_sample_labels(y, 0, who)
     return Samples(x, y.unsqueeze(1) if y.is_floating_point() and y.ndim == 1 else y)
 
 

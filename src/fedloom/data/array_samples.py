@@ -64,7 +64,7 @@ def match_array_samples(
     return samples
 
 
-def check_array_labels(y: Tensor, classes: int, who: str) -> None:
+def check_array_sample_labels(y: Tensor, classes: int, who: str) -> None:
     """Raise `InputError` if a label is not from 0 to `classes` - 1; with no classes, if an integer is below 0."""
     if classes and y.is_floating_point():
         raise InputError(f"{who} has labels of type {y.dtype}; expected integers from 0 to {classes - 1}.")

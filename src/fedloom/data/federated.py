@@ -16,7 +16,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fedloom.config import make_config
 from fedloom.core.rng import RngStreams
 from fedloom.data.array_samples import (
-    check_array_labels,
+    check_array_sample_labels,
     count_array_classes,
     make_array_samples,
     match_array_samples,
@@ -326,9 +326,9 @@ class _PerClientDataset(FederatedDataset):
             classes = count_array_classes(labels, ", or say how many there are with classes")
         self.classes = classes or 0
         if self.test is not None:
-            check_array_labels(self.test.y, self.classes, "the test set")
+            check_array_sample_labels(self.test.y, self.classes, "the test set")
         for k, held in self._samples_in_memory.items():
-            check_array_labels(held.y, self.classes, f"client {k}")
+            check_array_sample_labels(held.y, self.classes, f"client {k}")
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -342,7 +342,7 @@ class _PerClientDataset(FederatedDataset):
         if self._sizes[client_id] == 0:
             return self._example.take(np.arange(0))
         samples = match_array_samples(self._read_client(client_id), self._example, f"client {client_id}")
-        check_array_labels(samples.y, self.classes, f"client {client_id}")
+        check_array_sample_labels(samples.y, self.classes, f"client {client_id}")
         if self._keep_in_memory:
             self._samples_in_memory[client_id] = samples
         return samples

@@ -1,17 +1,14 @@
-"""Splits of a data set: server data, client test samples, selected classes.
+"""Splits of a data set: server data and client test samples.
 
 `server_data` is `split:0.05` (a share of the training samples), `split:500` (a number of them), or the name of another
 data set.
 
 Test samples per client follow the LSS paper: merge training and test samples, distribute them over the clients, and
 hold out a part of each client's samples. Each client is then tested on its own classes, or on its own domain.
-
-A subset of the classes lets you pretrain on some classes and train the federated model on the others.
 """
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -209,62 +206,3 @@ def split_client_tests(
     divided.client_indices, divided.test = parts, federated_data.pool.take(test)
     divided.test_owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
     return divided
-
-
-def select_classes(dataset: Dataset, spec: str | None) -> Dataset:
-    """Keep the samples of some classes.
-
-    Args:
-        dataset: The data set to select from; it is not changed.
-        spec: The classes to keep, such as "0-4" or "0,2,7-9". None keeps all.
-
-    Returns:
-        A data set with fewer classes. Its labels count from 0 again, in the order of the original classes.
-
-    Raises:
-        InputError: If `spec` cannot be read, names a class that does not exist, or names fewer than two.
-    """
-    if spec is None:
-        return dataset
-    kept = _parse_classes(spec, dataset.classes, dataset.name)
-    new_label = torch.full((dataset.classes,), -1)
-    new_label[kept] = torch.arange(len(kept))
-
-    def part(samples: Samples) -> Samples:
-        labels = new_label[samples.y]
-        index = torch.nonzero(labels >= 0).flatten()
-        return Samples(samples.x.index_select(0, index), labels[index])
-
-    def marks(values: NDArray[np.int64] | None, samples: Samples) -> NDArray[np.int64] | None:
-        return None if values is None else values[np.isin(samples.y.numpy(), kept)]
-
-    return replace(
-        dataset,
-        train=part(dataset.train),
-        test=part(dataset.test),
-        class_names=tuple(dataset.class_names[label] for label in kept),
-        owners=marks(dataset.owners, dataset.train),
-        domains=marks(dataset.domains, dataset.train),
-        test_owners=marks(dataset.test_owners, dataset.test),
-        test_domains=marks(dataset.test_domains, dataset.test),
-    )
-
-
-def _parse_classes(spec: str, count: int, name: str) -> list[int]:
-    """Parse `spec` into sorted classes of the data set `name`, which has `count` classes."""
-    kept: list[int] = []
-    for piece in spec.split(","):
-        found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", piece, flags=re.ASCII)
-        if found is None:
-            raise InputError(f"classes are given as 0-4 or 0,1,2, not {spec!r}.")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first:
-            raise InputError(f"the classes {piece.strip()!r} run backwards; write {last}-{first}.")
-        if last >= count:
-            raise InputError(f"{name!r} has the classes 0 to {count - 1}, so there is no class {last}.")
-        kept += range(first, last + 1)
-    if len(set(kept)) < len(kept):
-        raise InputError(f"the classes {spec!r} name class {next(c for c in kept if kept.count(c) > 1)} twice.")
-    if len(kept) < 2:
-        raise InputError(f"the classes {spec!r} are only one; there must be two to tell apart.")
-    return sorted(kept)

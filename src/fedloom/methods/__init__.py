@@ -2,7 +2,7 @@
 
 from fedloom.methods.base import Client, Extras, MethodContext, MethodPart, Options, Refiner, Server
 from fedloom.methods.composition import ComposedMethod, MethodParts, compose
-from fedloom.methods.registry import Method, import_file, methods, register
+from fedloom.methods.registry import Method, import_method_file, methods, register
 from fedloom.methods.servers import AveragingServer, MultiModelServer
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Refiner",
     "Server",
     "compose",
-    "import_file",
+    "import_method_file",
     "methods",
     "register",
 ]

@@ -112,7 +112,7 @@ def composition_is_personalized(server: type[Server[Any]], client: Client[Any], 
     return own or bool(client.personal_columns(layout))
 
 
-def find_option_owners(name: str) -> set[str]:
+def find_composition_option_owners(name: str) -> set[str]:
     """Return the methods whose options count in the composition `name`: FedAvg's, only with FedAvg's server."""
     known, named = methods(), set(name.split("+"))
     brings_server = any(known[one].server is not None for one in named - {"fedavg"} if one in known)

@@ -254,7 +254,7 @@ def _load_all() -> None:
             raise InputError(f"the installed method {point.value!r} cannot be loaded: {error}.") from error
 
 
-def import_file(path: str) -> None:
+def import_method_file(path: str) -> None:
     """Run a Python file that registers methods. A file that has been run is not run again.
 
     Args:

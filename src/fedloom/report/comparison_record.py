@@ -48,7 +48,7 @@ class ComparisonRecord:
         return sorted(folders, key=lambda folder: (place.get(folder.name, len(place)), folder))
 
 
-def render_command(commands: list[str]) -> SectionHtml:
+def render_comparison_command(commands: list[str]) -> SectionHtml:
     """Return commands in a box with a button that copies them. Paths are shown without their folders."""
     shown = [_hide_folders(command) for command in commands]
     code = render_section_tag("pre", render_section_tag("code", "\n".join(shown)), tabindex="0")

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedloom.errors import InputError
-from fedloom.report.comparison_record import render_command
+from fedloom.report.comparison_record import render_comparison_command
 from fedloom.report.comparison_table import ComparisonTable, make_comparison_table
 from fedloom.report.effects import EffectGrid, analyze_effects
 from fedloom.report.figures import Data, collect_figure_data, heat_map_figure_data
@@ -105,7 +105,7 @@ def _render_report(
         render_section_tag("h1", title),
         *(render_section_tag("p", said, class_="lead") for said in comparison.headlines),
         render_section_tag("ul", *notes, class_="notes") if notes else "",
-        render_command([command]) if command else "",
+        render_comparison_command([command]) if command else "",
     )
     body = [
         header,

@@ -18,8 +18,8 @@ from fedloom.utils.formatting import format_value
 from fedloom.utils.result_window import (
     DEFAULT_WINDOW,
     count_evaluations,
-    get_finite_number,
     limit_window,
+    parse_window_value,
     select_evaluations,
 )
 
@@ -115,7 +115,7 @@ def get_record_number(round_entry: dict[str, Any], key: str) -> float | None:
     value: Any = round_entry
     for part in key.split(".", 1):  # only once, because names of diagnostics may contain dots
         value = value.get(part) if isinstance(value, dict) else None
-    return get_finite_number(value)
+    return parse_window_value(value)
 
 
 def read_run_record(folder: Path) -> RunRecord:

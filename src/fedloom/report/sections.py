@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from fedloom.report.comparison_record import render_command
+from fedloom.report.comparison_record import render_comparison_command
 from fedloom.report.comparison_table import ComparisonTable, Part
 from fedloom.report.effects import GridEffects
 from fedloom.report.figures import MOST_DIAGNOSTICS, MOST_PARTITIONS, Data
@@ -271,7 +271,9 @@ def render_runs_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
     again: str = ""
     if commands:
         title = format_plural(len(commands), "command") + " to repeat single runs, with the first seed"
-        again = render_section_tag("details", render_section_tag("summary", title), render_command(list(commands)))
+        again = render_section_tag(
+            "details", render_section_tag("summary", title), render_comparison_command(list(commands))
+        )
     hint = f"Versions: {'; '.join(made)}." if made else ""
     return render_section(format_plural(len(rows), "run").capitalize(), hint, table, again)
 

@@ -13,7 +13,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import CallbackList
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.metrics import summarize_run_metrics
-from fedloom.utils.storage import WriteSchedule
+from fedloom.utils.storage import StorageWriteSchedule
 
 
 def run_rounds(directory: RunDirectory, built_run: BuiltRun, callbacks: CallbackList, first_round: int | None) -> None:
@@ -58,7 +58,7 @@ class _Saver:
         self._directory, self._built_run = directory, built_run
         # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
         self.every_round = built_run.engine.checkpoint_every_round or not built_run.rounds.repeatable
-        self._schedule = WriteSchedule(built_run.config.checkpoint_seconds)
+        self._schedule = StorageWriteSchedule(built_run.config.checkpoint_seconds)
         self._written_artifacts: set[str] = set()
         self._saved_round = -1
 

@@ -39,7 +39,7 @@ from fedloom.training.context import ClientProgram, Numerics, TrainingContext
 from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
 from fedloom.utils.settings import validate_settings
-from fedloom.utils.storage import WriteSchedule, write_safetensors
+from fedloom.utils.storage import StorageWriteSchedule, write_safetensors
 from fedloom.utils.system import available_cpu_count
 
 NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
@@ -203,7 +203,7 @@ class _Pretrainer:
         try:
             if self.callbacks.failure is not None:
                 raise RunStopped("stopped before the first epoch; continue with the same command.")
-            schedule = WriteSchedule(self.config.checkpoint_seconds)
+            schedule = StorageWriteSchedule(self.config.checkpoint_seconds)
             for epoch in range(len(self.history), self.config.epochs):
                 record = self._train_epoch(epoch)
                 self.history.append(record)

@@ -11,8 +11,8 @@ from fedloom.config import Config, make_config, replace_config
 from fedloom.data import FederatedDataset
 from fedloom.data import splits as on_server
 from fedloom.errors import InputError
-from fedloom.methods import compose, import_file
-from fedloom.methods.composition import ComposedMethod, find_option_owners
+from fedloom.methods import compose, import_method_file
+from fedloom.methods.composition import ComposedMethod, find_composition_option_owners
 from fedloom.methods.variants import MethodVariant, parse_method_variant
 from fedloom.privacy import compose_privacy_compatible
 from fedloom.training.context import Criterion
@@ -88,7 +88,7 @@ def resolve_config(values: Mapping[str, Any], user_objects: UserObjects | None =
 def import_method_files(values: Mapping[str, Any]) -> None:
     """Run the files in the setting `imports`, whose methods a variant may name."""
     for path in make_config({"imports": values.get("imports", [])}).imports:
-        import_file(path)
+        import_method_file(path)
 
 
 def make_variant_config(values: Mapping[str, Any], variant: MethodVariant, user_objects: UserObjects) -> Config:
@@ -105,7 +105,7 @@ def make_variant_config(values: Mapping[str, Any], variant: MethodVariant, user_
 def resolve_method(config: Config) -> ComposedMethod:
     """Compose the method of a config. Raise an InputError for unknown names, before anything is written."""
     for path in config.imports:
-        import_file(path)
+        import_method_file(path)
     return (compose if config.clip_update is None else compose_privacy_compatible)(config.method, config.options)
 
 
@@ -141,7 +141,7 @@ def resolve_method_options(options: Mapping[str, Mapping[str, Any]] | None) -> d
 
 def select_method_options(name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the options that count in the composition `name`, such as `fedcross+fedprox`."""
-    return {owner: dict(values) for owner, values in options.items() if owner in find_option_owners(name)}
+    return {owner: dict(values) for owner, values in options.items() if owner in find_composition_option_owners(name)}
 
 
 def describe_user_objects(

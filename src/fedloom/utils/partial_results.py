@@ -12,7 +12,7 @@ from typing import Any
 
 from fedloom.errors import InputError, RunStopped
 from fedloom.utils.storage import (
-    WriteSchedule,
+    StorageWriteSchedule,
     join_stored_tensors,
     read_json,
     read_safetensors,
@@ -39,7 +39,7 @@ class PartialResults:
         `should_stop` says whether the user wants the run to stop, and `how_to_go_on` ends the message if it does.
         """
         self._folder, self._should_stop, self._how_to_go_on = folder, should_stop, how_to_go_on
-        self._schedule, self._write_seconds = WriteSchedule(max(seconds, PATIENCE)), 0.0
+        self._schedule, self._write_seconds = StorageWriteSchedule(max(seconds, PATIENCE)), 0.0
 
     def load_partial(self, mark: str) -> Mapping[str, Any] | None:
         """Return the last partial result of a piece of work, or None.

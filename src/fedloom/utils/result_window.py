@@ -36,7 +36,7 @@ def select_window_values(history: Sequence[Mapping[str, Any]], key: str, window:
     Returns an empty list if one of them is not finite. A run that diverged has no result; the mean of the other
     evaluations would hide it.
     """
-    values = [get_finite_number(record[key]) for record in select_evaluations(history)[-window:] if key in record]
+    values = [parse_window_value(record[key]) for record in select_evaluations(history)[-window:] if key in record]
     finite = [value for value in values if value is not None]
     return finite if len(finite) == len(values) else []
 
@@ -51,7 +51,7 @@ def compute_window_std(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def get_finite_number(value: object) -> float | None:
+def parse_window_value(value: object) -> float | None:
     """Return `value` as a float if it is a finite number, else None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

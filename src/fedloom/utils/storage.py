@@ -234,7 +234,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-class WriteSchedule:
+class StorageWriteSchedule:
     """Decide when the next checkpoint or partial result is due: `seconds` after the last, or always if that is 0.
 
     The interval grows if checkpoints take long, for example because the server keeps many models.

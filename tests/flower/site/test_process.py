@@ -18,7 +18,7 @@ from fedloom.flower.flwr_patches import LONGEST, SHORTEST, _PatchedSubprocess, _
 from fedloom.flower.message import SiteMessage
 from fedloom.flower.site import socket
 from fedloom.flower.site.handlers import SiteHandler
-from fedloom.flower.site.socket import NODE_PID, ask_site_process, site_socket_path
+from fedloom.flower.site.socket import NODE_PID, request_over_site_socket, site_socket_path
 from fedloom.flower.tensors import encode_tensor
 from tests.support.fake_transport import flat, make_run
 
@@ -78,7 +78,7 @@ def test_one_process_answers_all_messages_and_ends_with_its_node(
     folder, setup = tmp_path / "site", setup_of(tmp_path)
     answers: list[SiteMessage] = []
     asking = [
-        threading.Thread(target=lambda: answers.append(ask_site_process(folder, setup, question("hello"))))
+        threading.Thread(target=lambda: answers.append(request_over_site_socket(folder, setup, question("hello"))))
         for _ in range(3)
     ]
     for thread in asking:
@@ -94,15 +94,15 @@ def test_one_process_answers_all_messages_and_ends_with_its_node(
     here.build()
     asked = question("train")
     asked = SiteMessage("train", asked.header, {"model": encode_tensor(here.initial)})
-    there, same = ask_site_process(folder, setup, asked), here.handle(asked)
+    there, same = request_over_site_socket(folder, setup, asked), here.handle(asked)
     assert there.kind == same.kind == "trained"
     assert there.header == same.header
     assert bytes(there.arrays["model"].data) == bytes(same.arrays["model"].data)
 
-    wrong = ask_site_process(folder, {**setup, "run_config": {"rounds": -1}}, question("hello"))
+    wrong = request_over_site_socket(folder, {**setup, "run_config": {"rounds": -1}}, question("hello"))
     assert wrong.kind == "failed"
     assert "rounds must be" in wrong.header["reason"]
-    assert ask_site_process(folder, setup, question("hello")).kind == "hello"  # and it goes on
+    assert request_over_site_socket(folder, setup, question("hello")).kind == "hello"  # and it goes on
 
     node.kill()
     node.wait()
@@ -115,11 +115,11 @@ def test_a_killed_process_is_started_again_by_the_next_message(tmp_path: Path, n
     folder = tmp_path / ("long-" * 25)  # too long for the path of a socket
     setup = setup_of(tmp_path)
     assert not site_socket_path(folder).is_relative_to(folder)
-    first = ask_site_process(folder, setup, question("hello"))
+    first = request_over_site_socket(folder, setup, question("hello"))
     (pid,) = sites_in(folder)
     os.kill(pid, 9)
     assert wait_until(lambda: not sites_in(folder))
-    second = ask_site_process(folder, setup, question("hello"))
+    second = request_over_site_socket(folder, setup, question("hello"))
     assert first.header["site"] == second.header["site"]
     assert sites_in(folder) != [pid]
 
@@ -130,14 +130,14 @@ def test_a_process_that_cannot_start_is_said(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "torch.py").write_text("raise RuntimeError('broken')")
     with pytest.raises(Exception, match=r"the site process did not start; see .*site.log"):
-        ask_site_process(tmp_path / "site", setup_of(tmp_path), question("hello"))
+        request_over_site_socket(tmp_path / "site", setup_of(tmp_path), question("hello"))
     assert "broken" in (tmp_path / "site" / "site.log").read_text()
 
 
 def test_a_question_that_kills_the_process_is_given_up(tmp_path: Path, node: "subprocess.Popen[bytes]") -> None:
     (tmp_path / "site_data.py").write_text("import os\nos._exit(3)")
     with pytest.raises(Exception, match=r"the site process ended 2 times during a request; see .*site.log"):
-        ask_site_process(tmp_path / "site", setup_of(tmp_path), question("hello"))
+        request_over_site_socket(tmp_path / "site", setup_of(tmp_path), question("hello"))
 
 
 def test_the_process_of_a_message_imports_no_torch() -> None:

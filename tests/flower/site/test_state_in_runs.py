@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.cli.catalog import read_listing
+from fedloom.cli.catalog import read_catalog_entries
 from fedloom.config import Config, replace_config
 from fedloom.flower.message import SiteMessage
 from fedloom.flower.site import handlers
@@ -85,7 +85,7 @@ def play(name: str, folder: Path, *, restarts: bool) -> tuple[RunResult, Watched
 
 
 def test_all_methods_that_keep_something_are_here() -> None:
-    keeping = {entry["name"] for entry in read_listing("methods") if entry["client state"] != "nothing"}
+    keeping = {entry["name"] for entry in read_catalog_entries("methods") if entry["client state"] != "nothing"}
     assert keeping == {method for method, settings, _ in KEEPING.values() if "keep_optimizer" not in settings}
 
 

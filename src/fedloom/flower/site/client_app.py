@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fedloom.errors import FedloomError
 from fedloom.flower.message import MessageRejected, SiteMessage, make_failure_message
-from fedloom.flower.site.socket import ask_site_process
+from fedloom.flower.site.socket import request_over_site_socket
 
 HERE = "here"
 """Value of `site` in the node configuration: answer in the process that Flower started."""
@@ -59,7 +59,7 @@ def _answer_message(request: SiteMessage, context: "Context", app_folder: Path) 
     try:
         if context.node_config.get("site") == HERE or "ray" in sys.modules:
             return _site_here(json.dumps(setup, sort_keys=True), folder).handle(request)
-        return ask_site_process(folder, setup, request)
+        return request_over_site_socket(folder, setup, request)
     except (FedloomError, OSError) as error:
         return make_failure_message(
             request, str(error) if not isinstance(error, MessageRejected) else f"rejected: {error}"

@@ -33,7 +33,7 @@ LONGEST = 100
 """Bytes of a socket path that every system accepts. A socket with a longer path goes to the temporary directory."""
 
 
-def ask_site_process(folder: Path, setup: Mapping[str, Any], request: SiteMessage) -> SiteMessage:
+def request_over_site_socket(folder: Path, setup: Mapping[str, Any], request: SiteMessage) -> SiteMessage:
     """Return the reply of the site process of `folder`, and start the process if none runs.
 
     If it ends during the request, start it again, once. Before the reply, no work of a client counts.
