@@ -54,7 +54,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             _record(directory, callback, record)
             if stop and not last:
                 raise RunStopped(f"stopped after round {round + 1}; {go_on}")
-        global_model = rounds.global_model()
+        digest = model_digest(rounds.global_model())
         directory.write_model(built_run.global_state_dict())
         summary = {
             "method": config.method,
@@ -63,7 +63,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             "seed": config.seed,
             **summarize_run_metrics(directory.history(), config.result_window),
             "run": str(directory.path),
-            "digest": model_digest(global_model),
+            "digest": digest,
         }
         rounds.context.server.partial_results.clear()
         directory.write_summary(summary)
