@@ -135,6 +135,10 @@ def _safetensors_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
 
 def _on_host(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor. Each piece is valid until the next one is read."""
+    if not tensor.is_contiguous() and tensor.nbytes >= SMALL * len(tensor):
+        for row in tensor:  # of a bank, which has gaps between its rows: a copy of all would fill the memory
+            yield from _on_host(row)
+        return
     dense = tensor.contiguous()
     # A tensor of one element or none counts as contiguous with any stride, which a view as bytes does not accept.
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
@@ -217,19 +221,16 @@ def split_stored_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def join_stored_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that `split_stored_tensors` took apart."""
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "@tensor" in value:
-                return tensors[value["@tensor"]]
-            if "@array" in value:
-                return tensors[value["@array"]].numpy()
-            return {key: whole(item) for key, item in value["@pairs"]}
-        if isinstance(value, list):
-            return [whole(item) for item in value]
-        return value
-
-    return whole(tree)
+    # Not with a recursive inner function: it would keep the tensors alive until the next garbage collection.
+    if isinstance(tree, dict):
+        if "@tensor" in tree:
+            return tensors[tree["@tensor"]]
+        if "@array" in tree:
+            return tensors[tree["@array"]].numpy()
+        return {key: join_stored_tensors(item, tensors) for key, item in tree["@pairs"]}
+    if isinstance(tree, list):
+        return [join_stored_tensors(item, tensors) for item in tree]
+    return tree
 
 
 def write_json(path: Path, value: Any) -> None:
