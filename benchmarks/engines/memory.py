@@ -110,7 +110,7 @@ def measure_peak(work: Callable[..., None], *arguments: Any) -> Peak:
         before = now
         if total > peak.total:
             peak.total, peak.parts = total, parts
-        time.sleep(0.002)
+        time.sleep(0.005)
     process.join()
     if process.exitcode:
         raise SystemExit(f"the measured process ended with exit code {process.exitcode}.")
