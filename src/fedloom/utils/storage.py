@@ -185,7 +185,7 @@ def _read_tensors(path: Path, handle: BufferedReader) -> dict[str, Tensor]:
             start, end = entry["data_offsets"]
             content = torch.empty(end - start, dtype=torch.uint8)
             handle.seek(8 + header_size + start)
-            if handle.readinto(content.numpy()) != len(content):
+            if handle.readinto(content.numpy().data) != len(content):
                 raise ValueError("it has become shorter")
             tensors[name] = content.view(dtypes[entry["dtype"]]).view(entry["shape"])
     return tensors

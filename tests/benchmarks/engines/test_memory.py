@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def peak_of(folder: Path, parameters: int, models: int, rounds: int) -> tuple[in
 @pytest.mark.parametrize("parameters", [INPUTS, 1_000_000, 100_000_000])
 def test_the_width_gives_about_the_number_of_parameters(parameters: int) -> None:
     layers = [INPUTS, *[width_of(parameters)] * 6, 10]
-    count = sum(a * b + b for a, b in zip(layers, layers[1:], strict=False))
+    count = sum(a * b + b for a, b in pairwise(layers))
     assert count == pytest.approx(parameters, rel=0.01) or parameters == INPUTS
 
 
