@@ -12,6 +12,7 @@ BENCHMARKS = {
     "peers": "peers.main",
     "clients": "engines.clients",
     "choices": "engines.choices",
+    "memory": "engines.memory",
     "cuda": "cuda.main",
     "servers": "methods.servers",
     "synthesis": "methods.synthesis",

@@ -1,15 +1,17 @@
-"""Tests of AveragingServer: what its hooks see, and in which order."""
+"""Tests of the base classes of servers: what their hooks see, and in which order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from fedloom import AveragingServer, Client, ClientTask, ClientUpdate, Options, Refiner
+from fedloom import AveragingServer, Client, ClientTask, ClientUpdate, FedloomError, Method, Options, Refiner, register
 from fedloom.methods import MultiModelServer
 from fedloom.methods.fedavg import FedAvgServer
 from fedloom.runs.build import BuiltRun
 from fedloom.testing.fixtures import build_small_run
+from fedloom.training.trainer import LocalSteps, LocalTrainer
 
 
 class NotingServer(AveragingServer[Options]):
@@ -117,3 +119,56 @@ def test_what_a_server_needs_follows_from_what_it_overrides() -> None:
     assert {cls.needs for cls in (AveragingServer, FedAvgServer, OwnMean, SaysMean, BelowSaysMean)} == {"mean"}
     assert {cls.needs for cls in (Client, Refiner)} == {"mean"}
     assert {cls.needs for cls in (OwnWeight, Mixed, Refines, MultiModelServer)} == {"updates"}
+
+
+class FailsHalfway(Client[Options]):
+    """Client 1 trains, then fails."""
+
+    def train(self, trainer: LocalTrainer) -> Iterator[LocalSteps]:
+        yield LocalSteps(self.training_step)
+        if trainer.client_id == 1:
+            raise ValueError("it fails")
+
+
+@pytest.mark.parametrize("engine", ["sequential", "multiprocess"])
+def test_clients_write_their_models_into_the_memory_of_the_server(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy is made, and a client that fails on the way leaves no trace."""
+    register(Method("fails-halfway", "a test", "nobody", client=FailsHalfway))
+    with build_small_run("fedcross+fails-halfway", {}, engine=engine, clients_per_round=4).engine_closed() as built_run:
+        server = built_run.rounds.parts.server
+        assert isinstance(server, MultiModelServer)
+        server.bank.rows.add_(torch.arange(4.0)[:, None])
+        sent, seen = server.bank.rows.clone(), list[tuple[ClientUpdate, Tensor]]()
+
+        def combine(round: int, v: Tensor, w: Tensor) -> None:
+            for index in range(4):
+                if index in server.absent:
+                    assert torch.equal(v[index], sent[index])
+            for update, row in seen:
+                assert update.row.data_ptr() == v[update.model_index].data_ptr()
+                assert torch.equal(v[update.model_index], row)
+                assert not torch.equal(row, sent[update.model_index])
+
+        def aggregate(round: int, updates: Iterator[ClientUpdate]) -> None:
+            MultiModelServer.aggregate(server, round, noted(updates))
+
+        def noted(updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
+            for update in updates:
+                seen.append((update, update.row.clone()))
+                yield update
+
+        monkeypatch.setattr(server, "combine", combine)
+        monkeypatch.setattr(server, "aggregate", aggregate)
+        monkeypatch.setattr(server, "sample_clients", lambda round: [0, 1, 2, 3])
+        record = built_run.rounds.run_round(0)
+    assert list(record["failed_clients"]) == ["1"]
+    assert (len(seen), server.absent) == (3, {1})
+
+
+def test_two_tasks_with_one_memory_for_their_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with build_small_run("fedcross", {}).engine_closed() as built_run:
+        server = built_run.rounds.parts.server
+        twice = [task for task in server.dispatch(0, [0, 1]) for _ in range(2)]
+        monkeypatch.setattr(server, "dispatch", lambda round, client_ids: twice)
+        with pytest.raises(FedloomError, match="same `result_row`"):
+            built_run.rounds.run_round(0)

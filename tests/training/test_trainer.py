@@ -1,5 +1,6 @@
 """Tests of the trainer: row, loss and batch norm after local steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.data import Samples
+from fedloom.training.batches import Batch
 from fedloom.training.trainer import LocalSteps
 from tests.support.trainers import begin, make_bench, normed, numbered, sgd
 
@@ -113,6 +115,47 @@ def test_a_layer_without_gradient_has_gradient_zero() -> None:
     rows = {e.name: (e.view(bench.row), e.view(bench.received)) for e in bench.layout.entries}
     assert torch.equal(*rows["idle.weight"])
     assert not torch.equal(*rows["used.weight"])
+
+
+class Twice(nn.Module):
+    """One layer is used twice, and one weight has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+        self.other.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.body(x).relu())
+        return self.head(x) * self.other(x)
+
+
+@pytest.mark.parametrize("network", [TwoHeads, Twice, normed])
+def test_a_gradient_that_is_copied_by_parameter_has_the_same_bits(
+    network: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for least in (0, 1 << 60):
+        monkeypatch.setattr("fedloom.training.trainer.LARGE_GRADIENT", least)
+        torch.manual_seed(0)
+        bench = begin(make_bench(network(), batch_size=5, epochs=1), numbered(5))
+        bench.gradient.fill_(float("nan"))
+        bench.run_steps(LocalSteps(sgd))
+        assert all(parameter.grad is None for parameter in bench.module.parameters())
+        found.append((bench.gradient.view(torch.int32), bench.row.view(torch.int32)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_gradients_that_a_method_left_are_neither_added_nor_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.training.trainer.LARGE_GRADIENT", 0)
+    bench = begin(make_bench(batch_size=5, epochs=1), numbered(5))
+    bench.module.weight.grad = torch.full((2, 3), 7.0)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    bench.backward(bench.loss(Batch(x, y)))
+    expected = torch.autograd.grad(F.cross_entropy(bench.module(x), y), list(bench.module.parameters()))
+    assert torch.equal(bench.gradient, torch.cat([part.reshape(-1) for part in expected]))
+    assert bool((bench.module.weight.grad == 7).all())
 
 
 # batch norm

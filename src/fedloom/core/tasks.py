@@ -26,6 +26,9 @@ class ClientTask:
     """Tensors sent with the model; `Extras.send_to_client` adds to them."""
     round: int = -1
     """The round, from 0, which `RoundRunner` sets; -1 before that."""
+    result_row: Tensor | None = None
+    """Where an engine may write the client's model, so that the server need not copy it. Each task needs a row of its
+    own. It holds a model only if the update arrives: a client that fails may leave anything."""
 
     @property
     def nbytes(self) -> int:

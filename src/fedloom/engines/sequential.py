@@ -34,7 +34,7 @@ class SequentialEngine(Engine):
 
     def train(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate | ClientFailure]:
         for task in tasks:
-            memory = self._memory_for(task.client_id)
+            memory = self._memory_for(task)
             try:
                 outcome = train_client(self._trainer, self.context, task, memory)
             except (Exception, SystemExit) as error:  # the round goes on without this client
@@ -52,14 +52,15 @@ class SequentialEngine(Engine):
                 memory.client_state,
             )
 
-    def _memory_for(self, client_id: int) -> TaskMemory:
-        """Return memory for one client's training; all clients share the row."""
+    def _memory_for(self, task: ClientTask) -> TaskMemory:
+        """Return memory for one client's training; all clients share the row, unless their tasks name another."""
         uploads = {
             name: torch.zeros(shape, dtype=self.context.layout.dtype, device=self.device)
             for name, shape in self.context.client.upload_shapes.items()
         }
-        client_state = self.client_states.copy_for(client_id, self.device)
-        return TaskMemory(self._row, client_state, uploads, client_id not in self.client_states)
+        client_state = self.client_states.copy_for(task.client_id, self.device)
+        row = self._row if task.result_row is None else task.result_row
+        return TaskMemory(row, client_state, uploads, task.client_id not in self.client_states)
 
     def evaluate(self, row: Tensor) -> EvaluationResult | None:
         test = self.context.data.test

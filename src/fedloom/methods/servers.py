@@ -135,7 +135,7 @@ class MultiModelServer(Server[O]):
     def dispatch(self, round: int, client_ids: list[int]) -> Iterable[ClientTask]:
         model_indices = self._model_indices(round, len(client_ids))
         return [
-            ClientTask(client_id, self.bank.rows[model_index], model_index)
+            ClientTask(client_id, self.bank.rows[model_index], model_index, result_row=self._places[model_index])
             for model_index, client_id in zip(model_indices, client_ids, strict=True)
         ]
 
@@ -149,7 +149,9 @@ class MultiModelServer(Server[O]):
     def aggregate(self, round: int, updates: Iterator[ClientUpdate]) -> None:
         missing = set(range(len(self.bank)))
         for update in updates:
-            self._places[update.model_index].copy_(update.row)
+            place = self._places[update.model_index]
+            if update.row is not place:
+                place.copy_(update.row)
             missing.discard(update.model_index)
         if len(missing) == len(self.bank):
             return
@@ -182,11 +184,11 @@ class MultiModelServer(Server[O]):
         Args:
             rows: The models, for example `self.bank.rows`.
         """
-        mean, result = WeightedMean(self.context.layout), self.context.layout.empty(self.context.server.device)
+        mean = WeightedMean(self.context.layout)
         for row in rows:
             mean.add(row)
-        mean.write_to(result)
-        return result
+        result = mean.result()
+        return self.context.layout.empty(self.context.server.device) if result is None else result
 
     def global_model(self) -> Tensor:
         return self.mean(self.bank.rows)

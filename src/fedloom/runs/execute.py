@@ -285,6 +285,7 @@ def _go_on(
             built_run.load_state_dict(state["parts"])
             built_run.engine.load_state_dict(state.get("engine", {}))
             directory.rewind(first_round, state["record"])
+            del latest, state  # as large as all models of the server
             run_rounds(directory, built_run, callbacks, first_round=first_round)
 
 

@@ -98,7 +98,7 @@ class _Saver:
 def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
     """Write the model and the summary of a run after its last round."""
     config, rounds = built_run.config, built_run.rounds
-    global_model = rounds.global_model()
+    digest = model_digest(rounds.global_model())
     directory.write_model(built_run.global_state_dict())
     summary = {
         "method": config.method,
@@ -107,7 +107,7 @@ def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
         "seed": config.seed,
         **summarize_run_metrics(directory.history(), config.result_window),
         "run": str(directory.path),
-        "digest": model_digest(global_model),
+        "digest": digest,
     }
     rounds.context.server.partial_results.clear()
     directory.write_summary(summary)

@@ -203,13 +203,22 @@ class RoundRunner:
             yield update
 
     def _check_no_repeats(self, round: int, tasks: list[ClientTask]) -> None:
-        """Reject two tasks for a client with state: engines differ in whether the second one sees the new state."""
+        """Reject two tasks for a client with state, or with one memory for their results.
+
+        Engines differ in whether the second task sees the new state.
+        """
         client_ids = [task.client_id for task in tasks]
         if self.engine.client_states.shapes and len(set(client_ids)) < len(client_ids):
             twice = next(client_id for client_id in client_ids if client_ids.count(client_id) > 1)
             raise FedloomError(
                 f"round {round + 1}: the server sends client {twice} several tasks, but clients of this method keep "
                 "state between rounds; send one task to a client that is drawn twice, and count its update twice."
+            )
+        result_rows = [task.result_row.data_ptr() for task in tasks if task.result_row is not None]
+        if len(set(result_rows)) < len(result_rows):
+            raise FedloomError(
+                f"round {round + 1}: two tasks of the server have the same `result_row`, where their clients would "
+                "overwrite each other's model; give each task a row of its own, or None."
             )
 
     def _personal_bytes(self) -> int:

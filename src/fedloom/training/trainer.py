@@ -52,6 +52,10 @@ class LocalSteps:
 
 __all__ = ["Batch", "Criterion", "LocalSteps", "LocalTrainer", "Step", "TrainingContext"]
 
+LARGE_GRADIENT = 4 << 20
+"""Bytes of a gradient that is copied parameter by parameter on a CPU. This saves memory, and time if the gradient is
+larger than the cache. For small networks it takes longer."""
+
 CHUNK_BYTES = 8 << 20
 """Bytes of input to gather and normalize at once: whole epochs of small clients, so that not every batch pays the
 overhead, and a part of the epoch of large ones."""
@@ -113,6 +117,7 @@ class LocalTrainer:
         self._norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm)]
         self.gradient = torch.zeros(self.layout.trainable, dtype=self.layout.dtype, device=self.device)
         self._slices = self.layout.views(self.gradient)
+        self._frees_gradients = self.device.type == "cpu" and self.gradient.nbytes >= LARGE_GRADIENT
         sizes = [entry.size for entry in self.layout.entries if entry.kind is TensorKind.PARAMETER]
         self._flat = torch.split(self.gradient, sizes)
         self._bound: Tensor | None = None
@@ -301,6 +306,9 @@ class LocalTrainer:
         Args:
             loss: A scalar. Parameters that it does not depend on get a gradient of zero.
         """
+        if self._frees_gradients and all(parameter.grad is None for parameter in self._parameters):
+            self._backward_by_parameter(loss)
+            return
         parts = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         if all(part is not None for part in parts):
             if self.device.type == "cpu":
@@ -310,6 +318,25 @@ class LocalTrainer:
             return
         for target, part in zip(self._slices, parts, strict=True):  # None for a layer that the loss does not depend on
             target.zero_() if part is None else target.copy_(part)
+
+    def _backward_by_parameter(self, loss: Tensor) -> None:
+        """Copy the gradient of each parameter as soon as it is computed, so that all of them never exist twice."""
+        slices = {id(parameter): part for parameter, part in zip(self._parameters, self._slices, strict=True)}
+
+        def move(parameter: Tensor) -> None:
+            assert parameter.grad is not None, "autograd calls this with a gradient"
+            slices.pop(id(parameter)).copy_(parameter.grad)
+            parameter.grad = None
+
+        parameters: list[Any] = self._parameters  # torch's hook has no types
+        hooks = [parameter.register_post_accumulate_grad_hook(move) for parameter in parameters]
+        try:
+            torch.autograd.backward(loss, inputs=self._parameters)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for part in slices.values():  # of a layer that the loss does not depend on
+            part.zero_()
 
     def _in_row(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the parameters in the order and memory format of a row."""

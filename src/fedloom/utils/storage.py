@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as parse_tensors
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedloom.errors import FedloomError, InputError
@@ -135,6 +135,10 @@ def _safetensors_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
 
 def _on_host(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor. Each piece is valid until the next one is read."""
+    if not tensor.is_contiguous() and tensor.nbytes >= SMALL * len(tensor):
+        for row in tensor:  # of a bank, which has gaps between its rows: a copy of all would fill the memory
+            yield from _on_host(row)
+        return
     dense = tensor.contiguous()
     # A tensor of one element or none counts as contiguous with any stride, which a view as bytes does not accept.
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
@@ -157,15 +161,34 @@ def read_safetensors(path: Path, digest: str | None = None) -> dict[str, Tensor]
     may round differently at such addresses, and a resumed run would not give the same bits.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as handle:
+            if digest is not None and hashlib.file_digest(handle, "sha256").hexdigest() != digest:
+                raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
+            return _read_tensors(path, handle)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
-    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
-        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
-    try:
-        return {name: tensor.clone() for name, tensor in parse_tensors(content).items()}
     except (SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
+def _read_tensors(path: Path, handle: BufferedReader) -> dict[str, Tensor]:
+    """Read the tensors of an open safetensors file. The library's `load` holds three copies of them at once."""
+    with safe_open(path, framework="pt"):  # raises an error unless the header describes the whole file
+        pass
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    handle.seek(0)
+    header_size = int.from_bytes(handle.read(8), "little")
+    header = json.loads(handle.read(header_size))
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            content = torch.empty(end - start, dtype=torch.uint8)
+            handle.seek(8 + header_size + start)
+            if handle.readinto(content.numpy().data) != len(content):
+                raise ValueError("it has become shorter")
+            tensors[name] = content.view(dtypes[entry["dtype"]]).view(entry["shape"])
+    return tensors
 
 
 def split_stored_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -198,19 +221,16 @@ def split_stored_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def join_stored_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that `split_stored_tensors` took apart."""
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "@tensor" in value:
-                return tensors[value["@tensor"]]
-            if "@array" in value:
-                return tensors[value["@array"]].numpy()
-            return {key: whole(item) for key, item in value["@pairs"]}
-        if isinstance(value, list):
-            return [whole(item) for item in value]
-        return value
-
-    return whole(tree)
+    # Not with a recursive inner function: it would keep the tensors alive until the next garbage collection.
+    if isinstance(tree, dict):
+        if "@tensor" in tree:
+            return tensors[tree["@tensor"]]
+        if "@array" in tree:
+            return tensors[tree["@array"]].numpy()
+        return {key: join_stored_tensors(item, tensors) for key, item in tree["@pairs"]}
+    if isinstance(tree, list):
+        return [join_stored_tensors(item, tensors) for item in tree]
+    return tree
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -135,7 +135,8 @@ class MultiprocessEngine(Engine):
             if slot is None:
                 slot = slot_of[index] = free.pop()
             first_visit = self._load_client_state(task.client_id, slot)
-            return WorkerTrainRequest(index, _worker_task(task, addresses), slot, first_visit)
+            result_row = _address(self._result_row(task, slot))
+            return WorkerTrainRequest(index, _worker_task(task, addresses), slot, first_visit, result_row)
 
         try:
             for turn, task in enumerate(tasks):
@@ -147,7 +148,7 @@ class MultiprocessEngine(Engine):
                     memory, outcome = self._slots.memory(slot, False), reply.outcome
                     yield ClientUpdate(
                         task,
-                        memory.row,
+                        self._result_row(task, slot),
                         outcome.num_examples,
                         outcome.loss,
                         outcome.steps,
@@ -206,6 +207,12 @@ class MultiprocessEngine(Engine):
             self._stop_busy_workers()
         found = [replies[index] for index in range(len(tasks))]
         return [reply.accuracy if isinstance(reply, WorkerEvaluateClientReply) else None for reply in found]
+
+    def _result_row(self, task: ClientTask, slot: int) -> Tensor:
+        """Return where a client's model is written: where the task says, if workers see that memory, or in its slot."""
+        row = task.result_row
+        seen = row is not None and Bank.locate(row, self._num_mapped) is not None
+        return row if row is not None and seen else self._slots.row(slot)
 
     def _load_client_state(self, client_id: int, slot: int) -> bool:
         """Copy the client state into a slot, zeros if there is none yet. Return whether this is the first visit."""
@@ -300,10 +307,7 @@ class MultiprocessEngine(Engine):
             self._num_mapped = Bank.num_mapped()
         while len(self._workers) < min(self.num_workers, num_requests):
             self._workers.append(_Worker(self.context, self._slots, self._workers))
-        return {
-            key: WorkerTensorAddress(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
-            for key, tensor in shared.items()
-        }
+        return {key: _address(tensor) for key, tensor in shared.items()}
 
     def _copy_to_shared(self, index: int, tensor: Tensor) -> Tensor:
         """Copy a tensor into shared memory that is reused in every round."""
@@ -319,6 +323,10 @@ class MultiprocessEngine(Engine):
 def _worker_task(task: ClientTask, addresses: Mapping[object, WorkerTensorAddress]) -> WorkerTask:
     extras = tuple((name, addresses[_key(tensor)]) for name, tensor in task.extras.items())
     return WorkerTask(task.client_id, task.round, addresses[_key(task.row)], extras)
+
+
+def _address(tensor: Tensor) -> WorkerTensorAddress:
+    return WorkerTensorAddress(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
 
 
 def _key(tensor: Tensor) -> object:

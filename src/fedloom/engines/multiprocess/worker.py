@@ -60,6 +60,8 @@ class WorkerTrainRequest:
     task: WorkerTask
     slot: int
     first_visit: bool
+    result_row: WorkerTensorAddress
+    """Where to write the model; the slot holds the other results."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def _carry_out(request: Order, trainer: LocalTrainer, context: TrainingContext, 
         return WorkerEvaluateClientReply(request.index, accuracy)
     for tensor in memory.uploads.values():
         tensor.zero_()
+    memory = replace(memory, row=request.result_row.tensor())
     outcome = train_client(trainer, context, task, memory)
     finite = context.layout.is_finite(memory.row) and all(
         map(all_finite, (*memory.uploads.values(), *memory.client_state.values()))
