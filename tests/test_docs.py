@@ -337,7 +337,7 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
     for method in read_listing("methods"):
         if method["name"] in registry.BUILT_IN:
             costs = ("models a round", "year", "client state", "server state", "extra compute", "server data")
-            row = [f"`{method['name']}`", ", ".join(method["provides"]), *(str(method[cost]) for cost in costs)]
+            row = [f"`{method['name']}`", ", ".join(method["provides"]), *(str(method[cost] or "") for cost in costs)]
             assert f"\n| {' | '.join(row)} |\n" in methods
             cost = (
                 f"*{method['reference']}. Sends {method['models a round']}; a client keeps {method['client state']}, "

@@ -18,7 +18,7 @@ METHODS = (
     "fedmix", "fedmr", "fedmut", "fedprox", "fedrep", "fedsam", "gamf", "indep", "lss", "moon", "naivemix", "scaffold",
     "soups", "swa", "swad",
 )  # fmt: skip
-LATER: tuple[str, ...] = ("fedadagrad", "fedadam", "fedavgm", "fednova", "fedyogi")
+LATER: tuple[str, ...] = ("centralized", "fedadagrad", "fedadam", "fedavgm", "fednova", "fedyogi", "local")
 """Methods that the old commit does not have."""
 
 MODELS = {"norm": "lenet:norm=batch,padding=2", "dense": "mlp-128"}

@@ -170,11 +170,20 @@ def _file_of(path: Path) -> Path:
         run, finished = (path / "config.toml").is_file(), (path / "summary.json").is_file()
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
+    if run and finished and not _has_global_model(path / "summary.json"):
+        raise InputError(f"{path} has no global model, because each client has its own; choose another run.")
     if run and finished:
         raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
     if run:
         raise InputError(f"{path} has no {MODEL_FILE}: the run has not finished; continue with: fedloom resume {path}")
     raise InputError(f"there is no {MODEL_FILE} in {path}; expected a run directory or a file.")
+
+
+def _has_global_model(summary_file: Path) -> bool:
+    try:
+        return bool(json.loads(summary_file.read_bytes()).get("global_model", True))
+    except (OSError, ValueError, AttributeError):  # damaged
+        return True
 
 
 def _content(file: Path) -> bytes:
