@@ -207,6 +207,7 @@ def test_more_clients_may_be_asked_for_than_one() -> None:
         ("run local+fedprox", "local is not federated, so no part of another method has anything to do"),
         ("run fedcross+centralized", "centralized is not federated"),
         ("run centralized --engine flower --device cpu", "those of sites stay there"),
+        ("run local --engine flower --device cpu", "sites have nothing to do together"),
         ("run centralized:budget=epochs --steps 3", "counts passes over all samples, but steps is 3"),
         ("run centralized:budget=days", "budget"),
     ],
