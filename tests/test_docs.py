@@ -19,7 +19,7 @@ import fedloom
 from benchmarks.__main__ import BENCHMARKS
 from fedloom.cli.catalog import read_catalog_entries
 from fedloom.cli.main import main
-from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
+from fedloom.config import EXECUTION_SETTINGS, Config
 from fedloom.data import registry as named_data
 from fedloom.data.partitions import partition_indices
 from fedloom.data.partitions.base import PartitionPool
@@ -133,13 +133,6 @@ def understand_folder(*_: Any, callbacks: Any = None, **changes: Any) -> NoRetur
     raise Understood
 
 
-def understand_pretraining(data: str, out: Path, callbacks: Any = None, **settings: Any) -> NoReturn:
-    plan = PretrainConfig(data=data, **settings)
-    assert_known(plan.data)
-    assert plan.model.partition(":")[0] in networks.NETWORKS
-    raise Understood
-
-
 @pytest.mark.parametrize(("block", "line"), TYPED, ids=lambda value: str(value))
 def test_commands_are_understood(block: Block, line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(line, comments=True)
@@ -161,7 +154,6 @@ def test_commands_are_understood(block: Block, line: str, place: Path, monkeypat
     monkeypatch.setattr("fedloom.runs.execute.resume", understand_folder)
     monkeypatch.setattr("fedloom.runs.execute.verify", understand_folder)
     monkeypatch.setattr("fedloom.cli.main._runs_in", understand_folder)
-    monkeypatch.setattr("fedloom.runs.pretrain.pretrain", understand_pretraining)
     for option, value in pairwise(words):
         if option == "--init":
             (place / value).parent.mkdir(exist_ok=True)
@@ -340,7 +332,7 @@ def test_everything_that_can_be_chosen_is_listed() -> None:
     for method in read_catalog_entries("methods"):
         if method["name"] in registry.BUILT_IN:
             costs = ("models a round", "year", "client state", "server state", "extra compute", "server data")
-            row = [f"`{method['name']}`", ", ".join(method["provides"]), *(str(method[cost]) for cost in costs)]
+            row = [f"`{method['name']}`", ", ".join(method["provides"]), *(str(method[cost] or "") for cost in costs)]
             assert f"\n| {' | '.join(row)} |\n" in methods
             cost = (
                 f"*{method['reference']}. Sends {method['models a round']}; a client keeps {method['client state']}, "

@@ -16,8 +16,8 @@ import pytest
 
 import fedloom
 from fedloom import InputError
-from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
-from fedloom.runs.keyword_types import ExecutionSettings, PretrainSettings, RunSettings
+from fedloom.config import EXECUTION_SETTINGS, Config
+from fedloom.runs.keyword_types import ExecutionSettings, RunSettings
 
 GENERATOR = import_module("tests.support.keyword_types")  # mypy reads only the package and this file
 
@@ -27,7 +27,6 @@ GENERATOR = import_module("tests.support.keyword_types")  # mypy reads only the 
     [
         (RunSettings, Config, {"method", "data", "model", "options", "variant"}),
         (ExecutionSettings, Config, Config.model_fields.keys() - EXECUTION_SETTINGS - {"device"}),
-        (PretrainSettings, PretrainConfig, {"data", "model"}),
     ],
 )
 def test_keywords_are_the_settings_with_their_types(keywords: Any, settings: Any, others: set[str]) -> None:
@@ -42,14 +41,13 @@ def test_the_file_is_what_the_generator_writes() -> None:
     )
 
 
-@pytest.mark.parametrize(("keywords", "settings"), [(RunSettings, Config), (PretrainSettings, PretrainConfig)])
-def test_each_keyword_has_the_description_of_its_setting(keywords: Any, settings: Any) -> None:
-    body = ast.parse(textwrap.dedent(inspect.getsource(keywords))).body[0].body[1:]  # type: ignore[attr-defined]
+def test_each_keyword_has_the_description_of_its_setting() -> None:
+    body = ast.parse(textwrap.dedent(inspect.getsource(RunSettings))).body[0].body[1:]  # type: ignore[attr-defined]
     described = {
         field.target.id: inspect.cleandoc(docstring.value.value)
         for field, docstring in zip(body[::2], body[1::2], strict=True)
     }
-    assert described == {name: settings.model_fields[name].description for name in keywords.__annotations__}
+    assert described == {name: Config.model_fields[name].description for name in RunSettings.__annotations__}
 
 
 def test_mypy_rejects_a_wrong_keyword_and_a_wrong_type(tmp_path: Path) -> None:
@@ -67,10 +65,6 @@ def test_mypy_rejects_a_wrong_keyword_and_a_wrong_type(tmp_path: Path) -> None:
         fedloom.compare(["fedavg"], rouns=3, out=out)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="lr must be a number"):
         fedloom.compare(["fedavg"], lr="fast", out=out)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="unknown setting 'epoch'"):
-        fedloom.pretrain("digits", out, epoch=3)  # type: ignore[call-arg]
-    with pytest.raises(InputError, match="epochs must be a whole number"):
-        fedloom.pretrain("digits", out, epochs="three")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rouns"):
         Config(rouns=3)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="rounds"):

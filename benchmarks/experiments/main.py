@@ -29,7 +29,6 @@ from fedloom.config import replace_config
 from fedloom.errors import FedloomError, InputError, RunStopped
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory, is_run_directory
-from fedloom.runs.pretrain import pretrain
 from fedloom.runs.resolve import resolve_method
 
 LIST = Path(__file__).with_name("experiments.toml")
@@ -56,7 +55,7 @@ class ResultFile:
     def __init__(self, experiment: Mapping[str, Any], runs: Path, results: Path, command: str) -> None:
         self._experiment, self._runs, self._command = experiment, runs, command
         self.start: dict[str, float] = {}
-        """Figures of the pretrained model."""
+        """Figures of the start model."""
         self._path = results / f"{experiment['file']}.json"
         self._began = time.monotonic()
         first = experiment["settings"].get("seed", 0)
@@ -143,12 +142,12 @@ def tiny(experiment: dict[str, Any]) -> dict[str, Any]:
         name: {**given.get(name, {}), **few.get(name, {})} for name in {*given, *few} & set(experiment["methods"])
     }
     made = {**experiment, "settings": settings, "options": options, "seeds": 1, "concurrent_runs": 1}
-    if "pretrain" in experiment:
-        before = experiment["pretrain"]
-        made["pretrain"] = {
+    if "start" in experiment:
+        before = experiment["start"]
+        made["start"] = {
             **before,
             "model": small_model(before["model"]),
-            "epochs": 1,
+            "rounds": 1,
             "classes": "0-1",
             "device": "cpu",
             "batch_size": 500,
@@ -202,6 +201,15 @@ def begin_after(experiment: Mapping[str, Any], before: Path, folder: Path) -> No
         part.rename(target)
 
 
+def train_start(settings: Mapping[str, Any], runs: Path, deadline: Deadline) -> fedloom.RunResult:
+    """Train a start model on all samples in one place, or continue; experiments with the same settings share it."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    folder = runs / f"start-{digest}"
+    if is_run_directory(folder):
+        return fedloom.resume(folder, callbacks=[deadline], report=False)
+    return fedloom.run("centralized", out=folder, callbacks=[deadline], report=False, **settings)
+
+
 def run_or_resume(experiment: Mapping[str, Any], end: float, runs: Path, results: Path, command: str) -> str:
     """Run or continue one experiment; return how it ended."""
     folder = folder_of(experiment.get("folder", experiment["name"]), runs)
@@ -209,13 +217,11 @@ def run_or_resume(experiment: Mapping[str, Any], end: float, runs: Path, results
     deadline = Deadline(end, file)
     settings = {"device": "cuda", **experiment["settings"]}
     try:
-        if "pretrain" in experiment:
-            given = {"device": "cuda", **experiment["pretrain"]}
-            digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
-            start = pretrain(out=runs / f"start-{digest}.safetensors", callbacks=[deadline], **given)
+        if "start" in experiment:
+            start = train_start({"device": "cuda", **experiment["start"]}, runs, deadline)
             settings["init"] = str(start.path)
-            file.start = {"accuracy of the start, on its own test samples": start.accuracy}
-            print(f"  pretrained: accuracy {start.accuracy:.4f}", flush=True)
+            file.start = {"accuracy of the start, on its own test samples": start.last_accuracy or 0.0}
+            print(f"  start: accuracy {start.last_accuracy:.4f}", flush=True)
         if "after" in experiment:
             begin_after(experiment, folder_of(experiment["after"], runs), folder)
         found = fedloom.compare(

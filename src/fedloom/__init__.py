@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fedloom.runs.callback import Callback
     from fedloom.runs.compare import ComparisonResult, compare
     from fedloom.runs.execute import resume, run, verify
-    from fedloom.runs.pretrain import PretrainResult, pretrain
     from fedloom.runs.result import RunResult
     from fedloom.training.batches import Batch
     from fedloom.training.trainer import LocalSteps, LocalTrainer
@@ -52,7 +51,6 @@ _FILES = {
     "fedloom.runs.callback": ("Callback",),
     "fedloom.runs.compare": ("ComparisonResult", "compare"),
     "fedloom.runs.execute": ("resume", "run", "verify"),
-    "fedloom.runs.pretrain": ("PretrainResult", "pretrain"),
     "fedloom.runs.result": ("RunResult",),
     "fedloom.training.batches": ("Batch",),
     "fedloom.training.trainer": ("LocalSteps", "LocalTrainer"),
@@ -91,7 +89,6 @@ __all__ = [
     "Method",
     "MethodContext",
     "Options",
-    "PretrainResult",
     "Refiner",
     "RunResult",
     "Samples",
@@ -99,7 +96,6 @@ __all__ = [
     "WeightedMean",
     "__version__",
     "compare",
-    "pretrain",
     "register",
     "resume",
     "run",

@@ -1,4 +1,4 @@
-"""All settings of a run and of a pretraining, with their defaults and help texts.
+"""All settings of a run, with their defaults and help texts.
 
 Loads no torch, so that the help of the command and the client app of a site start quickly.
 """
@@ -42,8 +42,15 @@ class TrainingConfig(Settings):
     """keep each client's optimizer state (momentum or Adam's moments) from one of its rounds to the next"""
     lr: float = Field(default=0.05, ge=0)
     """learning rate of the clients"""
+    lr_schedule: Literal["step", "cosine"] = "step"
+    """learning rate over the rounds: step (times --lr-decay after every --lr-step rounds, by default constant) or
+    cosine (falls to nearly 0)"""
     lr_decay: float = Field(default=1.0, gt=0)
-    """factor on the learning rate after every round"""
+    """factor on the learning rate after every --lr-step rounds"""
+    lr_step: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """rounds between two changes of the learning rate by --lr-decay"""
+    lr_warmup: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """rounds at the start in which the learning rate rises linearly"""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """momentum of sgd"""
     nesterov: bool = False
@@ -65,9 +72,27 @@ class TrainingConfig(Settings):
             raise ValueError("keep_optimizer needs optimizer state: optimizer adam, or a momentum above 0, not 0.0.")
         return self
 
+    @model_validator(mode="after")
+    def _schedules(self) -> "TrainingConfig":
+        if self.lr_step != 1 and self.lr_decay == 1:
+            raise ValueError(f"lr_step is {self.lr_step}, but lr_decay is 1, so the learning rate would not change.")
+        if self.lr_schedule == "cosine" and self.lr_decay != 1:
+            raise ValueError(f"lr_decay is {self.lr_decay:g}, but the schedule cosine has no factor; leave out one.")
+        return self
+
     def lr_at(self, round: int) -> float:
         """Return the learning rate in round `round`, counted from 0."""
-        return float(self.lr * self.lr_decay**round)
+        past = round - self.lr_warmup
+        if past < 0:
+            return self.lr * (round + 1) / (self.lr_warmup + 1)
+        if self.lr_schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * past / (self._num_rounds - self.lr_warmup))) / 2
+        return float(self.lr * self.lr_decay ** (past // self.lr_step))
+
+    @property
+    def _num_rounds(self) -> int:
+        """Number of rounds, which the settings of a run know."""
+        raise InputError("the schedule cosine needs the number of rounds, which is a setting of a run.")
 
 
 class Config(TrainingConfig):
@@ -240,6 +265,8 @@ class Config(TrainingConfig):
             raise ValueError("partition_sha256 needs a partition file:PATH, but none is given.")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0, not 0.0.")
+        if self.lr_warmup >= self.rounds:
+            raise ValueError(f"lr_warmup is {self.lr_warmup}, but there are only {self.rounds} rounds.")
         for name in ("init_sha256", "new_head"):
             if getattr(self, name) and self.init is None:
                 raise ValueError(f"{name} needs init, but no init is given.")
@@ -260,6 +287,10 @@ class Config(TrainingConfig):
         for name in ("noise_source", "delta", "max_epsilon"):
             if not self.noise and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs noise, but no noise is given.")
+
+    @property
+    def _num_rounds(self) -> int:
+        return self.rounds
 
     @property
     def partition_file(self) -> Path | None:
@@ -352,106 +383,3 @@ def parse_config_overrides(assignments: Iterable[str]) -> dict[str, dict[str, An
 def replace_config(config: Config, **values: Any) -> Config:
     """Return a copy of the config with some values changed, validated again."""
     return make_config({**config.model_dump(), **values})
-
-
-class PretrainConfig(Settings):
-    """All settings of a pretraining. The fields are the options of `fedloom pretrain`."""
-
-    data: str
-    """data set (`fedloom list datasets`)"""
-    model: str = "mlp"
-    """network (`fedloom list models`)"""
-    classes: str | None = None
-    """classes to train on, such as 0-4 or 0,2,7; by default all"""
-    normalize: str = "default"
-    """normalization of images: default (that of the data set), mean-std, unit, half, mnist, cifar, imagenet"""
-    epochs: int = Field(default=10, ge=1, le=MAX_COUNT)
-    """passes over the training samples"""
-    batch_size: int = Field(default=64, ge=1, le=MAX_COUNT)
-    """samples in a batch"""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """sgd or adam"""
-    lr: float = Field(default=0.05, ge=0)
-    """learning rate"""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """learning rate schedule: cosine (decays to nearly 0 over the epochs) or constant"""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """momentum of sgd"""
-    nesterov: bool = False
-    """use Nesterov momentum"""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """weight decay, added to the gradient"""
-    clip: float | None = Field(default=None, gt=0)
-    """maximum norm of a gradient; larger gradients are scaled down"""
-    augment: str = "none"
-    """augmentation of training images: none, flip, crop, crop+flip"""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """seed of all random draws"""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one, else the CPU"""
-    threads: int = Field(default=1, ge=0, le=MAX_CONCURRENCY)
-    """threads on the CPU; 0: one for each core; the number changes the last bits of the result"""
-    channels_last: bool = True
-    """use the channels-last memory format for images and convolutions, which is faster on CPUs"""
-    checkpoint_seconds: float = Field(default=30.0, ge=0)
-    """seconds between two checkpoints, more if writing takes long; 0: one after every epoch"""
-
-    @field_validator("data")
-    @classmethod
-    def _absolute_data(cls, spec: str) -> str:
-        return complete_data_name(spec)
-
-    @field_validator("device")
-    @classmethod
-    def _found(cls, device: str) -> str:
-        return select_auto_device(device)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "PretrainConfig":
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0, not 0.0.")
-        return self
-
-    @property
-    def label(self) -> str:
-        """The name of this work on a progress display."""
-        return f"pretraining {self.model}"
-
-    @property
-    def rounds(self) -> int:
-        return self.epochs
-
-    def training_config(self) -> TrainingConfig:
-        """Return the settings of one client's local training, with one epoch per round."""
-        shared = set(TrainingConfig.model_fields) & set(PretrainConfig.model_fields) - {"epochs"}
-        values = {name: getattr(self, name) for name in sorted(shared)}
-        return _Course(**values, epochs=1, total_epochs=self.epochs, cosine=self.schedule == "cosine")
-
-    def result_settings(self) -> dict[str, Any]:
-        """Return the settings that the result depends on."""
-        return self.model_dump(mode="json", exclude={"checkpoint_seconds"})
-
-    def to_command(self, file: str) -> str:
-        """Return the command that makes the same file again, with every setting that is not a default."""
-        words = ["fedloom", "pretrain", self.data, "--out", file]
-        for name, field in PretrainConfig.model_fields.items():
-            value, flag = getattr(self, name), name.replace("_", "-")
-            if name in ("data", "checkpoint_seconds") or value == field.default:
-                continue
-            words += (
-                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-            )
-        return shlex.join(words)
-
-
-class _Course(TrainingConfig):
-    """Training settings whose rounds are the epochs of one pretraining."""
-
-    total_epochs: int
-    """number of epochs of the pretraining"""
-    cosine: bool
-    """whether the learning rate follows a cosine"""
-
-    def lr_at(self, round: int) -> float:
-        return self.lr * (1 + math.cos(math.pi * round / self.total_epochs)) / 2 if self.cosine else self.lr

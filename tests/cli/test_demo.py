@@ -19,7 +19,7 @@ from fedloom.cli.demo.progress import DemoProgress
 from fedloom.cli.demo.scene import DemoClaim, DemoFinding, DemoScene, format_demo_command
 from fedloom.cli.demo.verdicts import SeedResult, judge_demo_claim
 from fedloom.cli.main import main
-from fedloom.config import make_config
+from fedloom.config import make_config, replace_config
 from fedloom.errors import RunStopped
 from fedloom.methods.variants import parse_method_variant
 
@@ -35,7 +35,7 @@ def reduce_scene(scene: DemoScene) -> DemoScene:
     options = {method: {**pairs, **FEW[method]} for method, pairs in scene.options.items()}
     rounds = 3 if scene.jump_round else 2
     start = (
-        replace(scene.start, settings={**scene.start.settings, "model": "mlp", "epochs": 1}) if scene.start else None
+        replace(scene.start, settings={**scene.start.settings, "model": "mlp", "rounds": 1}) if scene.start else None
     )
     return replace(
         scene,
@@ -117,7 +117,7 @@ def test_a_claim_about_two_measures_needs_both() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `compare` and `pretrain` are asked to do, in place of doing it."""
+    """What `compare` and `run` are asked to do, in place of doing it."""
     calls: list[Any] = []
 
     def note(name: str) -> Any:
@@ -130,8 +130,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     for module in ("fedloom.runs.compare", "fedloom.cli.demo.play"):
         monkeypatch.setattr(f"{module}.compare", note("compare"))
-    for module in ("fedloom.runs.pretrain", "fedloom.cli.demo.play"):
-        monkeypatch.setattr(f"{module}.pretrain", note("pretrain"))
+    monkeypatch.setattr("fedloom.cli.demo.play.run", note("run"))
+    monkeypatch.setattr("fedloom.runs.execute.execute_run", note("execute_run"))
     return calls
 
 
@@ -140,8 +140,10 @@ def normalize(call: Any) -> Any:
     name, arguments, settings = call
     ignored = {"callbacks", "out", "report", "grid", "target", "concurrent_runs", "options"}
     plain = {key: value for key, value in settings.items() if key not in ignored}
-    if name == "pretrain":
-        return name, arguments[0], {key: str(value) for key, value in plain.items()}
+    if name == "run":
+        return "run", make_config({"method": arguments[0], **plain})
+    if name == "execute_run":
+        return "run", replace_config(arguments[0].config, options={})
     if "init" in plain:
         plain["init"] = Path(plain["init"]).name
     config = make_config(plain).model_dump(exclude={"init"}) | {"init": plain.get("init")}

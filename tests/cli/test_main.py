@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.config import Config, PretrainConfig
+from fedloom.config import Config
 from fedloom.core.layout import Layout, model_digest
 from fedloom.runs.build import build_run
 from fedloom.runs.directory import RunDirectory
@@ -198,12 +198,10 @@ def test_help_and_version(command: Command) -> None:
 
 
 def test_help_speaks_of_options_as_they_are_typed(command: Command) -> None:
-    names = [name for name in {**Config.model_fields, **PretrainConfig.model_fields} if "_" in name]
-    for words in ("run", "compare", "resume", "pretrain"):
+    names = [name for name in Config.model_fields if "_" in name]
+    for words in ("run", "compare", "resume"):
         text = command(words, "--help").out
         assert [name for name in names if name in text] == []
-    told = " ".join(command("pretrain", "--help").out.split())
-    assert "--no-channels-last do not use the channels-last memory format" in re.sub(r"[│ ]+", " ", told)
 
 
 def test_a_reader_that_goes_away_is_no_accident() -> None:

@@ -9,9 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+import fedloom
 from fedloom.core.rng import RngStreams
 from fedloom.data import Dataset, FederatedDataset, PartitionedDataset, Samples, load_dataset, partition_dataset
-from fedloom.data.splits import ServerDataSplit, draw_server_split, split_server_data, take_server_split
+from fedloom.data.splits import (
+    ServerDataSplit,
+    draw_server_split,
+    select_classes,
+    split_server_data,
+    take_server_split,
+)
 from fedloom.errors import InputError
 
 
@@ -160,3 +167,21 @@ def test_the_sentence_says_what_is_held_and_who_uses_it() -> None:
     )
     other = ServerDataSplit(samples, "mnist", 2).describe(())
     assert other == "The server holds 3 samples (--server-data mnist), which no method here uses."
+
+
+def test_classes_are_kept_renumbered_and_named() -> None:
+    everything = load_dataset("digits")
+    part = select_classes(everything, "7, 2-3")
+    assert (part.classes, part.class_names) == (3, ("2", "3", "7"))
+    for samples, before in ((part.train, everything.train), (part.test, everything.test)):
+        kept = torch.isin(before.y, torch.tensor([2, 3, 7]))
+        assert torch.equal(samples.x, before.x[kept])
+        assert torch.equal(torch.tensor([2, 3, 7])[samples.y], before.y[kept])
+    assert select_classes(everything, None) is everything
+
+
+def test_classes_of_your_own_data_cannot_be_picked() -> None:
+    x, y = torch.randn(20, 4), torch.arange(20) % 4
+    mine = fedloom.FederatedDataset.from_arrays([(x, y)], test=(x, y))
+    with pytest.raises(InputError, match="given by name"):
+        fedloom.run(data=mine, model="logreg", classes="0-1")

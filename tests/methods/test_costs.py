@@ -48,6 +48,8 @@ def bytes_of(experiment: BuiltRun, kinds: tuple[type[nn.Module], ...]) -> int:
 def said(name: str, experiment: BuiltRun, clients: int) -> int:
     """The bytes of a round of so many clients, by what the catalogue says and what its words mean."""
     sends = COSTS[name]["models a round"]
+    if sends in ("0", "samples once"):  # once is in the first round
+        return 0
     if sends == "K(M + 1)":  # and a number for each model that came beside the client's own
         M = experiment.method.options[name].M
         return clients * ((M + 1) * experiment.layout.nbytes + (M - 1) * NUMBER)
@@ -105,7 +107,7 @@ def test_the_server_keeps_what_a_method_says(name: str) -> None:
     """In whole models: a few numbers about the clients are not counted."""
     experiment, _ = played(name, simple_network, rounds=3)
     kept = sum(numbers(part.state_dict()) for _, part in experiment.rounds.parts.items()) / experiment.layout.nbytes
-    says = COSTS[name]["server state"]
+    says = COSTS[name]["server state"].replace("nothing", "0 models")
     symbols = {"K": CLIENTS, "N": CLIENTS, "L": 4}
     if models := re.fullmatch(r"(\d*)([KNL]?)(?:\+(\d))? models?", says):
         whole = int(models[1] or 1) * symbols.get(models[2], 1) + int(models[3] or 0)

@@ -108,6 +108,8 @@ TABLE = [
 ]
 WITHOUT = {
     "fedavg": "it is FedAvg",
+    "centralized": "it trains one model; with one client it is FedAvg (test_brackets.py)",
+    "local": "it has no global model; with one client its row is FedAvg's (test_brackets.py)",
     "abavg": "its weights are accuracies; equal ones are the uniform mean (test_abavg.py)",
     "feddyn": "alpha is above 0; its clients begin as FedProx's (below), and its mean then runs ahead (test_feddyn.py)",
     "fedfomo": "every client has a model of its own, and nothing makes it one",

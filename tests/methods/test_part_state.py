@@ -33,6 +33,7 @@ STATE: dict[str, dict[str, str]] = {
     },
     "fedmix": {"extras": "owners x y"},
     "fedyogi": {"server": "bank m v"},
+    "local": {"server": ""},
     "naivemix": {"extras": "owners x y"},
     "scaffold": {"extras": "c"},
 }

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fedloom.config import make_config
+from fedloom.core.layout import model_digest
 from fedloom.data import FederatedDataset
 from fedloom.errors import InputError
 from fedloom.methods.registry import BUILT_IN
@@ -118,9 +118,9 @@ def test_a_network_trains_or_is_refused_with_the_reason(name: str, method: str) 
     with build_run(resolve_run(config, UserObjects(data=federation(shape)))).engine_closed() as experiment:
         before = experiment.rounds.parts.server.global_model().clone()
         records = [experiment.rounds.run_round(round) for round in range(rounds)]
-        after = experiment.rounds.parts.server.global_model()
+        after, digest = experiment.rounds.parts.server.global_model(), experiment.rounds.digest()
     assert not any(record["failed"] for record in records), records[-1]["failed_clients"]
     assert experiment.layout.is_finite(after)
     if method != "fedma-layers":  # which deploys after a pass of as many rounds as there are layers
-        assert not torch.equal(before, after), "it learned something"
-    assert all(isfinite(record["loss"]) for record in records)
+        assert digest != model_digest(before), "it learned something"
+    assert all(isfinite(record["loss"]) for record in records if method != "local")

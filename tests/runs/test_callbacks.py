@@ -215,18 +215,6 @@ def test_an_error_ends_concurrent_runs_which_continue(tmp_path: Path) -> None:
         assert 0 < max(checkpoint_rounds(tmp_path / name)) < 200
 
 
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [("on_run_start", "stopped before the first epoch"), ("on_round_end", "stopped after epoch 1")],
-)
-def test_an_error_ends_a_pretraining_which_continues(method: str, words: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"model": "logreg", "epochs": 2}
-    with pytest.raises(FedloomError, match=f"^callback Fails failed in {method}: KeyError: 'accuracy'; {words}; "):
-        fedloom.pretrain("digits", tmp_path / "m", **given, callbacks=[Fails(method, 1)])
-    made = fedloom.pretrain("digits", tmp_path / "m", **given)
-    assert made.digest == fedloom.pretrain("digits", tmp_path / "whole", **given).digest
-
-
 def test_the_command_reports_an_error_of_its_display(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +238,6 @@ def test_what_is_no_list_of_callbacks_is_refused(given: Any, tmp_path: Path) -> 
     calls: Sequence[Callable[[], Any]] = (
         lambda: fedloom.run("fedavg", **RUN, out=out, callbacks=given),
         lambda: fedloom.compare(["fedavg"], **RUN, out=out, callbacks=given),
-        lambda: fedloom.pretrain("digits", out, callbacks=given),
     )
     for call in calls:
         with pytest.raises(InputError, match=r"callbacks must be a list of fedloom\.Callback objects, not "):

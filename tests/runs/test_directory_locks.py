@@ -21,9 +21,7 @@ from tests.support.small_runs import TINY, TINY_OPTIONS, tiny
 
 WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "sequential", "--quiet")))
 CLEAN = multiprocessing.get_context("forkserver")  # a process that has trained cannot be forked and train again
-CLEAN.set_forkserver_preload(
-    ["fedloom.cli.main", "fedloom.runs.execute", "fedloom.runs.compare", "fedloom.runs.pretrain"]
-)
+CLEAN.set_forkserver_preload(["fedloom.cli.main", "fedloom.runs.execute", "fedloom.runs.compare"])
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +77,6 @@ def at_once(work: Callable[..., object], words: Sequence[Sequence[Any]]) -> list
     return [found[number] for number in range(len(words))]
 
 
-def pretrain(seed: int) -> None:
-    fedloom.pretrain("digits", "start.safetensors", model="logreg", epochs=1, seed=seed)
-
-
 def claim_and_die(stem: Path) -> None:
     with claim_directory(stem, numbered=True):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -128,21 +122,6 @@ def test_of_two_comparisons_one_gets_a_folder(tmp_path: Path) -> None:
     assert "RuntimeError: 2 fedloom: another process is at work on c; wait for it or stop it.\n" in said
     runs = {f"{methods[said.index('')]}-seed{seed}" for seed in range(3)}
     assert {path.name for path in (tmp_path / "c").iterdir()} == {".lock", "comparison.json", "report.html", *runs}
-
-
-def test_of_two_pretrainings_one_gets_the_file(tmp_path: Path) -> None:
-    """Both look before there is a file; one comes to write when the other has."""
-    said = at_once(pretrain, [(0,), (1,)])
-    assert said.count("") == 1, said
-    winner = said.index("")
-    assert f"is a pretraining with seed {winner}, not {1 - winner}" in said[1 - winner]
-    pretrain(winner)  # it is there
-    assert [path.name for path in tmp_path.iterdir()] == ["start.safetensors"]
-
-
-def test_equal_pretrainings_make_one_file(tmp_path: Path) -> None:
-    assert at_once(pretrain, [(0,), (0,)]) == ["", ""]
-    assert [path.name for path in tmp_path.iterdir()] == ["start.safetensors"]
 
 
 # what is left behind

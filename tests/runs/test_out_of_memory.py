@@ -160,19 +160,6 @@ def test_a_user_is_told_in_a_sentence(
     assert (tmp_path / "run").exists() is (where == "fedloom.runs.round.RoundRunner.run_round")
 
 
-def test_so_is_one_who_pretrains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(*given: Any, **named: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    for where in ("SequentialEngine.evaluate", "check_forward_pass"):
-        monkeypatch.setattr(f"fedloom.runs.pretrain.{where}", fail)
-        with pytest.raises(
-            InsufficientMemoryError, match="cpu has not enough memory to train this network; use a smaller"
-        ):
-            fedloom.pretrain("digits", tmp_path / "start.safetensors", epochs=1)
-    assert not (tmp_path / "start.safetensors").exists()
-
-
 def test_other_failures_are_not_taken_for_it() -> None:
     with pytest.raises(RuntimeError, match="shapes do not match"), explain_out_of_memory("cuda"):
         raise RuntimeError("shapes do not match")

@@ -1,6 +1,6 @@
 """Generator of `fedloom.runs.keyword_types`: the settings as keywords.
 
-Editors and type checkers read that file. After a change to `Config` or `PretrainConfig`, write it again:
+Editors and type checkers read that file. After a change to `Config`, write it again:
 
     python -m tests.support.keyword_types
 """
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import fedloom
-from fedloom.config import EXECUTION_SETTINGS, Config, PretrainConfig
+from fedloom.config import EXECUTION_SETTINGS, Config
 from fedloom.utils.settings import Settings
 
 FILE = Path(fedloom.__file__).parent / "runs" / "keyword_types.py"
@@ -45,12 +45,6 @@ def generate() -> str:
             "Settings that `resume` and `verify` may change.",
             Config,
             EXECUTION_SETTINGS | {"device"},
-        ),
-        typed_dict(
-            "PretrainSettings",
-            "Settings of `pretrain`.",
-            PretrainConfig,
-            PretrainConfig.model_fields.keys() - {"data", "model"},
         ),
     ]
     return "\n\n".join(parts)

@@ -14,6 +14,7 @@ from tests.support.core_methods import CORE_METHODS
 
 NAMES = [
     "abavg",
+    "centralized",
     "clusamp",
     "diwa",
     "dynafed",
@@ -47,6 +48,7 @@ NAMES = [
     "fedyogi",
     "gamf",
     "indep",
+    "local",
     "lss",
     "moon",
     "naivemix",

@@ -1,6 +1,7 @@
 """Tests that the optimizers on a row give the bits of `torch.optim`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.config import TrainingConfig
+from fedloom.config import TrainingConfig, make_config
 from fedloom.training.optimizers import (
     MOST_PIECES,
     SGD,
@@ -131,6 +132,40 @@ def test_training_makes_the_optimizer_it_names() -> None:
 def test_learning_rate_decays_by_the_round() -> None:
     training = TrainingConfig(lr=0.5, lr_decay=0.5)
     assert [training.lr_at(round) for round in (0, 1, 3)] == [0.5, 0.25, 0.0625]
+
+
+@given(st.floats(1e-6, 10), st.floats(0.1, 2), st.integers(1, 9), st.integers(0, 20))
+def test_the_schedule_step_is_that_of_torch(lr: float, decay: float, step: int, rounds: int) -> None:
+    training = TrainingConfig(lr=lr, lr_decay=decay, lr_step=1 if decay == 1 else step)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, training.lr_step, decay)
+    for round in range(rounds):
+        assert training.lr_at(round) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+
+
+@given(st.floats(1e-6, 10), st.integers(1, 30))
+def test_the_schedule_cosine_is_that_of_torch(lr: float, rounds: int) -> None:
+    config = make_config({"lr": lr, "rounds": rounds, "lr_schedule": "cosine"})
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds)
+    for round in range(rounds):
+        assert config.lr_at(round) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert config.lr_at(0) == lr
+
+
+@given(st.sampled_from([{"lr_decay": 0.5, "lr_step": 2}, {"lr_schedule": "cosine"}, {}]), st.integers(1, 8))
+def test_after_the_warm_up_the_schedule_begins(schedule: dict[str, Any], warmup: int) -> None:
+    warm = make_config({"rounds": 12, "lr": 0.3, "lr_warmup": warmup, **schedule})
+    cold = make_config({"rounds": 12 - warmup, "lr": 0.3, **schedule})
+    rising = [warm.lr_at(round) for round in range(warmup + 1)]
+    assert rising == pytest.approx([0.3 * (round + 1) / (warmup + 1) for round in range(warmup + 1)])
+    assert [warm.lr_at(warmup + round) for round in range(12 - warmup)] == [
+        cold.lr_at(round) for round in range(12 - warmup)
+    ]
 
 
 @given(st.integers(1, 300_000), st.sampled_from(sorted(MOST_PIECES)))

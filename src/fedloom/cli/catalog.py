@@ -132,7 +132,7 @@ def _count_costs(name: str) -> dict[str, str]:
     per_client = (kept[1] - kept[0]) / 2
     return {
         "models a round": f"{_whole(sent / layout.size / len(tasks))}K",
-        "client state": "own layers" if personal else _models(state) if state else "nothing",
+        "client state": "own layers" if 0 < personal < layout.size else _models(state + personal / layout.size),
         "server state": _models(kept[1] - 4 * per_client, per_client),
     }
 
@@ -154,6 +154,8 @@ def _whole(number: float) -> str:
 
 def _models(count: float, per_client: float = 0.0) -> str:
     """Return so many models, and so many for each of the K clients, as text."""
+    if not count and not per_client:
+        return "nothing"
     each = {"0": "", "1": "K"}.get(_whole(per_client), f"{_whole(per_client)}K")
     if not each:
         return "1 model" if _whole(count) == "1" else f"{_whole(count)} models"

@@ -15,8 +15,8 @@ from fedloom.runs.callback import Callback, RunDescription
 class StopOnSignal(Callback):
     """A callback that stops a run at the first Ctrl-C or SIGTERM, and raises KeyboardInterrupt at the second."""
 
-    def __init__(self, unit: str = "round") -> None:
-        self._unit, self._signals = unit, 0
+    def __init__(self) -> None:
+        self._signals = 0
         self._handlers: dict[int, Any] = {}
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
@@ -39,4 +39,4 @@ class StopOnSignal(Callback):
         self._signals += 1
         if self._signals > 1:
             raise KeyboardInterrupt
-        print(f"\nstopping after this {self._unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The `fedloom` command: run, resume, verify, compare, pretrain, report and list."""
+"""The `fedloom` command: run, resume, verify, compare, report and list."""
 
 import json
 import os
@@ -15,12 +15,11 @@ from fedloom._version import __version__
 from fedloom.cli.demo.command import demo
 from fedloom.cli.flower import flower
 from fedloom.cli.listing import list_
-from fedloom.cli.options import PRETRAINING, Imports, Json, MethodOptions, Out, Quiet, add_cli_options
+from fedloom.cli.options import Imports, Json, MethodOptions, Out, Quiet, add_cli_options
 from fedloom.cli.output import print_comparison, print_run_summary, show_loading
 from fedloom.cli.partition import partition
-from fedloom.config import EXECUTION_SETTINGS, PretrainConfig, parse_config_overrides
+from fedloom.config import EXECUTION_SETTINGS, parse_config_overrides
 from fedloom.errors import FedloomError, InputError
-from fedloom.utils.formatting import format_percent
 
 # typer has its own copy of click since 0.26, and uses the installed one before: take the base class from its errors
 ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -201,36 +200,6 @@ def compare(
 
 
 @app.command()
-@add_cli_options(settings_class=PretrainConfig, panels=PRETRAINING)
-def pretrain(
-    data: Annotated[str, typer.Argument(help="data set (`fedloom list datasets`)")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="safetensors file to write")],
-    json_: Json = False,
-    quiet: Quiet = False,
-    *,
-    settings: dict[str, Any],
-) -> None:
-    """Train a network on one data set without federation, as initial weights for --init.
-
-    To resume a stopped pretraining, repeat the command. The result has the same bits.
-    """
-    with show_loading(quiet):
-        from fedloom.cli.progress import ProgressDisplay
-        from fedloom.runs.pretrain import pretrain
-
-    display = ProgressDisplay(quiet, unit="epoch")
-    result = _interruptible(partial(pretrain, data, out, **settings), display, "continue with the same command.")
-    metadata = {**result.metadata, "file": str(result.path), "sha256": result.sha256}
-    if json_:
-        print(json.dumps({name: value for name, value in metadata.items() if name not in ("history", "settings")}))
-        return
-    classes = f"{metadata['classes']} classes of {metadata['data']}"
-    print(f"{'accuracy':<10}{format_percent(result.accuracy)} on test data of {classes} (loss {metadata['loss']:.4f})")
-    print(f"{'file':<10}{result.path}")
-    print(f"{'digest':<10}{result.digest}")
-
-
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="directories of runs or of comparisons")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="file to write")] = Path("report.html"),
@@ -290,7 +259,7 @@ def _interruptible(work: Callable[..., T], display: Any, advice: str | None = No
 
     try:
         # Signals first: a display says that the run has started, and then somebody may stop it.
-        return work(callbacks=[StopOnSignal(display.unit), display])
+        return work(callbacks=[StopOnSignal(), display])
     except KeyboardInterrupt:
         display.on_run_end()
         if advice is None and display.folder:

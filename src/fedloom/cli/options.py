@@ -34,22 +34,15 @@ PANELS = {
         "model", "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
     ),
     "Local training": (
-        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_decay", "momentum", "nesterov",
-        "keep_optimizer", "weight_decay", "clip", "augment", "statistics", "channels_last", "validation",
+        "epochs", "steps", "batch_size", "optimizer", "lr", "lr_schedule", "lr_decay", "lr_step",
+        "lr_warmup", "momentum", "nesterov", "keep_optimizer", "weight_decay", "clip", "augment", "statistics",
+        "channels_last", "validation",
     ),
     "Privacy": ("clip_update", "noise", "noise_source", "delta", "max_epsilon"),
     "Running": (
         "eval_every", "window", "min_clients", "failure_rate", "engine", "nodes", "deadline", "device", "precision",
         "fast", "workers", "slots", "checkpoint_seconds", "keep_checkpoints", "cache_dir",
     ),
-}  # fmt: skip
-
-PRETRAINING = {
-    "Training": (
-        "model", "classes", "normalize", "epochs", "batch_size", "optimizer", "lr", "schedule", "momentum", "nesterov",
-        "weight_decay", "clip", "augment", "seed",
-    ),
-    "Running": ("device", "threads", "channels_last", "checkpoint_seconds"),
 }  # fmt: skip
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", bool: "yes|no"}

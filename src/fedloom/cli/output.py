@@ -59,22 +59,29 @@ def _result_lines(summary: Mapping[str, Any], config: Any) -> list[tuple[str, st
     window = summary["window"]
     if not window:
         return [("result", "none: there are no test data")]
-    last = f"after round {summary['rounds']}"
     basis = f"mean of the last {window} of {count_evaluations(config.rounds, config.eval_every)} evaluations"
+    has_global_model = "global_model" not in summary
+    first, *last = _global_model_lines(summary, basis) if has_global_model else [("averages", basis)]
+    lines = [first] if has_global_model or window > 1 else []
+    for name, kind, whose in (("own", "personal", " with the clients' own models"), ("clients", "client", "")):
+        if (average := summary[f"{kind}_accuracy_mean"]) is not None:
+            worst = format_percent(summary[f"{kind}_accuracy_worst10"])
+            lines.append((name, f"{format_percent(average)} on average{whose}, {worst} for the worst tenth"))
+    return [*lines, *last]
+
+
+def _global_model_lines(summary: Mapping[str, Any], basis: str) -> list[tuple[str, str]]:
+    """Return the result of the global model, and its last evaluation if the window holds more than one."""
+    last = f"after round {summary['rounds']}"
     if summary["last_accuracy"] is None:  # a regression
         name, mean, deviation = "loss", _loss(summary["loss"]), _loss(summary["loss_std"])
         end = f"{_loss(summary['last_loss'])} {last}"
     else:
         name, mean, deviation = "accuracy", format_percent(summary["accuracy"]), format_percent(summary["accuracy_std"])
         end = f"{format_percent(summary['last_accuracy'])} {last} (loss {_loss(summary['last_loss'])})"
-    lines = [(name, f"{mean} on test data, {basis} (sd {deviation})")]
-    if window == 1:
-        lines = [(name, end.replace(last, f"on test data {last}"))]
-    for name, kind, whose in (("own", "personal", " with the clients' own models"), ("clients", "client", "")):
-        if (average := summary[f"{kind}_accuracy_mean"]) is not None:
-            worst = format_percent(summary[f"{kind}_accuracy_worst10"])
-            lines.append((name, f"{format_percent(average)} on average{whose}, {worst} for the worst tenth"))
-    return [*lines, ("last", end)] if window > 1 else lines
+    if summary["window"] == 1:
+        return [(name, end.replace(last, f"on test data {last}"))]
+    return [(name, f"{mean} on test data, {basis} (sd {deviation})"), ("last", end)]
 
 
 def _loss(value: float | None) -> str:

@@ -32,11 +32,9 @@ ELAPSED = len("0:00:00")
 class ProgressDisplay(Callback):
     """A callback that shows the progress of runs."""
 
-    def __init__(
-        self, quiet: bool = False, methods: Sequence[str] = (), seeds: int = 1, *, unit: str = "round"
-    ) -> None:
+    def __init__(self, quiet: bool = False, methods: Sequence[str] = (), seeds: int = 1) -> None:
         """Show the progress of one run, or of a comparison of `methods`, each with `seeds` seeds in a row."""
-        self._methods, self.unit = methods, unit
+        self._methods = methods
         self._runs, self._run = max(len(methods) * seeds, 1), 0
         self._time_left = TimeLeft(self._runs, seeds)
         self._name_width = 0
@@ -75,8 +73,8 @@ class ProgressDisplay(Callback):
             )
             self._bars.start()
         else:
-            many = format_plural(config.rounds, self.unit)
-            start = f"resumes after {self.unit} {done} of {config.rounds}" if done else many
+            many = format_plural(config.rounds, "round")
+            start = f"resumes after round {done} of {config.rounds}" if done else many
             self.console.print(f"{self._name}: {start}")
 
     def on_message(self, text: str) -> None:
@@ -92,7 +90,7 @@ class ProgressDisplay(Callback):
                 self._bars.update(self._task, state=state)
             self._bars.update(self._task, completed=record["round"], left=self._format_time_left())
         elif self._print_is_due(record["round"]):
-            done = f"{self.unit} {record['round']}/{self._config.rounds}"
+            done = f"round {record['round']}/{self._config.rounds}"
             self.console.print(f"{self._name}: {done}  {state}  {self._format_time_left().strip()}".rstrip())
 
     def on_download(self, name: str, done: int, total: int) -> None:
@@ -165,7 +163,7 @@ class ProgressDisplay(Callback):
         time, no loss, and less of the name, in this order.
         """
         digits = len(str(self._config.rounds))
-        rounds, left = len(self.unit) + 2 + 2 * digits, len(self._format_time_left())
+        rounds, left = len("round") + 2 + 2 * digits, len(self._format_time_left())
         room = self.console.width - rounds - left - LEAST_BAR - 3  # columns are one space apart
         name = max(min(self._name_width, max(room - LEAST_STATE - 1, LEAST_NAME), room), 1)
         room -= name
@@ -178,7 +176,7 @@ class ProgressDisplay(Callback):
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", style="bold", markup=False, table_column=_fixed(name)),
             BarColumn(bar, table_column=_fixed(bar)),
-            TextColumn(f"{self.unit} {{task.completed:{digits}}}/{{task.total}}", table_column=_fixed(rounds)),
+            TextColumn(f"round {{task.completed:{digits}}}/{{task.total}}", table_column=_fixed(rounds)),
         ]
         if state:
             column = _fixed(state, "crop" if state == LEAST_STATE else "ellipsis")

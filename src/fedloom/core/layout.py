@@ -277,9 +277,12 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def model_digest(row: Tensor) -> str:
-    """Return the SHA-256 of the bytes of a row. Models with the same digest are equal bit for bit."""
-    return hashlib.sha256(row.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+def model_digest(*rows: Tensor) -> str:
+    """Return the SHA-256 of the bytes of rows, in order. Models with the same digest are equal bit for bit."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _side_by_side(integers: Iterable[LayoutEntry]) -> list[tuple[slice, torch.dtype]]:

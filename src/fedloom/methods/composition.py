@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -35,6 +35,11 @@ class ComposedMethod:
             if part in method.parts:
                 return method
         return methods()["fedavg"] if part in ("server", "client") else None
+
+    @property
+    def bracket(self) -> Literal["local", "centralized"] | None:
+        """Which bound of federated learning it is, if any (see `Method.bracket`)."""
+        return self.methods[0].bracket
 
     @property
     def use_server_data(self) -> tuple[str, ...]:
@@ -177,6 +182,11 @@ def compose(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -
 
 
 def _refuse_clashes(name: str, chosen: list[Method]) -> None:
+    alone = next((method.name for method in chosen if method.bracket is not None), None)
+    if alone is not None and len(chosen) > 1:
+        raise IncompatibleMethods(
+            f"{name!r} cannot be run: {alone} is not federated, so no part of another method has anything to do."
+        )
     for part in PARTS:
         bringing = [method.name for method in chosen if part in method.parts]
         if len(bringing) > 1:

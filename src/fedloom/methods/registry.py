@@ -16,6 +16,7 @@ from fedloom.utils.system import run_user_file
 
 BUILT_IN = {
     "abavg": "abavg",
+    "centralized": "centralized",
     "clusamp": "clusamp",
     "diwa": "diwa",
     "dynafed": "dynafed",
@@ -49,6 +50,7 @@ BUILT_IN = {
     "fedyogi": "fedopt",
     "gamf": "gamf",
     "indep": "indep",
+    "local": "local",
     "lss": "lss",
     "moon": "moon",
     "naivemix": "fedmix",
@@ -90,6 +92,9 @@ class Method:
     """Which data it needs on the server: inputs, or inputs and labels; None: no data."""
     rescales: bool = False
     """Whether the server scales the mean of the client models by a factor of its own."""
+    bracket: Literal["local", "centralized"] | None = None
+    """Whether it is no federated learning but a bound of it: every client for itself (local), or all training samples
+    in one place (centralized). It then cannot be combined with other methods, and runs without privacy."""
 
     @property
     def year(self) -> int | None:

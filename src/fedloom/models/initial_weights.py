@@ -12,8 +12,10 @@ import io
 import json
 import pickle
 import re
+import tomllib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ class InitialWeightsFile:
     sha256: str
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
-    """Metadata of `fedloom pretrain`; empty for other files."""
+    """The network and the class names of a run directory; empty for other files."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ def read_initial_weights(path: Path, sha256: str | None = None) -> InitialWeight
     if sha256 is not None and found != sha256:
         raise InputError(f"{file} is not the expected file: its SHA-256 is {found}, not {sha256}.")
     if content[8:9] == b"{" or file.suffix == ".safetensors":
-        tensors, metadata = _parse_safetensors(content, file)
+        tensors = _parse_safetensors(content, file)
     elif content[:4] == b"PK\x03\x04" or content[:1] == b"\x80":
-        tensors, metadata = _parse_torch(content, file), {}
+        tensors = _parse_torch(content, file)
     else:
         raise InputError(f"{file} is neither a safetensors file nor a torch state dict.")
     if not tensors:
@@ -105,7 +107,7 @@ def read_initial_weights(path: Path, sha256: str | None = None) -> InitialWeight
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{name} in {file} holds numbers that are not finite.")
-    return InitialWeightsFile(file, found, tensors, metadata)
+    return InitialWeightsFile(file, found, tensors, _read_run_metadata(path) if path.is_dir() else {})
 
 
 def load_initial_weights(
@@ -170,11 +172,20 @@ def _file_of(path: Path) -> Path:
         run, finished = (path / "config.toml").is_file(), (path / "summary.json").is_file()
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
+    if run and finished and not _has_global_model(path / "summary.json"):
+        raise InputError(f"{path} has no global model, because each client has its own; choose another run.")
     if run and finished:
         raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
     if run:
         raise InputError(f"{path} has no {MODEL_FILE}: the run has not finished; continue with: fedloom resume {path}")
     raise InputError(f"there is no {MODEL_FILE} in {path}; expected a run directory or a file.")
+
+
+def _has_global_model(summary_file: Path) -> bool:
+    try:
+        return bool(json.loads(summary_file.read_bytes()).get("global_model", True))
+    except (OSError, ValueError, AttributeError):  # damaged
+        return True
 
 
 def _content(file: Path) -> bytes:
@@ -184,14 +195,21 @@ def _content(file: Path) -> bytes:
         raise InputError(f"cannot read {str(file)!r}: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _parse_safetensors(content: bytes, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_run_metadata(folder: Path) -> dict[str, Any]:
+    """Return the network and the class names of a run, as far as its directory says them."""
+    metadata: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        metadata["class_names"] = json.loads((folder / "partition.json").read_bytes())["class_names"]
+    with suppress(OSError, ValueError, KeyError):
+        metadata["model"] = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["model"]
+    return metadata
+
+
+def _parse_safetensors(content: bytes, file: Path) -> dict[str, Tensor]:
     try:
-        tensors = parse_tensors(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = json.loads(header.get("__metadata__", {}).get("fedloom", "{}"))
+        return parse_tensors(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"{file} is not a whole safetensors file: {' '.join(str(error).split())}.") from error
-    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
 def _parse_torch(content: bytes, file: Path) -> dict[str, Tensor]:

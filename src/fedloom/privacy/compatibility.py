@@ -14,8 +14,13 @@ from fedloom.methods.composition import ComposedMethod, MethodParts, compose
 
 
 def compose_privacy_compatible(name: str, options: Mapping[str, Mapping[str, Any]]) -> ComposedMethod:
-    """Return the method `name` with these options and equal client weights, as in a private mean."""
+    """Return the method `name` with these options and equal client weights, as in a private mean.
+
+    The brackets, `local` and `centralized`, run without privacy, so they stay as they are.
+    """
     composed_method = compose(name, options)
+    if composed_method.bracket is not None:
+        return composed_method
     _check_methods(composed_method)
     server = composed_method.owner("server")
     if server is None or "weighting" not in server.options.model_fields:

@@ -70,7 +70,9 @@ def _about(group: GroupStatistics) -> list[str]:
     if len(unique) < len(group.records):
         said.append(f"{group.label}: a seed occurs more than once and is counted once.")
     void = [run.seed for run in group.runs if run.seed not in group.results and select_evaluations(run.history)]
-    if void and group.result:
+    if any("global_model" in (run.summary or {}) for run in group.runs):
+        said.append(f"{group.label} has no global model: only the clients' own models have an accuracy.")
+    elif void and group.result:
         said.append(f"{group.label}: no final {group.metric} with seed {format_list(void)}; the mean leaves it out.")
     elif void:
         said.append(f"{group.label} has no result: its last evaluations are not finite.")
@@ -289,8 +291,8 @@ def _p_value(group: GroupStatistics) -> str:
 
 def _privacy(group: GroupStatistics) -> str:
     """Format epsilon and delta; "none" if updates are clipped without any guarantee."""
-    if group.delta is None:
-        return NOTHING
+    if group.delta is None:  # a private run is a bracket if it spends nothing
+        return "without privacy" if any(run.config.get("clip_update") for run in group.runs) else NOTHING
     return f"ε {group.epsilon.mean:.2f}, δ {group.delta.mean:.2g}" if group.epsilon else "none"
 
 

@@ -33,6 +33,7 @@ from fedloom.models.initial_weights import InitialWeights, load_initial_weights,
 from fedloom.privacy import PrivacyMechanism, check_private_method
 from fedloom.runs.check_model import check_channels_last, check_forward_pass, make_checked_model
 from fedloom.runs.load_data import RunData, load_run_data
+from fedloom.runs.pool_samples import PooledFederatedDataset
 from fedloom.runs.resolve import RunRequest
 from fedloom.runs.round import RoundRunner
 from fedloom.training.context import (
@@ -73,6 +74,8 @@ def build_run(
     server = _make_server_resources(request.config, data, layout, device, engine_class, server_progress)
     method_context = _make_method_context(request, data, model, layout, rng_streams, privacy, server)
     parts = request.method.build(method_context)
+    if request.method.bracket is not None:
+        privacy = None
     if privacy is not None:
         check_private_method(request.method, parts, layout)
         privacy.account.epsilon(request.config.rounds)  # raises now if it cannot be computed
@@ -81,8 +84,11 @@ def build_run(
         engine = remote_engine.create_engine(training_context)
     else:
         engine = create_engine(engine_class, training_context, request.config)
-    rounds = RoundRunner(request.config, method_context, parts, engine, data.federated_data.label_counts(), privacy)
-    notes = [*data.notes, *_privacy_notes(request.config, method_context), *parts.notes()]
+    pooled_bytes = engine.context.data.nbytes if isinstance(engine.context.data, PooledFederatedDataset) else None
+    rounds = RoundRunner(
+        request.config, method_context, parts, engine, data.federated_data.label_counts(), privacy, pooled_bytes
+    )
+    notes = [*data.notes, *_privacy_notes(request, method_context), *parts.notes()]
     return BuiltRun(request.config, request.method, data, model, engine, rounds, tuple(notes), weights)
 
 
@@ -203,15 +209,27 @@ def _make_method_context(
     )
 
 
-def _privacy_notes(config: Config, context: MethodContext) -> list[str]:
-    if context.rounds == config.rounds:
-        return []
-    return [f"max_epsilon {config.max_epsilon:g} is enough for {context.rounds} of {config.rounds} rounds."]
+def _privacy_notes(request: RunRequest, context: MethodContext) -> list[str]:
+    config, notes = request.config, []
+    if context.rounds != config.rounds:
+        notes.append(f"max_epsilon {config.max_epsilon:g} is enough for {context.rounds} of {config.rounds} rounds.")
+    if config.clip_update is not None and request.method.bracket is not None:
+        notes.append(f"{request.method.name} trains without privacy: updates are not clipped and get no noise.")
+    return notes
 
 
-def _make_client_program(request: RunRequest, client: Client[Any], layout: Layout) -> ClientProgram:
+def _make_training_config(request: RunRequest, client: Client[Any]) -> Config:
+    """Return the settings with which clients train."""
+    config = request.config
+    if request.method.bracket == "centralized":  # its pool has no validation samples
+        stateful = bool(make_optimizer(config).state_shapes(0))
+        return config.model_copy(update={"validation": 0.0, "keep_optimizer": stateful})
+    return config.model_copy(update={"validation": config.validation or client.validation_fraction()})
+
+
+def _make_client_program(request: RunRequest, config: Config, client: Client[Any], layout: Layout) -> ClientProgram:
     """Return what the engine needs of the method's client."""
-    config, server_class = request.config, request.method.part_class("server")
+    server_class = request.method.part_class("server")
     personal_columns, state_shapes = client.personal_columns(layout), client.state_shapes(layout)
     if config.keep_optimizer:
         shapes = make_optimizer(config).state_shapes(layout.trainable)
@@ -249,15 +267,18 @@ def _make_training_context(
     client: Client[Any],
 ) -> TrainingContext:
     """Return what the engine needs, checked with two samples; set the precision of this process."""
-    config, layout = request.config, method_context.layout
+    config, layout = _make_training_config(request, client), method_context.layout
+    federated_data = data.federated_data
+    if request.method.bracket == "centralized":
+        federated_data = PooledFederatedDataset(federated_data, request.config, method_context.rng_streams)
     context = TrainingContext(
         model=model,
         layout=layout,
         criterion=method_context.criterion,
-        config=config.model_copy(update={"validation": config.validation or client.validation_fraction()}),
+        config=config,
         rng_streams=method_context.rng_streams,
-        data=data.federated_data,
-        client=_make_client_program(request, client, layout),
+        data=federated_data,
+        client=_make_client_program(request, config, client, layout),
         numerics=numerics,
     )
     check_forward_pass(context)

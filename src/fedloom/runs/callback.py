@@ -9,7 +9,7 @@ from fedloom.errors import FedloomError, InputError, RunStopped, describe_error
 
 
 class RunDescription(Protocol):
-    """What a progress display needs to know of a run, a pretraining or several runs."""
+    """What a progress display needs to know of a run or of several runs."""
 
     @property
     def label(self) -> str: ...
@@ -26,7 +26,7 @@ class RunDescription(Protocol):
 class Callback:
     """Watches a run and may stop it; a subclass overrides the methods that it needs.
 
-    Several callbacks are called in the order of the list, method by method. In a pretraining, rounds are epochs.
+    Several callbacks are called in the order of the list, method by method.
 
     If a method raises an error, the run continues to the end of its round, saves a checkpoint and ends with a
     `FedloomError` that names the class and the method. `fedloom.errors.RunStopped` ends the run at once instead;

@@ -33,7 +33,14 @@ from fedloom.methods.variants import variant_folder_name
 from fedloom.models.initial_weights import InitialWeights
 from fedloom.runs.checkpoints import Checkpoints
 from fedloom.utils.settings import read_settings_toml, settings_to_toml
-from fedloom.utils.storage import read_json, read_safetensors, write_atomically, write_json, write_safetensors
+from fedloom.utils.storage import (
+    MODEL_FILE,
+    read_json,
+    read_safetensors,
+    write_atomically,
+    write_json,
+    write_safetensors,
+)
 
 try:
     import fcntl
@@ -194,6 +201,11 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the totals of a finished run."""
         write_atomically(self.path / "summary.json", (json.dumps(summary) + "\n").encode())
+
+    def lacks_model(self) -> bool:
+        """Return whether the model file of this finished run is missing. Without a global model there is none."""
+        summary = self.summary() or {}
+        return bool(summary.get("global_model", True)) and not (self.path / MODEL_FILE).is_file()
 
     def summary(self) -> dict[str, Any] | None:
         """Return the totals; None if the run has not finished."""

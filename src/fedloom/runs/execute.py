@@ -209,7 +209,7 @@ def resume(
         run = fedloom.resume("runs/fedprox-digits-seed0-001", workers=4)
     """
     user_objects, directory = UserObjects(data, model, loss), RunDirectory.open(Path(path))
-    finished = directory.summary() is not None and (directory.path / MODEL_FILE).is_file()
+    finished = directory.summary() is not None and not directory.lacks_model()
     with (
         combine_callbacks(callbacks) as combined,
         nullcontext() if finished else directory.lock(),  # a finished run may be on a read-only disk
@@ -235,7 +235,7 @@ def resume_in_directory(
     directory = _changed(directory, changes)
     summary = directory.summary()
     if summary is not None:
-        if not (directory.path / MODEL_FILE).is_file():
+        if directory.lacks_model():
             _write_model_again(directory, user_objects, summary["digest"], callbacks, remote_engine)
         return _finish(directory, user_objects, report and not (directory.path / "report.html").exists())
 
@@ -327,9 +327,8 @@ def verify(
     directory, user_objects = RunDirectory.open(Path(path)), UserObjects(data, model, loss)
     _refuse_changes(directory.config, changes)
     _same_objects(directory, user_objects)
-    before = RunResult(directory, user_objects).digest
-    check_result_model(directory.path)
-    held = initial_weights_sha256(directory.path / MODEL_FILE)
+    result = RunResult(directory, user_objects)
+    before, held = result.digest, _hash_model_file(result)
     if directory.config.noise_source == "system":
         raise InputError(
             f"{path} cannot be verified: its noise came from the operating system and cannot be drawn again."
@@ -344,8 +343,8 @@ def verify(
     return before, now
 
 
-def _repeat(directory: RunDirectory, user_objects: UserObjects, callbacks: CallbackList) -> tuple[str, str]:
-    """Repeat a run in a temporary folder. Return its digest and the SHA-256 of its model file."""
+def _repeat(directory: RunDirectory, user_objects: UserObjects, callbacks: CallbackList) -> tuple[str, str | None]:
+    """Repeat a run in a temporary folder. Return its digest and the SHA-256 of its model file, if it has one."""
     initial_weights = _start_of(directory, callbacks)
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
@@ -358,7 +357,15 @@ def _repeat(directory: RunDirectory, user_objects: UserObjects, callbacks: Callb
             )
         except RunStopped:
             raise RunStopped(f"stopped; {directory.path} was not verified.") from None
-        return again.digest, initial_weights_sha256(again.path / MODEL_FILE)
+        return again.digest, _hash_model_file(again)
+
+
+def _hash_model_file(result: RunResult) -> str | None:
+    """Return the SHA-256 of the model file of a finished run; None if the run has no global model."""
+    if not result.has_global_model:
+        return None
+    check_result_model(result.path)
+    return initial_weights_sha256(result.path / MODEL_FILE)
 
 
 def _begin(directory: RunDirectory, built_run: BuiltRun, callbacks: CallbackList) -> None:

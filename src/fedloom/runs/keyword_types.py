@@ -18,8 +18,15 @@ class RunSettings(TypedDict, total=False):
     """keep each client's optimizer state (momentum or Adam's moments) from one of its rounds to the next"""
     lr: float
     """learning rate of the clients"""
+    lr_schedule: Literal["step", "cosine"]
+    """learning rate over the rounds: step (times --lr-decay after every --lr-step rounds, by default constant) or
+    cosine (falls to nearly 0)"""
     lr_decay: float
-    """factor on the learning rate after every round"""
+    """factor on the learning rate after every --lr-step rounds"""
+    lr_step: int
+    """rounds between two changes of the learning rate by --lr-decay"""
+    lr_warmup: int
+    """rounds at the start in which the learning rate rises linearly"""
     momentum: float
     """momentum of sgd"""
     nesterov: bool
@@ -130,42 +137,3 @@ class ExecutionSettings(TypedDict, total=False):
     """seconds between two checkpoints, more if writing takes long; 0: one after every round"""
     keep_checkpoints: int
     """number of checkpoints to keep"""
-
-
-class PretrainSettings(TypedDict, total=False):
-    """Settings of `pretrain`."""
-
-    classes: str | None
-    """classes to train on, such as 0-4 or 0,2,7; by default all"""
-    normalize: str
-    """normalization of images: default (that of the data set), mean-std, unit, half, mnist, cifar, imagenet"""
-    epochs: int
-    """passes over the training samples"""
-    batch_size: int
-    """samples in a batch"""
-    optimizer: Literal["sgd", "adam"]
-    """sgd or adam"""
-    lr: float
-    """learning rate"""
-    schedule: Literal["cosine", "constant"]
-    """learning rate schedule: cosine (decays to nearly 0 over the epochs) or constant"""
-    momentum: float
-    """momentum of sgd"""
-    nesterov: bool
-    """use Nesterov momentum"""
-    weight_decay: float
-    """weight decay, added to the gradient"""
-    clip: float | None
-    """maximum norm of a gradient; larger gradients are scaled down"""
-    augment: str
-    """augmentation of training images: none, flip, crop, crop+flip"""
-    seed: int
-    """seed of all random draws"""
-    device: str
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one, else the CPU"""
-    threads: int
-    """threads on the CPU; 0: one for each core; the number changes the last bits of the result"""
-    channels_last: bool
-    """use the channels-last memory format for images and convolutions, which is faster on CPUs"""
-    checkpoint_seconds: float
-    """seconds between two checkpoints, more if writing takes long; 0: one after every epoch"""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fedloom.config import replace_config
-from fedloom.core.layout import model_digest
 from fedloom.errors import RunStopped
 from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import CallbackList
@@ -98,8 +97,9 @@ class _Saver:
 def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
     """Write the model and the summary of a run after its last round."""
     config, rounds = built_run.config, built_run.rounds
-    digest = model_digest(rounds.global_model())
-    directory.write_model(built_run.global_state_dict())
+    digest = rounds.digest()
+    if rounds.has_global_model:
+        directory.write_model(built_run.global_state_dict())
     summary = {
         "method": config.method,
         **({"variant": config.variant} if config.variant else {}),
@@ -108,6 +108,7 @@ def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
         **summarize_run_metrics(directory.history(), config.result_window),
         "run": str(directory.path),
         "digest": digest,
+        **({} if rounds.has_global_model else {"global_model": False}),
     }
     rounds.context.server.partial_results.clear()
     directory.write_summary(summary)

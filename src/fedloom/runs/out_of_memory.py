@@ -18,8 +18,8 @@ SERVER = "for the work of the server; use a smaller network, or a method or opti
 
 
 @contextmanager
-def explain_out_of_memory(device: str, engine: Engine | None = None, work: str = SERVER) -> Iterator[None]:
-    """Raise an InsufficientMemoryError if `device` or this machine runs out of memory for `work` in the block."""
+def explain_out_of_memory(device: str, engine: Engine | None = None) -> Iterator[None]:
+    """Raise an InsufficientMemoryError if `device` or this machine runs out of memory for the server in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -30,7 +30,7 @@ def explain_out_of_memory(device: str, engine: Engine | None = None, work: str =
         else:
             raise
         raise InsufficientMemoryError(
-            f"{place} has not enough memory {work}{other}.",
+            f"{place} has not enough memory {SERVER}{other}.",
             concurrency=engine.concurrency if engine is not None and place == device else 1,
         ) from error
 

@@ -70,9 +70,20 @@ def complete_request(
 ) -> RunRequest:
     """State all options in a config, pin its partition file and add server data if its method needs them."""
     objects = user_objects or UserObjects()
+    _refuse_sites(config, composed_method, objects)
     config = replace_config(config, options=composed_method.resolved_options())
     config = resolve_server_data(record_partition_hash(config), objects, composed_method)
     return RunRequest(config, composed_method, objects)
+
+
+def _refuse_sites(config: Config, composed_method: ComposedMethod, user_objects: UserObjects) -> None:
+    """Raise an InputError if a method that is not federated is to run over sites."""
+    data, name = user_objects.data, composed_method.name
+    if composed_method.bracket is None or (config.engine != "flower" and (data is None or not data.is_remote)):
+        return
+    if composed_method.bracket == "centralized":
+        raise InputError(f"{name} trains on the samples of all clients in one place, but those of sites stay there.")
+    raise InputError(f"{name} sends nothing, so sites have nothing to do together; train at each site alone.")
 
 
 def resolve_config(values: Mapping[str, Any], user_objects: UserObjects | None = None) -> Config:

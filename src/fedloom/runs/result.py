@@ -74,8 +74,13 @@ class RunResult:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the global model's row."""
+        """Return the SHA-256 of the global model's row; without one, of the clients' rows in order."""
         return str(self.summary["digest"])
+
+    @property
+    def has_global_model(self) -> bool:
+        """Return whether the run has a global model; in a run of `local` each client has a model of its own."""
+        return bool(self.summary.get("global_model", True))
 
     def model(self) -> nn.Module:
         """Return the global model.
@@ -84,8 +89,10 @@ class RunResult:
             An ordinary module with its own memory, on the CPU and in evaluation mode.
 
         Raises:
-            InputError: The model file is missing or damaged.
+            InputError: The model file is missing or damaged, or there is no global model.
         """
+        if not self.has_global_model:
+            raise InputError(f"{self.path} has no global model: in {self.config.label}, each client has its own.")
         check_result_model(self.path)
         tensors = read_safetensors(self.path / MODEL_FILE)
         if isinstance(self._user_objects.model, nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedloom.config import Config
-from fedloom.core.layout import Layout, all_finite, scatter_columns
+from fedloom.core.layout import Layout, all_finite, model_digest, scatter_columns
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate, Shapes
 from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
@@ -62,6 +62,8 @@ class RoundRunner:
     label_counts: np.ndarray | None
     privacy: PrivacyMechanism | None = None
     """If set, the server sees only a private mean of the updates."""
+    pooled_bytes: int | None = None
+    """Bytes of all training samples, if they are in one place; only they are sent then, before the first round."""
     check: Callable[[], None] = lambda: None
     """Called after each client's answer. It may raise an error to end the round."""
 
@@ -111,15 +113,14 @@ class RoundRunner:
                 refiner.refine(round, server)
 
         size = self.context.layout.nbytes
-        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in statistics.unsent_tasks)
-        bytes_down = sent - self._personal_bytes() * (len(tasks) - len(statistics.unsent_tasks))
+        bytes_down, bytes_up = self._count_bytes(round, tasks, statistics)
         record: dict[str, Any] = {
             "round": round + 1,
             "train_loss": statistics.loss_sum / statistics.num_examples if statistics.num_examples else None,
             "bytes_down": bytes_down,
-            "bytes_up": statistics.bytes_up,
+            "bytes_up": bytes_up,
             "models_down": bytes_down / size,
-            "models_up": statistics.bytes_up / size,
+            "models_up": bytes_up / size,
             "clients": len(tasks),
             "idle": statistics.idle,
             "failed": len(statistics.failed),
@@ -136,6 +137,14 @@ class RoundRunner:
         if (round + 1) % self.config.eval_every == 0 or round + 1 == self.total:
             record = self._evaluate(record, timer)
         return record | {"seconds": timer.report()}
+
+    def _count_bytes(self, round: int, tasks: list[ClientTask], statistics: _RoundStatistics) -> tuple[int, int]:
+        """Return the bytes that this round sent down to clients and up to the server."""
+        if self.pooled_bytes is not None:
+            return 0, 0 if round else self.pooled_bytes
+        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in statistics.unsent_tasks)
+        personal_bytes = self._personal_bytes() * (len(tasks) - len(statistics.unsent_tasks))
+        return sent - personal_bytes, statistics.bytes_up
 
     def _valid_updates(
         self, round: int, tasks: list[ClientTask], timer: RoundMetricsTimer, statistics: _RoundStatistics
@@ -184,6 +193,8 @@ class RoundRunner:
 
     def _min_clients(self, num_clients: int) -> int:
         """Return how many clients of a round must answer; with fewer the run ends."""
+        if self.pooled_bytes is not None:  # no client is asked
+            return 0
         if self.config.min_clients is not None:
             return self.config.min_clients
         # The privacy guarantee does not cover the end of a run, so it ends early only if `min_clients` is set.
@@ -231,6 +242,21 @@ class RoundRunner:
         chance = self.config.failure_rate
         return bool(chance and self.context.rng_streams.numpy("lost", round, task.client_id).random() < chance)
 
+    @property
+    def has_global_model(self) -> bool:
+        """Return whether there is a global model: not if each client keeps its whole model."""
+        return self._personal_bytes() < self.context.layout.nbytes
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the global model; without one, of the clients' models in the order of the clients.
+
+        A client that has not trained yet has no model of its own.
+        """
+        client_states = self.engine.client_states
+        if self.has_global_model or not len(client_states):
+            return model_digest(self.global_model())
+        return model_digest(*(client_states.get(client_id)[PERSONAL_KEY] for client_id in client_states.client_ids()))
+
     def global_model(self) -> Tensor:
         """Return the global model. Its personal columns are the mean of the clients' own, weighted by samples.
 
@@ -264,18 +290,21 @@ class RoundRunner:
     def _evaluate(self, record: dict[str, Any], timer: RoundMetricsTimer) -> dict[str, Any]:
         with timer.measure("evaluate"):
             row = self.global_model()
-            result = self.engine.evaluate(row)
-        if result is None:
-            return record
-        # The loss of a finite model may overflow, and JSON cannot store that.
-        record = {**record, "accuracy": result.accuracy, "loss": result.loss if np.isfinite(result.loss) else None}
-        test_owners = self.engine.context.data.test_owners
-        if among_clients := client_accuracy_metrics(result, self.label_counts, test_owners):
-            record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
-        if self.engine.context.client.personalize is not None and self.context.classes:
+            result = self.engine.evaluate(row) if self.has_global_model else None
+        if result is not None:
+            # The loss of a finite model may overflow, and JSON cannot store that.
+            record = {**record, "accuracy": result.accuracy, "loss": result.loss if np.isfinite(result.loss) else None}
+            test_owners = self.engine.context.data.test_owners
+            if among_clients := client_accuracy_metrics(result, self.label_counts, test_owners):
+                record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
+        if self.engine.context.client.personalize is not None and self.context.classes and self._has_tests():
             with timer.measure("evaluate"):
-                record.update(self._evaluate_personal_models(record["round"], row))
+                record = record | self._evaluate_personal_models(record["round"], row)
         return record
+
+    def _has_tests(self) -> bool:
+        test = self.engine.context.data.test
+        return test is not None and len(test) > 0
 
     def _evaluate_personal_models(self, played: int, row: Tensor) -> dict[str, Any]:
         """Evaluate the personal models, of the same clients every time."""

@@ -94,7 +94,7 @@ class SmallRunResult:
     digest: str
     """The SHA-256 digest of the global model."""
     loss: float
-    """The final test loss."""
+    """The final test loss; the last training loss if there is no global model."""
     records: list[dict[str, Any]]
     """The record of each round, without round 0."""
 
@@ -126,7 +126,8 @@ def small_run(
     with tempfile.TemporaryDirectory() as place:
         values: dict[str, Any] = {**SETTINGS, **settings, "out": Path(place) / "run", "report": False}
         finished = run(method, data, model_or_factory, options=options, **values)
-        return SmallRunResult(finished.digest, float(finished.summary["loss"]), finished.history[1:])
+        loss = finished.summary["loss"] if finished.has_global_model else finished.history[-1]["train_loss"]
+        return SmallRunResult(finished.digest, float(loss), finished.history[1:])
 
 
 def build_small_run(method: str, options: Given, **settings: Any) -> BuiltRun:

@@ -1,10 +1,14 @@
-"""Mini-batches, and how an epoch is split into them."""
+"""Mini-batches, how an epoch is split into them, and how many a client trains on."""
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fedloom.config import TrainingConfig
+from fedloom.core.rng import RngStreams
 
 Positions = NDArray[np.int64]
 """Indices of samples."""
@@ -58,3 +62,36 @@ class EpochBatches:
         """Return the next batch. There must be one left."""
         low, self._at = self._at, self._at + self._size
         return BatchSlice(self._order, low, min(self._at, len(self._order)))
+
+
+def count_local_steps(num_examples: int, config: TrainingConfig, epochs: int | None = None) -> int:
+    """Return how many steps a client with so many training samples makes in a round.
+
+    Args:
+        num_examples: Its samples, without those for validation.
+        config: The settings.
+        epochs: Number of epochs; by default the epochs or steps of the settings.
+    """
+    if not num_examples:
+        return 0
+    if epochs is None:
+        if config.steps is not None:
+            return config.steps
+        epochs = config.epochs
+    return ceil(num_examples / min(config.batch_size or num_examples, num_examples)) * epochs
+
+
+def split_validation(
+    count: int, config: TrainingConfig, rng_streams: RngStreams, client_id: int
+) -> tuple[Positions, Positions]:
+    """Return the indices of a client's samples for training, at least one, and for validation."""
+    held = count_validation_samples(count, config)
+    if not held:
+        return np.arange(count), np.arange(0)
+    order = rng_streams.numpy("validation", client_id=client_id).permutation(count)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+def count_validation_samples(count: int, config: TrainingConfig) -> int:
+    """Return how many of a client's samples are held out from training."""
+    return min(int(config.validation * count + 0.5), max(0, count - 1))

@@ -22,7 +22,14 @@ from fedloom.data import Samples
 from fedloom.devices.cuda_runtime import cuda_foreach_copy_
 from fedloom.devices.precision import set_autotune
 from fedloom.models.layers.recurrent import split_recurrent_layers
-from fedloom.training.batches import Batch, BatchSlice, EpochBatches, Positions
+from fedloom.training.batches import (
+    Batch,
+    BatchSlice,
+    EpochBatches,
+    Positions,
+    count_local_steps,
+    split_validation,
+)
 from fedloom.training.context import OPTIMIZER_PREFIX, PERSONAL_KEY, Criterion, Step, TrainingContext
 from fedloom.training.mixed_precision import apply_mixed_precision
 from fedloom.training.module_buffers import ModuleBuffers
@@ -154,11 +161,7 @@ class LocalTrainer:
 
     def _split(self, count: int) -> tuple[Positions, Positions]:
         """Return the indices of samples for training, at least one, and for validation."""
-        held = min(int(self.config.validation * count + 0.5), max(0, count - 1))
-        if not held:
-            return np.arange(count), np.arange(0)
-        order = self._context.rng_streams.numpy("validation", client_id=self.client_id).permutation(count)
-        return np.sort(order[held:]), np.sort(order[:held])
+        return split_validation(count, self.config, self._context.rng_streams, self.client_id)
 
     def restart(self) -> None:
         """Go back to the received model, with a new optimizer and the same batches again."""
@@ -383,12 +386,9 @@ class LocalTrainer:
         Args:
             local_steps: Steps with a number of epochs or of steps, or neither: then the settings decide.
         """
-        if not self.num_examples:
-            return 0
-        epochs, steps = local_steps.epochs, local_steps.steps
-        if epochs is None and steps is None:
-            epochs, steps = self.config.epochs, self.config.steps
-        return steps if steps is not None else ceil(self.num_examples / self._batch_size()) * (epochs or 0)
+        if local_steps.steps is not None:
+            return local_steps.steps if self.num_examples else 0
+        return count_local_steps(self.num_examples, self.config, local_steps.epochs)
 
     def _batch_size(self) -> int:
         return min(self.config.batch_size or self.num_examples, self.num_examples)

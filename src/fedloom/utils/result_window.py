@@ -27,7 +27,8 @@ def count_evaluations(rounds: int, eval_every: int) -> int:
 
 def select_evaluations(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the records with an evaluation, without that of the initial model."""
-    return [record for record in history if record["round"] > 0 and ("accuracy" in record or "loss" in record)]
+    measures = ("accuracy", "loss", "personal_accuracy_mean")
+    return [record for record in history if record["round"] > 0 and any(measure in record for measure in measures)]
 
 
 def select_window_values(history: Sequence[Mapping[str, Any]], key: str, window: int) -> list[float]:

@@ -10,9 +10,8 @@ import pytest
 
 import fedloom
 from benchmarks.experiments import main as experiments
-from fedloom.config import PretrainConfig, make_config, replace_config
+from fedloom.config import make_config, replace_config
 from fedloom.methods import compose
-from fedloom.utils.settings import validate_settings
 
 LISTED = experiments.listed()
 
@@ -45,13 +44,13 @@ def test_the_list_makes_sense(experiment: dict[str, Any], driver: ModuleType) ->
     for plan in (experiment, driver.tiny(experiment)):
         options = plan.get("options", {})
         assert set(options) <= set(plan["methods"])
-        start = {"init": "made by the pretraining"} if "pretrain" in plan else {}
+        start = {"init": "the start"} if "start" in plan else {}
         config = make_config({"device": "cuda", **plan["settings"], **start})
         for method in plan["methods"]:
             composition = compose(method, {name: given for name, given in options.items() if name == method})
             assert replace_config(config, method=method, options=composition.resolved_options()).method == method
-        if "pretrain" in plan:
-            before = validate_settings(PretrainConfig, plan["pretrain"])
+        if "start" in plan:
+            before = make_config({"method": "centralized", "device": "cuda", **plan["start"]})
             assert before.model == plan["settings"]["model"]
             assert before.normalize == plan["settings"]["normalize"]
     names = [one["name"] for one in LISTED]

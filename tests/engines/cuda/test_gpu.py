@@ -94,12 +94,6 @@ def test_convolutions_give_the_same_bits_twice(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-def test_pretraining_makes_the_same_file_twice(tmp_path: Path) -> None:
-    files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    made = [fedloom.pretrain("digits", file, "cnn", epochs=2, device="cuda") for file in files]
-    assert made[0].digest == made[1].digest
-
-
 def test_workers_are_not_forked_from_a_process_that_has_trained_beside_a_gpu() -> None:
     torch.zeros((), device="cuda", requires_grad=True).backward()
     with (

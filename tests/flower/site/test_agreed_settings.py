@@ -152,6 +152,8 @@ SINGLE: dict[str, st.SearchStrategy[Any]] = {
     "failure_rate": st.floats(1e-9, 0.9),
     "lr": NUMBERS,
     "lr_decay": st.floats(1e-9, 0.999),
+    "lr_schedule": st.just("cosine"),
+    "lr_warmup": st.just(1),
     "method": st.just("fedprox+fedcross"),
     "min_clients": st.integers(1, 5),
     "model": st.sampled_from(["cnn", "linear"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.cli.demo.progress import DemoProgress
-from fedloom.cli.demo.scene import WIDTH, DemoScene, format_demo_command
+from fedloom.cli.demo.scene import START_METHOD, WIDTH, DemoScene, format_demo_command
 from fedloom.cli.demo.verdicts import SceneResults, SeedResult, judge_demo_claim
 from fedloom.cli.interrupts import StopOnSignal
 from fedloom.cli.output import print_table
@@ -17,8 +17,8 @@ from fedloom.errors import RunStopped
 from fedloom.report import read_run_record, write_report_page
 from fedloom.runs.callback import Callback
 from fedloom.runs.compare import ComparisonResult, compare
-from fedloom.runs.directory import claim_directory
-from fedloom.runs.pretrain import pretrain
+from fedloom.runs.directory import claim_directory, is_run_directory
+from fedloom.runs.execute import resume, run
 from fedloom.runs.result import RunResult
 from fedloom.utils.result_window import compute_window_std, select_window_values
 
@@ -76,9 +76,12 @@ def _play_scene(scene: DemoScene, folder: Path, callbacks: Sequence[Callback]) -
     """Run what the commands of the scene run, without a report of each run."""
     start: dict[str, Any] = {}
     if scene.start:
-        file = folder / scene.start.file
-        pretrain(scene.start.data, file, callbacks=callbacks, **scene.start.settings)
-        start = {"init": str(file), "new_head": True}
+        out = folder / scene.start.folder
+        if is_run_directory(out):
+            resume(out, callbacks=callbacks, report=False)
+        else:
+            run(START_METHOD, out=out, callbacks=callbacks, report=False, **scene.start.settings)
+        start = {"init": str(out), "new_head": True}
     return compare(
         list(scene.rows),
         scene.seeds,
@@ -94,11 +97,12 @@ def _play_scene(scene: DemoScene, folder: Path, callbacks: Sequence[Callback]) -
 def _read_results(runs: Sequence[RunResult]) -> SceneResults:
     """Return the results of the runs by row and seed, in percent."""
     results: dict[str, dict[int, SeedResult]] = {}
-    for run in runs:
-        window = [100 * value for value in select_window_values(run.history, "accuracy", run.config.result_window)]
-        by_round = {record["round"]: 100 * record["accuracy"] for record in run.history if "accuracy" in record}
+    for result in runs:
+        values = select_window_values(result.history, "accuracy", result.config.result_window)
+        window = [100 * value for value in values]
+        by_round = {record["round"]: 100 * record["accuracy"] for record in result.history if "accuracy" in record}
         found = SeedResult(statistics.fmean(window), compute_window_std(window) or 0.0, by_round)
-        results.setdefault(run.config.label, {})[run.config.seed] = found
+        results.setdefault(result.config.label, {})[result.config.seed] = found
     return results
 
 

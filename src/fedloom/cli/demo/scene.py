@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+START_METHOD = "centralized"
+"""The method that trains a start model."""
+
 Measure = Literal["accuracy", "spread", "first", "jump"]
 """What a claim is about: the result; how much accuracy varies from round to round, where less is better; accuracy after
 the first round; the change of accuracy in the round after `DemoScene.jump_round`."""
@@ -42,15 +45,14 @@ class DemoClaim:
 
 @dataclass(frozen=True)
 class StartModel:
-    """A network that is trained before the comparison, in the ordinary way."""
+    """A network that is trained before the comparison, on all samples in one place."""
 
-    file: str
-    data: str
+    folder: str
     settings: Mapping[str, Any]
 
     def words(self) -> list[str]:
         """Return the command that trains it."""
-        return ["fedloom", "pretrain", self.data, *_flags(self.settings), "--out", self.file]
+        return ["fedloom", "run", START_METHOD, *_flags(self.settings), "--out", self.folder]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class DemoScene:
         """Return its commands as words: first the one that trains the start model, if there is one."""
         words = ["fedloom", "compare", *self.rows, *_flags(self.settings), "--seeds", str(self.seeds)]
         if self.start:
-            words += ["--init", self.start.file, "--new-head"]
+            words += ["--init", self.start.folder, "--new-head"]
         for method, pairs in self.options.items():
             words += [word for key, value in pairs.items() for word in ("--set", f"{method}.{key}={value}")]
         return [self.start.words(), words] if self.start else [words]

@@ -119,9 +119,19 @@ FEW_ROUNDS = DemoScene(
     },
     seeds=4,
     start=StartModel(
-        "start.safetensors",
-        "hard-digits",
-        {"classes": "0-4", "model": "lenet:padding=2", "device": "cpu"},
+        "start",
+        {
+            "data": "hard-digits",
+            "classes": "0-4",
+            "clients": 1,
+            "model": "lenet:padding=2",
+            "epochs": 1,
+            "batch_size": 64,
+            "momentum": 0.9,
+            "lr_schedule": "cosine",
+            "rounds": 10,
+            "device": "cpu",
+        },
     ),
 )
 
