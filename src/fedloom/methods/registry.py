@@ -90,6 +90,8 @@ class Method:
     """Which data it needs on the server: inputs, or inputs and labels; None: no data."""
     rescales: bool = False
     """Whether the server scales the mean of the client models by a factor of its own."""
+    new_client: str = ""
+    """A sentence that says which model a client gets that never trained; empty: it gets the global model."""
 
     @property
     def year(self) -> int | None:
@@ -123,6 +125,7 @@ class _MethodFields(TypedDict, total=False):
     extra_compute: str
     server_data: Literal["inputs", "labels"] | None
     rescales: bool
+    new_client: str
 
 
 P = TypeVar("P", bound=type[MethodPart[Any]])

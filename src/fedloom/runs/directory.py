@@ -41,8 +41,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # mypy checks for Unix, where it is a module
 
 FORMAT = 2
-USE = "server_data_used_by"
-"""Key in config.toml for the methods that use the server's data."""
+FACTS = ("server_data_used_by", "client_test_samples", "held_out_client_ids", "new_client")
+"""Keys in config.toml that are no settings: what a report needs to know beside them."""
 PATIENCE = 30
 LOCK = ".lock"
 UNCOUNTED = (LOCK, ".config.toml.part", "flower")
@@ -61,11 +61,15 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, path: Path, config: Config, python_objects: tuple[str, ...] = (), use_server_data: tuple[str, ...] = ()
+        cls,
+        path: Path,
+        config: Config,
+        python_objects: tuple[str, ...] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> "RunDirectory":
         """Write the config of a new run into a folder from `claim_directory`.
 
-        `use_server_data` names the methods that use the server's data, for the report.
+        `facts` are values of `FACTS`, for the report.
         """
         directory = cls(path, config, python_objects)
         text = settings_to_toml(
@@ -73,7 +77,7 @@ class RunDirectory:
                 "format": FORMAT,
                 "command": None if python_objects else config_to_command(config),
                 "python_objects": list(python_objects),
-                USE: list(use_server_data) or None,
+                **(facts or {}),
                 **config.model_dump(mode="json", exclude={"options"}),
                 "options": config.options,
                 "versions": {
@@ -103,7 +107,8 @@ class RunDirectory:
             )
         values.pop("versions", None)
         values.pop("command", None)
-        values.pop(USE, None)
+        for fact in FACTS:
+            values.pop(fact, None)
         python_objects = tuple(values.pop("python_objects", ()))
         try:
             return cls(path, make_config(values), python_objects)
