@@ -319,17 +319,17 @@ class BuiltRun:
         for name, part in self.rounds.parts.items():
             part.load_state_dict(state[name])
 
-    def facts(self) -> dict[str, Any]:
+    def report_values(self) -> dict[str, Any]:
         """Return what a report needs to know beside the settings."""
-        facts: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.method.use_server_data:
-            facts["server_data_used_by"] = list(self.method.use_server_data)
+            values["server_data_used_by"] = list(self.method.use_server_data)
         if self.data.federated_data.test_owners is not None:
-            facts["client_test_samples"] = True
+            values["client_test_samples"] = True
         if self.data.held_out is not None:
-            facts["held_out_client_ids"] = sorted(self.data.held_out.client_ids)
-            facts["new_client"] = self.method.new_client
-        return facts
+            values["held_out_client_ids"] = sorted(self.data.held_out.client_ids)
+            values["new_client"] = self.method.new_client
+        return values
 
     def count_test_labels(self) -> NDArray[np.int64] | None:
         """Return the number of test samples of each class; None for regressions and without test samples."""

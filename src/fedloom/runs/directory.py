@@ -41,7 +41,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # mypy checks for Unix, where it is a module
 
 FORMAT = 2
-FACTS = ("server_data_used_by", "client_test_samples", "held_out_client_ids", "new_client")
+REPORT_KEYS = ("server_data_used_by", "client_test_samples", "held_out_client_ids", "new_client")
 """Keys in config.toml that are no settings: what a report needs to know beside them."""
 PATIENCE = 30
 LOCK = ".lock"
@@ -65,11 +65,11 @@ class RunDirectory:
         path: Path,
         config: Config,
         python_objects: tuple[str, ...] = (),
-        facts: Mapping[str, Any] | None = None,
+        report_values: Mapping[str, Any] | None = None,
     ) -> "RunDirectory":
         """Write the config of a new run into a folder from `claim_directory`.
 
-        `facts` are values of `FACTS`, for the report.
+        `report_values` are values of `REPORT_KEYS`, for the report.
         """
         directory = cls(path, config, python_objects)
         text = settings_to_toml(
@@ -77,7 +77,7 @@ class RunDirectory:
                 "format": FORMAT,
                 "command": None if python_objects else config_to_command(config),
                 "python_objects": list(python_objects),
-                **(facts or {}),
+                **(report_values or {}),
                 **config.model_dump(mode="json", exclude={"options"}),
                 "options": config.options,
                 "versions": {
@@ -107,8 +107,8 @@ class RunDirectory:
             )
         values.pop("versions", None)
         values.pop("command", None)
-        for fact in FACTS:
-            values.pop(fact, None)
+        for key in REPORT_KEYS:
+            values.pop(key, None)
         python_objects = tuple(values.pop("python_objects", ()))
         try:
             return cls(path, make_config(values), python_objects)

@@ -191,12 +191,13 @@ def _named_with_held_out(config: Config, rng_streams: RngStreams, progress: Prog
     federated_data: FederatedDataset = partition(dataset)
     held_out = _draw_held_out(config, federated_data, rng_streams)
     excluded = client_positions(federated_data, held_out)
-    trained = excluded[excluded < len(dataset.train)]  # behind them are test samples, if they were merged
+    in_train = excluded[excluded < len(dataset.train)]  # positions from there on are test samples that were merged
     if loaded.fitted:
         numbered = Samples(torch.arange(len(loaded.train))[:, None], loaded.train.y)
         rows = datasets.select_classes(replace(loaded, train=numbered), config.classes).train.x.flatten().numpy()
-        dataset = datasets.select_classes(load_dataset_fitted_without(config.data, rows[trained]), config.classes)
-    dataset = _normalize_without(dataset, config.normalize, trained)
+        unused = np.setdiff1d(np.arange(len(loaded.train)), np.delete(rows, in_train))
+        dataset = datasets.select_classes(load_dataset_fitted_without(config.data, unused), config.classes)
+    dataset = _normalize_without(dataset, config.normalize, in_train)
     whole = partition(dataset)  # the same clients, with the new inputs
     federated_data, server_data = whole, None
     if config.server_data is not None:
