@@ -48,8 +48,8 @@ def test_it_names_own_test_samples_own_models_and_new_clients(tmp_path: Path) ->
         "data": "the clients' own test samples, 25 % of each client's samples; no client trains on them",
         "rounds": "the last evaluation, after round 1 of 1",
         "selection": "nothing: the last rounds count, whatever their results",
-        "held_out": "2 of 8 clients never trained. Each is scored on its own test samples. A new client gets the "
-        "global model, whose batch norms are the mean of the trained clients'.",
+        "held_out": "2 of 8 clients never trained; each is scored on its own test samples",
+        "new_client": "A new client gets the global model, whose batch norms are the mean of the trained clients'.",
     }
 
 
@@ -117,4 +117,4 @@ def test_the_sentence_of_other_methods() -> None:
 
     method = Method(name="mine", summary="", reference="", client=Adapting)
     composed = compose("fedavg")
-    assert type(composed)("mine", (method,), {}).new_client.endswith("adapted by the method's `personalize`.")
+    assert type(composed)("mine", (method,), {}).new_client.endswith("adapted by the method's personalize().")

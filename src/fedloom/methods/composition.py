@@ -48,7 +48,7 @@ class ComposedMethod:
         if said:
             return " ".join(said)
         if self.part_class("client").personalize is not Client.personalize:
-            return "A new client gets the global model, adapted by the method's `personalize`."
+            return "A new client gets the global model, adapted by the method's personalize()."
         return "A new client gets the global model."
 
     def part_class(self, part: str) -> type[Any]:

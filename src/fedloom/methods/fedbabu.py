@@ -34,7 +34,7 @@ class FedBABUOptions(Options):
     reference="Oh et al., ICLR 2022",
     defaults={"fedavg.weighting": "uniform"},
     models_sent="2K - heads",
-    new_client="A new client gets the global model and fine-tunes it for `fedbabu.finetune_epochs` epochs on its "
+    new_client="A new client gets the global model and fine-tunes it for fedbabu.finetune_epochs epochs on its "
     "training samples.",
 )
 class FedBABUClient(FedRepSplitClient[FedBABUOptions]):

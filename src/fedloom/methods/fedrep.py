@@ -107,7 +107,7 @@ class FedRepSplitClient(Client[O]):
     models_sent="2K - heads",
     extra_compute="11 epochs",
     new_client="A new client gets the global model, whose head is the mean of the trained clients'; after the last "
-    "round it trains the head for `fedrep.final_epochs` epochs on its training samples.",
+    "round it trains the head for fedrep.final_epochs epochs on its training samples.",
 )
 class FedRepClient(FedRepSplitClient[FedRepOptions]):
     """Share the body; each client fits its own head."""

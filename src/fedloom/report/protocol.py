@@ -14,6 +14,7 @@ TITLES = {
     "rounds": "rounds",
     "selection": "chosen on",
     "held_out": "held-out clients",
+    "new_client": "new clients",
 }
 """The entries of a protocol, and their titles."""
 
@@ -26,16 +27,15 @@ def describe_protocol(record: RunRecord, window: int | None = None) -> dict[str,
         window: How many of the last evaluations are averaged; by default the setting of the run.
 
     Returns:
-        One text for each of `TITLES`; `held_out` only if clients were held out.
+        One text for each of `TITLES`; the last two only if clients were held out.
     """
-    protocol = {
+    return {
         "model": _describe_model(record),
         "data": _describe_data(record),
         "rounds": _describe_rounds(record, window),
         "selection": "nothing: the last rounds count, whatever their results",
+        **_describe_held_out(record),
     }
-    held_out = _describe_held_out(record)
-    return {**protocol, "held_out": held_out} if held_out else protocol
 
 
 def _has(record: RunRecord, key: str) -> bool:
@@ -68,18 +68,19 @@ def _describe_rounds(record: RunRecord, window: int | None) -> str:
     return f"mean of the last {len(rounds)} evaluations, after rounds {rounds[0]} to {rounds[-1]} of {planned}"
 
 
-def _describe_held_out(record: RunRecord) -> str:
-    """Say which clients never trained and how they are scored; nothing if there are none."""
+def _describe_held_out(record: RunRecord) -> dict[str, str]:
+    """Say which clients never trained, how they are scored, and which model they get; nothing if there are none."""
     ids = record.config.get("held_out_client_ids")
     if not isinstance(ids, list) or not ids:
-        return ""
+        return {}
     scored = record.history[-1].get("held_out_clients", len(ids)) if record.history else len(ids)
-    some = f" {scored} of them are scored." if scored != len(ids) else ""
-    whose = "own test samples" if record.config.get("client_test_samples") else "samples, all of them"
-    counted = f"{len(ids)} of {format_plural(record.config.get('clients', len(ids)), 'client')}"
-    return (
-        f"{counted} never trained.{some} Each is scored on its {whose}. {record.config.get('new_client', '')}".strip()
-    )
+    some = "" if scored == len(ids) else f"; {scored} of them are scored"
+    whose = "its own test samples" if record.config.get("client_test_samples") else "all its samples"
+    counted = f"{len(ids)} of {format_plural(record.config.get('clients', len(ids)), 'client')} never trained"
+    return {
+        "held_out": f"{counted}{some}; each is scored on {whose}",
+        "new_client": str(record.config.get("new_client", "")),
+    }
 
 
 def protocol_rows(groups: Sequence[GroupStatistics]) -> list[tuple[str, str]]:
