@@ -31,7 +31,7 @@ IDS = draw_held_out_clients(CLIENTS, HELD, RngStreams(0).numpy("held-out clients
 TINY: dict[str, Any] = {"rounds": 2, "epochs": 1, "model": "logreg", "engine": "sequential", "report": False}
 MLP: dict[str, Any] = {"rounds": 2, "epochs": 1, "model": "mlp", "engine": "sequential"}
 SHARE: dict[str, Any] = {"held_out_clients": 0.25}
-KEYS = ("held_out_accuracy_mean", "held_out_accuracy_worst10", "held_out_clients")
+KEYS = ("held_out_accuracy_mean", "held_out_accuracy_worst10", "held_out_scored")
 
 Y = np.arange(240) % 3
 X = (np.random.default_rng(0).normal(size=(240, 4)) + Y[:, None]).astype(np.float32)
@@ -84,7 +84,7 @@ def test_all_samples_of_each_client_are_scored(tmp_path: Path) -> None:
     last = run.history[-1]
     assert [last[key] for key in KEYS] == [pytest.approx(np.mean(accuracies)), min(accuracies), HELD]
     assert run.held_out_accuracy == run.summary["held_out_accuracy_mean"] == last["held_out_accuracy_mean"]
-    assert (run.summary["held_out_accuracy_worst10"], run.summary["held_out_clients"]) == (min(accuracies), HELD)
+    assert (run.summary["held_out_accuracy_worst10"], run.summary["held_out_scored"]) == (min(accuracies), HELD)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedrep", "fedbabu", "fedfomo"])
@@ -248,15 +248,15 @@ def test_data_of_each_seed_have_their_own(tmp_path: Path) -> None:
     ids = [one[one.index("held_out_client_ids") :].partition("]")[0] for one in text]
     assert ids[:2] == ids[2:]
     assert ids[0] != ids[1]
-    assert all(run.summary["held_out_clients"] == 3 for run in done.runs)
+    assert all(run.summary["held_out_scored"] == 3 for run in done.runs)
 
 
 def test_clients_without_samples_are_not_counted() -> None:
     data = SmallFederatedDataset({IDS[0]: 0})
     run = fedloom.run("fedavg", data, **TINY, **SHARE)
-    assert run.history[-1]["held_out_clients"] == 1
+    assert run.history[-1]["held_out_scored"] == 1
     empty = fedloom.run("fedavg", SmallFederatedDataset(dict.fromkeys(IDS, 0)), **TINY, **SHARE)
-    assert empty.history[-1]["held_out_clients"] == 0
+    assert empty.history[-1]["held_out_scored"] == 0
     assert empty.held_out_accuracy is None
 
 

@@ -61,7 +61,7 @@ def _result_lines(summary: Mapping[str, Any], config: Any) -> list[tuple[str, st
         return [("result", "none: there are no test data")]
     last = f"after round {summary['rounds']}"
     basis = f"mean of the last {window} of {count_evaluations(config.rounds, config.eval_every)} evaluations"
-    if summary["last_accuracy"] is summary["last_loss"] is None and summary.get("held_out_clients"):
+    if summary["last_accuracy"] is summary["last_loss"] is None and summary.get("held_out_scored"):
         return [("result", "none: there are no common test data"), *_held_out_line(summary)]
     if summary["last_accuracy"] is None:  # a regression
         name, mean, deviation = "loss", _loss(summary["loss"]), _loss(summary["loss_std"])
@@ -85,7 +85,7 @@ def _held_out_line(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     average = summary.get("held_out_accuracy_mean")
     if average is None:
         return []
-    count, worst = summary["held_out_clients"], format_percent(summary["held_out_accuracy_worst10"])
+    count, worst = summary["held_out_scored"], format_percent(summary["held_out_accuracy_worst10"])
     whose = f"on average for {format_plural(count, 'client')} that never trained"
     return [("held out", f"{format_percent(average)} {whose}, {worst} for the worst tenth")]
 

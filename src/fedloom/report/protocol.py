@@ -73,7 +73,7 @@ def _describe_held_out(record: RunRecord) -> dict[str, str]:
     ids = record.config.get("held_out_client_ids")
     if not isinstance(ids, list) or not ids:
         return {}
-    scored = record.history[-1].get("held_out_clients", len(ids)) if record.history else len(ids)
+    scored = record.history[-1].get("held_out_scored", len(ids)) if record.history else len(ids)
     some = "" if scored == len(ids) else f"; {scored} of them are scored"
     whose = "its own test samples" if record.config.get("client_test_samples") else "all its samples"
     counted = f"{len(ids)} of {format_plural(record.config.get('clients', len(ids)), 'client')} never trained"

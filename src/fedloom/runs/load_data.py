@@ -22,6 +22,7 @@ from fedloom.data.held_out import (
 from fedloom.data.partitions.base import Indices
 from fedloom.data.registry import load_dataset_fitted_without
 from fedloom.data.splits import ServerDataSplit
+from fedloom.data.transforms import MEASURED
 from fedloom.errors import InputError
 from fedloom.methods.base import Client
 from fedloom.methods.composition import ComposedMethod
@@ -139,7 +140,7 @@ def _change_normalization(federated_data: FederatedDataset, spec: str, excluded:
             "set its `transform`."
         )
     measured = federated_data.pool
-    if len(excluded):
+    if len(excluded) and spec == MEASURED:
         measured = measured.take(np.setdiff1d(np.arange(len(measured)), excluded))
     pool = Dataset(measured, measured[:0], (), name=federated_data.name)
     changed = copy.copy(federated_data)
@@ -211,6 +212,8 @@ def _named_with_held_out(config: Config, rng_streams: RngStreams, progress: Prog
 
 def _normalize_without(dataset: Dataset, spec: str, excluded: Indices) -> Dataset:
     """Change the normalization of images. It is not measured on the training samples `excluded`."""
+    if spec != MEASURED:
+        return datasets.with_normalization(dataset, spec)
     kept = np.setdiff1d(np.arange(len(dataset.train)), excluded)
     measured = replace(dataset, train=dataset.train.take(kept), owners=None, domains=None)
     return replace(dataset, transform=datasets.with_normalization(measured, spec).transform)

@@ -107,14 +107,14 @@ def summarize_run_metrics(history: list[dict[str, Any]], window: int) -> dict[st
     scored = select_evaluations(history)
     accuracies = [record["accuracy"] for record in scored if record.get("accuracy") is not None]
     last = scored[-1] if scored else {}
-    held_out = "held_out_clients" in last
+    held_out = "held_out_scored" in last
     keys = RESULT_KEYS + (HELD_OUT_KEYS if held_out else ())
     values = {key: select_window_values(history, key, window) for key in keys}
     return {
         "rounds": trained[-1]["round"] if trained else 0,
         "window": min(window, len(scored)),
         **{key: compute_window_mean(of_key) for key, of_key in values.items()},
-        **({"held_out_clients": last["held_out_clients"]} if held_out else {}),
+        **({"held_out_scored": last["held_out_scored"]} if held_out else {}),
         "accuracy_std": compute_window_std(values["accuracy"]),
         "loss_std": compute_window_std(values["loss"]),
         "last_accuracy": last.get("accuracy"),

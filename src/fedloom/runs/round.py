@@ -299,9 +299,9 @@ class RoundRunner:
         tasks = [ClientTask(client_id, row, round=played) for client_id in client_ids]
         known = [accuracy for accuracy in self.engine.evaluate_clients(tasks) if accuracy is not None]
         if not known:
-            return {"held_out_clients": 0}
+            return {"held_out_scored": 0}
         mean, worst = mean_and_worst_decile(known)
-        return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_clients": len(known)}
+        return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_scored": len(known)}
 
 
 def _find_update_fault(update: ClientUpdate, layout: Layout, upload_shapes: Shapes) -> str | None:
