@@ -94,7 +94,7 @@ def test_runs_with_and_without_held_out_clients_are_two_tasks(tmp_path: Path) ->
     held = write_run(tmp_path / "held", rounds=4, held_out_clients=0.2)
     tasks = {group.task for group in make_comparison_table([read_run_record(plain), read_run_record(held)]).groups}
     assert len(tasks) == 2
-    assert "20 % held out" in "".join(tasks)
+    assert "20 clients, 0.2 of them held out" in "".join(tasks)
 
 
 PERSONAL = [name for name, method in methods().items() if method.new_client]

@@ -281,7 +281,7 @@ def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
     if "classes" in told:
         told["classes"] = f"classes {told['classes']}"
     if "held_out_clients" in told:
-        told["held_out_clients"] = f"{100 * float(told['held_out_clients']):g} % held out"
+        told["held_out_clients"] = f"{told['held_out_clients']} of them held out"
     return ", ".join(told[key] for key in keys if key in told)
 
 
