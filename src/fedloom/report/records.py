@@ -281,7 +281,9 @@ def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
     if "classes" in told:
         told["classes"] = f"classes {told['classes']}"
     if "held_out_clients" in told:
-        told["held_out_clients"] = f"{told['held_out_clients']} of them held out"
+        told["held_out_clients"] = f"{told['held_out_clients']} of the clients held out"
+    elif keys != TASK and "held_out_clients" in keys:
+        told["held_out_clients"] = "no client held out"
     return ", ".join(told[key] for key in keys if key in told)
 
 
