@@ -119,6 +119,8 @@ class Config(TrainingConfig):
     """number of clients; by default 20, or as many as the partition defines (natural, domain, file)"""
     clients_per_round: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """clients sampled in each round; by default 10, or all if there are fewer"""
+    held_out_clients: float | None = Field(default=None, gt=0, lt=1)
+    """share of the clients, at least one, that never train; the model is also tested on them, as on new clients"""
     model: str = "mlp"
     """network (`fedloom list models`)"""
     init: str | None = None
@@ -254,10 +256,7 @@ class Config(TrainingConfig):
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         if self.clients is not None:  # else the config is validated again once the partition has defined the number
-            if self.cohort_size > self.clients:
-                raise ValueError(
-                    f"clients_per_round is {self.clients_per_round}, but there are only {self.clients} clients."
-                )
+            self._consistent_clients(self.clients)
             if self.min_clients is not None and self.min_clients > self.cohort_size:
                 asked = f"only {self.cohort_size} clients are sampled in a round"
                 raise ValueError(f"min_clients is {self.min_clients}, but {asked}.")
@@ -273,6 +272,11 @@ class Config(TrainingConfig):
         self._consistent_privacy()
         if self.engine == "multiprocess" and self.device != "cpu":
             raise ValueError(f"the multiprocess engine computes on the CPU, not on {self.device!r}; use --engine cuda.")
+        if self.engine == "flower" and self.held_out_clients is not None:
+            raise ValueError(
+                f"held_out_clients is {self.held_out_clients:g}, but the samples of sites are not here to be tested; "
+                "use another engine."
+            )
         if self.engine == "flower" and self.device != "cpu":
             raise ValueError(f"the server of sites computes on the CPU, not on {self.device!r}; sites have their own.")
         if self.engine == "cuda" and self.device == "cpu":
@@ -280,6 +284,17 @@ class Config(TrainingConfig):
         if self.precision == "bf16" and self.device == "cpu":
             raise ValueError("precision bf16 is for GPUs; on the CPU it is fp32.")
         return self
+
+    def _consistent_clients(self, clients: int) -> None:
+        left = clients - self.num_held_out
+        if left < 1:
+            have = "the only client" if clients == 1 else f"all {clients} clients"
+            raise ValueError(f"held_out_clients is {self.held_out_clients:g}, which takes {have} away from training.")
+        if self.cohort_size > left:
+            there = f"there are only {clients} clients"
+            if left < clients:
+                there = f"held_out_clients {self.held_out_clients:g} leaves only {left} of {clients} for training"
+            raise ValueError(f"clients_per_round is {self.clients_per_round}, but {there}.")
 
     def _consistent_privacy(self) -> None:
         if self.noise and self.clip_update is None:
@@ -316,9 +331,18 @@ class Config(TrainingConfig):
         return limit_window(self.window, count_evaluations(self.rounds, self.eval_every))
 
     @property
+    def num_held_out(self) -> int:
+        """Number of clients that never train; 0 if `clients` is not known yet."""
+        if self.held_out_clients is None or self.clients is None:
+            return 0
+        return max(1, int(self.held_out_clients * self.clients + 0.5))
+
+    @property
     def cohort_size(self) -> int:
         """Number of clients sampled in a round; correct only if `clients` is known or at least 10."""
-        return self.clients_per_round if self.clients_per_round is not None else min(10, self.clients or 10)
+        if self.clients_per_round is not None:
+            return self.clients_per_round
+        return 10 if self.clients is None else min(10, self.clients - self.num_held_out)
 
 
 PARTITIONS_WITH_CLIENTS = ("natural", "domain", "file")

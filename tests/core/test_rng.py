@@ -116,8 +116,8 @@ def test_known_answers_so_that_draws_never_change_silently() -> None:
 FROZEN = """
 augment, batches, client test, dynafed images, dynafed refine, dynafed segment, dynafed steps, exchange,
 exchange {attempt} {number}, fedbe, fedbe dirichlet, fedbe gaussian, fedcda, fedcluster, fedcluster cycle, feddf,
-feddf validation, fedgen, fedgen generator, fedlaw, fedma, fedma layer {n}, fedmut, fomo, head, init, lost, noise,
-partition, personal, privacy noise, privacy selection, recombine, select, server data, slots,
+feddf validation, fedgen, fedgen generator, fedlaw, fedma, fedma layer {n}, fedmut, fomo, head, held-out clients, init,
+lost, noise, partition, personal, privacy noise, privacy selection, recombine, select, server data, slots,
 soup, statistics, validation
 """
 """All purposes that fedloom uses. A rename across the source must not reach these words, which are in one string."""

@@ -31,7 +31,7 @@ Imports = Annotated[
 PANELS = {
     "Federation": (
         "data", "classes", "normalize", "partition", "client_test", "server_data", "clients", "clients_per_round",
-        "model", "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
+        "held_out_clients", "model", "init", "new_head", "init_sha256", "partition_sha256", "rounds", "seed",
     ),
     "Local training": (
         "epochs", "steps", "batch_size", "optimizer", "lr", "lr_schedule", "lr_decay", "lr_step",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from fedloom.utils.formatting import format_bytes, format_percent, format_seconds
+from fedloom.utils.formatting import format_bytes, format_percent, format_plural, format_seconds
 from fedloom.utils.result_window import count_evaluations
 
 if TYPE_CHECKING:  # so that `fedloom --help` does not load numpy
@@ -61,13 +61,16 @@ def _result_lines(summary: Mapping[str, Any], config: Any) -> list[tuple[str, st
         return [("result", "none: there are no test data")]
     basis = f"mean of the last {window} of {count_evaluations(config.rounds, config.eval_every)} evaluations"
     has_global_model = "global_model" not in summary
+    untested = summary["last_accuracy"] is summary["last_loss"] is None
+    if has_global_model and untested and summary.get("held_out_scored"):
+        return [("result", "none: there are no common test data"), *_held_out_line(summary)]
     first, *last = _global_model_lines(summary, basis) if has_global_model else [("averages", basis)]
     lines = [first] if has_global_model or window > 1 else []
     for name, kind, whose in (("own", "personal", " with the clients' own models"), ("clients", "client", "")):
         if (average := summary[f"{kind}_accuracy_mean"]) is not None:
             worst = format_percent(summary[f"{kind}_accuracy_worst10"])
             lines.append((name, f"{format_percent(average)} on average{whose}, {worst} for the worst tenth"))
-    return [*lines, *last]
+    return [*lines, *_held_out_line(summary), *last]
 
 
 def _global_model_lines(summary: Mapping[str, Any], basis: str) -> list[tuple[str, str]]:
@@ -82,6 +85,16 @@ def _global_model_lines(summary: Mapping[str, Any], basis: str) -> list[tuple[st
     if summary["window"] == 1:
         return [(name, end.replace(last, f"on test data {last}"))]
     return [(name, f"{mean} on test data, {basis} (sd {deviation})"), ("last", end)]
+
+
+def _held_out_line(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the accuracy for the held-out clients, if there are any."""
+    average = summary.get("held_out_accuracy_mean")
+    if average is None:
+        return []
+    count, worst = summary["held_out_scored"], format_percent(summary["held_out_accuracy_worst10"])
+    whose = f"on average for {format_plural(count, 'client')} that never trained"
+    return [("held out", f"{format_percent(average)} {whose}, {worst} for the worst tenth")]
 
 
 def _loss(value: float | None) -> str:
@@ -111,15 +124,21 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 
 def print_comparison(result: "ComparisonResult", as_json: bool) -> None:
-    """Print the table of a comparison, its effects and its conclusion, as text or as one line of JSON."""
+    """Print the table of a comparison, its protocol, effects and conclusion, as text or as one line of JSON."""
+    from fedloom.report.protocol import collect_protocols, protocol_rows
+
     if as_json:
         runs = [finished.summary for finished in result.runs]
         table = result.table
         found = {"path": str(result.path), "headline": table.headline, "result": table.basis, "runs": runs}
+        found["protocol"] = collect_protocols(table.groups)
         print(json.dumps(found | ({"grid": result.effects.to_dict()} if result.effects else {})))
         return
     print_table(*result.table.table("brief"))
     print(result.table.caption)
+    print("\nProtocol")
+    for title, text in protocol_rows(result.table.groups):
+        print(f"  {title}: {text}")
     if result.effects:
         _print_effects(result.effects)
     print(f"\n{result.table.headline}")

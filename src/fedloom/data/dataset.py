@@ -30,6 +30,8 @@ class DatasetSpec:
     path: Path | None
     options: dict[str, str]
     known_options: list[str]
+    rows_not_fitted: NDArray[np.int64] | None = None
+    """Training rows that standardization and categories must not depend on."""
 
     def text_option(self, key: str, default: str = "") -> str:
         """Return an option as text."""
@@ -124,6 +126,8 @@ class Dataset:
     """Set by `load_dataset`; readers leave it empty."""
     transform: InputTransform = field(default_factory=InputTransform.identity)
     """Turns stored samples into network inputs of `shape`; images are scaled to 0..1 if it has no constants."""
+    fitted: bool = False
+    """Whether the inputs depend on statistics of the training samples, such as the mean of a column."""
 
     def __post_init__(self) -> None:
         if self.train.are_images and not self.transform.mean:

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedloom.data.cache import Progress, load_through_cache
 from fedloom.data.dataset import Dataset, DatasetInfo, DatasetSpec, parse_dataset_name
 from fedloom.data.readers.huggingface import read_huggingface_dataset
@@ -94,6 +97,14 @@ def load_dataset(name: str, *, download: bool = True, progress: Progress | None 
         note = f"{name!r} is read without {', '.join(lacking)}, not found in {folder}."
         content = replace(content, notes=(*content.notes, note))
     return replace(content, name=name, transform=source.transform)
+
+
+def load_dataset_fitted_without(name: str, rows: NDArray[np.int64]) -> Dataset:
+    """Load a data set of the user whose inputs are `fitted`, as if the training rows `rows` were not known."""
+    name = complete_data_name(name)
+    spec = parse_dataset_name(name, takes_path=True)
+    spec.rows_not_fitted = rows
+    return replace(OWN[spec.name][1](spec), name=name)
 
 
 def _load_digits() -> Dataset:

@@ -79,9 +79,9 @@ def _size(spec: str, num_examples: int) -> int:
 
 
 def take_server_split(
-    federated_data: FederatedDataset, spec: str, rng: Rng
+    federated_data: FederatedDataset, spec: str, rng: Rng, excluded: Indices = NO_INDICES
 ) -> tuple[FederatedDataset, ServerDataSplit]:
-    """Split a user's federated data into the clients' part and the server's part."""
+    """Split federated data into the clients' part and the server's part, which has no sample of `excluded`."""
     name = federated_data.name
     if not is_split_spec(spec):
         if federated_data.server_data is None:
@@ -96,7 +96,8 @@ def take_server_split(
             f"the data {name!r} are spread over their clients already, so {spec!r} cannot be taken from them; set "
             "`server_data` of the FederatedDataset, or name a data set."
         )
-    held = draw_server_split(spec, len(federated_data.pool), rng)
+    offered = np.setdiff1d(np.arange(len(federated_data.pool)), excluded)
+    held = offered[draw_server_split(spec, len(offered), rng)]
     lighter = copy.copy(federated_data)
     lighter.client_indices = [part[~np.isin(part, held)] for part in federated_data.client_indices]
     return lighter, ServerDataSplit(federated_data.pool.take(held), spec, federated_data.classes)

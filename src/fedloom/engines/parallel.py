@@ -13,9 +13,12 @@ from fedloom.training.context import TrainingContext
 
 
 def estimate_client_work(federated_data: FederatedDataset, task: ClientTask) -> int:
-    """Return a client's number of samples, or 1 if its samples would have to be loaded to count them."""
+    """Return a client's number of samples, or 1 if its samples would have to be loaded to count them.
+
+    Held-out clients, whose ids follow those of the training clients, count as 1 too.
+    """
     known = type(federated_data).num_examples is not FederatedDataset.num_examples
-    return federated_data.num_examples(task.client_id) if known else 1
+    return federated_data.num_examples(task.client_id) if known and task.client_id < len(federated_data) else 1
 
 
 class LargestFirstQueue:

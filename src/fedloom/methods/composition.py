@@ -46,6 +46,16 @@ class ComposedMethod:
         """Names of the methods that need data on the server."""
         return tuple(method.name for method in self.methods if method.server_data)
 
+    @property
+    def new_client(self) -> str:
+        """Say which model a client gets that never trained."""
+        said = [method.new_client for method in self.methods if method.new_client]
+        if said:
+            return " ".join(said)
+        if self.part_class("client").personalize is not Client.personalize:
+            return "A new client gets the global model, adapted by the method's personalize()."
+        return "A new client gets the global model."
+
     def part_class(self, part: str) -> type[Any]:
         """Return the class of a part.
 

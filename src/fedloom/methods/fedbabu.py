@@ -30,7 +30,12 @@ class FedBABUOptions(Options):
 
 
 @register(
-    "fedbabu", reference="Oh et al., ICLR 2022", defaults={"fedavg.weighting": "uniform"}, models_sent="2K - heads"
+    "fedbabu",
+    reference="Oh et al., ICLR 2022",
+    defaults={"fedavg.weighting": "uniform"},
+    models_sent="2K - heads",
+    new_client="A new client gets the global model and fine-tunes it for fedbabu.finetune_epochs epochs on its "
+    "training samples.",
 )
 class FedBABUClient(FedRepSplitClient[FedBABUOptions]):
     """Train the body with a fixed random head; clients fine-tune the model before they use it."""

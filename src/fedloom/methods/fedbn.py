@@ -20,7 +20,12 @@ from fedloom.methods.base import Client, Options
 from fedloom.methods.registry import register
 
 
-@register("fedbn", reference="Li et al., ICLR 2021", models_sent="2K - norms")
+@register(
+    "fedbn",
+    reference="Li et al., ICLR 2021",
+    models_sent="2K - norms",
+    new_client="A new client gets the global model, whose batch norms are the mean of the trained clients'.",
+)
 class FedBNClient(Client[Options]):
     """Batch-norm layers stay with each client."""
 

@@ -128,5 +128,6 @@ register(
         models_sent="K(M + 1)",
         server_state="N models",
         extra_compute="client tests M",
+        new_client="A new client gets the global model, the mean of the models that the trained clients have sent.",
     )
 )

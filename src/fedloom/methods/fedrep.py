@@ -101,7 +101,14 @@ class FedRepSplitClient(Client[O]):
             trainer.gradient[start:stop].zero_()  # so that it does not count in gradient clipping
 
 
-@register("fedrep", reference="Collins et al., ICML 2021", models_sent="2K - heads", extra_compute="11 epochs")
+@register(
+    "fedrep",
+    reference="Collins et al., ICML 2021",
+    models_sent="2K - heads",
+    extra_compute="11 epochs",
+    new_client="A new client gets the global model, whose head is the mean of the trained clients'; after the last "
+    "round it trains the head for fedrep.final_epochs epochs on its training samples.",
+)
 class FedRepClient(FedRepSplitClient[FedRepOptions]):
     """Share the body; each client fits its own head."""
 

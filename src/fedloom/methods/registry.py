@@ -95,6 +95,8 @@ class Method:
     bracket: Literal["local", "centralized"] | None = None
     """Whether it is no federated learning but a bound of it: every client for itself (local), or all training samples
     in one place (centralized). It then cannot be combined with other methods, and runs without privacy."""
+    new_client: str = ""
+    """A sentence that says which model a client gets that never trained; empty: it gets the global model."""
 
     @property
     def year(self) -> int | None:
@@ -128,6 +130,7 @@ class _MethodFields(TypedDict, total=False):
     extra_compute: str
     server_data: Literal["inputs", "labels"] | None
     rescales: bool
+    new_client: str
 
 
 P = TypeVar("P", bound=type[MethodPart[Any]])

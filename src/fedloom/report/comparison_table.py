@@ -69,7 +69,8 @@ def _about(group: GroupStatistics) -> list[str]:
         said.append(f"{group.label} has not finished: {format_list([_where(run) for run in open_runs])}.")
     if len(unique) < len(group.records):
         said.append(f"{group.label}: a seed occurs more than once and is counted once.")
-    void = [run.seed for run in group.runs if run.seed not in group.results and select_evaluations(run.history)]
+    tested = [run for run in group.runs if any(group.metric in row for row in select_evaluations(run.history))]
+    void = [run.seed for run in tested if run.seed not in group.results]
     if any("global_model" in (run.summary or {}) for run in group.runs):
         said.append(f"{group.label} has no global model: only the clients' own models have an accuracy.")
     elif void and group.result:
@@ -187,6 +188,8 @@ class ComparisonTable:
                 "“Own models”: personalized models, each tested on its client's test samples, or on test data in its "
                 "client's class proportions; mean over clients. “Worst own”: mean over the worst 10 %."
             )
+        if any(group.held_out for group in self.groups):
+            said.append("“Held-out clients”: mean over clients that never trained. “Worst held-out”: their worst 10 %.")
         if any(group.delta for group in self.groups):
             said.append("“Privacy spent”: ε and δ for one client more or less, from the requested noise.")
         if any(group.best_accuracy for group in self.groups):
@@ -261,6 +264,8 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
         ("worst clients %", lambda group: _spread(group.worst_clients, 100), "result"),
         ("own models %", lambda group: _spread(group.personal, 100), "result", "brief"),
         ("worst own %", lambda group: _spread(group.personal_worst, 100), "result"),
+        ("held-out clients %", lambda group: _spread(group.held_out, 100), "result", "brief"),
+        ("worst held-out %", lambda group: _spread(group.held_out_worst, 100), "result", "brief"),
         ("loss", lambda group: _spread(group.loss, 1, 3), "result", only),
         ("best round %", lambda group: _spread(group.best_accuracy, 100), "result"),
         (to, lambda group: _reached(group, several=to.endswith("target")), "cost", "brief"),

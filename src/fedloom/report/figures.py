@@ -20,6 +20,8 @@ METRICS = {
     "client_accuracy_worst10": "worst 10 % of clients",
     "personal_accuracy_mean": "clients' own models",
     "personal_accuracy_worst10": "worst 10 % of own models",
+    "held_out_accuracy_mean": "held-out clients",
+    "held_out_accuracy_worst10": "worst 10 % of held-out clients",
     "loss": "loss",
     "train_loss": "training loss",
     "epsilon": "privacy spent, epsilon",

@@ -205,11 +205,12 @@ def _whole_numbers(values: object) -> Counts | None:
 
 NOT_SETTINGS = frozenset(
     {"seed", "command", "variant", "server_data_used_by", "name", "out", "folder", "workers", "versions", "format"}
+    | {"client_test_samples", "held_out_client_ids", "new_client"}
     | {"checkpoint_seconds", "keep_checkpoints", "cache_dir", "window"}
 )
 """Keys of a config that cannot change the result, and the seed, over which results are averaged."""
 
-TASK = ("data", "classes", "partition", "clients")
+TASK = ("data", "classes", "partition", "clients", "held_out_clients")
 """Keys that define a task. Only results of the same task are compared."""
 
 
@@ -279,6 +280,10 @@ def _said(table: Mapping[str, str], keys: Sequence[str]) -> str:
     told = {**table, "clients": f"{table['clients']} clients"} if "clients" in table else dict(table)
     if "classes" in told:
         told["classes"] = f"classes {told['classes']}"
+    if "held_out_clients" in told:
+        told["held_out_clients"] = f"{told['held_out_clients']} of the clients held out"
+    elif keys != TASK and "held_out_clients" in keys:
+        told["held_out_clients"] = "no client held out"
     return ", ".join(told[key] for key in keys if key in told)
 
 

@@ -18,6 +18,7 @@ from fedloom.report.markup import (
     render_section_table,
     render_section_tag,
 )
+from fedloom.report.protocol import protocol_rows
 from fedloom.report.records import find_record_differences, flatten_record_config
 from fedloom.report.statistics import GroupStatistics
 from fedloom.utils.formatting import format_list, format_plural, format_seconds, format_value
@@ -38,6 +39,16 @@ def render_results_section(comparison: ComparisonTable) -> SectionHtml:
     return render_section(
         "Results", "", render_section_table(titles, rows), render_section_tag("p", comparison.footnote(), class_="hint")
     )
+
+
+def render_protocol_section(groups: Sequence[GroupStatistics]) -> SectionHtml:
+    """Return what the results mean: model, test data, rounds and selection."""
+    entries = [
+        render_section_tag("div", render_section_tag("dt", title), render_section_tag("dd", text))
+        for title, text in protocol_rows(groups)
+    ]
+    hint = "What the results above mean. Copy it together with a number."
+    return render_section("Protocol", hint, render_section_tag("dl", *entries, class_="protocol"))
 
 
 def render_curves_section(figure_data: Data) -> SectionHtml:

@@ -76,6 +76,9 @@ class GroupStatistics(RecordGroup):
     personal: SeedStatistics | None
     """Accuracy of the personalized models, mean over clients; None if the method has none."""
     personal_worst: SeedStatistics | None
+    held_out: SeedStatistics | None
+    """Accuracy for the clients that never trained, mean over them; None without such clients."""
+    held_out_worst: SeedStatistics | None
     loss: SeedStatistics | None
     bytes_down: SeedStatistics | None
     bytes_up: SeedStatistics | None
@@ -137,6 +140,8 @@ def compute_group_statistics(record_group: RecordGroup, window: int | None = Non
         worst_clients=mean("client_accuracy_worst10"),
         personal=mean("personal_accuracy_mean"),
         personal_worst=mean("personal_accuracy_worst10"),
+        held_out=mean("held_out_accuracy_mean"),
+        held_out_worst=mean("held_out_accuracy_worst10"),
         loss=loss,
         bytes_down=over(lambda run: run.total("bytes_down")),
         bytes_up=over(lambda run: run.total("bytes_up")),

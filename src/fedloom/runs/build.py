@@ -63,8 +63,10 @@ def build_run(
     engine_class = SequentialEngine if remote_engine is not None else choose_engine(request.config, device)
 
     data = load_run_data(request, rng_streams, download_progress)
-    request = request.replace_settings(clients=len(data.federated_data))  # even if the data define it
+    request = request.replace_settings(clients=data.num_clients)  # even if the data define it
     if remote_engine is not None:
+        if data.held_out is not None:
+            raise InputError("held_out_clients needs the samples of clients that never train, but sites keep theirs.")
         data = replace(data, federated_data=remote_engine.server_view(data.federated_data))
     model, weights = _build_run_model(request, data, rng_streams, device, initial_weights)
     # Rows travel in their memory format, so all sides need the same one: that of a CPU, which a site may have.
@@ -99,7 +101,7 @@ def build_site_context(request: RunRequest) -> tuple[RunRequest, TrainingContext
     """
     device, rng_streams = select_device(request.config.device), RngStreams(request.config.seed)
     data = load_run_data(request, rng_streams)
-    request = request.replace_settings(clients=len(data.federated_data))
+    request = request.replace_settings(clients=data.num_clients)
     model, _ = _build_run_model(request, data, rng_streams, device)
     layout, numerics = _make_layout(request.config, model, data.federated_data, torch.device("cpu"))
     privacy = PrivacyMechanism.of(request.config, len(data.federated_data), rng_streams)
@@ -280,6 +282,7 @@ def _make_training_context(
         data=federated_data,
         client=_make_client_program(request, config, client, layout),
         numerics=numerics,
+        held_out=data.held_out,
     )
     check_forward_pass(context)
     device = method_context.server.device
@@ -336,6 +339,18 @@ class BuiltRun:
             )
         for name, part in self.rounds.parts.items():
             part.load_state_dict(state[name])
+
+    def report_values(self) -> dict[str, Any]:
+        """Return what a report needs to know beside the settings."""
+        values: dict[str, Any] = {}
+        if self.method.use_server_data:
+            values["server_data_used_by"] = list(self.method.use_server_data)
+        if self.data.federated_data.test_owners is not None:
+            values["client_test_samples"] = True
+        if self.data.held_out is not None:
+            values["held_out_client_ids"] = sorted(self.data.held_out.client_ids)
+            values["new_client"] = self.method.new_client
+        return values
 
     def count_test_labels(self) -> NDArray[np.int64] | None:
         """Return the number of test samples of each class; None for regressions and without test samples."""

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_config
+from fedloom.core.rng import RngStreams
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
 from fedloom.errors import InputError, RunStopped
@@ -35,6 +36,7 @@ from fedloom.runs.directory import RunDirectory, claim_directory, is_run_directo
 from fedloom.runs.execute import execute_run, resume
 from fedloom.runs.grids import plan_comparison_grid
 from fedloom.runs.keyword_types import RunSettings
+from fedloom.runs.load_data import load_run_data
 from fedloom.runs.resolve import (
     PARTITION_BY_SEED,
     RunRequest,
@@ -303,6 +305,8 @@ def _plans(
             # one file for all runs, even if it changes meanwhile
             request = request.replace_settings(init_sha256=hash_file(Path(init)))
         config = request.config
+        if config.held_out_clients is not None:  # the data decide whether this method can be scored on them
+            load_run_data(request, RngStreams(config.seed), progress)
         if CHECKED & variant.settings.keys():
             plain = replace_config(config, method="fedavg", options={}, engine="sequential")
             build_run(resolve_run(plain, user_objects), progress).engine.close()

@@ -48,8 +48,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # mypy checks for Unix, where it is a module
 
 FORMAT = 2
-USE = "server_data_used_by"
-"""Key in config.toml for the methods that use the server's data."""
+REPORT_KEYS = ("server_data_used_by", "client_test_samples", "held_out_client_ids", "new_client")
+"""Keys in config.toml that are no settings: what a report needs to know beside them."""
 PATIENCE = 30
 LOCK = ".lock"
 UNCOUNTED = (LOCK, ".config.toml.part", "flower")
@@ -68,11 +68,15 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, path: Path, config: Config, python_objects: tuple[str, ...] = (), use_server_data: tuple[str, ...] = ()
+        cls,
+        path: Path,
+        config: Config,
+        python_objects: tuple[str, ...] = (),
+        report_values: Mapping[str, Any] | None = None,
     ) -> "RunDirectory":
         """Write the config of a new run into a folder from `claim_directory`.
 
-        `use_server_data` names the methods that use the server's data, for the report.
+        `report_values` are values of `REPORT_KEYS`, for the report.
         """
         directory = cls(path, config, python_objects)
         text = settings_to_toml(
@@ -80,7 +84,7 @@ class RunDirectory:
                 "format": FORMAT,
                 "command": None if python_objects else config_to_command(config),
                 "python_objects": list(python_objects),
-                USE: list(use_server_data) or None,
+                **(report_values or {}),
                 **config.model_dump(mode="json", exclude={"options"}),
                 "options": config.options,
                 "versions": {
@@ -110,7 +114,8 @@ class RunDirectory:
             )
         values.pop("versions", None)
         values.pop("command", None)
-        values.pop(USE, None)
+        for key in REPORT_KEYS:
+            values.pop(key, None)
         python_objects = tuple(values.pop("python_objects", ()))
         try:
             return cls(path, make_config(values), python_objects)

@@ -142,7 +142,7 @@ def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callbacks
     config = built_run.config  # with the number of clients, even if the data define it
     if built_run.initial_weights is not None:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
-    directory = RunDirectory.create(path, config, user_objects.names, built_run.method.use_server_data)
+    directory = RunDirectory.create(path, config, user_objects.names, built_run.report_values())
     _begin(directory, built_run, callbacks)
     _write_partition(directory, built_run)
     run_rounds(directory, built_run, callbacks, first_round=None)

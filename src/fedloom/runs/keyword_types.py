@@ -58,6 +58,8 @@ class RunSettings(TypedDict, total=False):
     """number of clients; by default 20, or as many as the partition defines (natural, domain, file)"""
     clients_per_round: int | None
     """clients sampled in each round; by default 10, or all if there are fewer"""
+    held_out_clients: float | None
+    """share of the clients, at least one, that never train; the model is also tested on them, as on new clients"""
     init: str | None
     """initial weights: a safetensors file, a torch state dict, a run directory, or the name of one in runs/"""
     init_sha256: str | None

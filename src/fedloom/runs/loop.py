@@ -8,6 +8,8 @@ import torch
 
 from fedloom.config import replace_config
 from fedloom.errors import RunStopped
+from fedloom.report import read_run_record
+from fedloom.report.protocol import describe_protocol
 from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import CallbackList
 from fedloom.runs.directory import RunDirectory
@@ -106,6 +108,7 @@ def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
         "data": config.data,
         "seed": config.seed,
         **summarize_run_metrics(directory.history(), config.result_window),
+        "protocol": describe_protocol(read_run_record(directory.path)),
         "run": str(directory.path),
         "digest": digest,
         **({} if rounds.has_global_model else {"global_model": False}),

@@ -26,6 +26,8 @@ RESULT_KEYS = (
     "personal_accuracy_worst10",
 )
 """Keys of a record whose mean over the window is a result of the run."""
+HELD_OUT_KEYS = ("held_out_accuracy_mean", "held_out_accuracy_worst10")
+"""The same of runs with held-out clients."""
 
 
 def client_accuracy_metrics(
@@ -104,12 +106,15 @@ def summarize_run_metrics(history: list[dict[str, Any]], window: int) -> dict[st
     trained = [record for record in history if record["round"] > 0]
     scored = select_evaluations(history)
     accuracies = [record["accuracy"] for record in scored if record.get("accuracy") is not None]
-    values = {key: select_window_values(history, key, window) for key in RESULT_KEYS}
     last = scored[-1] if scored else {}
+    held_out = "held_out_scored" in last
+    keys = RESULT_KEYS + (HELD_OUT_KEYS if held_out else ())
+    values = {key: select_window_values(history, key, window) for key in keys}
     return {
         "rounds": trained[-1]["round"] if trained else 0,
         "window": min(window, len(scored)),
         **{key: compute_window_mean(of_key) for key, of_key in values.items()},
+        **({"held_out_scored": last["held_out_scored"]} if held_out else {}),
         "accuracy_std": compute_window_std(values["accuracy"]),
         "loss_std": compute_window_std(values["loss"]),
         "last_accuracy": last.get("accuracy"),

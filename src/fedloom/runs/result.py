@@ -67,6 +67,15 @@ class RunResult:
         return None if value is None else float(value)
 
     @property
+    def held_out_accuracy(self) -> float | None:
+        """Return the mean accuracy for the clients that never trained, over the last evaluations.
+
+        `summary` also has the worst tenth and the number of these clients. None without the setting `held_out_clients`.
+        """
+        value = self.summary.get("held_out_accuracy_mean")
+        return None if value is None else float(value)
+
+    @property
     def last_accuracy(self) -> float | None:
         """Return the test accuracy of the final global model alone; None without classes or test samples."""
         value = self.summary["last_accuracy"]

@@ -30,7 +30,7 @@ from fedloom.runs.metrics import RoundMetricsTimer, client_accuracy_metrics, mea
 from fedloom.training.context import PERSONAL_KEY
 
 MOST_PERSONAL = 100
-"""Maximum number of personal models to evaluate. With more clients, a sample is drawn once for the run."""
+"""Most personal models to evaluate, and of held-out clients. Of more, a sample is drawn once for the run."""
 
 
 @dataclass
@@ -291,6 +291,8 @@ class RoundRunner:
         with timer.measure("evaluate"):
             row = self.global_model()
             result = self.engine.evaluate(row) if self.has_global_model else None
+            if self.has_global_model:
+                record = {**record, **self._evaluate_held_out_clients(record["round"], row)}
         if result is not None:
             # The loss of a finite model may overflow, and JSON cannot store that.
             record = {**record, "accuracy": result.accuracy, "loss": result.loss if np.isfinite(result.loss) else None}
@@ -325,6 +327,20 @@ class RoundRunner:
             return {}
         mean, worst = mean_and_worst_decile(known)
         return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
+
+    def _evaluate_held_out_clients(self, played: int, row: Tensor) -> dict[str, Any]:
+        """Evaluate clients that never train, the same ones every time. The server keeps no model for them."""
+        held_out = self.engine.context.held_out
+        if held_out is None:
+            return {}
+        first = self.context.num_clients
+        client_ids = range(first, first + min(len(held_out), MOST_PERSONAL))
+        tasks = [ClientTask(client_id, row, round=played) for client_id in client_ids]
+        known = [accuracy for accuracy in self.engine.evaluate_clients(tasks) if accuracy is not None]
+        if not known:
+            return {"held_out_scored": 0}
+        mean, worst = mean_and_worst_decile(known)
+        return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_scored": len(known)}
 
 
 def _find_update_fault(update: ClientUpdate, layout: Layout, upload_shapes: Shapes) -> str | None:

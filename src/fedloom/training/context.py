@@ -12,6 +12,7 @@ from fedloom.core.layout import Layout
 from fedloom.core.rng import RngStreams
 from fedloom.core.tasks import Shapes
 from fedloom.data import Augment, FederatedDataset
+from fedloom.data.held_out import HeldOutClients
 from fedloom.training.batches import Batch
 from fedloom.training.module_buffers import copy_non_persistent_buffers
 
@@ -78,6 +79,8 @@ class TrainingContext:
     """The samples of the clients and of the test set, with their number of classes and their transform."""
     client: ClientProgram
     numerics: Numerics = field(default_factory=Numerics)
+    held_out: HeldOutClients | None = None
+    """Clients that never train. Their ids follow those of the clients in `data`."""
     initial_buffers: Mapping[str, Tensor] | None = None
     """Initial values of non-persistent buffers; by default those that `model` has now."""
 

@@ -91,15 +91,23 @@ def train_client(trainer: LocalTrainer, context: TrainingContext, task: ClientTa
 def evaluate_client(
     trainer: LocalTrainer, context: TrainingContext, task: ClientTask, memory: TaskMemory
 ) -> float | None:
-    """Return the accuracy of one client's personalized model. The memory is a copy and is discarded."""
-    samples = context.data.client_samples(task.client_id)
-    test, counts = _test_of(context.data, task.client_id, samples)
+    """Return the accuracy of one client's personalized model. The memory is a copy and is discarded.
+
+    A held-out client has the global model, if the method is not personalized.
+    """
+    first_held_out = len(context.data)
+    if context.held_out is not None and task.client_id >= first_held_out:
+        samples, test = context.held_out.samples(task.client_id - first_held_out)
+        counts = np.bincount(test.y.cpu().numpy(), minlength=context.data.classes)
+    else:
+        samples = context.data.client_samples(task.client_id)
+        test, counts = _test_of(context.data, task.client_id, samples)
     personalize = context.client.personalize
-    if personalize is None or not len(test):
+    if not len(test):
         return None
     with context.rng_streams.seed_global_rng("noise", task.round, task.client_id, trainer.device):
         trainer.start_task(task, memory, samples)
-        for local_steps in personalize(trainer):
+        for local_steps in personalize(trainer) if personalize is not None else ():
             trainer.run_steps(local_steps)
         if trainer.steps and trainer.config.statistics == "estimated":
             trainer.update_batch_norm_statistics()

@@ -11,6 +11,8 @@ from typing import Any
 
 DEFAULT_WINDOW = 10
 """Evaluations to average."""
+MEASURED = {"accuracy", "loss", "personal_accuracy_mean", "held_out_accuracy_mean"}
+"""Keys of an evaluation. Without a common test set or a global model, the last two may be the only ones."""
 LARGEST_SHARE = 5
 """At most one evaluation in this many is averaged, so that a short run is not averaged over its rise."""
 
@@ -27,8 +29,7 @@ def count_evaluations(rounds: int, eval_every: int) -> int:
 
 def select_evaluations(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the records with an evaluation, without that of the initial model."""
-    measures = ("accuracy", "loss", "personal_accuracy_mean")
-    return [record for record in history if record["round"] > 0 and any(measure in record for measure in measures)]
+    return [record for record in history if record["round"] > 0 and MEASURED & record.keys()]
 
 
 def select_window_values(history: Sequence[Mapping[str, Any]], key: str, window: int) -> list[float]:

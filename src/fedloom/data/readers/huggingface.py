@@ -73,7 +73,9 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
     images = [name for name in left if kinds[name] == "image"]
     texts = [name for name in TEXT_NAMES if name in left and kinds[name] == "text"]
     inputs = inputs or images[:1] or texts[:1] or left
-    x, test_x, vocabulary_size, notes = _read_inputs(train, test, inputs, kinds, path, size, tokenizer)
+    x, test_x, vocabulary_size, notes = _read_inputs(
+        train, test, inputs, kinds, path, size, tokenizer, spec.rows_not_fitted
+    )
     count = len(x)
     return Dataset(
         Samples(torch.from_numpy(x), torch.from_numpy(targets.y[:count])),
@@ -84,6 +86,7 @@ def read_huggingface_dataset(spec: DatasetSpec) -> Dataset:
         notes=tuple(notes),
         vocabulary_size=vocabulary_size,
         test_owners=test_owners,
+        fitted=len(inputs) > 1 or kinds[inputs[0]] not in ("image", "list", "text"),
     )
 
 
@@ -101,6 +104,7 @@ def _read_inputs(
     path: Path,
     size: int | None,
     tokenizer: TextTokenizer,
+    rows_not_fitted: NDArray[np.int64] | None,
 ) -> tuple[NDArray[Any], NDArray[Any], int, list[str]]:
     """Return training inputs, test inputs, the vocabulary size and notes: of one column, or of features together."""
     name = inputs[0] if len(inputs) == 1 else ""
@@ -117,7 +121,9 @@ def _read_inputs(
     columns, test_columns = (
         {name: pyarrow_to_column(table.column(name), name, False, path) for name in inputs} for table in (train, test)
     )
-    x, test_x, notes = encode_train_and_test_tables(columns, test_columns, inputs, path.name, path.name)
+    x, test_x, notes = encode_train_and_test_tables(
+        columns, test_columns, inputs, path.name, path.name, rows_not_fitted
+    )
     return x, test_x, 0, notes
 
 

@@ -69,10 +69,23 @@ class _OneHotColumn:
 
 
 def encode_train_and_test_tables(
-    train: Columns, test: Columns, column_names: Sequence[str], source: str, test_source: str
+    train: Columns,
+    test: Columns,
+    column_names: Sequence[str],
+    source: str,
+    test_source: str,
+    rows_not_fitted: NDArray[np.int64] | None = None,
 ) -> tuple[Matrix, Matrix, list[str]]:
-    """Encode `column_names` of both tables; return inputs, and notes about dropped, missing and unknown values."""
-    encoder = _TableEncoder(train, column_names, source)
+    """Encode `column_names` of both tables; return inputs, and notes about dropped, missing and unknown values.
+
+    The encoding does not depend on the training rows `rows_not_fitted`.
+    """
+    fitted_rows = train
+    if rows_not_fitted is not None:
+        kept = np.ones(len(train[column_names[0]]) if column_names else 0, dtype=np.bool_)
+        kept[rows_not_fitted] = False
+        fitted_rows = filter_columns({name: train[name] for name in column_names}, kept)
+    encoder = _TableEncoder(fitted_rows, column_names, source)
     return encoder.encode(train, source), encoder.encode(test, f"test: {test_source}"), encoder.notes
 
 
@@ -292,7 +305,9 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
             dataset_owner_positions(require_text_column(held_columns[owner]), names) if owner in held_columns else None
         )
     inputs = [name for name in columns if name not in {label, owner, *drop}]
-    x, test_x, more = encode_train_and_test_tables(columns, held_columns, inputs, path.name, held_name)
+    x, test_x, more = encode_train_and_test_tables(
+        columns, held_columns, inputs, path.name, held_name, spec.rows_not_fitted
+    )
     return Dataset(
         Samples(torch.from_numpy(x), torch.from_numpy(y)),
         Samples(torch.from_numpy(test_x), torch.from_numpy(test_y)),
@@ -301,6 +316,7 @@ def read_table_dataset(spec: DatasetSpec) -> Dataset:
         names,
         notes=(*notes, *more),
         test_owners=test_owners,
+        fitted=True,
     )
 
 
