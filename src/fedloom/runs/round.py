@@ -256,7 +256,7 @@ class RoundRunner:
         with timer.measure("evaluate"):
             row = self.global_model()
             result = self.engine.evaluate(row)
-            record = {**record, **self._evaluate_held_out_clients(record["round"], row)}
+            record = {**record, **_evaluate_held_out_clients(self.engine, record["round"], row)}
         if result is None:
             return record
         # The loss of a finite model may overflow, and JSON cannot store that.
@@ -289,19 +289,19 @@ class RoundRunner:
         mean, worst = mean_and_worst_decile(known)
         return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
 
-    def _evaluate_held_out_clients(self, played: int, row: Tensor) -> dict[str, Any]:
-        """Evaluate clients that never train, the same ones every time. The server keeps no model for them."""
-        held_out = self.engine.context.held_out
-        if held_out is None:
-            return {}
-        first = self.context.num_clients
-        client_ids = range(first, first + min(len(held_out), MOST_PERSONAL))
-        tasks = [ClientTask(client_id, row, round=played) for client_id in client_ids]
-        known = [accuracy for accuracy in self.engine.evaluate_clients(tasks) if accuracy is not None]
-        if not known:
-            return {"held_out_scored": 0}
-        mean, worst = mean_and_worst_decile(known)
-        return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_scored": len(known)}
+
+def _evaluate_held_out_clients(engine: Engine, played: int, row: Tensor) -> dict[str, Any]:
+    """Evaluate clients that never train, the same ones every time. The server keeps no model for them."""
+    held_out, first = engine.context.held_out, len(engine.context.data)
+    if held_out is None:
+        return {}
+    client_ids = range(first, first + min(len(held_out), MOST_PERSONAL))
+    accuracies = engine.evaluate_clients([ClientTask(client_id, row, round=played) for client_id in client_ids])
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return {"held_out_scored": 0}
+    mean, worst = mean_and_worst_decile(known)
+    return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_scored": len(known)}
 
 
 def _find_update_fault(update: ClientUpdate, layout: Layout, upload_shapes: Shapes) -> str | None:
