@@ -1,4 +1,4 @@
-"""Tests of the protocol of runs: what a result means, from the records of real runs."""
+"""Tests of the protocol of runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of clients that never train: no influence on the run, their scores, refusals."""
+"""Tests of clients that never train."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Clients that never train: draw them, and separate them from the training clients."""
+"""Clients that never train: draw them, and separate them from the others."""
 
 import copy
 from collections.abc import Sequence

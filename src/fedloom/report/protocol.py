@@ -1,4 +1,4 @@
-"""The protocol of runs: which model is scored, on whose data, after which rounds, and how it was chosen."""
+"""The protocol of runs: what a result means."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pool the training samples of all clients at client 0, for the method `centralized`."""
+"""Pool the training samples of all clients, for `centralized`."""
 
 import numpy as np
 import torch

@@ -23,7 +23,7 @@ from fedloom.core.layout import Layout, all_finite, model_digest, scatter_column
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate, Shapes
 from fedloom.engines.base import Engine
 from fedloom.errors import FedloomError
-from fedloom.methods.base import MethodContext, MethodPart
+from fedloom.methods.base import MethodContext, MethodPart, Server
 from fedloom.methods.composition import MethodParts
 from fedloom.privacy.mechanism import PrivacyMechanism, mechanism_base_model
 from fedloom.runs.metrics import RoundMetricsTimer, client_accuracy_metrics, mean_and_worst_decile
@@ -99,7 +99,7 @@ class RoundRunner:
                     replace(task, extras={**task.extras, **extras.send_to_client(round, task.client_id)})
                     for task in tasks
                 ]
-            self._check_no_repeats(round, tasks)
+            _check_no_repeats(self.engine, round, tasks)
         with timer.measure("aggregate"):
             answers = self._valid_updates(round, tasks, timer, statistics)
             if self.privacy is not None:
@@ -213,25 +213,6 @@ class RoundRunner:
                     part.receive_update(round, update)
             yield update
 
-    def _check_no_repeats(self, round: int, tasks: list[ClientTask]) -> None:
-        """Reject two tasks for a client with state, or with one memory for their results.
-
-        Engines differ in whether the second task sees the new state.
-        """
-        client_ids = [task.client_id for task in tasks]
-        if self.engine.client_states.shapes and len(set(client_ids)) < len(client_ids):
-            twice = next(client_id for client_id in client_ids if client_ids.count(client_id) > 1)
-            raise FedloomError(
-                f"round {round + 1}: the server sends client {twice} several tasks, but clients of this method keep "
-                "state between rounds; send one task to a client that is drawn twice, and count its update twice."
-            )
-        result_rows = [task.result_row.data_ptr() for task in tasks if task.result_row is not None]
-        if len(set(result_rows)) < len(result_rows):
-            raise FedloomError(
-                f"round {round + 1}: two tasks of the server have the same `result_row`, where their clients would "
-                "overwrite each other's model; give each task a row of its own, or None."
-            )
-
     def _personal_bytes(self) -> int:
         """Return the bytes of the personal columns, which never travel."""
         layout = self.context.layout
@@ -292,7 +273,7 @@ class RoundRunner:
             row = self.global_model()
             result = self.engine.evaluate(row) if self.has_global_model else None
             if self.has_global_model:
-                record = {**record, **self._evaluate_held_out_clients(record["round"], row)}
+                record = {**record, **_evaluate_held_out_clients(self.engine, record["round"], row)}
         if result is not None:
             # The loss of a finite model may overflow, and JSON cannot store that.
             record = {**record, "accuracy": result.accuracy, "loss": result.loss if np.isfinite(result.loss) else None}
@@ -301,46 +282,70 @@ class RoundRunner:
                 record["client_accuracy_mean"], record["client_accuracy_worst10"] = among_clients
         if self.engine.context.client.personalize is not None and self.context.classes and self._has_tests():
             with timer.measure("evaluate"):
-                record = record | self._evaluate_personal_models(record["round"], row)
+                server = self.parts.server
+                record |= _evaluate_personal_models(self.engine, server, self.context, record["round"], row)
         return record
 
     def _has_tests(self) -> bool:
         test = self.engine.context.data.test
         return test is not None and len(test) > 0
 
-    def _evaluate_personal_models(self, played: int, row: Tensor) -> dict[str, Any]:
-        """Evaluate the personal models, of the same clients every time."""
-        num_clients = self.context.num_clients
-        client_ids: Sequence[int] = range(num_clients)
-        if num_clients > MOST_PERSONAL:
-            rng = self.context.rng_streams.numpy("personal")
-            client_ids = sorted(int(c) for c in rng.choice(num_clients, MOST_PERSONAL, replace=False))
-        server, rows = self.parts.server, dict[int, Tensor]()
-        for client_id in client_ids:
-            personal_model = server.personal_model(client_id)
-            rows[client_id] = row if personal_model is None else personal_model
-        accuracies = self.engine.evaluate_clients(
-            [ClientTask(client_id, rows[client_id], round=played) for client_id in client_ids]
-        )
-        known = [accuracy for accuracy in accuracies if accuracy is not None]
-        if not known:
-            return {}
-        mean, worst = mean_and_worst_decile(known)
-        return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
 
-    def _evaluate_held_out_clients(self, played: int, row: Tensor) -> dict[str, Any]:
-        """Evaluate clients that never train, the same ones every time. The server keeps no model for them."""
-        held_out = self.engine.context.held_out
-        if held_out is None:
-            return {}
-        first = self.context.num_clients
-        client_ids = range(first, first + min(len(held_out), MOST_PERSONAL))
-        tasks = [ClientTask(client_id, row, round=played) for client_id in client_ids]
-        known = [accuracy for accuracy in self.engine.evaluate_clients(tasks) if accuracy is not None]
-        if not known:
-            return {"held_out_scored": 0}
-        mean, worst = mean_and_worst_decile(known)
-        return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_scored": len(known)}
+def _check_no_repeats(engine: Engine, round: int, tasks: list[ClientTask]) -> None:
+    """Reject two tasks for a client with state, or with one memory for their results.
+
+    Engines differ in whether the second task sees the new state.
+    """
+    client_ids = [task.client_id for task in tasks]
+    if engine.client_states.shapes and len(set(client_ids)) < len(client_ids):
+        twice = next(client_id for client_id in client_ids if client_ids.count(client_id) > 1)
+        raise FedloomError(
+            f"round {round + 1}: the server sends client {twice} several tasks, but clients of this method keep "
+            "state between rounds; send one task to a client that is drawn twice, and count its update twice."
+        )
+    result_rows = [task.result_row.data_ptr() for task in tasks if task.result_row is not None]
+    if len(set(result_rows)) < len(result_rows):
+        raise FedloomError(
+            f"round {round + 1}: two tasks of the server have the same `result_row`, where their clients would "
+            "overwrite each other's model; give each task a row of its own, or None."
+        )
+
+
+def _evaluate_personal_models(
+    engine: Engine, server: Server[Any], context: MethodContext, played: int, row: Tensor
+) -> dict[str, Any]:
+    """Evaluate the personal models, of the same clients every time."""
+    num_clients = context.num_clients
+    client_ids: Sequence[int] = range(num_clients)
+    if num_clients > MOST_PERSONAL:
+        rng = context.rng_streams.numpy("personal")
+        client_ids = sorted(int(c) for c in rng.choice(num_clients, MOST_PERSONAL, replace=False))
+    rows = dict[int, Tensor]()
+    for client_id in client_ids:
+        personal_model = server.personal_model(client_id)
+        rows[client_id] = row if personal_model is None else personal_model
+    accuracies = engine.evaluate_clients(
+        [ClientTask(client_id, rows[client_id], round=played) for client_id in client_ids]
+    )
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return {}
+    mean, worst = mean_and_worst_decile(known)
+    return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
+
+
+def _evaluate_held_out_clients(engine: Engine, played: int, row: Tensor) -> dict[str, Any]:
+    """Evaluate clients that never train, the same ones every time. The server keeps no model for them."""
+    held_out, first = engine.context.held_out, len(engine.context.data)
+    if held_out is None:
+        return {}
+    client_ids = range(first, first + min(len(held_out), MOST_PERSONAL))
+    accuracies = engine.evaluate_clients([ClientTask(client_id, row, round=played) for client_id in client_ids])
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return {"held_out_scored": 0}
+    mean, worst = mean_and_worst_decile(known)
+    return {"held_out_accuracy_mean": mean, "held_out_accuracy_worst10": worst, "held_out_scored": len(known)}
 
 
 def _find_update_fault(update: ClientUpdate, layout: Layout, upload_shapes: Shapes) -> str | None:
