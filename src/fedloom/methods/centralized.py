@@ -1,4 +1,4 @@
-"""Centralized: one model is trained on the training samples of all clients, in one place.
+"""Centralized: one model trains on the samples of all clients, in one place.
 
 The upper bracket of a comparison, and ordinary training for a start model (`--init`). In each round the server samples
 the clients as FedAvg's does, and the one model makes as many steps as these clients would make together. Its batches

@@ -50,6 +50,11 @@ class _RoundStatistics:
     unsent_tasks: list[ClientTask] = field(default_factory=list)
     """Tasks that were never sent, because the client was not there."""
 
+    def count_bytes(self, tasks: list[ClientTask], personal_bytes: int) -> tuple[int, int]:
+        """Return the bytes sent down to clients and up to the server; those of personal columns never travel."""
+        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in self.unsent_tasks)
+        return sent - personal_bytes * (len(tasks) - len(self.unsent_tasks)), self.bytes_up
+
 
 @dataclass
 class RoundRunner:
@@ -99,7 +104,8 @@ class RoundRunner:
                     replace(task, extras={**task.extras, **extras.send_to_client(round, task.client_id)})
                     for task in tasks
                 ]
-            self._check_no_repeats(round, tasks)
+            if self.engine.client_states.shapes:
+                _refuse_repeats(round, tasks)
         with timer.measure("aggregate"):
             answers = self._valid_updates(round, tasks, timer, statistics)
             if self.privacy is not None:
@@ -113,7 +119,9 @@ class RoundRunner:
                 refiner.refine(round, server)
 
         size = self.context.layout.nbytes
-        bytes_down, bytes_up = self._count_bytes(round, tasks, statistics)
+        bytes_down, bytes_up = statistics.count_bytes(tasks, self._personal_bytes())
+        if self.pooled_bytes is not None:
+            bytes_down, bytes_up = 0, 0 if round else self.pooled_bytes
         record: dict[str, Any] = {
             "round": round + 1,
             "train_loss": statistics.loss_sum / statistics.num_examples if statistics.num_examples else None,
@@ -137,14 +145,6 @@ class RoundRunner:
         if (round + 1) % self.config.eval_every == 0 or round + 1 == self.total:
             record = self._evaluate(record, timer)
         return record | {"seconds": timer.report()}
-
-    def _count_bytes(self, round: int, tasks: list[ClientTask], statistics: _RoundStatistics) -> tuple[int, int]:
-        """Return the bytes that this round sent down to clients and up to the server."""
-        if self.pooled_bytes is not None:
-            return 0, 0 if round else self.pooled_bytes
-        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in statistics.unsent_tasks)
-        personal_bytes = self._personal_bytes() * (len(tasks) - len(statistics.unsent_tasks))
-        return sent - personal_bytes, statistics.bytes_up
 
     def _valid_updates(
         self, round: int, tasks: list[ClientTask], timer: RoundMetricsTimer, statistics: _RoundStatistics
@@ -212,16 +212,6 @@ class RoundRunner:
                 if part is not None:
                     part.receive_update(round, update)
             yield update
-
-    def _check_no_repeats(self, round: int, tasks: list[ClientTask]) -> None:
-        """Reject two tasks for a client with state: engines differ in whether the second one sees the new state."""
-        client_ids = [task.client_id for task in tasks]
-        if self.engine.client_states.shapes and len(set(client_ids)) < len(client_ids):
-            twice = next(client_id for client_id in client_ids if client_ids.count(client_id) > 1)
-            raise FedloomError(
-                f"round {round + 1}: the server sends client {twice} several tasks, but clients of this method keep "
-                "state between rounds; send one task to a client that is drawn twice, and count its update twice."
-            )
 
     def _personal_bytes(self) -> int:
         """Return the bytes of the personal columns, which never travel."""
@@ -316,6 +306,17 @@ class RoundRunner:
             return {}
         mean, worst = mean_and_worst_decile(known)
         return {"personal_accuracy_mean": mean, "personal_accuracy_worst10": worst, "personal_clients": len(known)}
+
+
+def _refuse_repeats(round: int, tasks: list[ClientTask]) -> None:
+    """Reject two tasks for a client with state: engines differ in whether the second one sees the new state."""
+    client_ids = [task.client_id for task in tasks]
+    if len(set(client_ids)) < len(client_ids):
+        twice = next(client_id for client_id in client_ids if client_ids.count(client_id) > 1)
+        raise FedloomError(
+            f"round {round + 1}: the server sends client {twice} several tasks, but clients of this method keep "
+            "state between rounds; send one task to a client that is drawn twice, and count its update twice."
+        )
 
 
 def _find_update_fault(update: ClientUpdate, layout: Layout, upload_shapes: Shapes) -> str | None:
