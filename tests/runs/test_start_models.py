@@ -58,7 +58,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, optimizer: dic
     with pytest.raises(RunStopped):
         fedloom.run("centralized", out=out, callbacks=[Eye(stop_after=1)], **settings)
     with pytest.raises(RunStopped):
-        fedloom.resume(out, callbacks=[Eye(stop_after=3)])
+        fedloom.resume(out, callbacks=[Eye(stop_after=2)])
     assert fedloom.resume(out, engine="multiprocess", workers=1, report=False).digest == whole.digest
 
 

@@ -50,6 +50,11 @@ class _RoundStatistics:
     unsent_tasks: list[ClientTask] = field(default_factory=list)
     """Tasks that were never sent, because the client was not there."""
 
+    def count_bytes(self, tasks: list[ClientTask], personal_bytes: int) -> tuple[int, int]:
+        """Return the bytes sent down to clients and up to the server; those of personal columns never travel."""
+        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in self.unsent_tasks)
+        return sent - personal_bytes * (len(tasks) - len(self.unsent_tasks)), self.bytes_up
+
 
 @dataclass
 class RoundRunner:
@@ -113,7 +118,9 @@ class RoundRunner:
                 refiner.refine(round, server)
 
         size = self.context.layout.nbytes
-        bytes_down, bytes_up = self._count_bytes(round, tasks, statistics)
+        bytes_down, bytes_up = statistics.count_bytes(tasks, self._personal_bytes())
+        if self.pooled_bytes is not None:
+            bytes_down, bytes_up = 0, 0 if round else self.pooled_bytes
         record: dict[str, Any] = {
             "round": round + 1,
             "train_loss": statistics.loss_sum / statistics.num_examples if statistics.num_examples else None,
@@ -137,14 +144,6 @@ class RoundRunner:
         if (round + 1) % self.config.eval_every == 0 or round + 1 == self.total:
             record = self._evaluate(record, timer)
         return record | {"seconds": timer.report()}
-
-    def _count_bytes(self, round: int, tasks: list[ClientTask], statistics: _RoundStatistics) -> tuple[int, int]:
-        """Return the bytes that this round sent down to clients and up to the server."""
-        if self.pooled_bytes is not None:
-            return 0, 0 if round else self.pooled_bytes
-        sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in statistics.unsent_tasks)
-        personal_bytes = self._personal_bytes() * (len(tasks) - len(statistics.unsent_tasks))
-        return sent - personal_bytes, statistics.bytes_up
 
     def _valid_updates(
         self, round: int, tasks: list[ClientTask], timer: RoundMetricsTimer, statistics: _RoundStatistics
